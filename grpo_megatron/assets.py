@@ -1,0 +1,58 @@
+"""Where the shipped data lives: `models/`, `recipes/` and `slurm/`.
+
+A wheel carries them under `grpo_megatron/_assets/`; a checkout (also an editable install) has
+them beside the package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grpo_megatron.errors import SetupError
+
+FOLDERS = ("models", "recipes", "slurm")
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def root() -> Path:
+    """The directory that holds `models/`, `recipes/` and `slurm/`.
+
+    Raises:
+        SetupError: The installation carries no assets.
+    """
+    for candidate in (_PACKAGE / "_assets", _PACKAGE.parent):
+        if all((candidate / folder).is_dir() for folder in FOLDERS):
+            return candidate
+    raise SetupError("the installation carries no models/, recipes/ and slurm/",
+                     where=str(_PACKAGE),
+                     remedy="reinstall grpo-megatron, or run from a complete checkout")
+
+
+def models() -> Path:
+    """Model presets, one TOML file each."""
+    return root() / "models"
+
+
+def recipes() -> Path:
+    """Recipes, in sub-directories by topic."""
+    return root() / "recipes"
+
+
+def slurm() -> Path:
+    """Batch script templates and site settings."""
+    return root() / "slurm"
+
+
+def names(folder: Path) -> list[str]:
+    """Names of the TOML files below `folder`: relative, with `/`, without `.toml`; sorted."""
+    return sorted(path.relative_to(folder).with_suffix("").as_posix()
+                  for path in folder.rglob("*.toml"))
+
+
+def display(path: Path) -> str:
+    """`path` as short as it stays clear: below the current directory, below the assets, or full."""
+    path = path.resolve()
+    for base in (Path.cwd(), root()):
+        if path.is_relative_to(base):
+            return path.relative_to(base).as_posix()
+    return str(path)

@@ -1,0 +1,106 @@
+"""Which samples share a micro-batch, and which data-parallel rank trains it.
+
+Every rank computes the same plan from the lengths alone, so a recorded step can be trained at
+any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_megatron.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class PackingPlan:
+    """`microbatches[rank][m]` holds sample rows (int64); all ranks have equally many."""
+
+    microbatches: tuple[tuple[np.ndarray, ...], ...]
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.microbatches[0])
+
+
+def sample_costs(lengths: np.ndarray, quadratic: float = 1 / 4096) -> np.ndarray:
+    """Relative training time of samples: `length + quadratic * length**2`."""
+    lengths = np.asarray(lengths, np.float64)
+    return lengths + quadratic * lengths**2
+
+
+def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
+                      multiple_of: int = 1) -> PackingPlan:
+    """First-fit decreasing into bins of `max_tokens`, then evened out by cost.
+
+    Args:
+        lengths: prompt plus completion tokens per sample, int [N].
+        num_ranks: data-parallel size.
+        max_tokens: capacity of a micro-batch.
+        multiple_of: micro-batches per rank are a multiple of this (interleaved pipelines).
+
+    Raises:
+        DataError: a sample is longer than a micro-batch.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    if len(lengths) and lengths.max() > max_tokens:
+        raise DataError(f"sample {int(lengths.argmax())} has {int(lengths.max())} tokens, a "
+                        f"micro-batch holds {max_tokens}", where="trainer.max_tokens_per_microbatch",
+                        remedy="raise it to at least rollout.max_model_len")
+    order = np.argsort(-lengths, kind="stable")
+    step = num_ranks * multiple_of
+    num_bins = -(-max(_first_fit(lengths[order], max_tokens), 1) // step) * step
+    while (bins := _level(lengths, order, num_bins, max_tokens)) is None:
+        num_bins += step
+    costs = sample_costs(lengths)
+    bins.sort(key=lambda rows: -float(costs[rows].sum()))
+    ranks = _deal([float(costs[rows].sum()) for rows in bins], num_ranks)
+    return PackingPlan(tuple(tuple(bins[b] for b in rank) for rank in ranks))
+
+
+def _first_fit(sorted_lengths: np.ndarray, capacity: int) -> int:
+    """Number of bins that first-fit decreasing needs."""
+    free: list[int] = []
+    for length in sorted_lengths.tolist():
+        for b, room in enumerate(free):
+            if length <= room:
+                free[b] -= length
+                break
+        else:
+            free.append(capacity - length)
+    return len(free)
+
+
+def _level(lengths: np.ndarray, order: np.ndarray, num_bins: int,
+           capacity: int) -> list[np.ndarray] | None:
+    """Longest first into the cheapest bin with room; None when some sample finds no room."""
+    costs = sample_costs(lengths)
+    heap = [(0.0, b) for b in range(num_bins)]
+    used, rows = [0] * num_bins, [[] for _ in range(num_bins)]
+    for row in order.tolist():
+        full = []
+        while heap and used[heap[0][1]] + lengths[row] > capacity:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, b = heapq.heappop(heap)
+        used[b] += int(lengths[row])
+        rows[b].append(row)
+        for entry in (*full, (cost + costs[row], b)):
+            heapq.heappush(heap, entry)
+    return [np.sort(np.array(r, np.int64)) for r in rows]
+
+
+def _deal(costs: list[float], num_ranks: int) -> list[list[int]]:
+    """Bins (most expensive first) to ranks, equally many each: each next to the least loaded."""
+    per_rank = len(costs) // num_ranks
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    load = [0.0] * num_ranks
+    for b, cost in enumerate(costs):
+        open_ranks = (r for r in range(num_ranks) if len(ranks[r]) < per_rank)
+        rank = min(open_ranks, key=lambda r: (load[r], r))
+        ranks[rank].append(b)
+        load[rank] += cost
+    return ranks

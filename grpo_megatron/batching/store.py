@@ -1,0 +1,208 @@
+"""The sample store: one immutable, checksummed directory per step.
+
+    step_000123/manifest.json          step, counts, shards with checksums
+    step_000123/rollout-0.safetensors  tokens, written by the worker beside replica 0
+    step_000123/train.safetensors      one row a sample: where it is, its reward and advantage
+
+It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
+final name is whole. It carries samples to the trainer, is the crash log, and can be replayed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
+from grpo_megatron.errors import DataError
+from grpo_megatron.types import RolloutGroup
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What the controller needs to know of a finished shard."""
+
+    name: str
+    checksum: str
+    num_groups: int
+    num_samples: int
+    num_tokens: int
+
+
+class ShardWriter:
+    """Columns of many groups in one file; a prompt is stored once per group.
+
+    Columns (N samples, Q groups): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
+    `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
+    `group` int32 [N]; weight versions as spans `span_version|start|end` int32 with
+    `span_offsets` int64 [N+1].
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._groups: list[RolloutGroup] = []
+
+    def append(self, group: RolloutGroup) -> int:
+        """Add a group; returns its index within this shard."""
+        self._groups.append(group)
+        return len(self._groups) - 1
+
+    def close(self) -> ShardInfo:
+        """Write everything durably."""
+        samples = [(g, c) for g, group in enumerate(self._groups) for c in group.completions]
+        spans = [span for _, c in samples for span in c.versions]
+        columns = {
+            "prompt_ids": _concatenate([g.prompt.token_ids for g in self._groups], np.int32),
+            "prompt_offsets": _offsets([len(g.prompt.token_ids) for g in self._groups]),
+            "completion_ids": _concatenate([c.token_ids for _, c in samples], np.int32),
+            "rollout_logprobs": _concatenate([c.logprobs for _, c in samples], np.float32),
+            "completion_offsets": _offsets([len(c.token_ids) for _, c in samples]),
+            "group": np.array([g for g, _ in samples], np.int32),
+            "span_version": np.array([s.version for s in spans], np.int32),
+            "span_start": np.array([s.start for s in spans], np.int32),
+            "span_end": np.array([s.end for s in spans], np.int32),
+            "span_offsets": _offsets([len(c.versions) for _, c in samples]),
+        }
+        checksum = write_columns(self.path, columns)
+        return ShardInfo(self.path.name, checksum, len(self._groups), len(samples),
+                         len(columns["completion_ids"]))
+
+
+def _concatenate(parts: Sequence, dtype) -> np.ndarray:
+    return np.concatenate([np.asarray(p, dtype) for p in parts]) if parts else np.empty(0, dtype)
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(lengths, np.int64))])
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One trained sample: where its tokens are, and what the controller decided about it."""
+
+    shard: int
+    index: int  # sample index within the shard
+    group: int  # group number within the step
+    update: int  # which optimizer step of this batch trains it
+    reward: float
+    advantage: float
+
+
+def begin_step(directory: Path) -> Path:
+    """Make the empty working directory of a step; returns it. Leftovers are removed."""
+    working = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir(parents=True)
+    return working
+
+
+def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[SampleRow],
+                manifest: dict) -> Path:
+    """Write the training rows and the manifest, then give the directory its final name."""
+    working = directory.with_name(directory.name + ".tmp")
+    columns = {
+        "shard": np.array([r.shard for r in rows], np.int32),
+        "index": np.array([r.index for r in rows], np.int64),
+        "group": np.array([r.group for r in rows], np.int32),
+        "update": np.array([r.update for r in rows], np.int32),
+        "reward": np.array([r.reward for r in rows], np.float64),
+        "advantage": np.array([r.advantage for r in rows], np.float64),
+    }
+    train_checksum = write_columns(working / "train.safetensors", columns)
+    document = {"format": FORMAT, **manifest, "num_samples": len(rows),
+                "train_checksum": train_checksum, "shards": [asdict(s) for s in shards]}
+    with open(working / "manifest.json", "w") as file:
+        json.dump(document, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(working, directory)
+    parent = os.open(directory.parent, os.O_RDONLY)
+    os.fsync(parent)
+    os.close(parent)
+    return directory
+
+
+class SampleTable:
+    """Read access to a finished step. Token arrays stay on disk until they are sliced.
+
+    Raises:
+        DataError: the directory is incomplete, of another format, or a checksum disagrees.
+    """
+
+    def __init__(self, directory: Path, *, verify: bool = True):
+        self.directory = directory
+        try:
+            self.manifest = json.loads((directory / "manifest.json").read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(f"not a recorded step: {error}", where=str(directory)) from error
+        if self.manifest.get("format") != FORMAT:
+            raise DataError(f"sample store format {self.manifest.get('format')!r}, "
+                            f"this version reads {FORMAT}", where=str(directory))
+        files = {"train.safetensors": self.manifest["train_checksum"]}
+        files |= {s["name"]: s["checksum"] for s in self.manifest["shards"]}
+        for name, checksum in files.items() if verify else ():
+            if not (directory / name).exists() or file_checksum(directory / name) != checksum:
+                raise DataError(f"{name} is missing or its checksum differs from the manifest",
+                                where=str(directory), remedy="delete the step; it is sampled anew")
+        self._shards = [read_columns(directory / s["name"]) for s in self.manifest["shards"]]
+        train = read_columns(directory / "train.safetensors")
+        self.shard, self.index = np.array(train["shard"]), np.array(train["index"])
+        self.group, self.update = np.array(train["group"]), np.array(train["update"])
+        self.reward, self.advantage = np.array(train["reward"]), np.array(train["advantage"])
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    @cached_property
+    def prompt_lengths(self) -> np.ndarray:
+        """int64 [N]."""
+        return self._lengths("prompt_offsets", self._shard_groups)
+
+    @cached_property
+    def completion_lengths(self) -> np.ndarray:
+        """int64 [N]."""
+        return self._lengths("completion_offsets", self.index)
+
+    @cached_property
+    def _shard_groups(self) -> np.ndarray:
+        groups = np.empty(len(self), np.int64)
+        for s, columns in enumerate(self._shards):
+            rows = self.shard == s
+            groups[rows] = columns["group"][self.index[rows]]
+        return groups
+
+    def _lengths(self, column: str, positions: np.ndarray) -> np.ndarray:
+        lengths = np.empty(len(self), np.int64)
+        for s, columns in enumerate(self._shards):
+            rows = self.shard == s
+            lengths[rows] = np.diff(columns[column])[positions[rows]]
+        return lengths
+
+    def prompt_ids(self, row: int) -> np.ndarray:
+        """int32 [T_p]."""
+        columns, group = self._shards[self.shard[row]], self._shard_groups[row]
+        start, end = columns["prompt_offsets"][group:group + 2]
+        return columns["prompt_ids"][start:end]
+
+    def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int32 [T] and behaviour log-probs float32 [T]."""
+        columns, index = self._shards[self.shard[row]], self.index[row]
+        start, end = columns["completion_offsets"][index:index + 2]
+        return columns["completion_ids"][start:end], columns["rollout_logprobs"][start:end]
+
+    def versions(self, row: int) -> np.ndarray:
+        """Weight version of every completion token, int32 [T]."""
+        columns, index = self._shards[self.shard[row]], self.index[row]
+        first, last = columns["span_offsets"][index:index + 2]
+        lengths = columns["span_end"][first:last] - columns["span_start"][first:last]
+        return np.repeat(columns["span_version"][first:last], lengths)

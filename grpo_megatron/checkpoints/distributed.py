@@ -1,0 +1,97 @@
+"""Megatron distributed checkpoints (`torch_dist`): saved at one layout, loaded at another.
+
+    step_000100/weights/       distributed checkpoint: model, optimizer
+    step_000100/complete.json  written last: without it the checkpoint does not exist
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.weights.shards import unwrap
+
+COMPLETE = "complete.json"
+
+
+def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
+                    state: dict[str, Any]) -> None:
+    """Write model and optimizer, then `state` and the mark that it is complete. Collective."""
+    working = directory.with_name(directory.name + ".tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(working, ignore_errors=True)
+        (working / "weights").mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with open(working / COMPLETE, "w") as file:
+            json.dump(state, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(directory, ignore_errors=True)
+        os.replace(working, directory)
+    dist.barrier()
+
+
+def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
+                    prepare_optimizer: Callable[[Any], None]) -> dict[str, Any]:
+    """Fill model and optimizer; returns the saved `state`. Collective.
+
+    Args:
+        prepare_optimizer: gives the optimizer a state to load into.
+
+    Raises:
+        CheckpointError: incomplete, or of another model.
+    """
+    state = read_state(directory)
+    prepare_optimizer(optimizer)
+    try:
+        loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True),
+                                         str(directory / "weights"))
+    except Exception as error:
+        raise CheckpointError(f"cannot load: {error}", where=str(directory),
+                              remedy="resume from the checkpoint before it") from error
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(loaded[_chunk_key(index, chunks)], strict=True)
+    optimizer.load_state_dict(loaded["optimizer"])
+    return state
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """What was saved beside the weights. Raises CheckpointError for an incomplete checkpoint."""
+    try:
+        return json.loads((directory / COMPLETE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"not a complete checkpoint: {error}",
+                              where=str(directory)) from error
+
+
+def _chunk_key(index: int, chunks: Sequence[torch.nn.Module]) -> str:
+    return "model" if len(chunks) == 1 else f"model{index}"
+
+
+def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer: Any, *,
+                   is_loading: bool = False) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state: dict[str, Any] = {}
+    for index, chunk in enumerate(chunks):
+        model = unwrap(chunk)
+        state[_chunk_key(index, chunks)] = model.sharded_state_dict(metadata=metadata)
+    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading,
+                                                      metadata=metadata)
+    return state

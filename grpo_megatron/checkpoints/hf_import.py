@@ -1,0 +1,89 @@
+"""Read a Hugging Face checkpoint into a sharded model: each rank reads just its own parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.weights.layout import AttentionShape, merge, shard
+from grpo_megatron.weights.rules import Rule, resolve
+from grpo_megatron.weights.shards import Shard
+
+
+class HFReader:
+    """Named tensors of a safetensors checkpoint, memory-mapped.
+
+    Raises:
+        CheckpointError: no safetensors, a shard is missing, or a file is truncated.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._files: dict[str, safe_open] = {}
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            self.files = json.loads(index.read_text())["weight_map"]
+            missing = {f for f in self.files.values() if not (directory / f).exists()}
+            if missing:
+                raise CheckpointError(f"missing shards: {sorted(missing)}", where=str(directory))
+        elif (directory / "model.safetensors").exists():
+            names = self._open("model.safetensors").keys()
+            self.files = dict.fromkeys(names, "model.safetensors")
+        else:
+            raise CheckpointError("no model.safetensors and no index", where=str(directory),
+                                  remedy="give a Hugging Face checkpoint in safetensors format")
+
+    def names(self) -> set[str]:
+        return set(self.files)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self.files:
+            raise CheckpointError(f"tensor {name!r} is missing", where=str(self.directory))
+        return self._open(self.files[name]).get_tensor(name)
+
+    def _open(self, file: str):
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self.directory / file, "pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"unreadable shard {file}: {error}",
+                                      where=str(self.directory)) from error
+        return self._files[file]
+
+
+@torch.no_grad()
+def import_weights(shards: Sequence[Shard], rules: tuple[Rule, ...], shape: AttentionShape,
+                   directory: Path, *, tied_embeddings: bool) -> set[str]:
+    """Fill every parameter; returns the Hugging Face names that this rank read.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape than the model.
+    """
+    reader, used = HFReader(directory), set()
+    for part in shards:
+        kind, names = resolve(rules, part.name)
+        if tied_embeddings and names == ["lm_head.weight"]:
+            names = ["model.embed_tokens.weight"]
+        full = merge(kind, [reader.tensor(name) for name in names], shape)
+        used.update(names)
+        rows = part.full_shape[0]
+        if kind == "vocab" and full.shape[0] < rows:
+            full = torch.nn.functional.pad(full, (0, 0, 0, rows - full.shape[0]))
+        if tuple(full.shape) != part.full_shape:
+            raise CheckpointError(f"{' + '.join(names)} give shape {tuple(full.shape)}, the model "
+                                  f"has {part.full_shape}", where=str(directory))
+        part.tensor.copy_(shard(kind, full, part.dim, part.size, part.rank))
+    return used
+
+
+def check_all_used(directory: Path, used: set[str]) -> None:
+    """`used`: names read by any rank. Raises CheckpointError for tensors nobody wanted."""
+    extra = HFReader(directory).names() - used
+    if extra:
+        raise CheckpointError(f"{len(extra)} tensors have no place in the model, for example "
+                              f"{sorted(extra)[:3]}", where=str(directory))

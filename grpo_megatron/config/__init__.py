@@ -1,0 +1,1 @@
+"""Recipes: typed schema, TOML loading, `key=value` overrides, provenance. Imports no torch."""

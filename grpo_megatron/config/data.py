@@ -1,0 +1,63 @@
+"""`[[domains]]` and `[data]`: where prompts come from and how answers are scored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from grpo_megatron.config.base import Strict
+
+
+class RewardConfig(Strict):
+    """One reward component."""
+
+    function: str
+    """`module:function`, a typed plain function (see `grpo_megatron.rewards.functions`)."""
+    weight: float = 1.0
+    """Weight in the sum."""
+    name: str | None = None
+    """Name in metrics; default: the function's."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments passed to every call."""
+
+
+class DomainConfig(Strict):
+    """One domain: a source of prompts with verifiable answers, and its rewards."""
+
+    name: str
+    """Name in metrics."""
+    source: Literal["reasoning_gym", "file"]
+    """`reasoning_gym`: procedural problems; `file`: JSONL or Parquet."""
+    dataset: str | None = None
+    """reasoning-gym data set, for example `chain_sum`."""
+    arguments: dict[str, Any] = {}
+    """Arguments of the reasoning-gym data set, for example `{min_digits = 2}`."""
+    path: Path | None = None
+    """JSONL or Parquet file."""
+    prompt_field: str = "question"
+    """Field that holds the question (reasoning-gym: `question`)."""
+    answer_field: str = "answer"
+    """Field that holds the expected answer."""
+    num_problems: int | None = Field(None, ge=1)
+    """How many problems to draw (reasoning-gym) or to read at most (file)."""
+    template: str = "{question}"
+    """Prompt template: `{question}`, `{answer}`-free; `{metadata[expression]}` reaches metadata."""
+    weight: float = Field(1.0, gt=0)
+    """Share of this domain in the training prompts, relative to the others."""
+    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    """Reward components; the reward is their weighted sum."""
+
+
+class DataConfig(Strict):
+    """Splits, made by a hash of the prompt text, so that equal prompts share a split."""
+
+    num_validation: int = Field(512, ge=0)
+    """Prompts kept out of training, used while training."""
+    num_heldout: int = Field(1024, ge=0)
+    """Prompts kept out of training and validation, used for the final accuracy."""
+    reward_timeout_s: float = Field(5.0, gt=0)
+    """Hard limit per reward call; past it the worker is killed, the sample is unscorable."""
+    reward_workers: int = Field(1, ge=1)
+    """Reward processes."""

@@ -1,0 +1,55 @@
+"""Dotted keys: `domains.0.weight` is the path `("domains", 0, "weight")`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+KeyPath = tuple[str | int, ...]
+
+_BARE = re.compile(r"[A-Za-z0-9_*-]+")
+_PART = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([A-Za-z0-9_*-]+))\s*(\.|$)""")
+
+
+def dotted(path: KeyPath) -> str:
+    """`("domains", 0, "weight")` -> `domains.0.weight`; parts with odd characters are quoted."""
+    return ".".join(str(part) if _BARE.fullmatch(str(part)) else f'"{part}"' for part in path)
+
+
+def split_key(text: str) -> tuple[str, ...]:
+    """`domains.0."odd key"` -> `("domains", "0", "odd key")`.
+
+    Raises:
+        ValueError: An empty part or characters that a bare key cannot have.
+    """
+    parts, position, more = [], 0, True
+    while more:
+        match = _PART.match(text, position)
+        if not match:
+            raise ValueError(f"{text!r} is not a dotted key")
+        parts.append(next(group for group in match.groups()[:3] if group is not None))
+        position, more = match.end(), match[4] == "."
+    return tuple(parts)
+
+
+def is_table(value: Any) -> bool:
+    """Whether `value` has keys of its own (an empty table counts as one value)."""
+    return isinstance(value, Mapping) and bool(value)
+
+
+def is_array_of_tables(value: Any) -> bool:
+    """Whether `value` is a list with tables in it; other lists count as one value."""
+    return isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value)
+
+
+def leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield `(path, value)` of everything that is set as one value."""
+    if is_table(value):
+        for key, item in value.items():
+            yield from leaves(item, (*prefix, key))
+    elif is_array_of_tables(value):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*prefix, index))
+    else:
+        yield prefix, value

@@ -1,0 +1,58 @@
+"""Model presets: `models/<name>.toml`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron import assets
+from grpo_megatron.config.keys import KeyPath
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.config.toml_file import read_toml
+from grpo_megatron.errors import ConfigError
+
+_TABLES = ("name", "hf", "tokenizer", "defaults")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPreset:
+    """An architecture, its tokenizer and the settings that suit it."""
+
+    name: str
+    path: Path
+    hf: dict[str, Any]
+    """Becomes `config.json` of the model."""
+    tokenizer: dict[str, Any]
+    defaults: dict[str, Any]
+    """Settings below the recipe's, in the shape of a recipe."""
+    lines: dict[KeyPath, int]
+    """Line of every key in the file, `("defaults", …)` included."""
+
+
+def preset_names() -> list[str]:
+    """Names that `model.preset` accepts."""
+    return assets.names(assets.models())
+
+
+def load_preset(name: str) -> ModelPreset:
+    """Read `models/<name>.toml`.
+
+    Raises:
+        ConfigError: No such preset, or a file that is not one.
+    """
+    if name not in preset_names():
+        known = nearest(name, preset_names()) or preset_names()
+        raise ConfigError(f"no model preset is called {name!r}", where=str(assets.models()),
+                          remedy="use one of: " + ", ".join(known))
+    document = read_toml(assets.models() / f"{name}.toml")
+    wrong = [key for key in document.values if key not in _TABLES]
+    if wrong or not isinstance(document.values.get("hf"), dict):
+        line = document.lines.get((wrong[0],), 1) if wrong else 1
+        raise ConfigError(
+            f"{'unknown key ' + wrong[0] if wrong else 'no [hf] table'} in a model preset",
+            where=f"{document.display}:{line}",
+            remedy="a model preset has the keys " + ", ".join(_TABLES))
+    return ModelPreset(name, document.path, document.values["hf"],
+                       document.values.get("tokenizer", {}), document.values.get("defaults", {}),
+                       document.lines)

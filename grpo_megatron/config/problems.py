@@ -1,0 +1,83 @@
+"""What can be wrong with a recipe, and how all of it is told at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule between keys that does not hold. Knows nothing of files and flags."""
+
+    rule: str
+    """Short fixed name of the rule, for tests and scripts."""
+    key: str
+    """Dotted key to change."""
+    value: Any
+    """Its value now."""
+    message: str
+    """The rule in words, with every number that takes part."""
+    nearest: tuple[Any, ...] = ()
+    """Valid values of `key` close to `value`."""
+    remedy: str = ""
+    """What to do; empty: use a nearest value."""
+    related: tuple[str, ...] = ()
+    """Other keys that take part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, ready to print."""
+
+    key: str
+    message: str
+    where: str
+    value: str | None = None
+    nearest: tuple[str, ...] = ()
+    remedy: str = ""
+    related: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.key}: {self.message}"]
+        rows = (("value", self.value), ("set at", self.where),
+                ("together with", "; ".join(self.related)),
+                ("nearest", " or ".join(self.nearest)), ("fix", self.remedy))
+        lines += [f"     {label + ':':<15}{text}" for label, text in rows if text]
+        return "\n".join(lines)
+
+
+class InvalidConfigError(ConfigError):
+    """Everything that is wrong with a recipe and its overrides.
+
+    Args:
+        message: The full text, or just a headline if `problems` are given.
+        problems: All problems, in the order of the text.
+    """
+
+    def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None,
+                 problems: Sequence[Problem] = ()):
+        if problems:
+            parts = [f"  {number}. {problem}" for number, problem in enumerate(problems, start=1)]
+            message = "\n".join([message, *parts])
+        super().__init__(message, where=where, remedy=remedy)
+        self.problems = tuple(problems)
+
+
+def headline(problems: Sequence[Problem], recipe: str) -> str:
+    """`3 problems in recipes/x.toml; nothing was started`."""
+    count = f"{len(problems)} problem" + "s" * (len(problems) > 1)
+    return f"{count} in {recipe}; nothing was started"
+
+
+def as_toml(value: Any) -> str:
+    """A value as it would stand in a recipe; `null` where TOML has no word for it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False, default=str)

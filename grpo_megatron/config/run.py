@@ -1,0 +1,86 @@
+"""`RunConfig`: a whole recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from grpo_megatron.config.base import Strict
+from grpo_megatron.config.data import DataConfig, DomainConfig
+from grpo_megatron.config.model import ModelConfig
+from grpo_megatron.config.objective import BatchConfig, ObjectiveConfig
+from grpo_megatron.config.rollout import PublishConfig, RolloutConfig
+from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
+
+
+class ColdStartConfig(Strict):
+    """Short supervised start on prompt + answer, stopped by greedy validation accuracy."""
+
+    target_accuracy: float = Field(0.36, gt=0, le=1)
+    """Stop once validation accuracy is at least this."""
+    max_steps: int = Field(2000, ge=1)
+    """Give up (with an error) after this many optimizer steps."""
+    batch_size: int = Field(128, ge=1)
+    """Samples an optimizer step."""
+    steps_per_evaluation: int = Field(20, ge=1)
+    """Optimizer steps between accuracy checks."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3)
+    """Optimizer of the cold start; its state is dropped afterwards."""
+
+
+class EvaluationConfig(Strict):
+    """Greedy accuracy on validation prompts while training."""
+
+    interval: int = Field(0, ge=0)
+    """RL steps between evaluations; 0: only before and after."""
+
+
+class CheckpointConfig(Strict):
+    """Distributed checkpoints and the sample store."""
+
+    interval: int = Field(50, ge=0)
+    """RL steps between checkpoints; 0: only the last."""
+    keep: int = Field(2, ge=1)
+    """Complete checkpoints kept."""
+    keep_steps: int = Field(4, ge=1)
+    """Recorded steps kept in the store (never fewer than since the last checkpoint)."""
+
+
+class TelemetryConfig(Strict):
+    """Mirrors of metrics.jsonl."""
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases."""
+    wandb_project: str = "grpo-megatron"
+    tensorboard: bool = False
+    """TensorBoard event files under `tensorboard/`."""
+    samples_per_step: int = Field(2, ge=0)
+    """Best and worst completions kept readable per step."""
+
+
+class RunConfig(Strict):
+    """One recipe, resolved."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Run directory is `runs_dir/name`."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of weights, sampling and splits."""
+    num_steps: int = Field(100, ge=0)
+    """RL steps."""
+    runs_dir: Path = Path("runs")
+    """Parent of run directories; never a temporary folder."""
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    domains: tuple[DomainConfig, ...] = Field(min_length=1)
+    objective: ObjectiveConfig = ObjectiveConfig()
+    batch: BatchConfig = BatchConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    publish: PublishConfig = PublishConfig()
+    cold_start: ColdStartConfig | None = None
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

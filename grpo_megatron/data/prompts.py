@@ -1,0 +1,73 @@
+"""From a recipe to the prompts of a run: sources, templates, tokens, splits."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+from grpo_megatron.config.data import DomainConfig
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.data.sources import load_problems
+from grpo_megatron.data.splits import Splits, make_splits, text_hash
+from grpo_megatron.data.templates import PromptTemplate
+from grpo_megatron.data.tokenizer import TextTokenizer
+from grpo_megatron.errors import DataError
+from grpo_megatron.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
+    """Every prompt of the recipe, rendered, tokenised, deduplicated and split.
+
+    A prompt that leaves no room for `rollout.max_new_tokens` within `rollout.max_model_len` is
+    dropped with a warning, before the split.
+
+    Raises:
+        DataError: See the sources, templates, tokenizer and splits.
+    """
+    repeated = [name for name, n in Counter(d.name for d in config.domains).items() if n > 1]
+    if repeated:
+        raise DataError(f"domain name {repeated[0]!r} is used twice", where="[[domains]]",
+                        remedy="metrics, weights and splits are per name: make names unique")
+    limit = config.rollout.max_model_len - config.rollout.max_new_tokens
+    prompts = (prompt for domain in config.domains
+               for prompt in _fitting(domain, config.seed, tokenizer, limit))
+    splits = make_splits(prompts, num_heldout=config.data.num_heldout,
+                         num_validation=config.data.num_validation)
+    if splits.num_duplicates:
+        logger.info("dropped %d prompts whose text occurs before", splits.num_duplicates)
+    return splits
+
+
+def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:
+    """The prompts of one domain in the source's order. Ids are stable: domain + text hash.
+
+    Raises:
+        DataError: See the sources, templates and tokenizer.
+    """
+    where = f"[[domains]] {domain.name}"
+    template = PromptTemplate(domain.template, where=where)
+    problems = load_problems(domain, seed)
+    texts = [template.render(problem) for problem in problems]
+    token_ids = tokenizer.encode_batch(texts, where=where)
+    return [Prompt(f"{domain.name}-{text_hash(text)[:16]}", domain.name, text, tuple(ids),
+                   problem.answer, problem.metadata)
+            for problem, text, ids in zip(problems, texts, token_ids, strict=True)]
+
+
+def _fitting(domain: DomainConfig, seed: int, tokenizer: TextTokenizer,
+             limit: int) -> Iterator[Prompt]:
+    prompts = load_prompts(domain, seed, tokenizer)
+    fitting = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
+    if len(fitting) < len(prompts):
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        message = (f"domain {domain.name!r}: {len(prompts) - len(fitting)} of {len(prompts)} "
+                   f"prompts are empty or longer than {limit} tokens "
+                   f"(max_model_len - max_new_tokens); the longest has {longest}")
+        if not fitting:
+            raise DataError(message, where="[rollout] max_model_len, max_new_tokens",
+                            remedy=f"set max_model_len to at least {longest} + max_new_tokens")
+        logger.warning("%s; they are dropped", message)
+    yield from fitting

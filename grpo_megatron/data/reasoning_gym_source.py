@@ -1,0 +1,72 @@
+"""Procedural problems from reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from grpo_megatron.config.data import DomainConfig
+from grpo_megatron.data.problems import Problem
+from grpo_megatron.errors import DataError
+
+
+def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
+    """Draw `domain.num_problems` problems (the data set's own default where it is unset).
+
+    `arguments.seed` wins over `seed`, so that a recipe can pin its problems. The question is
+    also kept in the metadata because some of the library's scorers read it.
+
+    Raises:
+        DataError: Unknown data set or argument, or values that the data set refuses.
+    """
+    where = f"[[domains]] {domain.name}"
+    dataset = _create(domain, seed, where)
+    problems = []
+    for index in range(len(dataset)):
+        item = dataset[index]
+        if domain.prompt_field not in item:
+            raise DataError(f"reasoning-gym items have no field {domain.prompt_field!r}",
+                            where=where, remedy=f"fields: {', '.join(item)}")
+        question = str(item[domain.prompt_field])
+        # Data sets with many right answers have none of their own; their scorer decides.
+        answer = item.get(domain.answer_field)
+        metadata = {**item.get("metadata", {}), "question": item["question"]}
+        problems.append(Problem(domain.name, question, "" if answer is None else str(answer),
+                                metadata))
+    return problems
+
+
+def _create(domain: DomainConfig, seed: int, where: str) -> Any:
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if domain.dataset is None:
+        raise DataError("a reasoning_gym domain needs `dataset`", where=where,
+                        remedy='for example dataset = "chain_sum"')
+    if domain.dataset not in DATASETS:
+        raise DataError(f"reasoning-gym has no data set {domain.dataset!r}", where=where,
+                        remedy=_suggest(domain.dataset, DATASETS))
+    fields = [f.name for f in dataclasses.fields(DATASETS[domain.dataset][1])]
+    for key in domain.arguments:
+        if key not in fields or key == "size":
+            raise DataError(
+                f"reasoning-gym data set {domain.dataset!r} has no argument {key!r}", where=where,
+                remedy="use num_problems" if key == "size" else _suggest(key, fields))
+    arguments = {"seed": seed, **domain.arguments}
+    if domain.num_problems is not None:
+        arguments["size"] = domain.num_problems
+    try:
+        return create_dataset(domain.dataset, **arguments)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise DataError(f"reasoning-gym data set {domain.dataset!r} refuses its arguments: "
+                        f"{error or type(error).__name__}", where=where,
+                        remedy=f"arguments given: {dict(domain.arguments)}") from error
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=3)
+    if close:
+        return f"did you mean {' or '.join(repr(c) for c in close)}?"
+    return f"known: {', '.join(known)}"

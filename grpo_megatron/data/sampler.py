@@ -1,0 +1,162 @@
+"""Which prompts a step trains on: weighted domains, an own shuffled epoch per domain, resumable.
+
+Shuffles sort by a hash of (seed, domain, epoch, prompt id) instead of drawing random numbers: the
+order then depends on no library's generator and not on the order of the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_megatron.errors import DataError
+from grpo_megatron.types import Prompt, PromptBatch
+
+
+class PromptSampler:
+    """Yields batches; `state_dict` is a few numbers per domain, ready for JSON.
+
+    Domains take turns so that after N prompts a domain of weight w has had N·w/Σw of them, within
+    one. Within an epoch of a domain no prompt repeats; within a batch none does either.
+
+    Args:
+        train: Training prompts by domain.
+        weights: Weight by domain, greater than 0.
+        seed: Seed of the shuffles.
+
+    Raises:
+        DataError: A domain without prompts, or with two prompts of the same id.
+    """
+
+    def __init__(self, train: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float],
+                 seed: int):
+        if not train:
+            raise DataError("no training prompts", remedy="check [[domains]]")
+        self.seed = seed
+        self._weights = {name: float(weights[name]) for name in train}
+        self._domains = {name: _Domain(name, prompts, seed) for name, prompts in train.items()}
+
+    def next_batch(self, step: int, n: int) -> PromptBatch:
+        """The next `n` prompts; `step` only labels the batch.
+
+        Raises:
+            DataError: A domain has fewer prompts than its part of the batch.
+        """
+        counts = dict.fromkeys(self._domains, 0)
+        turns = []
+        for _ in range(n):
+            name = self._next_domain(counts)
+            counts[name] += 1
+            turns.append(name)
+        drawn = {name: iter(self._domains[name].draw(count)) for name, count in counts.items()}
+        return PromptBatch(step, tuple(next(drawn[name]) for name in turns))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where sampling stands; `load_state_dict` continues as if never interrupted."""
+        return {"seed": self.seed, "domains": {
+            name: {"weight": self._weights[name], **domain.state_dict()}
+            for name, domain in self._domains.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`.
+
+        Raises:
+            DataError: The state is of another seed, of other domains or of other prompts.
+        """
+        _require_equal("seed", state["seed"], self.seed)
+        _require_equal("domains", ", ".join(state["domains"]), ", ".join(self._domains))
+        for name, domain in self._domains.items():
+            saved = state["domains"][name]
+            _require_equal(f"weight of domain {name!r}", saved["weight"], self._weights[name])
+            _require_equal(f"prompts of domain {name!r}", _data_of(saved),
+                           _data_of(domain.state_dict()))
+        for name, domain in self._domains.items():
+            domain.load_state_dict(state["domains"][name])
+
+    def _next_domain(self, counts: Mapping[str, int]) -> str:
+        had = {name: domain.num_drawn + counts[name] for name, domain in self._domains.items()}
+        turn, weight_sum = sum(had.values()) + 1, sum(self._weights.values())
+        return max(had, key=lambda name: self._weights[name] * turn / weight_sum - had[name])
+
+
+class _Domain:
+    """The epochs of one domain."""
+
+    def __init__(self, name: str, prompts: Sequence[Prompt], seed: int):
+        if not prompts:
+            raise DataError(f"domain {name!r} has no training prompts", remedy="add problems")
+        self._name, self._seed = name, seed
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        if len(self._prompts) < len(prompts):
+            raise DataError(f"domain {name!r} has prompts with equal ids",
+                            remedy="remove duplicates before sampling")
+        self._fingerprint = _fingerprint(self._prompts)
+        self._epoch, self._position = 0, 0
+        self.num_drawn = 0
+        self._deferred: list[str] = []  # moved to the end of this epoch's order
+        self._order = self._shuffled()
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next `count` distinct prompts, over an epoch's end if need be."""
+        if count > len(self._prompts):
+            raise DataError(
+                f"domain {self._name!r} has {len(self._prompts)} training prompts, but one batch "
+                f"asks for {count} of them", where="[batch] num_prompts",
+                remedy="lower num_prompts or the domain's weight, or add problems")
+        drawn = self._take(count)
+        if len(drawn) < count:
+            # A prompt must not occur twice in a batch: what this batch already has goes to the
+            # end of the new epoch.
+            self._epoch, self._position = self._epoch + 1, 0
+            self._deferred = [prompt.prompt_id for prompt in drawn]
+            self._order = self._shuffled()
+            drawn += self._take(count - len(drawn))
+        return drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_prompts": len(self._prompts), "fingerprint": self._fingerprint,
+                "num_drawn": self.num_drawn, "epoch": self._epoch, "position": self._position,
+                "deferred": list(self._deferred)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_drawn, self._epoch = state["num_drawn"], state["epoch"]
+        self._position, self._deferred = state["position"], list(state["deferred"])
+        self._order = self._shuffled()
+
+    def _take(self, count: int) -> list[Prompt]:
+        ids = self._order[self._position:self._position + count]
+        self._position += len(ids)
+        self.num_drawn += len(ids)
+        return [self._prompts[prompt_id] for prompt_id in ids]
+
+    def _shuffled(self) -> list[str]:
+        prefix = f"{self._seed}\0{self._name}\0{self._epoch}\0"
+        deferred = set(self._deferred)
+
+        def key(prompt_id: str) -> tuple[bool, bytes]:
+            digest = hashlib.blake2b((prefix + prompt_id).encode(), digest_size=16).digest()
+            return prompt_id in deferred, digest
+
+        return sorted(self._prompts, key=key)
+
+
+def _fingerprint(prompts: Mapping[str, Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt_id in sorted(prompts):
+        prompt = prompts[prompt_id]
+        # repr delimits: no two different triples give the same bytes
+        digest.update(repr((prompt_id, prompt.text, prompt.answer)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _data_of(state: Mapping[str, Any]) -> str:
+    return f"{state['num_prompts']} prompts (fingerprint {state['fingerprint']})"
+
+
+def _require_equal(what: str, saved: object, current: object) -> None:
+    if saved != current:
+        raise DataError(f"the checkpoint's sampler does not fit this run: {what}: checkpoint has "
+                        f"{saved}, this run has {current}",
+                        where="resume", remedy="resume with the recipe and data of the "
+                        "checkpoint, or start a new run")

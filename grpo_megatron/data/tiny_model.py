@@ -1,0 +1,95 @@
+"""A tiny model from a preset: configuration, tokenizer and random weights as a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from grpo_megatron.config.base import Strict
+from grpo_megatron.data.character_tokenizer import (
+    EOS_TOKEN_ID,
+    PAD_TOKEN_ID,
+    CharacterTokenizerConfig,
+    write_character_tokenizer,
+)
+from grpo_megatron.errors import DataError
+
+
+class ModelPreset(Strict):
+    """One file of `models/`."""
+
+    name: str
+    """Name of the preset."""
+    hf: dict[str, Any]
+    """Becomes config.json; the vocabulary's size and the end token come from the tokenizer."""
+    tokenizer: CharacterTokenizerConfig
+
+
+def read_preset(path: Path) -> ModelPreset:
+    """Read `models/<name>.toml`.
+
+    Raises:
+        DataError: Not a file, not TOML, or not a preset.
+    """
+    try:
+        return ModelPreset.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise DataError("cannot read the model preset", where=str(path)) from error
+    except tomllib.TOMLDecodeError as error:
+        raise DataError(f"not TOML: {error}", where=str(path)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise DataError(f"model preset: {key}: {first['msg']}", where=str(path)) from error
+
+
+def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
+    """Write config.json, generation_config.json and the tokenizer (no weights).
+
+    config.json is `[hf]` as it stands, not what transformers would make of it, so that export
+    can copy it byte for byte.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    vocab_size = write_character_tokenizer(directory, preset.tokenizer)
+    ends = {"eos_token_id": EOS_TOKEN_ID, "pad_token_id": PAD_TOKEN_ID}
+    _write_json(directory / "config.json", {**preset.hf, "vocab_size": vocab_size, **ends})
+    _write_json(directory / "generation_config.json", {**ends, "do_sample": True})
+
+
+def init_weights(directory: Path, seed: int) -> None:
+    """Write random fp32 weights beside config.json, with Hugging Face's per-expert names.
+
+    The weights depend on config.json and `seed` only; the caller's random state is kept. Files
+    appear under their final names once complete.
+
+    Raises:
+        DataError: transformers refuses the configuration.
+    """
+    # Imported here: torch takes seconds, and most users of this package never need it.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"transformers cannot build the model: {error}",
+                        where=str(directory / "config.json")) from error
+    # save_pretrained also rewrites config.json in its own words; keep ours.
+    partial = directory / ".weights.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    for file in sorted(partial.glob("*.safetensors*")):
+        file.replace(directory / file.name)
+    shutil.rmtree(partial)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,76 @@
+"""Which modules a layer is made of: Transformer Engine's where installed, else torch's own.
+
+The torch parts are not CPU-specific; they serve any machine without Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from grpo_megatron.trainer.packed_attention import PackedAttention
+from grpo_megatron.trainer.platform import HAS_TRANSFORMER_ENGINE
+
+
+class TorchNorm:
+    """torch RMSNorm / LayerNorm under sequence parallelism, which WrappedTorchNorm refuses."""
+
+    def __new__(cls, config, hidden_size, eps=1e-5, **_):
+        if config.layernorm_zero_centered_gamma:
+            raise ValueError("zero-centred norms need Transformer Engine")
+        norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        module = norm(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in module.parameters():  # finalize_model_grads sums these over TP
+            parameter.sequence_parallel = config.sequence_parallel
+        return module
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and model chunk."""
+    if HAS_TRANSFORMER_ENGINE:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    dense_config = copy.copy(config)
+    dense_config.num_moe_experts = None
+    dense = _torch_layer_spec(dense_config)
+    sparse = _torch_layer_spec(config) if config.num_moe_experts else None
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    moe_layers = moe_layer_pattern(config)
+    specs = [sparse if moe_layers[i] else dense for i in range(offset, offset + count)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchNorm)
+
+
+def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
+    """Per layer: does it have experts?"""
+    if not config.num_moe_experts:
+        return [False] * config.num_layers
+    if isinstance(config.moe_layer_freq, int):
+        return [i % config.moe_layer_freq == 0 for i in range(config.num_layers)]
+    return [bool(x) for x in config.moe_layer_freq]
+
+
+def _torch_layer_spec(config: TransformerConfig):
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization,
+        multi_latent_attention=config.multi_latent_attention)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if hasattr(attention, name):
+                setattr(attention, name, TorchNorm)
+    return spec

@@ -1,0 +1,140 @@
+"""Fixes of Megatron-Core 0.16.1 defects, one function each, on every platform.
+
+Each names the defect's file and line. `tests/trainer/test_megatron_fixes.py` fails for a fix
+that an upgrade made obsolete.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+TESTED_VERSION = "0.16.1"
+_installed = False
+
+
+def install() -> None:
+    """Apply every fix. Idempotent. Refuses other versions of Megatron-Core."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns of absent CUDA packages at import
+        import megatron.core
+
+        if megatron.core.__version__ != TESTED_VERSION:
+            from grpo_megatron.errors import SetupError
+            raise SetupError(f"megatron-core {megatron.core.__version__} is installed; the fixes "
+                             f"in {__name__} are for {TESTED_VERSION}", remedy="make setup")
+        define_missing_te_names()
+        report_te_absent_in_mla()
+        checkpoint_without_output_is_not_fp8()
+        reduce_contiguous_tensors()
+        save_torch_adam_without_step()
+
+
+def define_missing_te_names() -> None:
+    """moe_utils.py:39 lacks the `= None` fallback; :1192 raises NameError in every router."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    for name in ("te_general_gemm", "fused_topk_with_score_function",
+                 "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_permute",
+                 "fused_permute_with_probs", "fused_sort_chunks_by_index",
+                 "fused_sort_chunks_by_index_with_probs", "fused_unpermute"):
+        if not hasattr(moe_utils, name):
+            setattr(moe_utils, name, None)
+
+
+def report_te_absent_in_mla() -> None:
+    """multi_latent_attention.py:55 sets HAVE_TE without TE; :185 then raises TypeError."""
+    import megatron.core.transformer.multi_latent_attention as mla
+
+    if not isinstance(mla.TELinear, type):  # a MagicMock, not a class
+        mla.HAVE_TE = False
+
+
+def checkpoint_without_output_is_not_fp8() -> None:
+    """random.py:636: `self.fp8 = fp8 is not None` makes fp8=False mean True."""
+    import megatron.core.tensor_parallel.random as random
+
+    if random.HAVE_TE:
+        return
+    original = random.CheckpointWithoutOutput.__init__
+
+    def init(self, fp8=None):
+        original(self, fp8=fp8 or None)
+    random.CheckpointWithoutOutput.__init__ = init
+
+
+def reduce_contiguous_tensors() -> None:
+    """mappings.py `_reduce` all-reduces a contiguous copy and returns the original."""
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    original = mappings._reduce
+
+    def reduce(tensor, group):
+        return original(tensor.contiguous(), group)
+    mappings._reduce = reduce
+
+
+def save_torch_adam_without_step() -> None:
+    """DistributedOptimizer with torch AdamW (no Apex, no TE): three defects of one kind.
+
+    distrib_optimizer.py:907 saves the per-parameter `step` as if it were sharded; :938 asks for
+    it back (KeyError); :830 gives all parameters one shared `step` tensor after a load, so that
+    it counts once per parameter and the second resumed step is wrong.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    get_states = DistributedOptimizer._get_main_param_and_optimizer_states
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    def get_without_step(self, model_param):
+        states = get_states(self, model_param)
+        return {name: state for name, state in states.items() if name != "step"}
+
+    @torch.no_grad()
+    def set_without_step(self, model_param, tensors):
+        group_index, group_order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group_index]["params"][group_order]
+        for name, target in {"param": main, **self.optimizer.state[main]}.items():
+            if name != "step":
+                target.copy_(tensors[name])
+
+    def load_with_own_steps(self, state_dict):
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    DistributedOptimizer._get_main_param_and_optimizer_states = get_without_step
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_without_step
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+def mark_expert_parameters(model: torch.nn.Module) -> None:
+    """With ETP != TP and EP = 1, expert gradients are not reduced over expert data parallelism.
+
+    `allreduce=False` marks a parameter as an expert's for DDP and the optimizer; 0.16.1 sets it
+    only where EP > 1 (layers.py, experts.py).
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+
+
+def create_adam_state(optimizer) -> None:
+    """distrib_optimizer.py:641 asserts on the state of an optimizer that has not stepped yet.
+
+    Call before building the state dict that a checkpoint is loaded into.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        for group in inner.param_groups if inner is not None else ():
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter].update(
+                        step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter))

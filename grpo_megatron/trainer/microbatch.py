@@ -1,0 +1,86 @@
+"""From recorded samples to the tensors of one packed micro-batch.
+
+Shape legend: T packed tokens (with padding), S samples, n policy tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from grpo_megatron.batching.store import SampleTable
+
+_DUMMY_TOKEN = 0
+
+
+@dataclass
+class MicroBatch:
+    """Samples laid end to end, and what the objective needs of their policy tokens."""
+
+    index: int  # position in this rank's plan
+    table_rows: np.ndarray  # int64 [S]
+    tokens: torch.Tensor  # int64 [1, T]
+    position_ids: torch.Tensor  # int64 [1, T]
+    packed: PackedSeqParams
+    rows: torch.Tensor  # int64 [n]: the position before each policy token
+    targets: torch.Tensor  # int64 [n]: the policy tokens
+    sample: torch.Tensor  # int64 [n], 0..S-1
+    token_counts: torch.Tensor  # int64 [S]
+    rollout_logprobs: torch.Tensor  # fp32 [n]
+    advantages: torch.Tensor  # fp32 [n]
+    weights: torch.Tensor  # fp32 [n]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.size(1)
+
+
+def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray,
+                     weights: np.ndarray, *, pad_to: int, device: torch.device) -> MicroBatch:
+    """Pack `table_rows`; pad the total to a multiple of `pad_to` with a sequence of its own.
+
+    Args:
+        weights: float64 [N of the table], the aggregation weight of every token of a sample.
+    """
+    sequences, rows, targets, behaviour = [], [], [], []
+    start = 0
+    for row in table_rows.tolist():
+        prompt = table.prompt_ids(row)
+        completion, logprobs = table.completion(row)
+        sequences.append(np.concatenate([prompt, completion]))
+        rows.append(np.arange(len(completion)) + start + len(prompt) - 1)
+        targets.append(completion)
+        behaviour.append(logprobs)
+        start += len(sequences[-1])
+    padding = -start % pad_to if start else pad_to
+    if padding:
+        sequences.append(np.full(padding, _DUMMY_TOKEN))
+    lengths = [len(s) for s in sequences]
+    counts = np.array([len(t) for t in targets], np.int64)
+
+    def flat(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        joined = np.concatenate(parts) if parts else np.empty(0)
+        return torch.as_tensor(joined).to(device=device, dtype=dtype)
+
+    return MicroBatch(
+        index=index, table_rows=table_rows, tokens=flat(sequences, torch.int64)[None],
+        position_ids=flat([np.arange(n) for n in lengths], torch.int64)[None],
+        packed=_packed(lengths, device), rows=flat(rows, torch.int64),
+        targets=flat(targets, torch.int64),
+        sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
+        token_counts=flat([counts], torch.int64),
+        rollout_logprobs=flat(behaviour, torch.float32),
+        advantages=flat([np.repeat(table.advantage[table_rows], counts)], torch.float32),
+        weights=flat([np.repeat(weights[table_rows], counts)], torch.float32),
+    )
+
+
+def _packed(lengths: list[int], device: torch.device) -> PackedSeqParams:
+    cumulative = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32,
+                              device=device)
+    longest = max(lengths)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative,
+                           max_seqlen_q=longest, max_seqlen_kv=longest)

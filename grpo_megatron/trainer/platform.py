@@ -1,0 +1,51 @@
+"""The one place that knows whether there is a GPU. Import it before anything of Megatron.
+
+Importing it installs the CPU platform (`megatron_cpu`) where CUDA is absent and the fixes of
+Megatron-Core defects (`megatron_fixes`) everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Megatron decorates functions with torch.compile at import; on a CPU that needs a compiler.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+from grpo_megatron.trainer import megatron_cpu  # noqa: E402
+
+if not HAS_CUDA:
+    megatron_cpu.install()
+
+from grpo_megatron.trainer import megatron_fixes  # noqa: E402
+
+megatron_fixes.install()
+
+HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
+BACKEND = "nccl" if HAS_CUDA else "gloo"
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else torch.device("cpu")
+
+
+def bind_device(local_rank: int, num_threads: int | None) -> None:
+    """Claim this rank's GPU, or its share of the CPU's threads."""
+    if HAS_CUDA:
+        torch.cuda.set_device(local_rank)
+    elif num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def peak_memory_bytes() -> int:
+    """Highest device memory (CUDA) or resident memory (CPU) of this process so far."""
+    if HAS_CUDA:
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

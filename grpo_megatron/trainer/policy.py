@@ -1,0 +1,124 @@
+"""The policy on this rank: model chunks, gradient buffers, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
+from grpo_megatron.trainer.megatron_fixes import mark_expert_parameters
+from grpo_megatron.trainer.model_config import transformer_config
+from grpo_megatron.trainer.platform import HAS_CUDA
+from grpo_megatron.trainer.policy_model import PolicyModel, build_chunk
+from grpo_megatron.weights.layout import AttentionShape
+from grpo_megatron.weights.shards import unwrap
+
+
+@dataclass
+class Policy:
+    """Everything that training changes."""
+
+    hf: dict[str, Any]
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+    optimizer: Any
+
+    @property
+    def models(self) -> list[PolicyModel]:
+        return [unwrap(chunk) for chunk in self.chunks]
+
+    @property
+    def num_experts(self) -> int:
+        return self.config.num_moe_experts or 0
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        return AttentionShape(self.config.num_attention_heads, self.config.num_query_groups,
+                              self.config.kv_channels)
+
+    def set_temperature(self, temperature: float) -> None:
+        for model in self.models:
+            model.temperature = temperature
+
+    def reload_main_parameters(self) -> None:
+        """After the model's weights were overwritten: the optimizer's fp32 copies follow."""
+        self.optimizer.reload_model_params()
+
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Forget moments and steps; take over betas, epsilon and weight decay."""
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if part.optimizer is None:
+                continue
+            part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
+                group["betas"] = (optimizer.beta1, optimizer.beta2)
+                group["eps"] = optimizer.eps
+                decays = group.get("wd_mult", 1.0)
+                group["weight_decay"] = optimizer.weight_decay * decays
+            part.config.clip_grad = optimizer.clip_grad
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+
+
+def build_policy(hf: dict[str, Any], layout: TrainerConfig,
+                 optimizer: OptimizerConfig) -> Policy:
+    """Model with random weights, wrapped for data parallelism, and its optimizer."""
+    config = transformer_config(hf, layout)
+    distributed = layout.distributed_optimizer
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed,
+        overlap_grad_reduce=HAS_CUDA, overlap_param_gather=HAS_CUDA and distributed)
+    chunks = []
+    for index, model in enumerate(_build_models(config, hf, layout)):
+        wrapped = Float16Module(config, model) if config.bf16 else model
+        chunks.append(DistributedDataParallel(config, ddp_config, wrapped,
+                                              disable_bucketing=index > 0))
+    for chunk in chunks:
+        chunk.broadcast_params()
+    megatron_optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam", lr=optimizer.lr, weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1, adam_beta2=optimizer.beta2, adam_eps=optimizer.eps,
+            clip_grad=optimizer.clip_grad, use_distributed_optimizer=distributed,
+            bf16=config.bf16, params_dtype=config.params_dtype,
+            overlap_param_gather=ddp_config.overlap_param_gather),
+        chunks)
+    config.grad_scale_func = megatron_optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = _one_or_list([c.no_sync for c in chunks])
+    if ddp_config.overlap_param_gather:
+        config.param_sync_func = _one_or_list([c.start_param_sync for c in chunks])
+    return Policy(hf, config, chunks, megatron_optimizer)
+
+
+def _one_or_list(items: list):
+    return items if len(items) > 1 else items[0]
+
+
+def _build_models(config: TransformerConfig, hf: dict[str, Any],
+                  layout: TrainerConfig) -> list[PolicyModel]:
+    models = []
+    for chunk in range(layout.virtual_pipeline_parallel_size or 1):
+        stage = chunk if layout.virtual_pipeline_parallel_size else None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        model = build_chunk(config, hf, pre_process=first, post_process=last, vp_stage=stage)
+        model.logprob_chunk_tokens = layout.logprob_chunk_tokens
+        mark_expert_parameters(model)
+        models.append(model.to(torch.cuda.current_device()) if HAS_CUDA else model)
+    return models

@@ -1,0 +1,61 @@
+"""How the controller commands the trainer: JSON lines over one TCP connection.
+
+The controller listens, rank 0 connects, every command is answered once, in order. Imports
+neither torch nor Megatron, because both sides use it.
+
+    -> {"token": "…", "role": "trainer"}
+    <- {"command": "train", "arguments": {…}}
+    -> {"result": {…}}   or   {"error": {"type": "TrainerError", "message": "…"}}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron import errors
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the controller listens, and the secret that opens it."""
+
+    host: str
+    port: int
+    token: str
+
+    def write(self, path: Path) -> None:
+        """Publish atomically, readable by the owner only."""
+        temporary = path.with_suffix(".tmp")
+        temporary.touch(mode=0o600)
+        temporary.write_text(json.dumps({"host": self.host, "port": self.port,
+                                         "token": self.token}))
+        temporary.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Endpoint:
+        return cls(**json.loads(path.read_text()))
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def error_reply(error: BaseException) -> dict[str, Any]:
+    """Our own errors keep their class, so that the exit code survives the process boundary."""
+    known = isinstance(error, errors.GrpoMegatronError)
+    return {"error": {"type": type(error).__name__ if known else "TrainerError",
+                      "message": error.message if known else f"{type(error).__name__}: {error}",
+                      "where": error.where if known else None,
+                      "remedy": error.remedy if known else None}}
+
+
+def raise_reply(reply: dict[str, Any]) -> Any:
+    """The result of a reply, or its error."""
+    if "error" not in reply:
+        return reply["result"]
+    error = reply["error"]
+    cls = getattr(errors, error["type"], errors.TrainerError)
+    raise cls(error["message"], where=error["where"], remedy=error["remedy"])

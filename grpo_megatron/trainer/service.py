@@ -1,0 +1,168 @@
+"""The commands a trainer executes. Every rank runs every command; rank 0 answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.algorithms.aggregation import AGGREGATIONS
+from grpo_megatron.algorithms.objective import policy_loss, supervised_loss
+from grpo_megatron.algorithms.presets import resolve_choices
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint
+from grpo_megatron.checkpoints.hf_export import export_checkpoint
+from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.trainer import OptimizerConfig
+from grpo_megatron.trainer.distributed import model_groups
+from grpo_megatron.trainer.megatron_fixes import create_adam_state
+from grpo_megatron.trainer.platform import peak_memory_bytes
+from grpo_megatron.trainer.policy import build_policy
+from grpo_megatron.trainer.publish import WeightPublisher
+from grpo_megatron.trainer.schedule import learning_rate
+from grpo_megatron.trainer.step import logprob_pass, prepare, train_step
+from grpo_megatron.weights.rules import rules_for
+from grpo_megatron.weights.shards import local_shards
+
+
+class TrainerService:
+    """The policy and what the controller may ask of it.
+
+    Args:
+        model_path: Hugging Face directory; the model starts from its weights.
+    """
+
+    def __init__(self, config: RunConfig, model_path: Path):
+        self.config, self.model_path = config, model_path
+        self.hf = json.loads((model_path / "config.json").read_text())
+        self.policy = build_policy(self.hf, config.trainer, config.optimizer)
+        self.policy.set_temperature(config.rollout.temperature)
+        self.choices = resolve_choices(config.objective)
+        self.rules = rules_for(self.hf["model_type"])
+        self.shards = list(local_shards(self.policy.chunks, self.policy.num_experts,
+                                        model_groups()))
+        self.tied = self.hf.get("tie_word_embeddings", False)
+        self.publisher = WeightPublisher(self.shards, self.rules, self.policy.attention_shape,
+                                         self.hf["vocab_size"], config.publish,
+                                         tied_embeddings=self.tied)
+        self.load_hf(model_path)
+
+    def commands(self) -> dict[str, Callable[..., Any]]:
+        return {"train": self.train, "supervise": self.supervise, "logprobs": self.logprobs,
+                "reset_optimizer": self.reset_optimizer, "save": self.save, "load": self.load,
+                "export": self.export, "publish_open": self.publisher.open,
+                "publish_join": self.publisher.join, "publish_send": self.publisher.send}
+
+    def load_hf(self, directory: Path) -> None:
+        """Read a Hugging Face checkpoint; refuse tensors that no rank wanted."""
+        used = import_weights(self.shards, self.rules, self.policy.attention_shape, directory,
+                              tied_embeddings=self.tied)
+        world: list = [None] * dist.get_world_size()
+        dist.all_gather_object(world, used)
+        check_all_used(directory, set().union(*world))
+        self.policy.reload_main_parameters()
+
+    def train(self, directory: str, first_update: int, num_updates: int) -> dict[str, Any]:
+        """Train all updates of a recorded step.
+
+        Args:
+            first_update: optimizer steps done before, which fixes the learning rate.
+            num_updates: optimizer steps of the whole run.
+        """
+        started = time.perf_counter()
+        table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
+        updates = [self._prepare(table, u) for u in range(int(table.update.max()) + 1)]
+        on_policy = len(updates) == 1 and not table.manifest["stale"]
+        old = [None if on_policy else logprob_pass(self.policy, batch) for batch in updates]
+        old_s = time.perf_counter() - started
+        loss = partial(policy_loss, self.choices)
+        reports = []
+        for number, (batch, old_logprobs) in enumerate(zip(updates, old, strict=True)):
+            rate = learning_rate(self.config.optimizer, first_update + number, num_updates)
+            self.policy.set_learning_rate(rate)
+            reports.append(train_step(self.policy, batch, loss, old_logprobs)
+                           | {"optimizer/lr": rate})
+        metrics = _merge(reports)
+        metrics["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
+        return {"metrics": metrics, "updates": len(updates), "old_logprobs_s": old_s,
+                "tokens": sum(b.num_tokens for b in updates),
+                "train_s": time.perf_counter() - started}
+
+    def supervise(self, directory: str, rates: list[float]) -> dict[str, Any]:
+        """One supervised optimizer step per update of the recorded step."""
+        table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
+        reports = []
+        for update, rate in enumerate(rates):
+            rows = np.flatnonzero(table.update == update)
+            weights = np.zeros(len(table))
+            weights[rows] = AGGREGATIONS["token_mean"](table.completion_lengths[rows])
+            self.policy.set_learning_rate(rate)
+            batch = prepare(self.config.trainer, table, rows, weights)
+            reports.append(train_step(self.policy, batch, supervised_loss))
+        return {"metrics": _merge(reports)}
+
+    def logprobs(self, directory: str) -> dict[str, Any]:
+        """Largest and mean |trainer - recorded| log-prob over a recorded step's policy tokens."""
+        table = SampleTable(Path(directory), verify=False)
+        rows = np.arange(len(table))
+        batch = prepare(self.config.trainer, table, rows, np.zeros(len(table)))
+        found = logprob_pass(self.policy, batch)
+        largest, total, count = 0.0, 0.0, 0
+        for microbatch, logprobs in zip(batch.microbatches, found, strict=True):
+            if len(logprobs):
+                gap = (logprobs - microbatch.rollout_logprobs).abs()
+                largest = max(largest, float(gap.max()))
+                total, count = total + float(gap.sum()), count + len(gap)
+        world: list = [None] * dist.get_world_size()
+        dist.all_gather_object(world, (largest, total, count))
+        largest, total, count = (max(w[0] for w in world), sum(w[1] for w in world),
+                                 sum(w[2] for w in world))
+        return {"abs_max": largest, "abs_mean": total / max(count, 1), "tokens": count}
+
+    def reset_optimizer(self) -> dict[str, Any]:
+        """Drop the moments of the cold start."""
+        self.policy.reset_optimizer(self.config.optimizer)
+        return {}
+
+    def begin_cold_start(self, optimizer: OptimizerConfig) -> None:
+        self.policy.reset_optimizer(optimizer)
+
+    def save(self, directory: str, state: dict[str, Any]) -> dict[str, Any]:
+        save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer, state)
+        return {}
+
+    def load(self, directory: str) -> dict[str, Any]:
+        return load_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
+                               create_adam_state)
+
+    def export(self, directory: str) -> dict[str, Any]:
+        """Write a Hugging Face checkpoint on rank 0."""
+        stream = self._named_tensors()
+        if dist.get_rank() == 0:
+            return {"bytes": export_checkpoint(stream, Path(directory), self.model_path)}
+        for _ in stream:
+            pass
+        return {}
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.publisher.stream_to(0)
+
+    def _prepare(self, table: SampleTable, update: int):
+        rows = np.flatnonzero(table.update == update)
+        weights = np.zeros(len(table))
+        weights[rows] = AGGREGATIONS[self.choices.aggregation](table.completion_lengths[rows])
+        return prepare(self.config.trainer, table, rows, weights)
+
+
+def _merge(reports: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of several updates: maxima stay maxima, the rest is averaged."""
+    return {name: max(r[name] for r in reports) if name.endswith("max")
+            else float(np.mean([r[name] for r in reports])) for name in reports[0]}

@@ -1,0 +1,162 @@
+"""One optimizer step, and the passes that only look at log-probs.
+
+The loss of a step is a sum over tokens with weights fixed beforehand (`algorithms.aggregation`).
+Megatron's schedule divides by the number of micro-batches and data parallelism averages, so the
+sum is multiplied by both: the split cannot change the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from grpo_megatron.algorithms.objective import LossBatch
+from grpo_megatron.algorithms.stats import Stats
+from grpo_megatron.batching.packing import plan_microbatches
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.errors import TrainerError
+from grpo_megatron.trainer.microbatch import MicroBatch, build_microbatch
+from grpo_megatron.trainer.platform import device
+from grpo_megatron.trainer.policy import Policy
+
+LossFunction = Callable[[LossBatch], tuple[torch.Tensor, Stats]]
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """This rank's micro-batches of one optimizer step."""
+
+    microbatches: tuple[MicroBatch, ...]
+    num_samples: int
+    num_tokens: int  # prompt and policy tokens, all ranks
+    num_policy_tokens: int  # all ranks
+
+
+def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray,
+            weights: np.ndarray) -> PreparedBatch:
+    """Plan and pack `rows` (int64) for this rank. `weights`: float64 [N of the table]."""
+    lengths = (table.prompt_lengths + table.completion_lengths)[rows]
+    pipeline = layout.pipeline_parallel_size
+    plan = plan_microbatches(
+        lengths, num_ranks=parallel_state.get_data_parallel_world_size(),
+        max_tokens=layout.max_tokens_per_microbatch,
+        multiple_of=pipeline if layout.virtual_pipeline_parallel_size else 1)
+    mine = plan.microbatches[parallel_state.get_data_parallel_rank()]
+    microbatches = tuple(
+        build_microbatch(i, table, rows[part], weights, pad_to=layout.tensor_parallel_size,
+                         device=device()) for i, part in enumerate(mine))
+    return PreparedBatch(microbatches, len(rows), int(lengths.sum()),
+                         int(table.completion_lengths[rows].sum()))
+
+
+def logprob_pass(policy: Policy, batch: PreparedBatch) -> list[torch.Tensor]:
+    """Log-probs of the policy tokens per micro-batch, fp32 [n]; empty off the last stage."""
+    found: list[torch.Tensor] = [torch.empty(0)] * len(batch.microbatches)
+
+    def collect(microbatch: MicroBatch, output: torch.Tensor):
+        found[microbatch.index] = output[0].detach().clone()
+        return output.new_zeros(()), {}
+
+    with torch.no_grad():
+        _run_schedule(policy, batch, collect, forward_only=True)
+    return found
+
+
+def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction,
+               old_logprobs: Sequence[torch.Tensor] | None = None) -> dict[str, float]:
+    """Forward, backward and one optimizer step; returns metrics, equal on all ranks.
+
+    Args:
+        old_logprobs: per micro-batch fp32 [n]; None: this is the first update on these samples,
+            so the proximal policy is the current one.
+
+    Raises:
+        TrainerError: the loss or the gradient norm is not finite. Weights are unusable then.
+    """
+    stats = Stats()
+    scale = len(batch.microbatches) * parallel_state.get_data_parallel_world_size()
+
+    def loss_of(microbatch: MicroBatch, output: torch.Tensor):
+        old = None if old_logprobs is None else old_logprobs[microbatch.index]
+        loss, part = loss_function(_loss_batch(microbatch, output, old))
+        part.mean("loss/value", loss, 0.0)
+        stats.add(part)
+        return loss * scale, {}
+
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+    policy.optimizer.zero_grad()
+    _run_schedule(policy, batch, loss_of, forward_only=False)
+    metrics = _finish(reduce_stats(stats))
+    if not math.isfinite(metrics["loss/value"]):
+        raise TrainerError(f"the loss is {metrics['loss/value']}",
+                           remedy="resume from the last checkpoint with a lower learning rate")
+    _, grad_norm, _ = policy.optimizer.step()
+    metrics["grad/norm"] = float(grad_norm)
+    if not math.isfinite(metrics["grad/norm"]):
+        raise TrainerError(f"the gradient norm is {grad_norm}",
+                           remedy="resume from the last checkpoint with a lower learning rate")
+    return metrics
+
+
+def _loss_batch(microbatch: MicroBatch, output: torch.Tensor,
+                old: torch.Tensor | None) -> LossBatch:
+    logprobs, entropies = output.unbind(0)
+    return LossBatch(
+        logprobs=logprobs, old_logprobs=logprobs.detach() if old is None else old,
+        rollout_logprobs=microbatch.rollout_logprobs, entropies=entropies,
+        advantages=microbatch.advantages, weights=microbatch.weights,
+        sample=microbatch.sample, token_counts=microbatch.token_counts)
+
+
+def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable, *,
+                  forward_only: bool) -> None:
+    """Run Megatron's pipeline schedule; `on_output` sees what the last stage computed."""
+    def forward_step(iterator: Iterator[MicroBatch], model, return_schedule_plan=False):
+        microbatch = next(iterator)
+        output = model(microbatch.tokens, microbatch.position_ids, None,
+                       labels=microbatch.targets, loss_mask=microbatch.rows,
+                       packed_seq_params=microbatch.packed)
+        return output, lambda tensor: on_output(microbatch, tensor)
+
+    iterators = [iter(batch.microbatches) for _ in policy.chunks]
+    many = len(policy.chunks) > 1
+    for chunk in policy.chunks:
+        chunk.train(not forward_only)
+    get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=iterators if many else iterators[0],
+        model=policy.chunks if many else policy.chunks[0],
+        num_microbatches=len(batch.microbatches), micro_batch_size=1,
+        seq_length=max(m.num_tokens for m in batch.microbatches), forward_only=forward_only)
+
+
+def reduce_stats(stats: Stats) -> Stats:
+    """Add up over the data-parallel ranks of the last stage; equal on all ranks. Collective."""
+    speaks = (parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+              and parallel_state.get_tensor_model_parallel_rank() == 0)
+    world: list[Stats | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(world, _on_cpu(stats) if speaks else None)
+    total = Stats()
+    for part in world:
+        if part is not None:
+            total.add(part)
+    return total
+
+
+def _on_cpu(stats: Stats) -> Stats:
+    return Stats({n: v.cpu() for n, v in stats.means.items()},
+                 {n: v.cpu() for n, v in stats.maxima.items()})
+
+
+def _finish(stats: Stats) -> dict[str, float]:
+    """The loss is a sum, not a mean: it carries no count."""
+    loss = float(stats.means.pop("loss/value")[0])
+    return {"loss/value": loss, **stats.result()}

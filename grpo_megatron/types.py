@@ -1,0 +1,88 @@
+"""One record per arrow of the data flow. Shape legend: T_p prompt tokens, T completion tokens,
+L MoE layers, K experts per token, G samples per prompt.
+
+`PromptBatch -> RolloutGroup -> ScoredGroup -> SampleTable (batching.store) -> StepReport`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question with its verifiable answer, already rendered and tokenised.
+
+    Example: `Prompt("add-17", "addition", "37+48=", (5, 9, 12, 6, 10, 13), "85", {})`
+    """
+
+    prompt_id: str
+    domain: str
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """The prompts of one RL step, in sampling order."""
+
+    step: int
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Completion tokens `[start, end)` were sampled with weight version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer, as the engine reported it."""
+
+    token_ids: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T], processed (after temperature)
+    versions: tuple[VersionSpan, ...]  # cover [0, T) without gaps
+    finish_reason: str  # "stop" or "length"
+    text: str
+    routes: np.ndarray | None = None  # uint8/uint16 [T_p + T - 1, L, K]; None: not recorded
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All G completions of one prompt, with the engine that sampled them."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A group with its rewards. `components[name][g]` is NaN where a component was skipped."""
+
+    group: RolloutGroup
+    components: Mapping[str, np.ndarray]  # name -> float64 [G]
+    rewards: np.ndarray  # float64 [G]; NaN: unscorable
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the trainer says of one optimizer step or of one pass."""
+
+    step: int
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
