@@ -58,7 +58,12 @@ def apply_override(layers: Layers, override: Override) -> Problem | None:
         if depth == len(override.keys) - 1:
             break
         node = _descend(layers, node, path, override)
-    value = _value_of(override.raw, path)
+    try:
+        value = _value_of(override.raw, path)
+    except ValueError as error:
+        return Problem(dotted(path), f"is not valid TOML: {error}", f"flag {override.text}",
+                       value=override.raw, meaning=schema.meaning_of(path),
+                       remedy="quote text, and mind the shell's own quotes: 'key=[\"a\", \"b\"]'")
     node[path[-1]] = layers.place(path, value, lambda _: override.origin)
     return None
 
@@ -78,9 +83,10 @@ def _misplaced(layers: Layers, override: Override, path: KeyPath, node: Any) -> 
     """The override points into a value that has no such place."""
     name, where = dotted(path), f"flag {override.text}"
     if isinstance(node, list):
-        valid = tuple(f"{name}.{index}" for index in range(min(len(node), 4)))
-        return Problem(".".join(override.keys), f"{name} has {len(node)} element(s), counted from 0",
-                       where, nearest=valid,
+        rest = override.keys[len(path) + 1:]
+        valid = tuple(dotted((*path, index, *rest)) for index in range(min(len(node), 4)))
+        count = f"{name} has {len(node)} element(s), counted from 0"
+        return Problem(".".join(override.keys), count, where, nearest=valid,
                        remedy=f"use an index that exists, or set the whole list: {name}=[…]")
     return Problem(".".join(override.keys), f"{name} is a single value, not a table", where,
                    value=override.raw, nearest=(name,), remedy=f"set {name} itself",
@@ -88,14 +94,20 @@ def _misplaced(layers: Layers, override: Override, path: KeyPath, node: Any) -> 
 
 
 def _value_of(raw: str, path: KeyPath) -> Any:
-    """TOML value of `raw`, or `raw` as text; `null` is None."""
+    """TOML value of `raw`, or `raw` as text; `null` is None.
+
+    Raises:
+        ValueError: It starts like a list or a table, but is none.
+    """
     text = raw.strip()
     if text == "null":
         return None
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+        document = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        if text[:1] in ("[", "{") and not schema.takes_text(path):
+            raise ValueError(str(error)) from None
         return raw
-    if schema.takes_text(path) and not isinstance(value, str):
-        return raw
-    return value
+    value = document["value"]
+    is_number_for_text = schema.takes_text(path) and not isinstance(value, str)
+    return raw if len(document) > 1 or is_number_for_text else value

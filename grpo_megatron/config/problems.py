@@ -41,11 +41,12 @@ class Problem:
     nearest: tuple[str, ...] = ()
     remedy: str = ""
     related: tuple[str, ...] = ()
+    meaning: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.key}: {self.message}"]
         rows = (("value", self.value), ("set at", self.where),
-                ("together with", "; ".join(self.related)),
+                ("together with", "; ".join(self.related)), ("meaning", self.meaning),
                 ("nearest", " or ".join(self.nearest)), ("fix", self.remedy))
         lines += [f"     {label + ':':<15}{text}" for label, text in rows if text]
         return "\n".join(lines)

@@ -46,6 +46,12 @@ def field_at(path: KeyPath) -> FieldInfo | None:
     return table.model_fields.get(path[-1]) if _is_model(table) else None
 
 
+def meaning_of(path: KeyPath) -> str:
+    """The help text of the key at `path`, or nothing."""
+    info = field_at(path)
+    return (info.description or "") if info else ""
+
+
 def keys_of(path: KeyPath) -> list[str]:
     """Keys of the table at `path`; empty where it is no table with fixed keys."""
     table = annotation_at(path)

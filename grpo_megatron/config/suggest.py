@@ -24,11 +24,17 @@ _HABITS = {
 def nearest(word: str, candidates: Iterable[str], *, count: int = 3,
             cutoff: float = 0.6) -> list[str]:
     """Candidates like `word`, best first; letter case and `-` against `_` do not count."""
-    plain = {_plain(candidate): candidate for candidate in candidates}
     if len(word) <= 3:  # one wrong letter of two is half of the word
         cutoff = min(cutoff, 0.5)
-    found = difflib.get_close_matches(_plain(word), plain, n=count, cutoff=cutoff)
-    return [plain[match] for match in found]
+    matcher = difflib.SequenceMatcher(b=_plain(word), autojunk=False)
+    scored = []
+    for candidate in candidates:
+        matcher.set_seq1(_plain(candidate))
+        same_letters = matcher.quick_ratio()  # in any order: decides `bet1a` for beta1
+        if same_letters >= cutoff and matcher.ratio() >= cutoff:
+            scored.append((matcher.ratio(), same_letters, candidate))
+    scored.sort(key=lambda entry: entry[:2], reverse=True)  # stable: ties keep the schema's order
+    return [candidate for _, _, candidate in scored[:count]]
 
 
 def _plain(word: str) -> str:
@@ -50,7 +56,7 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     if habit in here:
         close.insert(0, habit)
     near = nearest(str(key), here)
-    elsewhere = _nearest_elsewhere(str(key)) if not near else []
+    elsewhere = _nearest_elsewhere(str(key)) if not near and not same else []
     found = [*(dotted((*prefix, name)) for name in close), *_concrete(same, path),
              *(dotted((*prefix, name)) for name in near), *elsewhere]
     return list(dict.fromkeys(found))[:count]

@@ -1,0 +1,1 @@
+"""Prompts: sources, templates, tokenizers, splits and the resumable sampler."""

@@ -55,7 +55,7 @@ def write_character_tokenizer(directory: Path, config: CharacterTokenizerConfig)
     vocabulary = character_vocabulary(config)
     # No unknown token: the library then raises on a character outside of the alphabet.
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?s:.)"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(PAD_TOKEN, special=True, normalized=False),
                                   AddedToken(EOS_TOKEN, special=True, normalized=False)])

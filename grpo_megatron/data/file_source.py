@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
+from grpo_megatron.config.suggest import nearest
 from grpo_megatron.data.problems import Problem
 from grpo_megatron.errors import DataError
 
@@ -122,7 +122,7 @@ def _problems(domain: DomainConfig, rows: Iterator[_Row]) -> Iterator[Problem]:
 
 def _text(row: _Row, name: str) -> str:
     if name not in row.fields:
-        close = difflib.get_close_matches(name, row.fields, n=1)
+        close = nearest(name, row.fields, count=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise DataError(f"no field {name!r}", where=row.where,
                         remedy=f"{hint}fields: {', '.join(row.fields)}")

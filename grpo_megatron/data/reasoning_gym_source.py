@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
+from grpo_megatron.config.suggest import nearest
 from grpo_megatron.data.problems import Problem
 from grpo_megatron.errors import DataError
 
@@ -66,7 +66,7 @@ def _create(domain: DomainConfig, seed: int, where: str) -> Any:
 
 def _suggest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=3)
+    close = nearest(word, known)
     if close:
         return f"did you mean {' or '.join(repr(c) for c in close)}?"
     return f"known: {', '.join(known)}"

@@ -66,7 +66,7 @@ def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
     floor = 1 if total >= len(sizes) else 0
     rest, size = total - floor * len(sizes), max(1, sum(sizes.values()))
     parts = {name: floor + rest * count // size for name, count in sizes.items()}
-    by_remainder = sorted(sizes, key=lambda name: -(rest * sizes[name] % size))
+    by_remainder = sorted(sizes, key=lambda name: (-(rest * sizes[name] % size), name))
     for name in by_remainder[: total - sum(parts.values())]:
         parts[name] += 1
     return parts

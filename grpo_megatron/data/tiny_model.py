@@ -10,7 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
+from grpo_megatron.config.suggest import nearest
 from grpo_megatron.data.character_tokenizer import (
     EOS_TOKEN_ID,
     PAD_TOKEN_ID,
@@ -61,6 +63,22 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     _write_json(directory / "generation_config.json", {**ends, "do_sample": True})
 
 
+def write_preset_model(directory: Path, name: str) -> None:
+    """`write_tiny_model` of the shipped preset `models/<name>.toml`.
+
+    Raises:
+        DataError: There is no such preset.
+    """
+    path = assets.models() / f"{name}.toml"
+    if not path.is_file():
+        known = assets.names(assets.models())
+        close = nearest(name, known, count=1)
+        raise DataError(f"no model preset {name!r}", where="[model] preset",
+                        remedy=f"did you mean {close[0]!r}?" if close
+                        else f"known: {', '.join(known)}")
+    write_tiny_model(directory, read_preset(path))
+
+
 def init_weights(directory: Path, seed: int) -> None:
     """Write random fp32 weights beside config.json, with Hugging Face's per-expert names.
 
@@ -73,6 +91,7 @@ def init_weights(directory: Path, seed: int) -> None:
     # Imported here: torch takes seconds, and most users of this package never need it.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -85,6 +104,7 @@ def init_weights(directory: Path, seed: int) -> None:
     # save_pretrained also rewrites config.json in its own words; keep ours.
     partial = directory / ".weights.partial"
     shutil.rmtree(partial, ignore_errors=True)
+    transformers_logging.disable_progress_bar()
     model.save_pretrained(partial)
     for file in sorted(partial.glob("*.safetensors*")):
         file.replace(directory / file.name)

@@ -1,0 +1,1 @@
+"""Verifiable rewards: plain functions, run in a process pool with a hard time limit."""

@@ -64,6 +64,8 @@ def _common(hf: dict[str, Any]) -> dict[str, Any]:
         ffn_hidden_size=hf["intermediate_size"], layernorm_epsilon=hf["rms_norm_eps"],
         normalization="RMSNorm", add_bias_linear=False, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, attention_dropout=0.0, hidden_dropout=0.0,
+        # the only dispatcher that takes packed micro-batches; dense models are checked too
+        moe_token_dispatcher_type="alltoall",
         attention_softmax_in_fp32=True,
     )
 
@@ -83,7 +85,7 @@ def _qwen3_moe(hf: dict[str, Any]) -> dict[str, Any]:
         num_moe_experts=hf.get("num_experts") or hf["num_local_experts"],
         moe_router_topk=hf["num_experts_per_tok"],
         moe_ffn_hidden_size=hf["moe_intermediate_size"],
-        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none",
+        moe_router_load_balancing_type="none",
         moe_router_dtype="fp32", moe_router_pre_softmax=False,
         moe_grouped_gemm=HAS_TRANSFORMER_ENGINE,
     )

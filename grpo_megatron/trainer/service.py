@@ -21,7 +21,6 @@ from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoi
 from grpo_megatron.checkpoints.hf_export import export_checkpoint
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.config.trainer import OptimizerConfig
 from grpo_megatron.trainer.distributed import model_groups
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.platform import peak_memory_bytes
@@ -96,11 +95,12 @@ class TrainerService:
                 "tokens": sum(b.num_tokens for b in updates),
                 "train_s": time.perf_counter() - started}
 
-    def supervise(self, directory: str, rates: list[float]) -> dict[str, Any]:
+    def supervise(self, directory: str, first_update: int) -> dict[str, Any]:
         """One supervised optimizer step per update of the recorded step."""
         table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
-        reports = []
-        for update, rate in enumerate(rates):
+        settings, reports = self.config.cold_start, []
+        for update in range(int(table.update.max()) + 1):
+            rate = learning_rate(settings.optimizer, first_update + update, settings.max_steps)
             rows = np.flatnonzero(table.update == update)
             weights = np.zeros(len(table))
             weights[rows] = AGGREGATIONS["token_mean"](table.completion_lengths[rows])
@@ -127,13 +127,12 @@ class TrainerService:
                                  sum(w[2] for w in world))
         return {"abs_max": largest, "abs_mean": total / max(count, 1), "tokens": count}
 
-    def reset_optimizer(self) -> dict[str, Any]:
-        """Drop the moments of the cold start."""
-        self.policy.reset_optimizer(self.config.optimizer)
+    def reset_optimizer(self, cold_start: bool) -> dict[str, Any]:
+        """Drop all moments; take the settings of the cold start or of RL."""
+        config = self.config
+        self.policy.reset_optimizer(config.cold_start.optimizer if cold_start
+                                    else config.optimizer)
         return {}
-
-    def begin_cold_start(self, optimizer: OptimizerConfig) -> None:
-        self.policy.reset_optimizer(optimizer)
 
     def save(self, directory: str, state: dict[str, Any]) -> dict[str, Any]:
         save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer, state)

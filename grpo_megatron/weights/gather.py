@@ -20,7 +20,7 @@ from grpo_megatron.weights.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class GatherEntry:
     """One Megatron tensor of the whole model, who holds it, and what it becomes."""
 
     name: str
@@ -36,7 +36,7 @@ class TensorEntry:
 
 
 def plan_gather(shards: Sequence[Shard], rules: tuple[Rule, ...], *,
-                tied_embeddings: bool) -> list[TensorEntry]:
+                tied_embeddings: bool) -> list[GatherEntry]:
     """The same list on every rank, in checkpoint order. Collective."""
     mine = [(s.name, s.full_shape, s.tensor.dtype) for s in shards]
     world: list = [None] * dist.get_world_size()
@@ -50,11 +50,11 @@ def plan_gather(shards: Sequence[Shard], rules: tuple[Rule, ...], *,
         if tied_embeddings and name == "output_layer.weight":
             continue
         kind, hf_names = resolve(rules, name)
-        entries.append(TensorEntry(name, kind, tuple(hf_names), shape, dtype, tuple(ranks)))
+        entries.append(GatherEntry(name, kind, tuple(hf_names), shape, dtype, tuple(ranks)))
     return sorted(entries, key=_checkpoint_order)
 
 
-def assign_receivers(entries: Sequence[TensorEntry], senders: Sequence[int]) -> list[int]:
+def assign_receivers(entries: Sequence[GatherEntry], senders: Sequence[int]) -> list[int]:
     """A sender per entry: one that holds it, else the one with the fewest bytes so far."""
     load = dict.fromkeys(senders, 0)
     receivers = []
@@ -66,7 +66,7 @@ def assign_receivers(entries: Sequence[TensorEntry], senders: Sequence[int]) -> 
     return receivers
 
 
-def _checkpoint_order(entry: TensorEntry) -> tuple:
+def _checkpoint_order(entry: GatherEntry) -> tuple:
     layer = re.search(r"layers\.(\d+)\.", entry.name)
     expert = re.search(r"(?:local_experts\.|linear_fc\d\.weight)(\d+)", entry.name)
     part = 0 if entry.name.startswith("embedding") else 1 if layer else 2
@@ -74,7 +74,7 @@ def _checkpoint_order(entry: TensorEntry) -> tuple:
             int(expert[1]) if expert else 0)
 
 
-def hf_shapes(entry: TensorEntry, shape: AttentionShape, vocab_size: int,
+def hf_shapes(entry: GatherEntry, shape: AttentionShape, vocab_size: int,
               ) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the Hugging Face tensors that `entry` becomes."""
     parts = split(entry.kind, torch.empty(entry.shape, device="meta"), shape, vocab_size)
@@ -82,7 +82,7 @@ def hf_shapes(entry: TensorEntry, shape: AttentionShape, vocab_size: int,
 
 
 @torch.no_grad()
-def stream(entries: Sequence[TensorEntry], shards: Sequence[Shard], shape: AttentionShape, *,
+def stream(entries: Sequence[GatherEntry], shards: Sequence[Shard], shape: AttentionShape, *,
            vocab_size: int, receivers: Sequence[int],
            ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """Yield `(receiver, Hugging Face name, full tensor)` on the receiver of each entry.
@@ -110,7 +110,7 @@ def stream(entries: Sequence[TensorEntry], shards: Sequence[Shard], shape: Atten
                 yield receiver, name, tensor
 
 
-def _gather_parts(entry: TensorEntry, held: Shard, source: int) -> torch.Tensor:
+def _gather_parts(entry: GatherEntry, held: Shard, source: int) -> torch.Tensor:
     """The full tensor in the tensor-parallel group of `source`; elsewhere the part itself."""
     tensor = held.tensor.detach()
     if held.dim is None:

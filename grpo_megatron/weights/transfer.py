@@ -126,12 +126,12 @@ class WeightSender:
         stream, digests = iter(tensors), {}
         sending: tuple[object, torch.Tensor] | None = None
         try:
-            for number, bucket in enumerate(plan.buckets(self.index)):
+            buckets = plan.buckets(self.index)
+            for number, bucket in enumerate(buckets):
                 data = self._pack(bucket, self._take(stream, bucket, digests))
+                if number == len(buckets) - 1:  # while the workers can still be told
+                    _require_end(stream)
                 sending = self._broadcast(publish, number, data, sending)
-            extra = next(stream, None)
-            if extra is not None:
-                raise MismatchError(f"tensor {extra[0]!r} is not in the transfer plan")
             self._finish(sending)
         except TransferError:
             raise
@@ -261,6 +261,12 @@ class _naming:
                 f"{self._what}: {str(error).splitlines()[0]}",
                 remedy="look for the first error in the logs of the trainer and of the engines",
             ) from error
+
+
+def _require_end(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    extra = next(stream, None)
+    if extra is not None:
+        raise MismatchError(f"tensor {extra[0]!r} is not in the transfer plan")
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,0 +1,55 @@
+# make setup | demo | demo-control | test-fast | test | test-learning | test-chaos | ... | lint
+#
+# Variables of the demo: seed=N, name=NAME, args="key=value ..."
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+bin := .venv/bin
+recipe := recipes/demo/gspo-moe-cpu.toml
+seed ?=
+name ?=
+args ?=
+demo_flags = $(if $(seed),seed=$(seed)) $(args)
+pytest := $(bin)/python -m pytest -q
+
+.PHONY: setup demo demo-control lint test-fast test test-learning test-chaos test-slurm test-gpu \
+	clean
+
+setup:
+	@scripts/setup.sh
+
+demo: setup
+	$(bin)/grpo-megatron train $(recipe) --overwrite $(if $(name),name=$(name)) $(demo_flags)
+
+# Shuffled advantages: the same run must not learn.
+demo-control: setup
+	$(bin)/grpo-megatron train $(recipe) --overwrite name=$(or $(name),demo-control) \
+		objective.shuffle_advantages=true $(demo_flags)
+
+lint: setup
+	$(bin)/ruff check .
+	$(bin)/lint-imports
+
+test-fast: setup
+	$(pytest) -m "not engine and not learning and not chaos and not slurm and not gpu"
+
+test: lint
+	$(pytest) -m "not learning and not chaos and not slurm and not gpu"
+
+test-learning: setup
+	$(pytest) -m learning
+
+test-chaos: setup
+	$(pytest) -m chaos
+
+test-slurm: setup
+	$(pytest) -m slurm
+
+test-gpu: setup
+	$(pytest) -m gpu
+
+# Keeps .venv and runs/.
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./.venv -prune -o -path ./runs -prune -o -name __pycache__ -type d \
+		-exec rm -rf {} +

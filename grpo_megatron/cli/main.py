@@ -1,0 +1,83 @@
+"""`grpo-megatron`: the command line. Bodies import what they need, so that typos answer fast."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import grpo_megatron
+from grpo_megatron.cli import config_commands, run_commands
+from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
+
+app = typer.Typer(
+    name="grpo-megatron", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
+app.command("train")(run_commands.train)
+app.command("resume")(run_commands.resume)
+app.add_typer(config_commands.app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"grpo-megatron {grpo_megatron.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option(
+        "--version", callback=_print_version, is_eager=True,
+        help="Print the version and exit.")] = False) -> None:
+    pass
+
+
+@app.command()
+def doctor(as_json: config_commands.Json = False) -> None:
+    """Check packages, libraries, memory and disk; exit code 3 if something is missing."""
+    from grpo_megatron.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=as_json))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; every error that a user can act on becomes a message and an exit code.
+
+    Set `GRPO_MEGATRON_TRACEBACK=1` for tracebacks.
+
+    Args:
+        arguments: Command line without the program's name; default: that of the process.
+
+    Returns:
+        The exit code (`errors.py`); 130 after Ctrl-C.
+    """
+    try:
+        return app(args=None if arguments is None else list(arguments),
+                   standalone_mode=False) or 0
+    except GrpoMegatronError as error:
+        if os.environ.get("GRPO_MEGATRON_TRACEBACK") == "1":
+            raise
+        _print_error(str(error))
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        _print_error("interrupted")
+        return INTERRUPTED_EXIT_CODE
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong command line
+            error.show()
+            return error.exit_code
+        raise
+
+
+def _print_error(text: str) -> None:
+    first, newline, rest = text.partition("\n")
+    if sys.stderr.isatty():
+        first = f"\033[1;31m{first}\033[0m"
+    print(f"error: {first}{newline}{rest}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

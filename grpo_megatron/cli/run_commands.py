@@ -1,0 +1,69 @@
+"""`train` and `resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Overrides = Annotated[list[str] | None, typer.Argument(
+    metavar="KEY=VALUE", show_default=False,
+    help="Settings on top of the recipe, for example trainer.num_ranks=4.")]
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(
+        help="Path of a recipe, or the name of a shipped one (demo/gspo-moe-cpu).")],
+    overrides: Overrides = None,
+    resume_if_exists: Annotated[bool, typer.Option(
+        "--resume-if-exists", help="Continue the run of this name if there is one.")] = False,
+    overwrite: Annotated[bool, typer.Option(
+        "--overwrite", help="Delete the run of this name and start anew.")] = False,
+) -> None:
+    """Train from a recipe. The run directory is runs_dir/name."""
+    from grpo_megatron.errors import ConfigError
+    from grpo_megatron.plan.resolve import resolve
+
+    if overwrite and resume_if_exists:
+        raise ConfigError("--overwrite and --resume-if-exists exclude each other",
+                          where="command line", remedy="choose one of them")
+    flags = overrides or []
+    resolved = resolve(recipe, flags)
+    from grpo_megatron.launch import local
+
+    if resume_if_exists and _is_run(resolved.run_path):
+        raise typer.Exit(local.resume(resolved.run_path, flags))
+    raise typer.Exit(local.train(resolved, overwrite=overwrite))
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.")],
+    overrides: Overrides = None,
+) -> None:
+    """Continue a run from its newest checkpoint."""
+    from grpo_megatron.errors import ConfigError
+
+    if not _is_run(run):
+        raise ConfigError(f"{run} is not a run: it has no config.json", where=str(run.absolute()),
+                          remedy="runs here: " + (", ".join(_runs_beside(run)) or "none"))
+    from grpo_megatron.launch import local
+
+    raise typer.Exit(local.resume(run, overrides or []))
+
+
+def _is_run(path: Path) -> bool:
+    from grpo_megatron.rundir import RunDir
+
+    return RunDir(path).config.is_file()
+
+
+def _runs_beside(path: Path) -> list[str]:
+    """Runs in the parent directory and in `runs/`, those with a similar name first."""
+    from grpo_megatron.config.suggest import nearest
+
+    folders = (path.parent, Path("runs"))
+    found = {str(run): run.name for folder in folders if folder.is_dir()
+             for run in sorted(folder.iterdir()) if _is_run(run)}
+    near = nearest(path.name, found.values())
+    return sorted(found, key=lambda run: found[run] not in near)[:5]

@@ -1,0 +1,105 @@
+"""Recipes to resolved configurations: preset defaults < recipe chain < flags, then validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron import assets
+from grpo_megatron.config.keys import dotted, leaves
+from grpo_megatron.config.overrides import Override, apply_override, parse_overrides
+from grpo_megatron.config.presets import ModelPreset, load_preset, preset_names
+from grpo_megatron.config.problems import InvalidConfigError, Problem, headline
+from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
+from grpo_megatron.config.resolved import (
+    ResolvedConfig,
+    read_stored,
+    resolved_from,
+    write_resolved,
+)
+from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_recipe_chain
+from grpo_megatron.config.validation import Check, validate
+
+__all__ = ["load_recipe", "read_resolved", "write_resolved"]
+
+
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
+                checks: Sequence[Check] = ()) -> ResolvedConfig:
+    """Read a recipe, apply `key=value` overrides, validate.
+
+    Args:
+        recipe: Path of a TOML file, or a name below `recipes/` (`demo/gspo-moe-cpu`).
+        overrides: `trainer.num_ranks=4`, `domains.0.weight=2`, `cold_start=null`.
+        checks: Rule sets beyond those of the schema (`plan.resolve` adds the layout rules).
+
+    Raises:
+        ConfigError: Everything that is wrong, at once (`InvalidConfigError.problems`).
+    """
+    chain = read_recipe_chain(find_recipe(recipe))
+    flags, problems = parse_overrides(overrides)
+    layers, _ = _assemble(None, chain, flags)
+    preset = _preset_of(layers.tree)
+    layers, misplaced = _assemble(preset, chain, flags)
+    return _finish(layers, problems + misplaced, checks, chain[-1].display)
+
+
+def read_resolved(path: Path, overrides: Sequence[str] = (), *,
+                  checks: Sequence[Check] = ()) -> ResolvedConfig:
+    """Read a run's `config.json` (or its directory), with more overrides on top.
+
+    Without overrides the stored configuration is returned as it is.
+
+    Raises:
+        ConfigError: A missing or damaged file, or everything that is wrong with the overrides.
+    """
+    resolved = read_stored(path)
+    if not overrides:
+        return resolved
+    tree = resolved.config.model_dump(mode="json")
+    layers = Layers(tree, {path: resolved.provenance.get(dotted(path), DEFAULT)
+                           for path, _ in leaves(tree)})
+    flags, problems = parse_overrides(overrides)
+    problems += [problem for flag in flags if (problem := apply_override(layers, flag))]
+    return _finish(layers, problems, checks, resolved.recipe)
+
+
+def _assemble(preset: ModelPreset | None, chain: Sequence[TomlFile],
+              flags: Sequence[Override]) -> tuple[Layers, list[Problem]]:
+    """Merge all layers, lowest first; returns also what could not be placed."""
+    layers = Layers()
+    if preset:
+        file = TomlFile(preset.path, assets.display(preset.path), {}, preset.lines)
+        layers.merge(preset.defaults,
+                     lambda path: Origin("model", file.where(("defaults", *path))))
+    for document in chain:
+        layers.merge(document.values,
+                     lambda path, file=document: Origin("recipe", file.where(path)))
+    problems = [problem for flag in flags if (problem := apply_override(layers, flag))]
+    return layers, problems
+
+
+def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
+    """The preset that the tree names; an unknown one is reported by the constraints."""
+    model = tree.get("model")
+    name = model.get("preset") if isinstance(model, dict) else None
+    return load_preset(name) if isinstance(name, str) and name in preset_names() else None
+
+
+def _finish(layers: Layers, problems: list[Problem], checks: Sequence[Check],
+            recipe: str) -> ResolvedConfig:
+    _make_absolute(layers.tree)
+    config, found = validate(layers, checks)
+    problems = problems + found
+    if problems or config is None:
+        raise InvalidConfigError(headline(problems, recipe), problems=problems)
+    return resolved_from(config, layers, recipe)
+
+
+def _make_absolute(tree: dict[str, Any]) -> None:
+    """Paths of inputs are relative to the current directory; a resumed run may have another."""
+    domains = tree.get("domains")
+    tables = [tree.get("model"), *(domains if isinstance(domains, list) else ())]
+    for table in tables:
+        if isinstance(table, dict) and isinstance(table.get("path"), str):
+            table["path"] = str(Path(table["path"]).expanduser().absolute())

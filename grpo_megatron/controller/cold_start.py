@@ -1,0 +1,53 @@
+"""A short supervised start: the policy must be right sometimes before rewards can teach it."""
+
+from __future__ import annotations
+
+from grpo_megatron.controller.display import show
+from grpo_megatron.controller.evaluation import greedy_accuracy
+from grpo_megatron.controller.recorder import record_supervised
+from grpo_megatron.controller.session import Session
+from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.errors import TrainerError
+
+
+async def cold_start(session: Session) -> float:
+    """Train on prompt + answer until greedy validation accuracy reaches the target.
+
+    Returns:
+        That accuracy; its weights are published as version 0.
+
+    Raises:
+        TrainerError: `cold_start.max_steps` were not enough.
+    """
+    config, settings = session.config, session.config.cold_start
+    weights = {domain.name: domain.weight for domain in config.domains}
+    sampler = PromptSampler(session.splits.train, weights, config.seed + 1)
+    directory = session.run_dir.store / "cold_start"
+    eos = session.tokenizer.eos_token_id
+    done, accuracy = 0, 0.0
+    await session.trainer.call("reset_optimizer", cold_start=True)
+    while accuracy < settings.target_accuracy:
+        if done >= settings.max_steps:
+            raise TrainerError(
+                f"cold start reached accuracy {accuracy:.3f} after {done} steps, the target is "
+                f"{settings.target_accuracy}", where="cold_start.max_steps",
+                remedy="raise max_steps or lower target_accuracy")
+        batches = []
+        for _ in range(settings.steps_per_evaluation):
+            prompts = sampler.next_batch(done, settings.batch_size).prompts
+            batches.append([(p, [*session.tokenizer.encode(p.answer), eos]) for p in prompts])
+        with session.phase("train"):
+            record_supervised(directory, batches)
+            report = await session.trainer.call("supervise", directory=str(directory),
+                                                first_update=done)
+        done += len(batches)
+        with session.phase("publish"):
+            await session.publisher.publish(0)
+        with session.phase("rollout"):
+            accuracy = await greedy_accuracy(session, session.splits.validation)
+        show("message", text=f"cold start: step {done}, nll {report['metrics']['loss/nll']:.3f}, "
+                             f"validation accuracy {accuracy:.3f}")
+    await session.trainer.call("reset_optimizer", cold_start=False)
+    session.event("cold_start_done", steps=done, accuracy=accuracy)
+    session.take_seconds()
+    return accuracy

@@ -1,0 +1,29 @@
+"""What the supervisor shows: one JSON object a line on this process's standard output.
+
+Kinds: `phase` (name), `step` (metrics, best, worst), `message` (text), `failure` (text, why this
+process ends), `result` (text, the run's last line).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+# Libraries print to standard output too: keep the pipe, give them standard error.
+_PIPE = os.fdopen(os.dup(1), "w", buffering=1)
+
+
+def claim_stdout() -> None:
+    """From now on only `show` writes to the supervisor."""
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+
+def show(kind: str, **fields: Any) -> None:
+    """Send one message; a supervisor that has gone is not an error."""
+    try:
+        _PIPE.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
+    except BrokenPipeError:
+        pass

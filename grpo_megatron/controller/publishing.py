@@ -1,0 +1,123 @@
+"""A new weight version: from the trainer into every live engine, proven, then a canary.
+
+The canary catches what follows loading: an engine may hold the right bytes and still compute
+with something else (prepacked copies, stale caches). It costs no time: it is sampled with the
+step's rollouts, and the trainer, idle then, recomputes its log-probs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.recorder import record_completions
+from grpo_megatron.controller.trainer_link import TrainerLink
+from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rollout.publish import WeightPublisher
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.types import Prompt
+from grpo_megatron.weights.transfer_plan import TransferPlan
+
+CANARY_TOKENS = 16
+
+
+class Publisher:
+    """Publishes versions and checks them."""
+
+    def __init__(self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink,
+                 engines: ReplicaPool):
+        self.config, self.run_dir = config, run_dir
+        self.trainer, self.engines = trainer, engines
+        self.version = -1
+        self._publisher: WeightPublisher | None = None
+        self._clients: list[EngineClient] = []
+        self._plan: TransferPlan | None = None
+
+    async def publish(self, version: int) -> None:
+        """Bring `version` into all live engines.
+
+        Raises:
+            MismatchError: an engine does not hold what the trainer sent.
+            EngineError: no engine is left.
+        """
+        while True:
+            try:
+                await self._publish(version)
+                break
+            except EngineError as error:
+                await self._bury_dead(error)
+        self.version = version
+
+    async def _publish(self, version: int) -> None:
+        clients = [replica.client for replica in self.engines.alive]
+        if clients != self._clients:
+            await self._connect(clients)
+        if self.config.publish.method == "file":
+            directory = self.run_dir.root / "publish"
+            await self.trainer.call("export", directory=str(directory))
+            await self._publisher.publish_file(version, str(directory.absolute()))
+            return
+
+        async def send() -> dict[str, str]:
+            return (await self.trainer.call("publish_send", version=version))["digests"]
+
+        await self._publisher.publish(version, self._plan, send)
+
+    async def _connect(self, clients: Sequence[EngineClient]) -> None:
+        """Form the transfer groups among the trainer and these engines."""
+        self._publisher = WeightPublisher(clients)
+        if self.config.publish.method == "gloo":
+            workers = await self._publisher.num_workers()
+            opened = await self.trainer.call("publish_open", num_workers=workers)
+            self._plan = TransferPlan.from_json(opened["plan"])
+            senders = [(host, port) for host, port in opened["senders"]]
+            await self._publisher.prepare(senders, lambda: self.trainer.call("publish_join"))
+        self._clients = list(clients)
+
+    async def _bury_dead(self, error: EngineError) -> None:
+        """Go on with the engines that still answer; without a dead one, the error stands."""
+        before = len(self.engines.alive)
+        for replica in self.engines.alive:
+            if not await replica.client.health():
+                replica.cause_of_death = error
+                self.engines.on_death(replica)
+        if len(self.engines.alive) in (0, before):
+            raise error
+        self._clients = []
+
+    async def check_canary(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Let every live engine answer `prompts` and the trainer recompute the log-probs.
+
+        Raises:
+            MismatchError: they are further apart than `publish.canary_tolerance`.
+        """
+        started = time.perf_counter()
+        replicas, tolerance = self.engines.alive, self.config.publish.canary_tolerance
+        worst = {"abs_max": 0.0, "abs_mean": 0.0}
+        for replica in replicas:
+            completions = await asyncio.gather(*(self._sample(replica.client, p)
+                                                 for p in prompts))
+            directory = self.run_dir.root / "canary"
+            record_completions(directory, list(zip(prompts, completions, strict=True)))
+            found = await self.trainer.call("logprobs", directory=str(directory))
+            if not found["abs_max"] <= tolerance:
+                raise MismatchError(
+                    f"after publishing version {self.version}, {replica.client.name} and the "
+                    f"trainer disagree about log-probs by {found['abs_max']:.3g} "
+                    f"(mean {found['abs_mean']:.3g} over {found['tokens']} tokens), tolerance "
+                    f"{tolerance:.3g}", where="publish.canary_tolerance",
+                    remedy="the engine computes with other weights than it was sent; for bf16 "
+                           "set publish.canary_tolerance=0.1")
+            worst = {name: max(worst[name], found[name]) for name in worst}
+        return {"canary/abs_max": worst["abs_max"], "canary/abs_mean": worst["abs_mean"],
+                "canary/seconds": time.perf_counter() - started}
+
+    async def _sample(self, client: EngineClient, prompt: Prompt):
+        rollout = self.config.rollout
+        tokens = min(CANARY_TOKENS, rollout.max_new_tokens)
+        return (await client.generate(prompt.token_ids, max_tokens=tokens,
+                                      temperature=rollout.temperature))[0]

@@ -1,0 +1,210 @@
+"""The RL loop: rollout → reward → train → publish, strictly on-policy or one step ahead.
+
+    max_staleness 0:  rollout k │ train k │ publish k+1 │ rollout k+1 │ …
+    max_staleness 1:  rollout k+1 runs while step k trains; its samples are one version behind.
+
+Everything a step needs is on disk before it trains, and a step whose samples are in the store
+is trained from them, never sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.algorithms.presets import resolve_choices
+from grpo_megatron.batching.store import ShardWriter, begin_step
+from grpo_megatron.checkpoints.retention import prune
+from grpo_megatron.controller.display import show
+from grpo_megatron.controller.evaluation import greedy_accuracy
+from grpo_megatron.controller.recorder import prune_store, record_step
+from grpo_megatron.controller.session import Session
+from grpo_megatron.controller.state import RunState
+from grpo_megatron.controller.training_rows import advantages_of, rollout_metrics, updates_of
+from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.telemetry.metrics import MetricsWriter
+from grpo_megatron.telemetry.mirrors import Mirrors
+from grpo_megatron.telemetry.samples import Sample, extremes, write_samples
+from grpo_megatron.types import PromptBatch
+
+
+@dataclass
+class RecordedStep:
+    """A step in the store, ready to be trained."""
+
+    step: int
+    directory: Path
+    version: int  # of the weights that sampled it
+    metrics: dict[str, float]
+    extremes: list[dict[str, Any]]  # of telemetry.samples.Sample
+    canary: dict[str, float]
+    seconds: dict[str, float]
+
+
+class RLLoop:
+    """Runs steps until `num_steps` or until told to stop."""
+
+    def __init__(self, session: Session, state: RunState, metrics: MetricsWriter,
+                 mirrors: Mirrors):
+        self.session, self.state = session, state
+        self.metrics, self.mirrors = metrics, mirrors
+        self.config, self.run_dir = session.config, session.run_dir
+        self.choices = resolve_choices(self.config.objective)
+        weights = {d.name: d.weight for d in self.config.domains}
+        self.sampler = PromptSampler(session.splits.train, weights, self.config.seed)
+        if state.sampler:
+            self.sampler.load_state_dict(state.sampler)
+        self.sampler_states = {state.step: self.sampler.state_dict()}
+        self.started = time.monotonic() - state.seconds
+        self._checkpointed = -1
+
+    async def run(self) -> RunState:
+        """Returns the state after the last step; it is checkpointed."""
+        ahead = self.config.batch.max_staleness
+        pending = None
+        while self.state.step < self.config.num_steps and not self.session.stopping.is_set():
+            step = self.state.step
+            recorded = await (pending or self.collect(step))
+            pending = None
+            if ahead and step + 1 < self.config.num_steps:
+                pending = asyncio.create_task(self.collect(step + 1))
+            try:
+                report = await self.train(recorded)
+                if pending:
+                    await asyncio.wait([pending])  # engines finish before their weights change
+                with self.session.phase("publish"):
+                    await self.session.publisher.publish(step + 1)
+            except BaseException:
+                if pending:
+                    pending.cancel()
+                raise
+            await self.finish(recorded, report)
+        if pending:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+        await self.checkpoint()
+        return self.state
+
+    async def collect(self, step: int) -> RecordedStep:
+        """The step's samples, from the store or from the engines."""
+        batch = self.sampler.next_batch(step, self.config.batch.num_prompts)
+        self.sampler_states[step + 1] = self.sampler.state_dict()
+        directory = self.run_dir.step_store(step)
+        if (directory / "manifest.json").exists():
+            return _read_recorded(step, directory)
+        recorded, canary = await _both(self._sample(step, batch, directory),
+                                       self._canary(batch))
+        return replace(recorded, canary=canary)
+
+    async def _canary(self, batch: PromptBatch) -> dict[str, float]:
+        if not self.config.publish.canary:
+            return {}
+        return await self.session.publisher.check_canary(batch.prompts[:2])
+
+    async def _sample(self, step: int, batch: PromptBatch, directory: Path) -> RecordedStep:
+        session, version = self.session, self.session.publisher.version
+        started = time.perf_counter()
+        show("phase", name="rollout")
+        rollouts = await session.worker.rollouts(step, batch.prompts, open_shard=ShardWriter,
+                                                 directory=begin_step(directory))
+        sampled = time.perf_counter()
+        show("phase", name="reward")
+        groups = await session.rewards.score(rollouts.groups)
+        seed = f"{self.config.seed}/{step}" if self.config.objective.shuffle_advantages else None
+        advantages = advantages_of(groups, self.choices, shuffle_seed=seed)
+        metrics = rollout_metrics(groups, advantages)
+        sizes = np.cumsum([len(g.rewards) for g in groups])[:-1]
+        best, worst = extremes(step, groups, np.split(advantages, sizes),
+                               self.config.telemetry.samples_per_step)
+        shown = [asdict(sample) for sample in (*best, *worst)]
+        manifest = {"kind": "rl", "step": step, "version": version, "stale": version < step,
+                    "metrics": metrics, "extremes": shown}
+        record_step(directory, groups, rollouts.places, rollouts.shards, advantages,
+                    updates_of(len(groups), self.config.batch.updates_per_rollout), manifest)
+        seconds = {"rollout": sampled - started, "reward": time.perf_counter() - sampled}
+        return RecordedStep(step, directory, version, metrics, shown, {}, seconds)
+
+    async def train(self, recorded: RecordedStep) -> dict[str, Any]:
+        with self.session.phase("train"):
+            return await self.session.trainer.call(
+                "train", directory=str(recorded.directory), first_update=self.state.updates,
+                num_updates=self.config.num_steps * self.config.batch.updates_per_rollout)
+
+    async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:
+        """Metrics, evaluation, checkpoint."""
+        step = recorded.step
+        seconds = recorded.seconds | self.session.take_seconds()
+        metrics = {**recorded.metrics, **recorded.canary, **report["metrics"],
+                   "policy/version": float(recorded.version),
+                   "policy/staleness": float(step - recorded.version)}
+        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+        metrics |= {"time/old_logprobs_s": report["old_logprobs_s"],
+                    "time/step_s": sum(seconds.values())}
+        metrics |= _throughput(metrics, seconds, report["tokens"])
+        self.state = replace(self.state, step=step + 1, updates=self.state.updates
+                             + report["updates"], sampler=self.sampler_states.pop(step + 1),
+                             seconds=self.elapsed_s())
+        self.sampler_states[step + 1] = self.state.sampler
+        interval = self.config.evaluation.interval
+        if interval and (step + 1) % interval == 0:
+            metrics["evaluation/accuracy"] = await greedy_accuracy(
+                self.session, self.session.splits.validation)
+        record = self.metrics.write(step, metrics)
+        self.mirrors.log(record)
+        write_samples(self.run_dir, step, (Sample(**s) for s in recorded.extremes))
+        show("step", metrics=record, samples=recorded.extremes)
+        every = self.config.checkpoint.interval
+        if every and (step + 1) % every == 0:
+            await self.checkpoint()
+
+    def elapsed_s(self) -> float:
+        """Wall time of the run, earlier attempts included."""
+        return time.monotonic() - self.started
+
+    async def checkpoint(self) -> None:
+        """Save, then prune what is no longer needed to resume."""
+        if self._checkpointed == self.state.step:
+            return
+        with self.session.phase("checkpoint"):
+            directory = self.run_dir.step_checkpoint(self.state.step)
+            await self.session.trainer.call("save", directory=str(directory),
+                                            state=self.state.to_json())
+        self._checkpointed = self.state.step
+        self.session.event("checkpoint", step=self.state.step)
+        prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
+        prune_store(self.run_dir.store, self.state.step - self.config.checkpoint.keep_steps)
+
+
+def _throughput(metrics: dict[str, float], seconds: dict[str, float],
+                tokens: int) -> dict[str, float]:
+    """Tokens per second and phase."""
+    out = {}
+    if seconds.get("rollout"):
+        out["throughput/rollout_tokens_per_s"] = metrics["batch/num_tokens"] / seconds["rollout"]
+    if seconds.get("train"):
+        out["throughput/train_tokens_per_s"] = tokens / seconds["train"]
+    return out
+
+
+def _read_recorded(step: int, directory: Path) -> RecordedStep:
+    manifest = json.loads((directory / "manifest.json").read_text())
+    return RecordedStep(step, directory, manifest["version"], manifest["metrics"],
+                        manifest["extremes"], {}, {})
+
+
+async def _both(first, second):
+    """Run two coroutines; when one fails, cancel the other before raising."""
+    tasks = [asyncio.create_task(first), asyncio.create_task(second)]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,101 @@
+"""Everything a stage works with: prompts, engines, trainer, rewards, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.display import show
+from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.trainer_link import TrainerLink
+from grpo_megatron.data.prompts import load_splits
+from grpo_megatron.data.splits import Splits
+from grpo_megatron.data.tiny_model import init_weights
+from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.pool import Replica, ReplicaPool
+from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """One run's resources; stages share it."""
+
+    config: RunConfig
+    run_dir: RunDir
+    tokenizer: TextTokenizer
+    splits: Splits
+    trainer: TrainerLink
+    engines: ReplicaPool
+    worker: RolloutWorker
+    rewards: RewardPool
+    publisher: Publisher
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        """Time a phase of the step and show it."""
+        show("phase", name=name)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    def event(self, kind: str, **fields) -> None:
+        append_event(self.run_dir.events, kind, **fields)
+
+
+@asynccontextmanager
+async def open_session(config: RunConfig, run_dir: RunDir,
+                       engine_urls: Sequence[str]) -> AsyncIterator[Session]:
+    """Wait for engines and trainer; close everything at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+        trainer = TrainerLink(config.trainer.command_timeout_s)
+        if config.model.preset and not (run_dir.model / "model.safetensors").exists():
+            init_weights(run_dir.model, config.seed)
+        await trainer.listen(run_dir.endpoints / "controller.json")
+        stack.push_async_callback(trainer.close)
+        tokenizer = load_tokenizer(config.model.path or run_dir.model)
+        splits = load_splits(config, tokenizer)
+        rewards = await stack.enter_async_context(RewardPool(
+            config.domains, num_workers=config.data.reward_workers,
+            timeout_s=config.data.reward_timeout_s, log_path=run_dir.logs / "rewards.log"))
+        clients = [await stack.enter_async_context(EngineClient(
+            url, name=f"rollout-{i}", request_timeout_s=config.rollout.request_timeout_s))
+            for i, url in enumerate(engine_urls)]
+        engines = ReplicaPool.of(clients, max_attempts=config.rollout.max_attempts,
+                                 on_death=lambda replica: _mourn(run_dir, replica))
+        worker = RolloutWorker(config, engines, stop_token_ids=tokenizer.stop_token_ids,
+                               decode=tokenizer.decode)
+        show("phase", name="starting")
+        await asyncio.gather(*(c.wait_ready(config.rollout.startup_timeout_s) for c in clients))
+        publisher = Publisher(config, run_dir, trainer, engines)
+        yield Session(config, run_dir, tokenizer, splits, trainer, engines, worker, rewards,
+                      publisher)
+
+
+def _mourn(run_dir: RunDir, replica: Replica) -> None:
+    """A dead engine is named, once."""
+    cause = replica.cause_of_death
+    logger.warning("%s is dead: %s", replica.client.name, cause)
+    show("message", text=f"{replica.client.name} is dead; its requests go to the others")
+    append_event(run_dir.events, "engine_dead", role=replica.client.name, cause=str(cause))

@@ -1,0 +1,65 @@
+"""The controller's end of the command connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.errors import TrainerError
+from grpo_megatron.trainer.protocol import Endpoint, encode, raise_reply
+
+
+class TrainerLink:
+    """Commands go out one at a time, in the order of the calls."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._token = secrets.token_hex(16)
+        self._connected: asyncio.Future = asyncio.get_running_loop().create_future()
+        self._lock = asyncio.Lock()
+
+    async def listen(self, path: Path, host: str = "127.0.0.1") -> None:
+        """Open a free port and publish its address at `path`."""
+        self._server = await asyncio.start_server(self._accept, host, 0, limit=1 << 28)
+        port = self._server.sockets[0].getsockname()[1]
+        Endpoint(host, port, self._token).write(path)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = json.loads(await reader.readline() or "{}")
+        if hello.get("token") != self._token or self._connected.done():
+            writer.close()
+            return
+        self._connected.set_result((reader, writer))
+
+    async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Run a command on all ranks.
+
+        Raises:
+            GrpoMegatronError: of the class that rank 0 reported.
+            TrainerError: the trainer has gone or does not answer.
+        """
+        async with self._lock:
+            reader, writer = await self._connected
+            try:
+                writer.write(encode({"command": command, "arguments": arguments}))
+                await writer.drain()
+                line = await asyncio.wait_for(reader.readline(), self._timeout_s)
+            except TimeoutError as error:
+                raise TrainerError(f"no answer to {command!r} within {self._timeout_s:.0f} s",
+                                   where="trainer.command_timeout_s") from error
+            except ConnectionError as error:
+                raise TrainerError(f"the trainer went away during {command!r}") from error
+        if not line:
+            raise TrainerError(f"the trainer went away during {command!r}")
+        return raise_reply(json.loads(line))
+
+    async def close(self) -> None:
+        if self._connected.done():
+            try:
+                await asyncio.wait_for(self.call("stop"), 10)
+            except (TrainerError, TimeoutError):
+                pass
+        self._server.close()

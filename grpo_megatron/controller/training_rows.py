@@ -1,0 +1,73 @@
+"""From scored groups to the rows that the trainer trains: advantages, updates, metrics."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithms.advantages import group_advantages
+from grpo_megatron.algorithms.presets import Choices
+from grpo_megatron.types import ScoredGroup
+
+
+def advantages_of(groups: Sequence[ScoredGroup], choices: Choices, *,
+                  shuffle_seed: str | None = None) -> np.ndarray:
+    """Advantage of every sample, group by group, float64 [N].
+
+    Args:
+        shuffle_seed: negative control: permute the advantages over the batch.
+    """
+    rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
+    sizes = [len(g.rewards) for g in groups]
+    ids = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes))
+    values = group_advantages(torch.from_numpy(rewards), ids, std=choices.advantage_std).numpy()
+    if shuffle_seed is not None:
+        order = list(range(len(values)))
+        random.Random(shuffle_seed).shuffle(order)
+        values = values[order]
+    return values
+
+
+def updates_of(num_groups: int, updates: int) -> np.ndarray:
+    """Which optimizer step trains each group: contiguous parts of nearly equal size, int [Q]."""
+    return np.arange(num_groups) * min(updates, num_groups) // num_groups
+
+
+def rollout_metrics(groups: Sequence[ScoredGroup], advantages: np.ndarray) -> dict[str, float]:
+    """Rewards by component, lengths, group composition, advantages."""
+    rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
+    lengths = np.array([len(c.token_ids) for g in groups for c in g.group.completions], float)
+    truncated = np.array([c.truncated for g in groups for c in g.group.completions])
+    prompts = np.array([len(g.group.prompt.token_ids) for g in groups], float)
+    valid = rewards[~np.isnan(rewards)]
+    metrics = {
+        "reward/mean": _mean(valid), "reward/std": float(valid.std()) if len(valid) else np.nan,
+        "reward/unscorable": float(np.isnan(rewards).sum()),
+        "advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std()),
+        "advantage/zero_fraction": float((advantages == 0).mean()),
+        "response/length_mean": float(lengths.mean()), "response/length_max": lengths.max(),
+        "response/truncated_fraction": float(truncated.mean()),
+        "prompt/length_mean": float(prompts.mean()),
+        "batch/num_samples": float(len(rewards)), "batch/num_tokens": float(lengths.sum()),
+        "group/all_equal_fraction": float(np.mean([_all_equal(g.rewards) for g in groups])),
+    }
+    for name in groups[0].components:
+        values = np.concatenate([g.components[name] for g in groups if name in g.components])
+        metrics[f"reward/{name}/mean"] = _mean(values[~np.isnan(values)])
+    domains = sorted({g.group.prompt.domain for g in groups})
+    for domain in domains if len(domains) > 1 else ():
+        values = np.concatenate([g.rewards for g in groups if g.group.prompt.domain == domain])
+        metrics[f"reward/mean@{domain}"] = _mean(values[~np.isnan(values)])
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _all_equal(rewards: np.ndarray) -> bool:
+    valid = rewards[~np.isnan(rewards)]
+    return len(valid) == 0 or float(valid.max() - valid.min()) <= 1e-8

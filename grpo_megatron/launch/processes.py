@@ -1,0 +1,107 @@
+"""Child processes that cannot outlive their supervisor, and whose death is noticed at once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+LOG_TAIL_LINES = 15
+
+
+@dataclass
+class ChildProcess:
+    """One role, in a process group of its own, with its output in a log file."""
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    pipe_stdout: bool = False
+    process: subprocess.Popen | None = None
+    pidfd: int = -1
+
+    def start(self) -> None:
+        """Start it. It gets SIGTERM when the supervisor dies, even by SIGKILL."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                self.argv, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True,
+                stdout=subprocess.PIPE if self.pipe_stdout else log,
+                env={**os.environ, **self.env}, preexec_fn=_die_with_parent)
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """As a shell reports it: 128 + signal for a killed process."""
+        code = None if self.process is None else self.process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def signal_group(self, number: int) -> None:
+        """Signal the process and everything it started."""
+        if self.process is not None:
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                pass
+
+    def log_tail(self) -> str:
+        """Last lines of the log, for an error message."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(f"    {self.name}| {line}" for line in lines[-LOG_TAIL_LINES:])
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def wait_readable(children: Sequence[ChildProcess], files: Sequence[int],
+                  timeout_s: float) -> list[int]:
+    """Sleep until a child ends, a file is readable or time is up; returns readable files."""
+    descriptors = [child.pidfd for child in children if child.alive] + list(files)
+    ready, _, _ = select.select(descriptors, [], [], timeout_s)
+    return [fd for fd in ready if fd in files]
+
+
+def stop_all(children: Sequence[ChildProcess], grace_s: float = 5.0) -> None:
+    """TERM to every group, KILL to what is left after `grace_s`; also to orphans of the dead."""
+    for child in children:
+        child.signal_group(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while any(_group_exists(c) for c in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        for child in children:
+            child.exit_code  # noqa: B018  (reaps it)
+    for child in children:
+        child.signal_group(signal.SIGKILL)
+    for child in children:
+        if child.process is not None:
+            child.process.wait()
+            if child.pidfd >= 0:
+                os.close(child.pidfd)
+                child.pidfd = -1
+
+
+def _group_exists(child: ChildProcess) -> bool:
+    if child.process is None:
+        return False
+    try:
+        os.killpg(child.process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

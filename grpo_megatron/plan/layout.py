@@ -1,0 +1,97 @@
+"""Parallel layouts: the sizes that follow from a layout, and the rules that it must obey.
+
+TP, PP, VPP, CP, EP, ETP, DP: tensor, pipeline, virtual pipeline, context, expert, expert-tensor
+and data parallel size. Attention is split over TP x PP x CP x DP ranks, experts over
+ETP x EP x PP x EDP; both products are the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_megatron.config.problems import Violation
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan import rollout_rules, trainer_rules
+from grpo_megatron.plan.case import Case
+from grpo_megatron.plan.machine import Engines
+from grpo_megatron.plan.model_facts import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSizes:
+    """Sizes that follow from a valid layout."""
+
+    data_parallel_size: int
+    """Ranks that hold the same attention weights and other samples."""
+    expert_tensor_parallel_size: int
+    """Resolved ETP."""
+    expert_data_parallel_size: int
+    """Ranks that hold the same experts."""
+    sequence_parallel: bool
+    """Resolved SP."""
+
+
+def layout_sizes(trainer: TrainerConfig) -> LayoutSizes:
+    """Sizes of a layout that `check_layout` accepts.
+
+    Raises:
+        ValueError: The sizes do not divide the number of ranks.
+    """
+    etp = trainer.expert_tensor_parallel_size or trainer.tensor_parallel_size
+    pp = trainer.pipeline_parallel_size
+    attention = trainer.tensor_parallel_size * pp * trainer.context_parallel_size
+    experts = etp * trainer.expert_parallel_size * pp
+    if trainer.num_ranks % attention or trainer.num_ranks % experts:
+        raise ValueError(f"{trainer.num_ranks} ranks cannot hold TP x PP x CP = {attention} and "
+                         f"ETP x EP x PP = {experts}")
+    sequence_parallel = trainer.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = trainer.tensor_parallel_size > 1
+    return LayoutSizes(trainer.num_ranks // attention, etp, trainer.num_ranks // experts,
+                       sequence_parallel)
+
+
+def check_layout(trainer: TrainerConfig, rollout: RolloutConfig, facts: ModelFacts,
+                 engines: Engines) -> list[Violation]:
+    """All violated layout rules of trainer and engine, each with the nearest valid values."""
+    case = Case(trainer, rollout, facts, engines)
+    violations = list(_violations(case))
+    broken = {violation.rule for violation in violations}
+    return [_with_nearest(case, violation, broken) for violation in violations]
+
+
+def _violations(case: Case) -> Iterator[Violation]:
+    for rule in (*trainer_rules.RULES, *rollout_rules.RULES):
+        yield from rule(case)
+
+
+def _with_nearest(case: Case, violation: Violation, broken: set[str]) -> Violation:
+    """Search values of the key that mend this rule and break no other; failing that, mend it."""
+    if violation.nearest or type(violation.value) is not int:
+        return violation
+
+    def breaks_no_other(candidate: Case) -> bool:
+        return all(other.rule in broken and other.rule != violation.rule
+                   for other in _violations(candidate))
+
+    def keeps_this(candidate: Case) -> bool:
+        return all(other.rule != violation.rule for other in _violations(candidate))
+
+    for accepts in (breaks_no_other, keeps_this):
+        if found := _search(case, violation.key, violation.value, accepts):
+            return replace(violation, nearest=found)
+    return violation
+
+
+def _search(case: Case, key: str, value: int, accepts: Callable[[Case], bool]) -> tuple[Any, ...]:
+    """The closest accepted value below and the closest above, closest first."""
+    reach = max(value, case.trainer.num_ranks, 64)
+    below = next((size for size in range(value - 1, 0, -1) if accepts(case.with_value(key, size))),
+                 None)
+    above = next((size for size in range(value + 1, value + reach + 1)
+                  if accepts(case.with_value(key, size))), None)
+    found = [size for size in (below, above) if size is not None]
+    return tuple(sorted(found, key=lambda size: (abs(size - value), size)))

@@ -1,0 +1,59 @@
+"""Load a recipe with every rule applied: those of the schema, the model and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_megatron.config.loader import load_recipe, read_resolved
+from grpo_megatron.config.presets import preset_names
+from grpo_megatron.config.problems import Violation
+from grpo_megatron.config.resolved import ResolvedConfig
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.layout import check_layout
+from grpo_megatron.plan.machine import installed_engines
+from grpo_megatron.plan.model_facts import model_facts
+
+
+def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Read, override and validate a recipe.
+
+    Raises:
+        ConfigError: Everything that is wrong, at once.
+    """
+    return load_recipe(recipe, overrides, checks=(check_plan,))
+
+
+def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Read a run's stored configuration, with more overrides on top (for `resume`).
+
+    Raises:
+        ConfigError: Everything that is wrong, at once.
+    """
+    return read_resolved(path, overrides, checks=(check_plan,))
+
+
+def check_plan(config: RunConfig) -> list[Violation]:
+    """Rules between the configuration, its model and the installed engines."""
+    model = config.model
+    known_source = model.path is not None or model.preset in preset_names()
+    if not known_source or (model.path is not None and model.preset is not None):
+        return []  # told by the constraints of the schema
+    try:
+        facts = model_facts(model)
+    except ConfigError as error:
+        key = "model.preset" if model.path is None else "model.path"
+        return [Violation("model_unreadable", key, str(model.preset or model.path),
+                          f"{error.message} ({error.where})", remedy=error.remedy or "")]
+    return [*_replicas(config),
+            *check_layout(config.trainer, config.rollout, facts, installed_engines())]
+
+
+def _replicas(config: RunConfig) -> list[Violation]:
+    num_prompts, replicas = config.batch.num_prompts, config.rollout.num_replicas
+    if replicas <= num_prompts:
+        return []
+    return [Violation("num_replicas", "rollout.num_replicas", replicas,
+                      f"{num_prompts} prompts a step leave {replicas - num_prompts} replica(s) "
+                      "without work", nearest=(num_prompts,), related=("batch.num_prompts",))]

@@ -1,0 +1,161 @@
+"""From `module:function` in a recipe to a checked function. Light: workers import it too."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpo_megatron.errors import RewardError
+
+if TYPE_CHECKING:
+    from grpo_megatron.config.data import DomainConfig
+
+CONTEXT = ("prompt", "metadata")
+"""Keyword arguments that the pool offers; a reward takes those that its signature names."""
+
+_SIGNATURE = "def reward(completion: str, answer: str, *, prompt: str, metadata, **arguments)"
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One reward component of one domain."""
+
+    domain: str
+    name: str
+    weight: float
+    reference: str  # "module:function"
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundReward:
+    """A reward function with its recipe arguments and the context that it takes."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    context: tuple[str, ...]
+
+    def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
+        offered = {key: context[key] for key in self.context}
+        return self.function(completion, answer, **offered, **self.arguments)
+
+
+def components_of(domain: DomainConfig) -> tuple[Component, ...]:
+    """The domain's components, each imported and checked against its signature.
+
+    Raises:
+        RewardError: A function cannot be imported or called, or two have the same name.
+    """
+    components = []
+    for reward in domain.rewards:
+        name = reward.name or reward.function.rpartition(":")[2]
+        where = f"[[domains]] {domain.name}, reward {name}"
+        if any(component.name == name for component in components):
+            raise RewardError(f"two reward components are called {name!r}", where=where,
+                              remedy="give one of them a `name`")
+        bind(reward.function, reward.arguments, where=where)
+        components.append(Component(domain.name, name, reward.weight, reward.function,
+                                    dict(reward.arguments)))
+    return tuple(components)
+
+
+def bind(reference: str, arguments: Mapping[str, Any], *, where: str | None = None) -> BoundReward:
+    """Import `module:function` and check that it can be called as a reward.
+
+    The current directory is searched last, so that a file beside the recipe needs no package.
+
+    Raises:
+        RewardError: No such module or function, an error inside the module, a signature that
+            does not fit, or an argument that the function does not take.
+    """
+    function = _imported(reference, where)
+    if inspect.iscoroutinefunction(function):
+        raise RewardError(f"reward {reference} is async", where=where,
+                          remedy="write a plain function; the pool already runs it aside")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none: nothing to check
+        return BoundReward(function, arguments, ())
+    taken = [key for key in arguments if key in CONTEXT]
+    if taken:
+        raise RewardError(f"reward {reference}: argument {taken[0]!r} is the pool's own",
+                          where=where, remedy="rename the argument")
+    context = tuple(key for key in CONTEXT if _takes(signature, key))
+    try:
+        signature.bind("", "", **dict.fromkeys(context), **arguments)
+    except TypeError as error:
+        raise RewardError(f"reward {reference}{signature} cannot be called: {error}", where=where,
+                          remedy=_signature_remedy(signature, arguments)) from error
+    return BoundReward(function, arguments, context)
+
+
+def _takes(signature: inspect.Signature, key: str) -> bool:
+    if key in signature.parameters:
+        return signature.parameters[key].kind in (inspect.Parameter.KEYWORD_ONLY,
+                                                  inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+
+
+def _signature_remedy(signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:
+    known = [name for name in signature.parameters if name not in CONTEXT][2:]
+    for key in arguments:
+        if key not in signature.parameters:
+            return f"{key!r} is not an argument of it. {_suggest(key, known)}"
+    return f"a reward is {_SIGNATURE}"
+
+
+def _imported(reference: str, where: str | None) -> Callable[..., Any]:
+    module_name, colon, name = reference.partition(":")
+    if not (colon and module_name and name):
+        raise RewardError(f"reward {reference!r} is not `module:function`", where=where,
+                          remedy="for example grpo_megatron.rewards.functions:exact_match")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise _import_failure(module_name, error, where) from error
+    function = getattr(module, name, None)
+    if function is None:
+        known = [key for key, value in vars(module).items()
+                 if inspect.isfunction(value) and not key.startswith("_")]
+        raise RewardError(f"module {module_name} has no function {name!r}", where=where,
+                          remedy=_suggest(name, known))
+    if not callable(function):
+        raise RewardError(f"{reference} is {type(function).__name__}, not a function",
+                          where=where, remedy=f"a reward is {_SIGNATURE}")
+    _import_needed(reference, getattr(function, "imports", ()), where)
+    return function
+
+
+def _import_failure(module_name: str, error: Exception, where: str | None) -> RewardError:
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
+        return RewardError(f"no module {missing!r}", where=where,
+                           remedy="install it, or run from the directory that holds it")
+    return RewardError(f"module {module_name} fails to import: {type(error).__name__}: {error}",
+                       where=where, remedy=f'see python -c "import {module_name}"')
+
+
+def _import_needed(reference: str, modules: Sequence[str], where: str | None) -> None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise RewardError(f"reward {reference} needs {module}: {error}", where=where,
+                              remedy=f"install {module}") from error
+
+
+def _suggest(word: str, known: Sequence[str]) -> str:
+    # Imported here: workers must not pay for the configuration schema.
+    from grpo_megatron.config.suggest import nearest
+
+    close = nearest(word, known)
+    if close:
+        return f"did you mean {' or '.join(repr(c) for c in close)}?"
+    return f"it has: {', '.join(known) or 'none'}"

@@ -1,0 +1,159 @@
+"""What `/inference/v1/generate` answers, decoded and checked: never silently wrong.
+
+The JSON is decoded straight into typed records (fields that are not listed cost no object), then
+into one array per column.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from grpo_megatron.errors import EngineError
+from grpo_megatron.types import Completion, VersionSpan
+
+Decoder = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+
+
+class _TokenLogprob(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_TokenLogprob]
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int
+    token_ids: list[int]
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
+
+
+class _Response(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+
+
+_decoder = msgspec.json.Decoder(_Response)
+
+
+def decode_response(
+    body: bytes, *, where: str, num_prompt_tokens: int, num_completions: int, max_tokens: int,
+    record_routes: bool, decode: Decoder | None = None,
+) -> list[Completion]:
+    """The completions of one request, ordered by index.
+
+    Args:
+        body: JSON as received.
+        where: Which engine answered, for errors.
+        num_prompt_tokens: Length of the prompt.
+        num_completions: How many were asked for.
+        max_tokens: Longest completion asked for.
+        record_routes: Whether every completion must carry its routes.
+        decode: Fills `Completion.text`; without it texts are empty.
+
+    Raises:
+        EngineError: Anything asked for is missing, of another size, or not finite.
+    """
+    try:
+        choices = _decoder.decode(body).choices
+    except msgspec.DecodeError as error:
+        raise EngineError(f"unreadable answer: {error}: {body[:200]!r}", where=where) from error
+    choices.sort(key=lambda choice: choice.index)
+    if [choice.index for choice in choices] != list(range(num_completions)):
+        raise EngineError(
+            f"asked for {num_completions} completions, got {[c.index for c in choices]}",
+            where=where,
+        )
+    return [
+        _completion(choice, where, num_prompt_tokens, max_tokens, record_routes, decode)
+        for choice in choices
+    ]
+
+
+def _completion(
+    choice: _Choice, where: str, num_prompt_tokens: int, max_tokens: int, record_routes: bool,
+    decode: Decoder | None,
+) -> Completion:
+    num_tokens = len(choice.token_ids)
+    where = f"{where}, completion {choice.index}"
+    if choice.finish_reason not in ("stop", "length"):
+        raise EngineError(f"completion ended with {choice.finish_reason!r}", where=where,
+                          remedy="requests must not be in flight while weights are published")
+    if not 1 <= num_tokens <= max_tokens:
+        raise EngineError(f"{num_tokens} tokens where 1 to {max_tokens} were asked for",
+                          where=where)
+    routes = None
+    if record_routes:
+        routes = _routes(choice.routed_experts, num_prompt_tokens + num_tokens - 1, where)
+    return Completion(
+        token_ids=np.array(choice.token_ids, np.int32),
+        logprobs=_logprobs(choice, where),
+        versions=_spans(choice.weight_versions, num_tokens, where),
+        finish_reason=choice.finish_reason,
+        text=decode(choice.token_ids) if decode is not None else "",
+        routes=routes,
+    )
+
+
+def _logprobs(choice: _Choice, where: str) -> np.ndarray:
+    """`float32 [T]`."""
+    content = choice.logprobs.content if choice.logprobs is not None else []
+    values = np.array([entry.logprob for entry in content], np.float32)
+    if len(values) != len(choice.token_ids):
+        raise EngineError(f"{len(values)} log-probs for {len(choice.token_ids)} tokens",
+                          where=where)
+    # vLLM replaces NaN and minus infinity by -9999, which JSON can carry: no sampled token has it.
+    if not (np.isfinite(values).all() and (values > -9999.0).all() and (values <= 0.0).all()):
+        raise EngineError("log-probs are not finite and at most 0", where=where,
+                          remedy="the policy's logits have overflowed; look at the weights")
+    if [entry.token_id for entry in content] != choice.token_ids:
+        raise EngineError("log-probs belong to other tokens", where=where)
+    return values
+
+
+def _spans(spans: list[_Span] | None, num_tokens: int, where: str) -> tuple[VersionSpan, ...]:
+    covered, result = 0, []
+    for span in spans or ():
+        if span.start != covered or span.end <= span.start:
+            break
+        if not span.version.isdecimal():
+            raise EngineError(f"weight version {span.version!r} is not a number", where=where)
+        result.append(VersionSpan(int(span.version), span.start, span.end))
+        covered = span.end
+    if covered != num_tokens or len(result) != len(spans or ()):
+        raise EngineError(f"weight-version spans {spans} do not cover {num_tokens} tokens",
+                          where=where)
+    return tuple(result)
+
+
+def _routes(encoded: str | None, num_rows: int, where: str) -> np.ndarray:
+    """`uint8/uint16 [T_p + T - 1, L, K]`."""
+    if encoded is None:
+        raise EngineError("expert routes were asked for and are missing", where=where,
+                          remedy="start the engine with --enable-return-routed-experts")
+    try:
+        routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    except (binascii.Error, ValueError, EOFError, OSError) as error:
+        raise EngineError(f"unreadable expert routes: {error}", where=where) from error
+    if routes.ndim != 3 or routes.shape[0] != num_rows or routes.dtype not in (np.uint8, np.uint16):
+        raise EngineError(
+            f"expert routes are {routes.dtype} {routes.shape}, expected uint8 or uint16 "
+            f"[{num_rows}, layers, experts per token]", where=where,
+        )
+    return routes

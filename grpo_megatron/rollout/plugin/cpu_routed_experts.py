@@ -1,0 +1,101 @@
+"""CPU: return the experts of every token (`--enable-return-routed-experts`).
+
+Gap (vLLM 0.32.0, config/vllm.py:1144): the option is refused unless model runner V2 is used, which
+needs Triton; the CPU has runner V1 only (v1/worker/cpu_model_runner.py). All parts but the three
+calls that V2's runner makes (v1/worker/gpu/model_runner.py:1740 and :2181) work with V1: this
+module adds those calls.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+
+
+def apply() -> None:
+    _allow_with_runner_v1()
+    _capture_in_runner_v1()
+
+
+def _allow_with_runner_v1() -> None:
+    from vllm.config import VllmConfig
+
+    verify = VllmConfig._verify_aux_output_compatibility
+
+    def _verify_aux_output_compatibility(self) -> None:
+        with _pretending_runner_v2(VllmConfig):  # every other incompatibility is still refused
+            verify(self)
+
+    VllmConfig._verify_aux_output_compatibility = _verify_aux_output_compatibility
+
+
+@contextmanager
+def _pretending_runner_v2(config_class):
+    original = config_class.use_v2_model_runner
+    config_class.use_v2_model_runner = True
+    try:
+        yield
+    finally:
+        config_class.use_v2_model_runner = original
+
+
+def _capture_in_runner_v1() -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
+
+    initialize, execute, sample = (
+        Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens
+    )
+
+    def initialize_kv_cache(self, kv_cache_config, *args, **kwargs):
+        result = initialize(self, kv_cache_config, *args, **kwargs)
+        self._routes = self._pending_routes = None
+        if self.vllm_config.aux_output_config.enabled:
+            from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+
+            self._routes = get_aux_output_connector(
+                self.get_model(), self.vllm_config, kv_cache_config
+            )
+        return result
+
+    def execute_model(self, scheduler_output, *args, **kwargs):
+        if self._routes is None:
+            return execute(self, scheduler_output, *args, **kwargs)
+        self._routes.begin_step(scheduler_output.aux_output_connector_metadata)
+        result = execute(self, scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._pending_routes = self._routes.prepare_output(_batch_view(self))
+        return result
+
+    def sample_tokens(self, *args, **kwargs):
+        output = sample(self, *args, **kwargs)
+        pending, self._pending_routes = self._pending_routes, None
+        if pending is not None:
+            _attach(pending, output)
+        return output
+
+    Runner.initialize_kv_cache = initialize_kv_cache
+    Runner.execute_model = execute_model
+    Runner.sample_tokens = sample_tokens
+
+
+def _batch_view(runner) -> SimpleNamespace:
+    """What `prepare_output` reads of runner V2's batch, copied: V1 reuses its arrays."""
+    num_requests = runner.input_batch.num_reqs
+    return SimpleNamespace(
+        req_ids=list(runner.input_batch.req_ids[:num_requests]),
+        query_start_loc_np=runner.query_start_loc.np[: num_requests + 1].copy(),
+        num_computed_tokens_np=runner.input_batch.num_computed_tokens_cpu[:num_requests].copy(),
+    )
+
+
+def _attach(pending, output) -> None:
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    # CPU scheduling is synchronous, so neither a future nor another batch order can occur.
+    if not isinstance(output, ModelRunnerOutput) or output.req_ids != pending.request_ids:
+        raise RuntimeError("expert routes cannot be matched with the sampled tokens")
+    sampled = np.array([len(ids) for ids in output.sampled_token_ids], dtype=np.int32)
+    pending.enqueue_cpu_copy(num_sampled=sampled, num_rejected=np.zeros_like(sampled))
+    output.aux_output_connector_output = pending.process_output()

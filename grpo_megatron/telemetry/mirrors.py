@@ -1,0 +1,166 @@
+"""Copies of metrics.jsonl for Weights & Biases and TensorBoard.
+
+Files are the truth and services are mirrors: a mirror gets exactly the record that was written,
+and one that fails says so once and is left out for the rest of the run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_megatron.config.run import TelemetryConfig
+from grpo_megatron.errors import SetupError
+from grpo_megatron.rundir import RunDir
+
+logger = logging.getLogger(__name__)
+
+_WANDB_TIMEOUT_S = 60
+
+
+class Mirror(Protocol):
+    """A service that copies records."""
+
+    def log(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Mirrors:
+    """All mirrors of a run; no method raises.
+
+    Args:
+        mirrors: By name, how to start each; started now.
+    """
+
+    def __init__(self, mirrors: Mapping[str, Callable[[], Mirror]]):
+        self._running: dict[str, Mirror] = {}
+        for name, start in mirrors.items():
+            self._guarded(name, lambda name=name, start=start: self._running.update(
+                {name: start()}))
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of the mirrors that work."""
+        return tuple(self._running)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Copy one record of metrics.jsonl."""
+        for name, mirror in list(self._running.items()):
+            self._guarded(name, lambda mirror=mirror: mirror.log(record))
+
+    def close(self) -> None:
+        """Finish every mirror (idempotent)."""
+        for name, mirror in list(self._running.items()):
+            self._guarded(name, mirror.close)
+        self._running.clear()
+
+    def _guarded(self, name: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a service does, the run goes on
+            self._running.pop(name, None)
+            logger.warning("%s fails and is off for the rest of this run (metrics.jsonl has "
+                           "everything): %s: %s", name, type(error).__name__, error)
+
+
+def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
+                 settings: Mapping[str, Any] | None = None) -> Mirrors:
+    """The mirrors that the recipe asks for.
+
+    Args:
+        config: Which mirrors.
+        run_dir: Their files live there, so that a run directory stays one thing.
+        run_name: Name shown by the services.
+        settings: The resolved recipe, shown by the services.
+
+    Raises:
+        SetupError: A package of a requested mirror is missing.
+    """
+    wanted: dict[str, Callable[[], Mirror]] = {}
+    if config.wandb != "off":
+        _require("wandb")
+        wanted["wandb"] = lambda: WandbMirror(run_dir, run_name, config.wandb_project,
+                                              config.wandb, settings or {})
+    if config.tensorboard:
+        _require("tensorboard")
+        wanted["tensorboard"] = lambda: TensorBoardMirror(run_dir.root / "tensorboard")
+    return Mirrors(wanted)
+
+
+class WandbMirror:
+    """Weights & Biases; a resumed run continues under the id kept in `wandb/run_id`.
+
+    Records go in without wandb's own step, which would refuse the steps that a resumed run
+    repeats; charts use the record's `step` instead.
+    """
+
+    def __init__(self, run_dir: RunDir, run_name: str, project: str, mode: str,
+                 settings: Mapping[str, Any]):
+        import wandb
+
+        self._run = wandb.init(
+            project=project, name=run_name, id=_run_id(run_dir.root / "wandb"), resume="allow",
+            dir=run_dir.root, mode=mode, config=dict(settings),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=_WANDB_TIMEOUT_S,
+                                    login_timeout=_WANDB_TIMEOUT_S, disable_git=True,
+                                    disable_code=True))
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self._run.log(dict(record))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardMirror:
+    """TensorBoard event files; nulls are left out, values are float32 there."""
+
+    def __init__(self, directory: Path):
+        # TensorBoard's own writer: torch's needs torch, which telemetry must not import.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events, self._summaries = event_pb2, summary_pb2
+        self._writer = EventFileWriter(str(directory))
+        self._started = False
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        step, time_s = record["step"], record["time_s"]
+        if not self._started:
+            # Hides what an interrupted run wrote for this step and later ones.
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._add(step, time_s, session_log=start)
+            self._started = True
+        values = [self._summaries.Summary.Value(tag=name, simple_value=value)
+                  for name, value in record.items()
+                  if name not in ("step", "time_s") and value is not None]
+        self._add(step, time_s, summary=self._summaries.Summary(value=values))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, time_s: float, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time_s, step=step, **content))
+
+
+def _run_id(directory: Path) -> str:
+    file = directory / "run_id"
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    directory.mkdir(parents=True, exist_ok=True)
+    run_id = uuid.uuid4().hex[:12]
+    file.write_text(run_id + "\n", encoding="utf-8")
+    return run_id
+
+
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise SetupError(f"telemetry asks for {package}, which is not installed",
+                         where="[telemetry]", remedy="pip install 'grpo-megatron[mirrors]'")

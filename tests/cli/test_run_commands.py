@@ -1,0 +1,75 @@
+"""`train` and `resume` up to the launcher, which is replaced."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import grpo_megatron.launch
+from grpo_megatron.cli.main import main
+from grpo_megatron.config.loader import write_resolved
+from grpo_megatron.plan.resolve import resolve
+
+RECIPE = "demo/gspo-moe-cpu"
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path) -> list[tuple]:
+    """Calls that reach the launcher; the current directory is empty."""
+    seen: list[tuple] = []
+    fake = types.ModuleType("grpo_megatron.launch.local")
+
+    def train(resolved, *, overwrite=False):
+        seen.append(("train", resolved.config.name, resolved.config.seed, overwrite))
+        return 0
+
+    def resume(run_dir, overrides):
+        seen.append(("resume", run_dir, overrides))
+        return 5
+
+    fake.train, fake.resume = train, resume
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setattr(grpo_megatron.launch, "local", fake, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def make_run(name: str) -> None:
+    path = Path("runs") / name
+    path.mkdir(parents=True)
+    write_resolved(path / "config.json", resolve(RECIPE))
+
+
+def test_train_passes_the_resolved_recipe(calls):
+    assert main(["train", RECIPE, "seed=7", "name=mine"]) == 0
+    assert main(["train", RECIPE, "--overwrite"]) == 0
+    assert calls == [("train", "mine", 7, False), ("train", "demo", 0, True)]
+
+
+def test_resume_if_exists(calls):
+    assert main(["train", RECIPE, "--resume-if-exists", "seed=1"]) == 0
+    make_run("demo")
+    assert main(["train", RECIPE, "--resume-if-exists", "seed=1"]) == 5
+    assert calls == [("train", "demo", 1, False), ("resume", Path("runs/demo"), ["seed=1"])]
+
+
+def test_overwrite_and_resume_exclude_each_other(calls, capsys):
+    assert main(["train", RECIPE, "--resume-if-exists", "--overwrite"]) == 2
+    assert "exclude each other" in capsys.readouterr().err and calls == []
+
+
+def test_resume(calls):
+    make_run("demo")
+    assert main(["resume", "runs/demo", "num_steps=9"]) == 5
+    assert calls == [("resume", Path("runs/demo"), ["num_steps=9"])]
+
+
+def test_resume_of_nothing_names_what_there_is(calls, capsys):
+    make_run("demo")
+    for wrong in ("runs/demmo", "demo", "other"):
+        assert main(["resume", wrong]) == 2
+        assert str(Path("runs/demo")) in capsys.readouterr().err
+    assert calls == []

@@ -1,0 +1,52 @@
+"""Each rule between keys, broken once, and the shipped recipe, which breaks none."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_megatron.config.constraints import check_constraints
+from tests.config.conftest import unchecked_config
+
+
+@pytest.mark.parametrize(("rule", "overrides"), [
+    ("model_source", ["model.path=/x"]),
+    ("model_source", ["model.preset=null"]),
+    ("model_preset", ["model.preset=other"]),
+    ("domain_names", ['domains=[{name="a", source="file", path="x", rewards=[{function="m:f"}]},'
+                      '{name="a", source="file", path="x", rewards=[{function="m:f"}]}]']),
+    ("domain_source", ["domains.0.dataset=null"]),
+    ("domain_source", ["domains.0.path=x.jsonl"]),
+    ("template", ["domains.0.template={question"]),
+    ("template", ["domains.0.template={question} {answer}"]),
+    ("reward_function", ["domains.0.rewards.0.function=exact_match"]),
+    ("problem_counts", ["domains.0.num_problems=1536"]),
+    ("group_size", ["batch.num_samples_per_prompt=1"]),
+    ("updates_per_rollout", ["batch.updates_per_rollout=33"]),
+    ("completion_length", ["rollout.max_new_tokens=64"]),
+    ("microbatch_length", ["trainer.max_tokens_per_microbatch=63"]),
+    ("deterministic_staleness", ["batch.max_staleness=1", "rollout.deterministic=true"]),
+    ("num_senders", ["publish.num_senders=3"]),
+    ("canary_tolerance", ["rollout.dtype=bfloat16"]),
+    ("validation_prompts", ["data.num_validation=0"]),
+    ("validation_prompts", ["data.num_validation=0", "cold_start=null", "evaluation.interval=5"]),
+    ("min_lr", ["optimizer.min_lr=1"]),
+    ("min_lr", ["cold_start.optimizer.min_lr=1"]),
+])
+def test_each_rule(rule, overrides):
+    violations = check_constraints(unchecked_config(*overrides))
+    assert [violation.rule for violation in violations] == [rule]
+    assert all(violation.remedy or violation.nearest for violation in violations)
+
+
+@pytest.mark.parametrize("overrides", [
+    [], ["batch.updates_per_rollout=32"], ["batch.max_staleness=1"],
+    ["rollout.deterministic=true"], ["rollout.max_new_tokens=63"],
+    ["trainer.max_tokens_per_microbatch=64"], ["domains.0.num_problems=1537"],
+    ["domains.0.num_problems=null"], ["data.num_validation=0", "cold_start=null"],
+    ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.1"],
+    ["rollout.dtype=bfloat16", "publish.canary=false"],
+    ["batch.num_samples_per_prompt=1", "num_steps=0"], ["publish.num_senders=2"],
+    ["domains.0.template={{}} {metadata[expression]} ="],
+])
+def test_valid_settings(overrides):
+    assert check_constraints(unchecked_config(*overrides)) == []

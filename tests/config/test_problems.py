@@ -1,0 +1,78 @@
+"""All problems at once, each with key, value, place, nearest and fix."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from grpo_megatron.config.loader import load_recipe
+from grpo_megatron.config.problems import InvalidConfigError
+from tests.config.conftest import DEMO
+
+
+def problems_of(recipe, *overrides: str):
+    with pytest.raises(InvalidConfigError) as caught:
+        load_recipe(recipe, overrides)
+    return {problem.key: problem for problem in caught.value.problems}, caught.value
+
+
+def test_everything_is_told_at_once(write_recipe):
+    recipe = write_recipe("tensor_paralel_size = 2\nnum_ranks = 0\n[bacth]\nnum_prompts = 4\n")
+    problems, error = problems_of(recipe, "rollout.dtype=bf16", "seed=x", "rollout.max_new_tokens"
+                                  "=5000", "nonsense")
+    assert set(problems) == {
+        "trainer.tensor_paralel_size", "trainer.num_ranks", "bacth.num_prompts", "rollout.dtype",
+        "seed", "rollout.max_new_tokens", "nonsense"}
+    unknown = problems["trainer.tensor_paralel_size"]
+    assert unknown.where.endswith("recipe.toml:13") and unknown.value == "2"
+    assert unknown.nearest[0] == "trainer.tensor_parallel_size"
+    assert problems["trainer.num_ranks"].nearest == ("1",)
+    assert problems["bacth.num_prompts"].nearest[0] == "batch.num_prompts"
+    assert problems["bacth.num_prompts"].where.endswith("recipe.toml:16")
+    assert problems["rollout.dtype"].nearest == ("bfloat16",)
+    assert problems["rollout.max_new_tokens"].nearest == ("2047",)
+    assert "7 problems" in str(error)
+    assert all(str(number) in str(error) for number in range(1, 8))
+
+
+def test_missing_keys_say_where_they_belong(write_recipe):
+    recipe = write_recipe("[[domains]]\nname = 'second'\nsource = 'file'\npath = 'x'\n")
+    problems, _ = problems_of(recipe)
+    assert problems["domains.1.rewards"].where.endswith("recipe.toml:13")
+    assert problems["domains.1.rewards"].meaning
+
+
+def test_rules_about_misspelt_keys_are_not_guessed():
+    problems, _ = problems_of(DEMO, "rollout.max_model_length=128", "rollout.max_new_tokens=100")
+    assert set(problems) == {"rollout.max_model_length"}
+
+
+def test_other_rules_still_apply_beside_a_misspelt_key():
+    problems, _ = problems_of(DEMO, "sead=1", "publish.num_senders=3")
+    assert set(problems) == {"sead", "publish.num_senders"}
+    assert problems["publish.num_senders"].related[0].startswith(
+        "trainer.num_ranks = 2 (recipes/demo/gspo-moe-cpu.toml:")
+
+
+def test_unknown_preset_suggests():
+    problems, _ = problems_of(DEMO, "model.preset=tiny-qwen-moe")
+    assert problems["model.preset"].nearest == ("tiny-qwen3-moe",)
+
+
+def test_errors_in_preset_defaults_name_the_preset(tmp_path, monkeypatch, write_recipe):
+    from grpo_megatron import assets
+
+    for folder in ("models", "recipes", "slurm"):
+        (tmp_path / folder).mkdir()
+    tiny = (assets.models() / "tiny-qwen3-moe.toml").read_text()
+    (tmp_path / "models/tiny-qwen3-moe.toml").write_text(tiny + "[defaults]\nsead = 1\n")
+    monkeypatch.setattr(assets, "root", lambda: tmp_path)
+    problems, _ = problems_of(write_recipe())
+    assert problems["sead"].where == f"models/tiny-qwen3-moe.toml:{tiny.count(chr(10)) + 2}"
+
+
+def test_the_error_survives_a_process_boundary():
+    _, error = problems_of(DEMO, "sead=1")
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error) and copy.exit_code == 2

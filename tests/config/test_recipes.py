@@ -1,0 +1,44 @@
+"""Everything shipped loads, obeys all rules, and is described by the schema."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_megatron import assets
+from grpo_megatron.config import schema
+from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.layout import layout_sizes
+from grpo_megatron.plan.model_facts import facts_from_hf
+from grpo_megatron.plan.resolve import resolve
+
+
+@pytest.mark.parametrize("name", assets.names(assets.recipes()))
+def test_recipe(name):
+    config = resolve(name).config
+    assert layout_sizes(config.trainer).data_parallel_size >= 1
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_model_preset(name):
+    preset = load_preset(name)
+    assert facts_from_hf(preset.hf).num_layers > 0
+
+
+def test_unknown_preset():
+    with pytest.raises(ConfigError, match="tiny-qwen3-moe"):
+        load_preset("tiny-qwen3-mo")
+
+
+def test_every_key_has_a_type_and_most_have_a_meaning():
+    paths = [tuple(0 if part == "*" else part for part in key.split("."))
+             for _, key in schema.all_keys()]
+    assert all(schema.annotation_at(path) is not None for path in paths)
+    described = sum(bool(schema.meaning_of(path)) for path in paths)
+    assert described > 0.8 * len(paths)
+
+
+def test_json_schema_refuses_unknown_keys():
+    document = schema.json_schema()
+    assert document["additionalProperties"] is False
+    assert {"extends", "trainer", "domains"} <= set(document["properties"])

@@ -1,0 +1,113 @@
+"""The sampler: no repeats, exact shares, resumed equals uninterrupted."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.errors import DataError
+from tests.data.cases import prompt, prompts
+
+SIZES = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(8, 20), min_size=1)
+BATCHES = st.lists(st.integers(0, 8), max_size=12)
+
+
+def make(sizes: dict[str, int], seed: int = 0, weights: dict[str, float] | None = None):
+    train = {name: prompts(size, name) for name, size in sizes.items()}
+    return PromptSampler(train, weights or dict.fromkeys(sizes, 1.0), seed)
+
+
+def ids(batch) -> list[str]:
+    return [p.prompt_id for p in batch.prompts]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=SIZES, batches=BATCHES, cut=st.integers(0, 12), seed=st.integers(0, 5))
+def test_resumed_equals_uninterrupted(sizes, batches, cut, seed):
+    whole, first, second = make(sizes, seed), make(sizes, seed), make(sizes, seed)
+    expected = [ids(whole.next_batch(step, n)) for step, n in enumerate(batches)]
+    found = [ids(first.next_batch(step, n)) for step, n in enumerate(batches[:cut])]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    found += [ids(second.next_batch(step, n)) for step, n in enumerate(batches[cut:], cut)]
+    assert found == expected
+    assert whole.state_dict() == (second if batches[cut:] else whole).state_dict()
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(8, 20), batches=BATCHES, seed=st.integers(0, 5))
+def test_an_epoch_has_every_prompt_once_and_a_batch_no_prompt_twice(size, batches, seed):
+    sampler, drawn = make({"a": size}, seed), []
+    for step, n in enumerate(batches):
+        batch = ids(sampler.next_batch(step, n))
+        assert len(set(batch)) == n
+        drawn += batch
+    for start in range(0, len(drawn), size):
+        epoch = drawn[start:start + size]
+        assert len(set(epoch)) == len(epoch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 3), min_size=1),
+       batches=st.lists(st.integers(0, 20), max_size=6))
+def test_shares_stay_within_one_prompt_of_the_weights(weights, batches):
+    sampler = make(dict.fromkeys(weights, 200), weights=weights)
+    drawn: list[str] = []
+    for step, n in enumerate(batches):
+        drawn += [p.domain for p in sampler.next_batch(step, n).prompts]
+        for name, weight in weights.items():
+            share = len(drawn) * weight / sum(weights.values())
+            assert abs(drawn.count(name) - share) <= len(weights)
+
+
+def test_the_order_does_not_depend_on_the_order_of_the_data():
+    shuffled = prompts(30)
+    random.Random(1).shuffle(shuffled)
+    one, other = (PromptSampler({"addition": p}, {"addition": 1.0}, 3)
+                  for p in (prompts(30), shuffled))
+    assert ids(one.next_batch(0, 30)) == ids(other.next_batch(0, 30))
+
+
+def test_seeds_and_epochs_shuffle_differently():
+    sampler = make({"a": 30})
+    epochs = [ids(sampler.next_batch(step, 30)) for step in range(2)]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
+    assert ids(make({"a": 30}, seed=1).next_batch(0, 30)) != epochs[0]
+
+
+def test_the_step_labels_the_batch():
+    assert make({"a": 3}).next_batch(17, 2).step == 17
+
+
+@pytest.mark.parametrize(("other", "words"), [
+    (lambda: make({"a": 9}), ["10 prompts", "9 prompts"]),
+    (lambda: make({"b": 10}), ["has a,", "has b"]),
+    (lambda: make({"a": 10}, seed=4), ["seed", "has 0,", "has 4"]),
+    (lambda: make({"a": 10}, weights={"a": 2.0}), ["weight", "1.0", "2.0"]),
+    (lambda: PromptSampler({"a": [*prompts(9, "a"), prompt("9", "a", answer="2")]}, {"a": 1.0}, 0),
+     ["10 prompts", "fingerprint"]),
+])
+def test_a_state_of_other_data_is_refused_and_changes_nothing(other, words):
+    sampler = other()
+    before = sampler.state_dict()
+    with pytest.raises(DataError) as caught:
+        sampler.load_state_dict(make({"a": 10}).state_dict())
+    for word in words:
+        assert word in str(caught.value)
+    assert sampler.state_dict() == before
+
+
+def test_a_batch_larger_than_the_domain_is_refused():
+    with pytest.raises(DataError, match="has 4 training prompts, but one batch asks for 5"):
+        make({"a": 4}).next_batch(0, 5)
+
+
+def test_empty_and_repeated_prompts_are_refused():
+    with pytest.raises(DataError, match="no training prompts"):
+        PromptSampler({"a": []}, {"a": 1.0}, 0)
+    with pytest.raises(DataError, match="equal ids"):
+        PromptSampler({"a": [prompt("1", "a")] * 2}, {"a": 1.0}, 0)

@@ -1,0 +1,152 @@
+"""Sources and templates: what is read, and one clear message for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_megatron.config.data import DomainConfig
+from grpo_megatron.data.problems import Problem
+from grpo_megatron.data.sources import load_problems
+from grpo_megatron.data.templates import PromptTemplate
+from grpo_megatron.errors import DataError
+
+REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
+ROWS = [{"question": "1+1", "answer": 2, "level": "easy", "topic": "sums"},
+        {"question": "2*3", "answer": "6", "level": "hard", "topic": "products"}]
+
+
+def gym(**fields) -> DomainConfig:
+    fields = {"dataset": "chain_sum", "num_problems": 5, **fields}
+    return DomainConfig(name="addition", source="reasoning_gym", rewards=REWARDS, **fields)
+
+
+def file(path: Path, **fields) -> DomainConfig:
+    return DomainConfig(**{"name": "sums", "source": "file", "path": path, "rewards": REWARDS,
+                           **fields})
+
+
+def write(tmp_path: Path, rows: list, suffix: str) -> Path:
+    path = tmp_path / f"problems{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_reasoning_gym_problems_follow_the_seed():
+    arguments = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
+    first, again, other = (load_problems(gym(arguments=arguments), seed) for seed in (1, 1, 2))
+    assert first == again != other and len(first) == 5
+    assert first[0].metadata["source_dataset"] == "chain_sum"
+    assert eval(first[0].metadata["expression"]) == int(first[0].answer)
+    assert load_problems(gym(arguments={**arguments, "seed": 1}), 9) == first
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"dataset": "chain_sums"}, ["'chain_sums'", "did you mean 'chain_sum'"]),
+    ({"dataset": None}, ["needs `dataset`"]),
+    ({"arguments": {"min_digit": 2}}, ["'min_digit'", "did you mean 'min_digits'"]),
+    ({"arguments": {"size": 2}}, ["num_problems"]),
+    ({"arguments": {"min_terms": 4, "max_terms": 2}}, ["refuses its arguments", "min_terms"]),
+    ({"prompt_field": "text"}, ["no field 'text'", "question"]),
+])
+def test_reasoning_gym_errors(fields, words):
+    with pytest.raises(DataError) as caught:
+        load_problems(gym(**fields), 0)
+    for word in [*words, "addition"]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_files(tmp_path, suffix):
+    rows = [{**row, "answer": str(row["answer"])} for row in ROWS]
+    path = write(tmp_path, rows, suffix)
+    problems = load_problems(file(path), 0)
+    assert [(p.question, p.answer) for p in problems] == [("1+1", "2"), ("2*3", "6")]
+    assert problems[1].metadata["level"] == "hard" and "answer" not in problems[1].metadata
+    assert len(load_problems(file(path, num_problems=1), 0)) == 1
+    chosen = load_problems(file(path, arguments={"domain_field": "topic"}), 0)
+    assert [p.question for p in chosen] == ["1+1"]
+
+
+def test_the_answer_after_a_marker(tmp_path):
+    path = write(tmp_path, [{"question": "q", "answer": "1 + 1 = 2\n#### 2"}], ".jsonl")
+    found = load_problems(file(path, arguments={"answer_after": "####"}), 0)
+    assert found[0].answer == "2"
+    with pytest.raises(DataError, match="nothing after"):
+        load_problems(file(path, arguments={"answer_after": "@@"}), 0)
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    (b'{"question": "q", "answer": "a"}\n{"question": \n', [":2", "not JSON"]),
+    (b'{"question": "q", "answer": "a"}\n\n[1]\n', [":3", "JSON object", "list"]),
+    (b'{"question": "q", "anwser": "a"}\n', [":1", "did you mean 'anwser'", "fields: question"]),
+    (b'{"question": "q", "answer": null}\n', [":1", "'answer' is NoneType"]),
+    (b'{"question": "q", "answer": true}\n', ["'answer' is bool"]),
+    (b'{"question": " ", "answer": "a"}\n', [":1", "'question' is empty"]),
+    (b'{"question": "\xff", "answer": "a"}\n', [":1", "not JSON"]),
+    (b"", ["no problems", "empty"]),
+])
+def test_bad_lines_are_named(tmp_path, content, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load_problems(file(path), 0)
+    for word in [*words, str(path)]:
+        assert word in str(caught.value)
+
+
+def test_bad_files(tmp_path):
+    fake = tmp_path / "fake.parquet"
+    fake.write_text("no parquet")
+    for path, words in ((fake, "not a readable Parquet"), (tmp_path / "no.jsonl", "no such file"),
+                        (tmp_path / "a.csv", "unknown file type")):
+        with pytest.raises(DataError, match=words):
+            load_problems(file(path), 0)
+    path = write(tmp_path, ROWS, ".jsonl")
+    with pytest.raises(DataError, match="no argument 'domain'"):
+        load_problems(file(path, arguments={"domain": "x"}), 0)
+    with pytest.raises(DataError, match="'topic' equal to 'algebra'"):
+        load_problems(file(path, name="algebra", arguments={"domain_field": "topic"}), 0)
+
+
+PROBLEM = Problem("addition", "What is 37 + 48?", "85", {"expression": "37 + 48"})
+
+
+@pytest.mark.parametrize(("template", "text"), [
+    ("{question}", "What is 37 + 48?"),
+    ("{metadata[expression]} =", "37 + 48 ="),
+    ("{{x}} {question}\n{question}", "{x} What is 37 + 48?\nWhat is 37 + 48?"),
+])
+def test_templates(template, text):
+    assert PromptTemplate(template).render(PROBLEM) == text
+
+
+@pytest.mark.parametrize(("template", "words"), [
+    ("{question} {answer}", "answer into the"),
+    ("{question} {metadata[Answer]}", "answer into the"),
+    ("{question} {metadata[solution]}", "answer into the"),
+    ("{question.upper}", "not supported"),
+    ("{question!r}", "not supported"),
+    ("{question:>9}", "not supported"),
+    ("{metadata}", "not supported"),
+    ("{metadata[a][b]}", "not supported"),
+    ("{}", "not supported"),
+    ("{prompt}", "not supported"),
+    ("{question", "literal braces"),
+    ("plain", "no field"),
+])
+def test_templates_are_checked_before_any_problem_is_read(template, words):
+    with pytest.raises(DataError, match=words):
+        PromptTemplate(template)
+
+
+def test_a_missing_metadata_key_names_the_known_ones():
+    with pytest.raises(DataError, match="metadata of that problem: expression"):
+        PromptTemplate("{metadata[expr]}").render(PROBLEM)

@@ -1,0 +1,180 @@
+"""The character tokenizer, the wrapper, and prompts of whole recipes."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.data.character_tokenizer import CharacterTokenizerConfig
+from grpo_megatron.data.prompts import load_prompts, load_splits
+from grpo_megatron.data.tiny_model import init_weights, read_preset, write_tiny_model
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+PRESET = read_preset(ROOT / "models" / "tiny-qwen3-moe.toml")
+ALPHABET = PRESET.tokenizer.alphabet
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    write_tiny_model(directory, PRESET)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return load_tokenizer(tiny_model)
+
+
+@pytest.fixture
+def recipe() -> dict:
+    text = (ROOT / "recipes" / "demo" / "gspo-moe-cpu.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def test_one_token_per_character_both_ways(tokenizer):
+    @settings(max_examples=50, deadline=None)
+    @given(st.text(st.sampled_from(ALPHABET), max_size=40))
+    def check(text):
+        ids = tokenizer.encode(text)
+        assert len(ids) == len(text) and tokenizer.decode(ids) == text
+
+    check()
+
+
+def test_special_tokens_and_sizes(tokenizer):
+    assert tokenizer.vocab_size % PRESET.tokenizer.pad_to_multiple == 0
+    assert tokenizer.stop_token_ids == (tokenizer.eos_token_id,) == (1,)
+    assert tokenizer.pad_token_id == 0
+    ids = tokenizer.encode("8 5")
+    assert tokenizer.decode([0, *ids, tokenizer.eos_token_id]) == "8 5"
+
+
+def test_a_sampled_filler_shows_in_the_text(tokenizer):
+    ids = [*tokenizer.encode("8"), tokenizer.vocab_size - 1, *tokenizer.encode("5")]
+    assert tokenizer.decode(ids) != "85"
+
+
+@pytest.mark.parametrize("text", ["37 € 48", "é", "\t", "𝄞"])
+def test_unknown_characters_are_errors(tokenizer, text):
+    bad = next(c for c in text if c not in ALPHABET)
+    for encode in (tokenizer.encode, lambda t: tokenizer.encode_batch(["1", t])):
+        with pytest.raises(DataError) as caught:
+            encode(text)
+        assert repr(bad) in str(caught.value)
+
+
+def test_a_tokenizer_with_an_unknown_token_never_uses_it(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings_ = {"eos_token": {"content": "</s>"}, "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 9,
+                                                                      "vocab_size": 64}}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a a") == [1, 1]
+    assert (tokenizer.stop_token_ids, tokenizer.vocab_size) == ((2, 7, 9), 64)
+    for call in (lambda: tokenizer.encode("a b"), lambda: tokenizer.encode_batch(["a", "b"])):
+        with pytest.raises(DataError, match="no token for 'b'"):
+            call()
+
+
+def test_directories_without_a_tokenizer(tmp_path):
+    with pytest.raises(DataError, match="no such checkpoint"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="unreadable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_alphabets_have_no_repetitions(tmp_path):
+    config = CharacterTokenizerConfig(kind="characters", alphabet="aba")
+    with pytest.raises(DataError, match="'a' more than once"):
+        write_tiny_model(tmp_path, PRESET.model_copy(update={"tokenizer": config}))
+
+
+def test_presets_that_cannot_be_read(tmp_path):
+    path = tmp_path / "preset.toml"
+    for content, words in (("x =", "not TOML"), ('name = "x"\nhf = {}', "tokenizer")):
+        path.write_text(content)
+        with pytest.raises(DataError, match=words):
+            read_preset(path)
+    with pytest.raises(DataError, match="cannot read"):
+        read_preset(tmp_path / "no.toml")
+
+
+def test_the_demo_recipe_has_its_prompts(recipe, tokenizer):
+    recipe["domains"][0]["num_problems"] = 3000
+    config = RunConfig.model_validate(recipe)
+    splits = load_splits(config, tokenizer)
+    assert (len(splits.heldout), len(splits.validation)) == (1024, 512)
+    prompt = splits.train["addition"][0]
+    assert prompt.text.endswith(" =") and tokenizer.decode(prompt.token_ids) == prompt.text
+    assert prompt.prompt_id.startswith("addition-")
+    ids = [p.prompt_id for p in load_prompts(config.domains[0], config.seed, tokenizer)]
+    assert prompt.prompt_id in ids
+
+
+def test_prompts_too_long_are_dropped_or_refused(recipe, tokenizer, caplog):
+    domain = recipe["domains"][0]
+    domain.update(num_problems=300, arguments={"min_terms": 2, "max_terms": 4, "max_digits": 2})
+    recipe["data"] = {"num_validation": 0, "num_heldout": 0}
+    recipe["rollout"] = {"max_new_tokens": 6, "max_model_len": 6 + 12}
+    splits = load_splits(RunConfig.model_validate(recipe), tokenizer)
+    assert all(len(p.token_ids) <= 12 for p in splits.train["addition"])
+    assert "longer than 12 tokens" in caplog.text
+    recipe["rollout"]["max_model_len"] = 7
+    with pytest.raises(DataError, match="300 of 300 prompts"):
+        load_splits(RunConfig.model_validate(recipe), tokenizer)
+
+
+def test_domain_names_are_unique(recipe, tokenizer):
+    recipe["domains"] *= 2
+    with pytest.raises(DataError, match="'addition' is used twice"):
+        load_splits(RunConfig.model_validate(recipe), tokenizer)
+
+
+def test_transformers_reads_the_tiny_model(tiny_model, tokenizer):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before = (tiny_model / "config.json").read_bytes()
+    init_weights(tiny_model, seed=3)
+    weights = load_file(tiny_model / "model.safetensors")
+    expert = "model.layers.3.mlp.experts.7.down_proj.weight"
+    assert weights[expert].shape == (128, 128)
+    assert all(t.dtype == torch.float32 and t.isfinite().all() for t in weights.values())
+    assert (tiny_model / "config.json").read_bytes() == before
+    assert not list(tiny_model.glob(".*"))
+
+    state = torch.random.get_rng_state()
+    init_weights(tiny_model, seed=3)
+    assert torch.equal(state, torch.random.get_rng_state())
+    again = load_file(tiny_model / "model.safetensors")
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    init_weights(tiny_model, seed=4)
+    assert not torch.equal(load_file(tiny_model / "model.safetensors")[expert], weights[expert])
+
+    other = AutoTokenizer.from_pretrained(tiny_model)
+    text = 'Yes: 37 + 48 = 85?\n"[]"'
+    assert other(text)["input_ids"] == tokenizer.encode(text)
+    assert other.decode(tokenizer.encode(text)) == text
+    assert (other.eos_token_id, len(other)) == (tokenizer.eos_token_id, tokenizer.vocab_size)
+    ids = other.apply_chat_template([{"role": "user", "content": "1+1"}])["input_ids"]
+    assert ids == tokenizer.encode("1+1")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    logits = model(torch.tensor([tokenizer.encode("1+1=")])).logits
+    assert logits.shape == (1, 4, tokenizer.vocab_size)

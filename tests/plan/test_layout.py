@@ -1,0 +1,166 @@
+"""Every layout rule, the sizes of valid layouts, and the nearest valid values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.layout import check_layout, layout_sizes
+from grpo_megatron.plan.machine import Engines
+from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf
+
+MOE = facts_from_hf({
+    "model_type": "qwen3_moe", "hidden_size": 512, "intermediate_size": 768,
+    "moe_intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096})
+DENSE = replace(MOE, model_type="qwen3", num_experts=0, moe_layers=(), moe_intermediate_size=0)
+SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size",
+         "vpp": "virtual_pipeline_parallel_size", "cp": "context_parallel_size",
+         "ep": "expert_parallel_size", "etp": "expert_tensor_parallel_size", "ranks": "num_ranks",
+         "sp": "sequence_parallel"}
+
+
+def trainer(**sizes) -> TrainerConfig:
+    return TrainerConfig(**{SHORT[name]: value for name, value in sizes.items()})
+
+
+def check(facts: ModelFacts = MOE, rollout: dict | None = None, *, te: bool = True,
+          cpu: bool = True, **sizes):
+    return check_layout(trainer(**sizes), RolloutConfig(**(rollout or {})), facts,
+                        Engines(cpu=cpu, transformer_engine=te))
+
+
+@pytest.mark.parametrize("sizes", [
+    {}, {"ranks": 2, "ep": 2}, {"ranks": 2, "tp": 2}, {"ranks": 2, "pp": 2}, {"ranks": 3},
+    {"ranks": 4, "tp": 2, "ep": 2}, {"ranks": 4, "tp": 2, "etp": 1, "ep": 4},
+    {"ranks": 4, "tp": 2, "etp": 1}, {"ranks": 4, "pp": 2, "vpp": 2, "ep": 2},
+    {"ranks": 2, "cp": 2}, {"ranks": 8, "tp": 2, "pp": 2, "ep": 2}, {"ranks": 2, "etp": 2},
+])
+def test_valid_layouts(sizes):
+    assert check(**sizes) == []
+
+
+@pytest.mark.parametrize(("rule", "key", "nearest", "sizes"), [
+    ("attention_world", "num_ranks", (2, 4), {"ranks": 3, "tp": 2}),
+    ("attention_world", "num_ranks", (4,), {"ranks": 2, "tp": 2, "pp": 2}),
+    ("expert_world", "ep", (1,), {"ranks": 2, "tp": 2, "ep": 2}),
+    ("expert_world", "etp", (2, 4), {"ranks": 4, "etp": 3}),
+    ("experts_divide", "ep", (2, 4), {"ranks": 12, "ep": 3}),
+    ("experts_divide", "ep", (8,), {"ranks": 16, "ep": 16}),
+    ("expert_width", "etp", (1,), {"ranks": 6, "etp": 3, "ep": 2}),
+    ("heads_divide", "tp", (4,), {"ranks": 8, "tp": 8}),
+    ("layers_divide", "pp", (2,), {"ranks": 6, "pp": 3}),
+    ("layers_divide", "vpp", (2, 4), {"ranks": 2, "pp": 2, "vpp": 3}),
+    ("virtual_pipeline", "vpp", (), {"vpp": 2}),
+    ("sequence_parallel", "sp", (False,), {"sp": True}),
+    ("sequence_parallel", "sp", (True,), {"ranks": 2, "tp": 2, "sp": False}),
+    ("context_parallel", "cp", (1,), {"ranks": 2, "cp": 2, "te": False}),
+])
+def test_each_rule(rule, key, nearest, sizes):
+    found = {violation.rule: violation for violation in check(**sizes)}
+    assert rule in found
+    violation = found[rule]
+    assert violation.key == "trainer." + SHORT.get(key, key)
+    if nearest:
+        assert violation.nearest[:len(nearest)] == nearest
+    assert violation.nearest or violation.remedy
+    value = getattr(trainer(**{name: size for name, size in sizes.items() if name in SHORT}),
+                    SHORT.get(key, key))
+    assert violation.value == value
+
+
+def test_messages_name_both_numbers():
+    text = {violation.rule: violation.message for violation in check(ranks=12, tp=3, ep=3)}
+    assert "8 experts" in text["experts_divide"] and "EP = 3" in text["experts_divide"]
+    assert "8 attention heads and 4 key-value heads" in text["heads_divide"]
+    assert "TP = 3" in text["heads_divide"]
+
+
+def test_expert_world_offers_unsplit_experts():
+    (violation,) = check(ranks=2, tp=2, ep=2)
+    assert "expert_tensor_parallel_size=1" in violation.remedy
+    assert check(ranks=2, tp=2, ep=2, etp=1) == []
+
+
+@pytest.mark.parametrize("sizes", [{"ranks": 2, "ep": 2}, {"ranks": 2, "etp": 2}])
+def test_dense_models_have_no_experts_to_split(sizes):
+    (violation,) = check(DENSE, **sizes)
+    assert violation.rule == "experts_needed" and violation.nearest == (1,)
+
+
+def test_dense_models_may_go_without_sequence_parallelism():
+    assert check(DENSE, ranks=2, tp=2, sp=False) == []
+
+
+def test_latent_attention_needs_sequence_parallelism_with_tp():
+    latent = replace(DENSE, is_mla=True)
+    assert [v.rule for v in check(latent, ranks=2, tp=2, sp=False)] == ["sequence_parallel"]
+    assert check(latent, ranks=2, tp=2) == []
+
+
+@pytest.mark.parametrize(("rule", "facts", "rollout"), [
+    ("rollout_heads", MOE, {"tensor_parallel_size": 3}),
+    ("rollout_width", replace(MOE, moe_intermediate_size=129), {"tensor_parallel_size": 2}),
+    ("cpu_multiples", replace(MOE, hidden_size=500), {}),
+    ("cpu_multiples", replace(MOE, moe_intermediate_size=32), {"tensor_parallel_size": 2}),
+    ("record_routes", DENSE, {"record_routes": True}),
+    ("context_length", MOE, {"max_model_len": 4097}),
+])
+def test_rollout_rules(rule, facts, rollout):
+    violations = check(facts, rollout)
+    assert rule in [violation.rule for violation in violations]
+    assert all(violation.nearest or violation.remedy for violation in violations)
+
+
+def test_multiples_of_32_matter_on_the_cpu_only():
+    assert check(replace(MOE, hidden_size=500), cpu=False) == []
+
+
+def test_vllm_repeats_key_value_heads():
+    assert check(rollout={"tensor_parallel_size": 8}) == []
+
+
+_SIZES = st.fixed_dictionaries({
+    "ranks": st.integers(1, 64), "tp": st.integers(1, 8), "pp": st.integers(1, 8),
+    "cp": st.integers(1, 4), "ep": st.integers(1, 8),
+    "etp": st.one_of(st.none(), st.integers(1, 8)), "vpp": st.one_of(st.none(), st.integers(2, 4))})
+
+
+@given(tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4, 8]), cp=st.integers(1, 4),
+       ep=st.sampled_from([1, 2, 4, 8]), etp=st.sampled_from([None, 1, 2, 4]),
+       multiple=st.integers(1, 4))
+def test_accepted_layouts_use_every_rank_exactly_once(tp, pp, cp, ep, etp, multiple):
+    ranks = multiple * math.lcm(tp * pp * cp, (etp or tp) * ep * pp)
+    sizes = {"ranks": ranks, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
+    config = trainer(**sizes)
+    assert check(**sizes) == []
+    derived = layout_sizes(config)
+    assert (config.tensor_parallel_size * config.pipeline_parallel_size
+            * config.context_parallel_size * derived.data_parallel_size) == config.num_ranks
+    assert (derived.expert_tensor_parallel_size * config.expert_parallel_size
+            * config.pipeline_parallel_size * derived.expert_data_parallel_size
+            ) == config.num_ranks
+    assert derived.sequence_parallel == (config.tensor_parallel_size > 1)
+
+
+@given(_SIZES)
+@settings(max_examples=30)
+def test_nearest_values_keep_the_rule(sizes):
+    for violation in check(**sizes):
+        name = violation.key.removeprefix("trainer.")
+        for value in violation.nearest:
+            changed = trainer(**sizes).model_copy(update={name: value})
+            again = check_layout(changed, RolloutConfig(), MOE, Engines(True, True))
+            assert violation.rule not in [other.rule for other in again]
+
+
+def test_sizes_of_an_invalid_layout_raise():
+    with pytest.raises(ValueError, match="3 ranks"):
+        layout_sizes(trainer(ranks=3, tp=2))

@@ -1,0 +1,51 @@
+"""Schema, model and machine rules together, with their origins."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_megatron.config.loader import write_resolved
+from grpo_megatron.config.problems import InvalidConfigError
+from grpo_megatron.plan.resolve import resolve, resolve_run
+from tests.plan.test_model_facts import DENSE
+
+DEMO = "demo/gspo-moe-cpu"
+
+
+def test_layout_problems_carry_origins():
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve(DEMO, ["trainer.expert_parallel_size=3"])
+    text = str(caught.value)
+    assert "8 experts" in text and "must divide num_ranks = 2" in text
+    assert "trainer.num_ranks = 2 (recipes/demo/gspo-moe-cpu.toml:" in text
+    assert "flag trainer.expert_parallel_size=3" in text
+
+
+def test_more_replicas_than_prompts():
+    with pytest.raises(InvalidConfigError, match="without work"):
+        resolve(DEMO, ["rollout.num_replicas=33"])
+
+
+def test_layout_rules_apply_on_resume(tmp_path):
+    write_resolved(tmp_path / "config.json", resolve(DEMO))
+    assert resolve_run(tmp_path).config.trainer.num_ranks == 2
+    with pytest.raises(InvalidConfigError, match="8 experts"):
+        resolve_run(tmp_path, ["trainer.expert_parallel_size=3"])
+
+
+def test_checkpoint_path(tmp_path):
+    flags = ["model.preset=null", f"model.path={tmp_path}"]
+    with pytest.raises(InvalidConfigError, match="cannot read the model"):
+        resolve(DEMO, flags)
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    with pytest.raises(InvalidConfigError, match="no experts to split"):
+        resolve(DEMO, flags)
+    assert resolve(DEMO, [*flags, "trainer.expert_parallel_size=1"]).config.model.path == tmp_path
+
+
+def test_a_wrong_model_key_does_not_cascade():
+    with pytest.raises(InvalidConfigError) as caught:
+        resolve(DEMO, ["model.prest=x", "model.preset=null"])
+    assert [problem.key for problem in caught.value.problems] == ["model.prest"]

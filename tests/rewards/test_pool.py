@@ -1,0 +1,220 @@
+"""The pool: order, shares of hostile rewards, and processes that end when they must."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.pool import RewardPool, weighted_sum
+from tests.rewards.cases import HOSTILE, domain, group, score
+
+OBEY = f"{HOSTILE}:obey"
+TIMEOUT_S = 0.3
+
+
+def test_the_order_is_that_of_the_groups_whatever_the_workers():
+    domains = [domain(OBEY, f"{HOSTILE}:length", name="a"), domain(OBEY, name="b")]
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 10**6), max_size=80)),
+                    max_size=5))
+    def check(batch):
+        groups = [group([str(n) for n in numbers], name=name) for name, numbers in batch]
+        scored = loop.run_until_complete(pool.score(groups))
+        assert [s.group for s in scored] == groups
+        for (name, numbers), s in zip(batch, scored, strict=True):
+            assert s.components["obey"].tolist() == numbers
+            assert ("length" in s.components) == (name == "a")
+            assert s.rewards.dtype == np.float64 and s.rewards.shape == (len(numbers),)
+
+    loop = asyncio.new_event_loop()
+    pool = RewardPool(domains, num_workers=2)
+    try:
+        check()
+    finally:
+        loop.run_until_complete(pool.close())
+        loop.close()
+
+
+@pytest.mark.parametrize(("order", "cause"), [
+    ("loop", "timed_out"), ("sleep", "timed_out"), ("exit", "died"), ("segfault", "died"),
+    ("sys.exit", "raised"), ("interrupt", "raised"), ("raise", "raised"), ("str", "raised"),
+    ("list", "raised"), ("inf", "raised"), ("huge", "raised"),
+])
+def test_a_hostile_sample_costs_itself_only(order, cause):
+    texts = ["1", "2", order, "3", order, "4"]
+    [scored], pool = score([domain(OBEY)], [group(texts)], timeout_s=TIMEOUT_S)
+    np.testing.assert_equal(scored.rewards, [1, 2, math.nan, 3, math.nan, 4])
+    metrics = pool.metrics()
+    assert metrics[f"reward/d.obey/{cause}"] == 2
+    assert sum(metrics.values()) == 2 + metrics["reward/pool/restarts"]
+    assert metrics["reward/pool/restarts"] == (0 if cause == "raised" else 2)
+    assert ("d.obey" in pool.tracebacks) == (cause == "raised")
+
+
+def test_odd_numbers_prints_and_reads():
+    texts = ["True", "int", "None", "nan", "print", "read", "-0.5"]
+    [scored], pool = score([domain(OBEY)], [group(texts)], log_path=None)
+    np.testing.assert_equal(scored.rewards, [1, 7, math.nan, math.nan, 1, 0, -0.5])
+    assert not any(pool.metrics().values())
+
+
+def test_prints_go_to_the_log(tmp_path):
+    log = tmp_path / "rewards.log"
+    score([domain(OBEY)], [group(["print"])], log_path=log)
+    told = log.read_text()
+    assert "printed by a reward" in told and "more" in told and "raw" in told
+
+
+def test_the_first_traceback_is_kept_and_logged_once(caplog):
+    _, pool = score([domain(OBEY)], [group(["1"] + ["raise"] * 100)])
+    assert "no reward for 37 + 48 =" in pool.tracebacks["d.obey"]
+    assert caplog.text.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_reward_that_always_raises_stops_the_run(number):
+    domains = [domain(OBEY, {"function": f"{HOSTILE}:always_raises", "arguments": {"x": 1}})]
+    with pytest.raises(RewardError) as caught:
+        score(domains, [group(["1"] * number)])
+    for word in ("always_raises", f"{number} raised", "broken reward", "[[domains]] d"):
+        assert word in str(caught.value)
+
+
+def test_a_bad_group_stops_nothing_once_the_reward_has_worked():
+    async def run():
+        async with RewardPool([domain(OBEY)]) as pool:
+            await pool.score([group(["1"])])
+            [bad] = await pool.score([group(["raise"] * 8)])
+            assert np.isnan(bad.rewards).all()
+            with pytest.raises(RewardError, match="64 raised"):
+                await pool.score([group(["raise"] * 64)])
+
+    asyncio.run(run())
+
+
+def test_a_reward_that_always_hangs_stops_the_run_early(monkeypatch):
+    monkeypatch.setattr("grpo_megatron.rewards.pool.MAX_KILLS", 3)
+    with pytest.raises(RewardError, match="timed out on 3 samples"):
+        score([domain(f"{HOSTILE}:always_loops")], [group(["1"] * 500)], timeout_s=0.1)
+
+
+def test_components_are_weighted_and_skipped():
+    domains = [domain({"function": OBEY, "weight": 2.0},
+                      {"function": f"{HOSTILE}:length", "weight": -0.5, "name": "brevity"})]
+    [scored], _ = score(domains, [group(["10", "None", "raise"])])
+    np.testing.assert_equal(scored.components["obey"], [10, math.nan, math.nan])
+    np.testing.assert_equal(scored.components["brevity"], [2, 4, 5])
+    np.testing.assert_equal(scored.rewards, [19, -2, -2.5])
+    table = np.array([[math.nan, math.nan], [1, math.nan]])
+    np.testing.assert_equal(weighted_sum(table, np.array([1.0, 1.0])), [math.nan, 1])
+
+
+def test_workers_import_nothing_heavy():
+    heavy = "torch vllm transformers pydantic numpy"
+    [scored], _ = score([domain(f"{HOSTILE}:counts_modules")], [group([heavy])])
+    assert scored.rewards.tolist() == [0]
+
+
+def test_concurrent_calls_share_the_workers():
+    async def run():
+        async with RewardPool([domain(OBEY)], num_workers=2, timeout_s=TIMEOUT_S) as pool:
+            batches = [[group([str(i), "exit" if i == 3 else "0"])] for i in range(8)]
+            scored = await asyncio.gather(*map(pool.score, batches))
+            assert [s[0].rewards[0] for s in scored] == list(range(8))
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_leaves_a_working_pool():
+    async def run():
+        async with RewardPool([domain(OBEY)], timeout_s=1000) as pool:
+            stuck = asyncio.ensure_future(pool.score([group(["loop"])]))
+            while not _running(pool):
+                await asyncio.sleep(0.01)
+            stuck.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stuck
+            [scored] = await pool.score([group(["5"])])
+            assert scored.rewards.tolist() == [5]
+
+    asyncio.run(run())
+
+
+def _running(pool: RewardPool) -> bool:
+    process = pool._all_slots[0].process
+    return process is not None and process._board.running()[0] >= 0
+
+
+def test_a_process_killed_while_idle_is_replaced_without_blame():
+    async def run():
+        async with RewardPool([domain(OBEY)]) as pool:
+            process = pool._all_slots[0].process._process
+            os.kill(process.pid, signal.SIGKILL)
+            await process.wait()
+            [scored] = await pool.score([group(["1", "2"])])
+            assert scored.rewards.tolist() == [1, 2]
+            assert pool.metrics()["reward/d.obey/died"] == 0
+            assert pool.metrics()["reward/pool/restarts"] == 1
+
+    asyncio.run(run())
+
+
+def test_unknown_domains_and_failing_workers(tmp_path, monkeypatch):
+    with pytest.raises(RewardError, match="no rewards for domain 'x'"):
+        score([domain(OBEY)], [group(["1"], name="x")])
+    module = tmp_path / "only_here.py"
+    module.write_text("def reward(completion, answer):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    pool = RewardPool([domain("only_here:reward")])
+    module.write_text("import no_such_module\n")
+    with pytest.raises(RewardError, match="cannot start: module only_here fails"):
+        asyncio.run(pool.start())
+
+
+PARENT = f"""
+import asyncio, sys
+from tests.rewards.cases import domain, group
+from grpo_megatron.rewards.pool import RewardPool
+
+async def main():
+    pool = RewardPool([domain("{OBEY}")], num_workers=2, timeout_s=1000)
+    await pool.start()
+    print(*(slot.process._process.pid for slot in pool._all_slots), flush=True)
+    await pool.score([group(["loop"])])  # one worker hangs, the other is idle
+
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    pass
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent_and_say_nothing(number):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    os.killpg(parent.pid, number)  # as a terminal's Ctrl-C does: the whole foreground group
+    assert parent.communicate()[1] == ""
+    while any(_alive(pid) for pid in pids):  # the test's own time limit ends a failure
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,70 @@
+"""References, signatures and arguments are checked before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.registry import bind, components_of
+from tests.rewards.cases import HOSTILE, domain
+
+FUNCTIONS = "grpo_megatron.rewards.functions"
+
+
+@pytest.mark.parametrize(("reference", "arguments", "words"), [
+    ("exact_match", {}, ["module:function"]),
+    (f"{FUNCTIONS}:exact_mach", {}, ["no function 'exact_mach'", "did you mean 'exact_match'"]),
+    (f"{FUNCTIONS}:zzz", {}, ["no function 'zzz'", "numeric_match"]),
+    ("no_such_module.rewards:f", {}, ["no module 'no_such_module'", "install it"]),
+    (f"{HOSTILE}:not_a_function", {}, ["int, not a function"]),
+    (f"{HOSTILE}:greedy", {}, ["cannot be called", "def reward(completion: str, answer: str"]),
+    (f"{HOSTILE}:coroutine", {}, ["async"]),
+    (f"{HOSTILE}:scaled", {"facto": 1}, ["'facto' is not an argument", "did you mean 'factor'"]),
+    (f"{HOSTILE}:always_raises", {"prompt": 1}, ["'prompt' is the pool's own"]),
+])
+def test_what_cannot_be_a_reward(reference, arguments, words):
+    with pytest.raises(RewardError) as caught:
+        bind(reference, arguments, where="[[domains]] d")
+    for word in [*words, "[[domains]] d"]:
+        assert word in str(caught.value)
+
+
+def test_errors_inside_a_users_module_are_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
+    (tmp_path / "breaks.py").write_text("1 / 0\n")
+    with pytest.raises(RewardError, match=r"needs_more fails to import.*no_such_dependency"):
+        bind("needs_more:f", {})
+    with pytest.raises(RewardError, match="breaks fails to import: ZeroDivisionError"):
+        bind("breaks:f", {})
+
+
+def test_a_module_beside_the_recipe_needs_no_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_own_rewards.py").write_text("def one(completion, answer):\n    return 1\n")
+    assert bind("my_own_rewards:one", {})("", "", {"prompt": "", "metadata": {}}) == 1
+
+
+def test_a_reward_takes_the_context_that_it_names():
+    context = {"prompt": "p", "metadata": {}}
+    assert bind(f"{HOSTILE}:length", {}).context == ()
+    assert bind(f"{HOSTILE}:obey", {}).context == ("prompt", "metadata")
+    assert bind(f"{HOSTILE}:always_raises", {}).context == ("prompt", "metadata")
+    assert bind(f"{HOSTILE}:scaled", {"factor": 3})("2", "", context) == 6
+
+
+def test_components_have_unique_names():
+    match = f"{FUNCTIONS}:exact_match"
+    with pytest.raises(RewardError, match="two reward components are called 'exact_match'"):
+        components_of(domain(match, match))
+    found = components_of(domain(match, {"function": match, "name": "tagged", "weight": 0.5,
+                                         "arguments": {"answer_tag": "answer"}}))
+    assert [(c.name, c.weight) for c in found] == [("exact_match", 1.0), ("tagged", 0.5)]
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(RewardError, match="needs math_verify"):
+        bind(f"{FUNCTIONS}:math_verify", {})

@@ -1,0 +1,175 @@
+"""Tiny models, real servers and a stand-in for the trainer, for tests of the rollout package."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.engine import serve_command
+from grpo_megatron.rollout.publish import WeightPublisher
+from grpo_megatron.types import Completion
+from grpo_megatron.weights.transfer import WeightSender
+from grpo_megatron.weights.transfer_plan import TransferPlan, entry_of
+
+VOCABULARY = 256
+SIZES = dict(
+    vocab_size=VOCABULARY, hidden_size=128, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, num_hidden_layers=2, intermediate_size=128, max_position_embeddings=512,
+    initializer_range=0.1, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+    tie_word_embeddings=False,
+)
+EXPERTS = dict(
+    moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+    decoder_sparse_step=1, mlp_only_layers=[],
+)
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def make_checkpoint(path: Path, *, moe: bool, seed: int) -> Path:
+    """A random model whose norms and routers are not trivial."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    model = (Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)) if moe
+             else Qwen3ForCausalLM(Qwen3Config(**SIZES)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            if name.endswith("gate.weight"):
+                parameter.mul_(3)
+    model.save_pretrained(path)
+    return path
+
+
+def weights_of(checkpoint: Path) -> Weights:
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint / "model.safetensors")
+
+
+def reference(checkpoint: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def logprob_error(model, prompt: Sequence[int], completion: Completion, temperature=1.0) -> float:
+    """Largest |engine - reference| over the completion's tokens."""
+    ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    expected = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    return float(np.abs(expected - completion.logprobs).max())
+
+
+def reference_routes(model, prompt: Sequence[int], completion: Completion) -> np.ndarray:
+    """Sorted experts `[T_p + T - 1, L, K]` of the reference's router."""
+    ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids, output_router_logits=True).router_logits
+    top = torch.stack([layer.topk(EXPERTS["num_experts_per_tok"], -1).indices for layer in logits])
+    return np.sort(top.transpose(0, 1).numpy()[:-1], -1)
+
+
+def make_config(**rollout) -> RunConfig:
+    base = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.125,
+            "max_new_tokens": 24, "num_threads": 1}
+    return RunConfig.model_validate({
+        "name": "test", "model": {"preset": "tiny-qwen3-moe"},
+        "domains": [{"name": "d", "source": "reasoning_gym", "dataset": "chain_sum",
+                     "template": "{question}",
+                     "rewards": [{"function": "grpo_megatron.rewards.functions:exact_match"}]}],
+        "batch": {"num_prompts": 6, "num_samples_per_prompt": 4},
+        "rollout": base | rollout,
+    })
+
+
+@dataclass
+class Server:
+    """A real server and what is needed to talk to it."""
+
+    config: RunConfig
+    checkpoint: Path
+    port: int
+    process: subprocess.Popen
+    log: Path
+    name: str
+
+    @classmethod
+    def start(cls, name: str, checkpoint: Path, directory: Path, **rollout) -> Server:
+        config = make_config(**rollout)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        argv, environment = serve_command(config, str(checkpoint), 0, port)
+        log = directory / f"{name}.log"
+        with open(log, "w") as file:
+            process = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=file,
+                                       stderr=subprocess.STDOUT, start_new_session=True)
+        return cls(config, checkpoint, port, process, log, name)
+
+    def client(self) -> EngineClient:
+        return EngineClient(f"http://127.0.0.1:{self.port}", name=self.name,
+                            request_timeout_s=60, control_timeout_s=60)
+
+    def wait(self) -> None:
+        async def ready() -> None:
+            async with self.client() as client:
+                await client.wait_ready(180, lambda: self.process.poll() is None)
+                await client.set_weight_version(0)
+        try:
+            asyncio.run(ready())
+        except Exception as error:
+            raise RuntimeError(self.log.read_text()[-3000:]) from error
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+
+
+class Trainer:
+    """Senders on threads, each owning every n-th tensor."""
+
+    def __init__(self, weights: Weights, num_senders: int = 2, sender_class=WeightSender) -> None:
+        entries = [entry_of(n, weights[n], i % num_senders) for i, n in enumerate(sorted(weights))]
+        self.plan = TransferPlan(tuple(entries), num_senders, bucket_bytes=1 << 17)
+        self._sender_class, self.senders = sender_class, []
+
+    async def connect(self, clients: Sequence[EngineClient]) -> WeightPublisher:
+        publisher = WeightPublisher(clients, timeout_s=20)
+        workers = await publisher.num_workers()
+        self.senders = [
+            self._sender_class("127.0.0.1", workers, index=k, timeout_s=20)
+            for k in range(self.plan.num_senders)
+        ]
+        await publisher.prepare([("127.0.0.1", s.port) for s in self.senders], self._join)
+        return publisher
+
+    async def _join(self) -> None:
+        await asyncio.gather(*(asyncio.to_thread(s.join) for s in self.senders))
+
+    async def send(self, weights: Weights, version: int) -> dict[str, str]:
+        def one(sender: WeightSender) -> dict[str, str]:
+            mine = [(e.name, weights[e.name]) for e in self.plan.of_sender(sender.index)]
+            return sender.send(mine, self.plan, publish=version)
+        parts = await asyncio.gather(*(asyncio.to_thread(one, s) for s in self.senders))
+        return {name: digest for part in parts for name, digest in part.items()}
+
+    async def publish(self, clients: Sequence[EngineClient], weights: Weights, version: int):
+        publisher = await self.connect(clients)
+        await publisher.publish(version, self.plan, lambda: self.send(weights, version))

@@ -1,0 +1,282 @@
+"""The client, the plugin and publishing against real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rollout.publish import WeightPublisher
+from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.types import Prompt
+from grpo_megatron.weights.transfer import WeightSender
+from tests.rollout.engines import (
+    VOCABULARY,
+    Trainer,
+    logprob_error,
+    reference,
+    reference_routes,
+    weights_of,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+PROMPT = [(7 * i) % VOCABULARY for i in range(3, 40)]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def models(checkpoints):
+    return {path: reference(path) for path in (
+        checkpoints.moe, checkpoints.other_moe, checkpoints.dense)}
+
+
+async def _restore(client, checkpoint, version: int = 0) -> None:
+    await WeightPublisher([client]).publish_file(version, str(checkpoint))
+
+
+@pytest.mark.parametrize("which", ["moe", "moe_tp2", "dense"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_are_the_references(servers, models, which, temperature):
+    server = getattr(servers, which)
+
+    async def run():
+        async with server.client() as client:
+            await _restore(client, server.checkpoint)
+            return await client.generate(PROMPT, n=1 if temperature == 0 else 4, max_tokens=24,
+                                         temperature=temperature)
+
+    for completion in asyncio.run(run()):
+        # A greedy token's log-prob is that of temperature 1.
+        error = logprob_error(models[server.checkpoint], PROMPT, completion, temperature or 1.0)
+        assert error < TOLERANCE
+
+
+def test_publish_from_two_senders_to_tp1_and_tp2(servers, checkpoints, models):
+    """Weights arrive everywhere, with their version, and replace the prefix cache's as well."""
+    weights = weights_of(checkpoints.other_moe)
+
+    async def run():
+        async with servers.moe.client() as one, servers.moe_tp2.client() as two:
+            await _restore(one, checkpoints.moe)
+            await _restore(two, checkpoints.moe)
+            before = [await c.generate(PROMPT, max_tokens=24, seed=1) for c in (one, two)]
+            await Trainer(weights).publish([one, two], weights, version=7)
+            after = [await c.generate(PROMPT, max_tokens=24, seed=1) for c in (one, two)]
+            return before, after
+
+    before, after = asyncio.run(run())
+    for old, new in zip(before, after, strict=True):
+        assert logprob_error(models[checkpoints.moe], PROMPT, old[0]) < TOLERANCE
+        assert logprob_error(models[checkpoints.other_moe], PROMPT, new[0]) < TOLERANCE
+        assert [s.version for s in old[0].versions] == [0]
+        assert [s.version for s in new[0].versions] == [7]
+
+
+def test_publish_repeats_on_the_same_groups(servers, checkpoints, models):
+    weights = [weights_of(checkpoints.moe), weights_of(checkpoints.other_moe)]
+
+    async def run():
+        async with servers.moe.client() as client:
+            trainer = Trainer(weights[0])
+            publisher = await trainer.connect([client])
+            for version in range(1, 6):
+                chosen = weights[version % 2]
+                await publisher.publish(
+                    version, trainer.plan, lambda c=chosen, v=version: trainer.send(c, v))
+            return await client.generate(PROMPT, max_tokens=24)
+
+    completion, = asyncio.run(run())
+    assert logprob_error(models[checkpoints.other_moe], PROMPT, completion) < TOLERANCE
+    assert completion.versions[0].version == 5
+
+
+def test_version_spans_of_a_publish_in_flight(servers, checkpoints, models):
+    """With `keep`, a completion continues under the new weights and says from where on."""
+    weights = weights_of(checkpoints.other_moe)
+
+    async def run():
+        async with servers.moe.client() as client:
+            await _restore(client, checkpoints.moe)
+            trainer = Trainer(weights)
+            publisher = await trainer.connect([client])
+            publisher.pause_mode = "keep"
+            running = asyncio.ensure_future(client.generate(
+                PROMPT, n=32, max_tokens=200, record_routes=True))
+            await asyncio.sleep(0.3)
+            await publisher.publish(1, trainer.plan, lambda: trainer.send(weights, 1))
+            return await running
+
+    completions = asyncio.run(run())
+    for completion in completions[:4]:
+        old, new = completion.versions
+        assert (old.version, new.version) == (0, 1) and old.end == new.start
+        for span, checkpoint in ((old, checkpoints.moe), (new, checkpoints.other_moe)):
+            part = slice(span.start, span.end)
+            error = _span_error(models[checkpoint], completion, part)
+            assert error < TOLERANCE
+
+
+def _span_error(model, completion, part) -> float:
+    import torch
+
+    ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    expected = logprobs.gather(-1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
+    return float(np.abs(expected - completion.logprobs)[part].max())
+
+
+def test_routes_are_the_references(servers, checkpoints, models):
+    """Cold, and with the prompt's routes coming from the prefix cache."""
+    async def run():
+        async with servers.moe.client() as client:
+            await _restore(client, checkpoints.moe)
+            return [c for _ in range(2) for c in await client.generate(
+                PROMPT, n=4, max_tokens=24, record_routes=True)]
+
+    equal = rows = 0
+    for completion in asyncio.run(run()):
+        expected = reference_routes(models[checkpoints.moe], PROMPT, completion)
+        assert completion.routes.shape == expected.shape
+        equal += (np.sort(completion.routes, -1) == expected).all(-1).sum()
+        rows += expected[..., 0].size
+    assert equal == rows
+
+
+class _FlipsABit(WeightSender):
+    """Corrupts one bit of the first bucket after digests were taken."""
+
+    def _pack(self, bucket, tensors):
+        data = super()._pack(bucket, tensors)
+        if self.index == 1:
+            data[5] ^= 1
+        return data
+
+
+def test_corruption_on_the_wire_is_found(servers, checkpoints):
+    weights = weights_of(checkpoints.other_moe)
+
+    async def run():
+        async with servers.moe.client() as client:
+            try:
+                with pytest.raises(MismatchError, match="worker 0 of moe") as caught:
+                    await Trainer(weights, sender_class=_FlipsABit).publish([client], weights, 3)
+                paused = await client._control("/is_paused", method="GET")
+                assert paused["is_paused"], "engines must stay paused after a mismatch"
+                return caught.value
+            finally:
+                await _restore(client, checkpoints.moe)
+
+    error = asyncio.run(run())
+    first_of_sender_1 = sorted(weights)[1]
+    assert first_of_sender_1 in str(error)
+
+
+def test_sabotage_after_the_wire_passes_digests_but_changes_logprobs(
+        servers, checkpoints, models):
+    """What the canary is for: the digests agree and the engine computes something else."""
+    weights = weights_of(checkpoints.moe)
+
+    async def run():
+        async with servers.moe.client() as client:
+            try:
+                await client.call_workers("sabotage_next_update", name_contains="mlp.gate.weight",
+                                          noise=0.5)
+                await Trainer(weights).publish([client], weights, 4)
+                wrong = await client.generate(PROMPT, max_tokens=24)
+                await Trainer(weights).publish([client], weights, 5)
+                return wrong, await client.generate(PROMPT, max_tokens=24)
+            finally:
+                await _restore(client, checkpoints.moe)
+
+    wrong, right = asyncio.run(run())
+    assert logprob_error(models[checkpoints.moe], PROMPT, wrong[0]) > 1e-2
+    assert logprob_error(models[checkpoints.moe], PROMPT, right[0]) < TOLERANCE
+
+
+def test_deterministic_mode_ignores_order_and_concurrency(servers, checkpoints):
+    prompts = [Prompt(f"p{i}", "d", "", tuple(PROMPT[: 10 + 4 * i]), "") for i in range(6)]
+
+    async def sample(order: list[Prompt], concurrency: int, reset: bool):
+        rollout = servers.moe.config.rollout.model_copy(
+            update={"max_concurrent_requests": concurrency, "max_num_seqs": concurrency})
+        config = servers.moe.config.model_copy(update={"rollout": rollout})
+        async with servers.moe.client() as client:
+            if reset:
+                await client.reset_prefix_cache()
+            result = await RolloutWorker(config, ReplicaPool.of([client])).rollouts(3, order)
+            return {g.prompt.prompt_id: g.completions for g in result.groups}
+
+    async def run():
+        async with servers.moe.client() as client:
+            await _restore(client, checkpoints.moe)
+        shuffled = random.Random(0).sample(prompts, len(prompts))
+        return [await sample(prompts, 24, True), await sample(shuffled, 3, False),
+                await sample(prompts[::-1], 1, True)]
+
+    first, *others = asyncio.run(run())
+    assert len({c.token_ids.tobytes() for g in first.values() for c in g}) > 12
+    for other in others:
+        for prompt_id, completions in first.items():
+            for a, b in zip(completions, other[prompt_id], strict=True):
+                np.testing.assert_array_equal(a.token_ids, b.token_ids)
+                np.testing.assert_array_equal(a.logprobs, b.logprobs)
+                np.testing.assert_array_equal(a.routes, b.routes)
+
+
+def test_stop_tokens_end_completions_and_the_checkpoints_do_not(servers):
+    """generation_config.json names token 2 as the end; only the request's own stop tokens count."""
+    async def run():
+        async with servers.dense.client() as client:
+            free = await client.generate(PROMPT, n=32, max_tokens=60, seed=0)
+            stop = await client.generate(PROMPT, n=32, max_tokens=60, seed=0,
+                                         stop_token_ids=range(40))
+            return free, stop
+
+    free, stop = asyncio.run(run())
+    assert {c.finish_reason for c in free} == {"length"}
+    assert any(2 in c.token_ids[:-1] for c in free)
+    for completion in stop:
+        assert completion.finish_reason == "stop" and completion.token_ids[-1] < 40
+        assert (completion.token_ids[:-1] >= 40).all()
+
+
+def test_refusals_are_not_retried(servers):
+    async def run():
+        async with servers.dense.client() as client:
+            await client.generate([5] * 300, max_tokens=4)
+
+    with pytest.raises(EngineError, match="400"):
+        asyncio.run(run())
+
+
+def test_killed_server_ends_in_a_clear_error(checkpoints, servers, tmp_path):
+    """kill -9 while requests are in flight. Last test: it takes the dense server away."""
+    server = servers.dense
+    prompts = [Prompt(f"p{i}", "d", "", tuple(PROMPT), "") for i in range(8)]
+    dead = []
+
+    async def run():
+        async with server.client() as client:
+            pool = ReplicaPool.of([client], on_death=dead.append)
+            config = make_long(server.config)
+            work = asyncio.ensure_future(RolloutWorker(config, pool).rollouts(0, prompts))
+            await asyncio.sleep(0.5)
+            assert not work.done()
+            server.process.kill()
+            await work
+
+    with pytest.raises(EngineError, match="no rollout engine is alive.*dense"):
+        asyncio.run(run())
+    assert [replica.client.name for replica in dead] == ["dense"]
+
+
+def make_long(config):
+    rollout = config.rollout.model_copy(update={"max_new_tokens": 200})
+    batch = config.batch.model_copy(update={"num_samples_per_prompt": 64})
+    return config.model_copy(update={"rollout": rollout, "batch": batch})

@@ -1,0 +1,84 @@
+"""The command line and environment of a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_megatron.rollout import engine
+from grpo_megatron.rollout.seeds import derive_seed
+from tests.rollout.engines import make_config
+
+
+def command(monkeypatch, on_cpu: bool, replica: int = 0, host: str = "127.0.0.1", **rollout):
+    monkeypatch.setattr(engine, "is_cpu_build", lambda: on_cpu)
+    return engine.serve_command(make_config(**rollout), "/model", replica, 8000, host)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_what_every_server_needs(monkeypatch, on_cpu):
+    argv, environment = command(monkeypatch, on_cpu)
+    text = " ".join(argv)
+    for part in ("--model /model", "--host 127.0.0.1", "--port 8000", "--enable-scale-out",
+                 "--logprobs-mode processed_logprobs", "--dtype float32"):
+        assert part in text
+    assert "--enable-return-routed-experts" not in text
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+
+
+def test_routes_and_own_arguments(monkeypatch):
+    argv, _ = command(monkeypatch, False, record_routes=True,
+                      engine_arguments=("--gpu-memory-utilization", "0.5"))
+    assert "--enable-return-routed-experts" in argv and argv[-1] == "0.5"
+
+
+def test_cpu_only_where_it_must_differ(monkeypatch):
+    argv, environment = command(monkeypatch, True, deterministic=True, num_threads=3)
+    assert "--enforce-eager" in argv and "--no-enable-chunked-prefill" in argv
+    assert environment["OMP_NUM_THREADS"] == "3"
+    argv, environment = command(monkeypatch, False, deterministic=True)
+    assert "--enforce-eager" not in argv and "OMP_NUM_THREADS" not in environment
+    assert environment["VLLM_BATCH_INVARIANT"] == "1"
+
+
+def test_only_one_worker_may_run_inside_the_engine_core(monkeypatch):
+    argv, environment = command(monkeypatch, True)
+    assert "--distributed-executor-backend" in argv
+    assert environment[engine.FORK_VARIABLE] == "1"
+    argv, environment = command(monkeypatch, True, tensor_parallel_size=2)
+    assert "--distributed-executor-backend" not in argv
+    assert environment[engine.FORK_VARIABLE] == "0"
+
+
+def test_replicas_have_different_random_numbers(monkeypatch):
+    seeds = []
+    for replica in range(3):
+        argv, _ = command(monkeypatch, True, replica=replica)
+        seeds.append(argv[argv.index("--seed") + 1])
+    assert len(set(seeds)) == 3
+
+
+def test_loopback_servers_use_no_other_interface(monkeypatch):
+    assert command(monkeypatch, True)[1]["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in command(monkeypatch, True, host="10.0.0.7")[1]
+
+
+def test_cores_are_shared(monkeypatch):
+    monkeypatch.setattr(engine.os, "sched_getaffinity", lambda _: set(range(16)))
+    assert engine.num_threads(make_config(num_threads=None)) == 15
+    assert engine.num_threads(make_config(num_threads=None, num_replicas=2)) == 7
+    assert engine.num_threads(
+        make_config(num_threads=None, num_replicas=2, tensor_parallel_size=2)) == 3
+    assert engine.num_threads(make_config(num_threads=None, num_replicas=32)) == 1
+
+
+def test_seeds_depend_on_every_part():
+    parts = [(s, t, p, g) for s in (0, 1) for t in (0, 1, 10) for p in ("a", "1", "10")
+             for g in (0, 1)]
+    seeds = {derive_seed(*p) for p in parts}
+    assert len(seeds) == len(parts) and all(0 <= s < 2**31 for s in seeds)
+    assert derive_seed(1, "1") != derive_seed("1", 1)
+    assert derive_seed(7, 3, "add-17", 2) == GOLDEN_SEED
+
+
+GOLDEN_SEED = 1674585042  # runs resume across versions of this package

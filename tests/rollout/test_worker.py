@@ -1,0 +1,234 @@
+"""Scheduling over replicas with fake engines: order, retries, death, cancellation, shards."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from grpo_megatron.errors import EngineError
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.types import Prompt, RolloutGroup
+from tests.rollout.engines import make_config
+from tests.rollout.fake_engine import answer, fake_engines
+
+PROMPTS = [Prompt(f"p{i}", "d", "", (i, i + 1), "") for i in range(10)]
+
+
+def run(scenario, engines: int = 1, **rollout):
+    """Run `scenario(engines, pool, worker)` with clients of fake engines."""
+    async def main():
+        async with fake_engines(engines) as started:
+            clients = [EngineClient(e.url, name=f"replica {i}", request_timeout_s=2)
+                       for i, e in enumerate(started)]
+            config = make_config(max_new_tokens=4, **rollout)
+            pool = ReplicaPool.of(clients, max_attempts=config.rollout.max_attempts)
+            try:
+                return await scenario(started, pool, RolloutWorker(config, pool))
+            finally:
+                for client in clients:
+                    await client.close()
+    return asyncio.run(main())
+
+
+def expected(prompt: Prompt, child: int = 0, seed: int = 0) -> list[int]:
+    request = {"token_ids": prompt.token_ids,
+               "sampling_params": {"n": child + 1, "max_tokens": 4, "seed": seed}}
+    return answer(request)["choices"][child]["token_ids"]
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_groups_come_in_prompt_order(engines):
+    async def scenario(started, pool, worker):
+        for i, engine in enumerate(started):
+            engine.delay_s = 0.02 * i
+        return (await worker.rollouts(0, PROMPTS)).groups
+
+    groups = run(scenario, engines)
+    assert [g.prompt for g in groups] == PROMPTS
+    for group in groups:
+        assert [c.token_ids.tolist() for c in group.completions] == [
+            expected(group.prompt, child) for child in range(4)]
+
+
+def test_deterministic_mode_sends_one_seeded_request_a_sample():
+    async def scenario(started, pool, worker):
+        first = await worker.rollouts(2, PROMPTS)
+        again = await worker.rollouts(2, PROMPTS[::-1])
+        other = await worker.rollouts(3, PROMPTS)
+        return started[0].requests, first, again, other
+
+    requests, first, again, other = run(scenario, deterministic=True)
+    assert len(requests) == 3 * 40 and {r["sampling_params"]["n"] for r in requests} == {1}
+    seeds = {r["sampling_params"]["seed"] for r in requests}
+    assert len(seeds) == 80 and all(0 <= s < 2**31 for s in seeds)
+    ids = [[c.token_ids.tolist() for c in g.completions] for g in first.groups]
+    assert ids == [[c.token_ids.tolist() for c in g.completions] for g in again.groups[::-1]]
+    assert ids != [[c.token_ids.tolist() for c in g.completions] for g in other.groups]
+
+
+def test_concurrency_is_bounded():
+    async def scenario(started, pool, worker):
+        started[0].delay_s = 0.01
+        await worker.rollouts(0, PROMPTS)
+        return started[0].most_running
+
+    assert run(scenario, max_concurrent_requests=3) == 3
+
+
+async def _server_error(_):
+    return web.Response(status=500, text="engine core died")
+
+
+async def _hang(_):
+    await asyncio.sleep(60)
+
+
+async def _break_connection(_):
+    raise ConnectionResetError  # aiohttp drops the connection
+
+
+@pytest.mark.parametrize("failure", [_server_error, _hang, _break_connection])
+def test_a_dead_replica_is_left_and_named(failure):
+    async def scenario(started, pool, worker):
+        started[1].generate, started[1].healthy = failure, False
+        groups = (await worker.rollouts(0, PROMPTS)).groups
+        return groups, [r.is_alive for r in pool.replicas], pool.replicas[1].cause_of_death
+
+    groups, alive, cause = run(scenario, engines=2)
+    assert [g.prompt for g in groups] == PROMPTS and {g.replica for g in groups} == {0}
+    assert alive == [True, False] and "replica 1" in str(cause)
+
+
+def test_a_stopped_server_is_left():
+    async def scenario(started, pool, worker):
+        await started[0].stop()
+        started[0].runner.cleanup = _nothing
+        return (await worker.rollouts(0, PROMPTS)).groups
+
+    assert {g.replica for g in run(scenario, engines=2)} == {1}
+
+
+async def _nothing():
+    pass
+
+
+def test_a_passing_failure_is_retried_on_the_only_replica():
+    async def scenario(started, pool, worker):
+        engine, failed = started[0], set()
+
+        async def once(request):
+            key = tuple(request["token_ids"])
+            if key not in failed:
+                failed.add(key)
+                return await _server_error(request)
+            return await engine.answer(request)
+
+        engine.generate = once
+        return (await worker.rollouts(0, PROMPTS)).groups, pool.replicas[0].is_alive
+
+    groups, alive = run(scenario)
+    assert len(groups) == 10 and alive
+
+
+def test_attempts_are_limited():
+    async def scenario(started, pool, worker):
+        started[0].generate = _server_error
+        with pytest.raises(EngineError, match="replica 0 answered .* 500") as caught:
+            await worker.rollouts(0, PROMPTS[:1])
+        return len(started[0].requests), caught.value.__notes__
+
+    assert run(scenario, max_attempts=2) == (2, ["after 2 attempts"])
+
+
+def test_the_last_death_is_named():
+    async def scenario(started, pool, worker):
+        for engine in started:
+            engine.generate, engine.healthy = _server_error, False
+        with pytest.raises(EngineError, match="no rollout engine is alive: all 2 died") as caught:
+            await worker.rollouts(0, PROMPTS)
+        with pytest.raises(EngineError, match="no rollout engine is alive"):
+            await worker.greedy(PROMPTS, 4)
+        return str(caught.value)
+
+    assert "replica" in run(scenario, engines=2)
+
+
+def test_refused_requests_are_not_retried():
+    async def refuse(_):
+        return web.Response(status=400, text="prompt is too long")
+
+    async def scenario(started, pool, worker):
+        started[0].generate = refuse
+        with pytest.raises(EngineError, match="prompt is too long"):
+            await worker.rollouts(0, PROMPTS[:1])
+        return len(started[0].requests), pool.replicas[0].is_alive
+
+    assert run(scenario) == (1, True)
+
+
+def test_cancelling_ends_requests_in_flight():
+    async def scenario(started, pool, worker):
+        started[0].generate = _hang
+        task = asyncio.ensure_future(worker.rollouts(0, PROMPTS))
+        while started[0].running < 5:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.1)
+        return started[0].running, started[0].cancelled, pool.replicas[0].in_flight
+
+    running, cancelled, in_flight = run(scenario, max_concurrent_requests=5)
+    assert (running, cancelled, in_flight) == (0, 5, 0)
+
+
+def test_greedy_asks_for_one_completion_at_temperature_0():
+    async def scenario(started, pool, worker):
+        completions = await worker.greedy(PROMPTS, 4)
+        return completions, started[0].requests
+
+    completions, requests = run(scenario)
+    assert [c.token_ids.tolist() for c in completions] == [expected(p) for p in PROMPTS]
+    assert {(r["sampling_params"]["n"], r["sampling_params"]["temperature"])
+            for r in requests} == {(1, 0.0)}
+
+
+@dataclass
+class MemoryShard:
+    path: Path
+    groups: list[RolloutGroup] = field(default_factory=list)
+    closed: bool = False
+
+    def append(self, group):
+        self.groups.append(group)
+        return len(self.groups) - 1
+
+    def close(self):
+        self.closed = True
+        return self
+
+
+def test_every_group_is_in_its_replicas_shard(tmp_path):
+    async def scenario(started, pool, worker):
+        for engine in started:
+            engine.delay_s = 0.01
+        return await worker.rollouts(0, PROMPTS, directory=tmp_path, open_shard=MemoryShard)
+
+    step = run(scenario, engines=2, max_concurrent_requests=2)
+    assert [s.path.name for s in step.shards] == [
+        "rollout-0.safetensors", "rollout-1.safetensors"]
+    assert all(s.closed for s in step.shards)
+    for group, (shard, first) in zip(step.groups, step.places, strict=True):
+        samples = [c for g in step.shards[shard].groups for c in g.completions]
+        np.testing.assert_array_equal(samples[first].token_ids, group.completions[0].token_ids)
+        assert step.shards[shard].path.name == f"rollout-{group.replica}.safetensors"
+    for shard in step.shards:
+        order = [int(g.prompt.prompt_id[1:]) for g in shard.groups]
+        assert order == sorted(order)

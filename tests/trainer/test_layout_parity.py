@@ -1,0 +1,109 @@
+"""Loss, gradients, pre-clip gradient norm and trained weights do not depend on the layout.
+
+These run on gloo with CPU kernels: they say nothing about NCCL, CUDA streams or fused kernels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+TOLERANCE = 1e-5
+
+LAYOUTS_2 = {
+    "dp2": {},
+    "tp2_sp": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
+    "pp2_vpp2": {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
+    "pp2_recompute": {"pipeline_parallel_size": 2, "recompute": "full"},
+    "ep2": {"expert_parallel_size": 2},
+    "ep2_selective": {"expert_parallel_size": 2, "recompute": "selective"},
+    "tp2_etp1": {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 1},
+}
+LAYOUTS_4 = {
+    "pp2_ep2": {"pipeline_parallel_size": 2, "expert_parallel_size": 2},
+    "tp2_sp_pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "etp2_ep2": {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 2,
+                 "expert_parallel_size": 2},
+    "tp2_ep4_etp1": {"tensor_parallel_size": 2, "expert_parallel_size": 4,
+                     "expert_tensor_parallel_size": 1},
+    "pp2_vpp2_ep2_recompute": {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2,
+                               "expert_parallel_size": 2, "recompute": "full"},
+}
+TRAIN = "tests.trainer.cases:train_three_steps"
+
+
+@pytest.fixture(scope="session")
+def reference(world1, moe_model, samples):
+    return world1.run(TRAIN, model=moe_model, samples=samples, layout={})
+
+
+@pytest.fixture(scope="session")
+def reference_gradients(world1, moe_model, samples):
+    return world1.run(TRAIN, model=moe_model, samples=samples, layout={}, gradients=True)
+
+
+def assert_same(found: dict, expected: dict, tolerance: float = TOLERANCE) -> None:
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=tolerance, atol=1e-7)
+    np.testing.assert_allclose(found["norms"], expected["norms"], rtol=tolerance)
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, tensor in expected["tensors"].items():
+        scale = np.abs(tensor).max()
+        worst = np.abs(found["tensors"][name] - tensor).max()
+        assert worst <= tolerance * max(scale, 1e-3), f"{name}: {worst} of {scale}"
+
+
+def test_the_reference_trains(reference):
+    assert len(set(reference["losses"])) == 3
+    assert reference["num_microbatches"] > 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_2)
+def test_two_ranks_equal_one(world2, reference, moe_model, samples, layout):
+    found = world2.run(TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_2[layout])
+    np.testing.assert_allclose(found["losses"], reference["losses"], rtol=TOLERANCE, atol=1e-7)
+    np.testing.assert_allclose(found["norms"], reference["norms"], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_2)
+def test_gradients_of_two_ranks_equal_one(world2, reference_gradients, moe_model, samples,
+                                          layout):
+    found = world2.run(TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_2[layout],
+                       gradients=True)
+    assert_same(found, reference_gradients)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_4)
+def test_four_ranks_equal_one(world4, reference, moe_model, samples, layout):
+    found = world4.run(TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_4[layout])
+    np.testing.assert_allclose(found["losses"], reference["losses"], rtol=TOLERANCE, atol=1e-7)
+    np.testing.assert_allclose(found["norms"], reference["norms"], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_4)
+def test_gradients_of_four_ranks_equal_one(world4, reference_gradients, moe_model, samples,
+                                           layout):
+    found = world4.run(TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_4[layout],
+                       gradients=True)
+    assert_same(found, reference_gradients)
+
+
+@pytest.mark.parametrize("preset", ["gspo", "grpo"])
+@pytest.mark.parametrize("tokens", [24, 10_000])
+def test_the_split_into_microbatches_does_not_matter(world1, moe_model, samples, preset, tokens):
+    """10 000: everything in one micro-batch; 24: hardly two samples together."""
+    expected = world1.run(TRAIN, model=moe_model, samples=samples, layout={}, preset=preset,
+                          gradients=True)
+    found = world1.run(TRAIN, model=moe_model, samples=samples, preset=preset, gradients=True,
+                       layout={"max_tokens_per_microbatch": tokens})
+    assert found["num_microbatches"] != expected["num_microbatches"]
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+def test_dense_and_tied_models(world1, world2, dense_model, tied_model, samples, layout):
+    for model in (dense_model, tied_model):
+        expected = world1.run(TRAIN, model=model, samples=samples, layout={}, gradients=True)
+        found = world2.run(TRAIN, model=model, samples=samples, layout=LAYOUTS_2[layout],
+                           gradients=True)
+        assert_same(found, expected)

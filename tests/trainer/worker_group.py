@@ -1,0 +1,130 @@
+"""Long-lived process groups for tests: processes start slowly, so one group runs many cases.
+
+A case is a function `module:name` that every rank calls with the same keyword arguments; rank 0's
+return value comes back. Run as a module it is one worker.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any
+
+
+CASE_TIMEOUT_S = 120.0
+
+
+class CaseError(AssertionError):
+    """A case raised on some rank."""
+
+
+class WorkerGroup:
+    """`world_size` processes on gloo."""
+
+    def __init__(self, world_size: int):
+        listener = socket.create_server(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            store_port = probe.getsockname()[1]
+        self._processes, self._links, self._broken = [], [], ""
+        for rank in range(world_size):
+            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                   "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(store_port), "OMP_NUM_THREADS": "1"}
+            self._processes.append(subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", __name__, str(listener.getsockname()[1])],
+                env=env, stdin=subprocess.DEVNULL))
+        by_rank = {}
+        listener.settimeout(120)
+        for _ in range(world_size):
+            link, _ = listener.accept()
+            by_rank[_receive(link)] = link
+        self._links = [by_rank[rank] for rank in range(world_size)]
+        listener.close()
+
+    def run(self, case: str, **arguments: Any) -> Any:
+        """Call `module:name` on all ranks; rank 0's answer."""
+        if self._broken:
+            raise CaseError(f"an earlier case broke this group: {self._broken}")
+        for link in self._links:
+            _send(link, (case, arguments))
+        try:
+            return self._answers(case)
+        except CaseError:
+            self._broken = case  # ranks may be left inside a collective
+            for process in self._processes:
+                process.kill()
+            raise
+
+    def _answers(self, case: str) -> Any:
+        """Rank 0's answer; the first failure ends the wait, since it makes other ranks hang."""
+        waiting, answers = dict(enumerate(self._links)), {}
+        deadline = time.monotonic() + CASE_TIMEOUT_S
+        while waiting:
+            ready, _, _ = select.select(list(waiting.values()), [], [],
+                                        max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise CaseError(f"{case}: ranks {sorted(waiting)} did not finish")
+            for rank in [r for r, link in waiting.items() if link in ready]:
+                ok, answers[rank] = _receive(waiting.pop(rank))
+                if not ok:
+                    raise CaseError(f"rank {rank}:\n{answers[rank]}")
+        return answers[0]
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _send(link: socket.socket, value: Any) -> None:
+    data = pickle.dumps(value)
+    link.sendall(struct.pack("<Q", len(data)) + data)
+
+
+def _receive(link: socket.socket) -> Any:
+    (size,) = struct.unpack("<Q", _exactly(link, 8))
+    return pickle.loads(_exactly(link, size))
+
+
+def _exactly(link: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        block = link.recv(min(size - len(data), 1 << 20))
+        if not block:
+            raise EOFError("the other side of the worker group has gone")
+        data += block
+    return data
+
+
+def _worker(port: int) -> None:
+    link = socket.create_connection(("127.0.0.1", port))
+    _send(link, int(os.environ["RANK"]))
+    while True:
+        try:
+            case, arguments = _receive(link)
+        except EOFError:
+            return
+        module, name = case.split(":")
+        try:
+            answer = (True, getattr(importlib.import_module(module), name)(**arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        _send(link, answer)
+
+
+if __name__ == "__main__":
+    _worker(int(sys.argv[1]))
+    os._exit(0)

@@ -1,0 +1,225 @@
+"""Senders and receivers without any engine: packing, order, failures."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.errors import MismatchError
+from grpo_megatron.weights.digests import digest_tensor
+from grpo_megatron.weights.transfer import TransferError, WeightReceiver, WeightSender
+from grpo_megatron.weights.transfer_plan import ALIGNMENT, TensorEntry, TransferPlan, entry_of
+
+HOST = "127.0.0.1"
+
+
+def tensors_of(sender: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sender)
+    shapes = {"a": (300, 7), "b": (3,), "c": (), "d": (1000, 40), "e": (0, 5), "f": (5, 5, 5)}
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32,
+              torch.float16]
+    return {
+        f"{name}{sender}": torch.randn(shape, generator=generator).to(dtype)
+        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
+    }
+
+
+def plan_of(num_senders: int, bucket_bytes: int = 4096) -> TransferPlan:
+    entries = [entry_of(n, t, k) for k in range(num_senders) for n, t in tensors_of(k).items()]
+    return TransferPlan(tuple(entries), num_senders, bucket_bytes)
+
+
+class Session:
+    """Senders, and receivers on threads; errors are kept by name."""
+
+    def __init__(self, num_senders: int, num_workers: int, timeout_s: float = 20.0):
+        self.plan = plan_of(num_senders)
+        self.senders = [WeightSender(HOST, num_workers, index=k, timeout_s=timeout_s)
+                        for k in range(num_senders)]
+        self.num_workers, self.timeout_s = num_workers, timeout_s
+        self.results, self.loaded = {}, [dict() for _ in range(num_workers)]
+        self.receivers = [None] * num_workers
+
+    def receive(self, worker: int, publish: int) -> dict[str, str]:
+        if self.receivers[worker] is None:
+            addresses = [(HOST, s.port) for s in self.senders]
+            self.receivers[worker] = WeightReceiver(
+                addresses, rank=1 + worker, world_size=1 + self.num_workers,
+                timeout_s=self.timeout_s)
+        return self.receivers[worker].receive(
+            self.plan, self.loaded[worker].update, publish=publish)
+
+    def run(self, publish: int = 0, send=None) -> None:
+        send = send or (lambda s: s.send(tensors_of(s.index).items(), self.plan, publish=publish))
+
+        def keep(name, function, *arguments):
+            try:
+                self.results[name] = function(*arguments)
+            except BaseException as error:
+                self.results[name] = error
+
+        threads = [threading.Thread(target=keep, args=(f"sender {s.index}", send, s))
+                   for s in self.senders]
+        threads += [threading.Thread(target=keep, args=(f"worker {w}", self.receive, w, publish))
+                    for w in range(self.num_workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "hung"
+
+
+@pytest.mark.parametrize(("num_senders", "num_workers"), [(1, 1), (2, 3), (3, 1)])
+def test_everything_arrives(num_senders, num_workers):
+    session = Session(num_senders, num_workers)
+    for publish in (1, 2):
+        session.run(publish)
+        sent = {}
+        for k in range(num_senders):
+            sent |= session.results[f"sender {k}"]
+            for name, tensor in tensors_of(k).items():
+                assert sent[name] == digest_tensor(tensor)
+                for loaded in session.loaded:
+                    assert torch.equal(loaded[name], tensor)
+                    assert loaded[name].dtype == tensor.dtype
+        for w in range(num_workers):
+            assert session.results[f"worker {w}"] == sent
+
+
+def test_senders_listen_on_their_host_only():
+    sender = WeightSender(HOST, 1)
+    local = f"0100007F:{sender.port:04X}"
+    with open("/proc/net/tcp") as four, open("/proc/net/tcp6") as six:
+        lines = [line.split()[1] for line in [*four, *six] if f":{sender.port:04X} " in line]
+    assert local in lines
+    assert not [address for address in lines if set(address.split(":")[0]) == {"0"}]
+
+
+def test_the_wrong_tensor_is_named_and_workers_are_told():
+    session = Session(1, 1)
+    wrong = tensors_of(0) | {"d0": torch.zeros(1000, 41, dtype=torch.bfloat16)}
+    session.run(send=lambda s: s.send(wrong.items(), session.plan))
+    assert isinstance(session.results["sender 0"], MismatchError)
+    assert "'d0' torch.bfloat16 (1000, 41)" in str(session.results["sender 0"])
+    assert isinstance(session.results["worker 0"], TransferError)
+    assert "weight sender 0" in str(session.results["worker 0"])
+    assert "gave up" in str(session.results["worker 0"])
+
+
+@pytest.mark.parametrize("change", ["missing", "extra"])
+def test_missing_and_extra_tensors(change):
+    session = Session(1, 1)
+    tensors = tensors_of(0)
+    if change == "missing":
+        tensors.popitem()
+    else:
+        tensors["new"] = torch.zeros(1)
+    session.run(send=lambda s: s.send(tensors.items(), session.plan))
+    assert isinstance(session.results["sender 0"], MismatchError)
+    assert ("f0" if change == "missing" else "new") in str(session.results["sender 0"])
+
+
+def test_a_source_that_raises_ends_both_sides_and_the_groups_stay_usable():
+    session = Session(1, 1)
+
+    def broken():
+        yield from list(tensors_of(0).items())[:4]
+        raise OSError("disk")
+
+    session.run(publish=1, send=lambda s: s.send(broken(), session.plan, publish=1))
+    assert isinstance(session.results["sender 0"], OSError)
+    assert "gave up publish 1" in str(session.results["worker 0"])
+    session.run(publish=2)
+    assert session.results["worker 0"] == session.results["sender 0"]
+
+
+def test_another_publish_number_is_refused():
+    session = Session(1, 1, timeout_s=3.0)
+    session.run(publish=5, send=lambda s: s.send(
+        tensors_of(0).items(), session.plan, publish=4))
+    assert "[4, 0," in str(session.results["worker 0"])
+
+
+def test_a_silent_sender_ends_in_a_timeout_that_names_it():
+    session = Session(2, 1, timeout_s=3.0)
+    start = time.monotonic()
+
+    def send(sender):
+        sender.join()
+        if sender.index == 0:
+            return sender.send(tensors_of(0).items(), session.plan)
+        return None  # sender 1 hangs
+
+    session.run(send=send)
+    assert isinstance(session.results["worker 0"], TransferError)
+    assert "weight sender 1" in str(session.results["worker 0"])
+    assert time.monotonic() - start < 20
+
+
+def test_workers_that_never_join():
+    with pytest.raises(TransferError, match="sender 0 waiting for 2 workers"):
+        WeightSender(HOST, 2, timeout_s=2.0).join()
+
+
+def _send_forever(pipe):
+    sender = WeightSender(HOST, 1, timeout_s=20)
+    pipe.send(sender.port)
+
+    def tensors():
+        for i, item in enumerate(tensors_of(0).items()):
+            if i == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+    sender.send(tensors(), plan_of(1))
+
+
+def test_a_killed_sender_is_named():
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_send_forever, args=(theirs,))
+    process.start()
+    start = time.monotonic()
+    port = ours.recv()
+    with pytest.raises(TransferError, match=f"weight sender 0 \\(127.0.0.1:{port}\\)"):
+        WeightReceiver([(HOST, port)], rank=1, world_size=2, timeout_s=20).receive(
+            plan_of(1), lambda views: None)
+    process.join(10)
+    assert time.monotonic() - start < 30
+
+
+shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=30)
+
+
+@given(shapes=shapes, limit=st.integers(1, 5000), senders=st.integers(1, 3))
+@settings(max_examples=200, deadline=None)
+def test_buckets_hold_every_tensor_once_in_order(shapes, limit, senders):
+    dtypes = ["float32", "bfloat16", "uint8"]
+    entries = tuple(TensorEntry(f"t{i}", dtypes[i % 3], shape, i % senders)
+                    for i, shape in enumerate(shapes))
+    plan = TransferPlan(entries, senders, limit)
+    assert TransferPlan.from_json(plan.to_json()) == plan
+    for sender in range(senders):
+        buckets = plan.buckets(sender)
+        assert [e for b in buckets for e in b.entries] == list(plan.of_sender(sender))
+        for bucket in buckets:
+            assert bucket.num_bytes <= limit or len(bucket.entries) == 1
+            end = 0
+            for entry, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                assert offset % ALIGNMENT == 0 and offset >= end
+                end = offset + entry.num_bytes
+            assert end == bucket.num_bytes
+
+
+def test_plans_that_make_no_sense():
+    with pytest.raises(ValueError, match="twice.*x"):
+        TransferPlan((TensorEntry("x", "float32", (1,)), TensorEntry("x", "float32", (1,))))
+    with pytest.raises(ValueError, match="no such sender.*x"):
+        TransferPlan((TensorEntry("x", "float32", (1,), 1),))
