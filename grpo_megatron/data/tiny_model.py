@@ -10,9 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
-from grpo_megatron.config.suggest import nearest
 from grpo_megatron.data.character_tokenizer import (
     EOS_TOKEN_ID,
     PAD_TOKEN_ID,
@@ -61,22 +59,6 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     ends = {"eos_token_id": EOS_TOKEN_ID, "pad_token_id": PAD_TOKEN_ID}
     _write_json(directory / "config.json", {**preset.hf, "vocab_size": vocab_size, **ends})
     _write_json(directory / "generation_config.json", {**ends, "do_sample": True})
-
-
-def write_preset_model(directory: Path, name: str) -> None:
-    """`write_tiny_model` of the shipped preset `models/<name>.toml`.
-
-    Raises:
-        DataError: There is no such preset.
-    """
-    path = assets.models() / f"{name}.toml"
-    if not path.is_file():
-        known = assets.names(assets.models())
-        close = nearest(name, known, count=1)
-        raise DataError(f"no model preset {name!r}", where="[model] preset",
-                        remedy=f"did you mean {close[0]!r}?" if close
-                        else f"known: {', '.join(known)}")
-    write_tiny_model(directory, read_preset(path))
 
 
 def init_weights(directory: Path, seed: int) -> None:

@@ -31,6 +31,9 @@ class Board:
         statuses: uint8 [CAPACITY]
     """
 
+    values: memoryview[float]
+    statuses: memoryview[int]
+
     def __init__(self, file_descriptor: int):
         view = memoryview(mmap.mmap(file_descriptor, _SIZE))
         self._index, self._started = view[0:8].cast("q"), view[8:16].cast("d")

@@ -115,7 +115,7 @@ class RewardProcess:
             self._process.stdin.close()
 
     def _results(self, num_calls: int) -> tuple[list[int], list[float]]:
-        return self._board.statuses[:num_calls].tolist(), self._board.values[:num_calls].tolist()
+        return list(self._board.statuses[:num_calls]), list(self._board.values[:num_calls])
 
     async def _watch(self, timeout_s: float) -> bool:
         """Wait for the end of the chunk; False once a call is over the limit."""

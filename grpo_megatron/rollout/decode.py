@@ -98,12 +98,13 @@ def _completion(
     if not 1 <= num_tokens <= max_tokens:
         raise EngineError(f"{num_tokens} tokens where 1 to {max_tokens} were asked for",
                           where=where)
+    logprobs = _logprobs(choice, where)
     routes = None
     if record_routes:
         routes = _routes(choice.routed_experts, num_prompt_tokens + num_tokens - 1, where)
     return Completion(
         token_ids=np.array(choice.token_ids, np.int32),
-        logprobs=_logprobs(choice, where),
+        logprobs=logprobs,
         versions=_spans(choice.weight_versions, num_tokens, where),
         finish_reason=choice.finish_reason,
         text=decode(choice.token_ids) if decode is not None else "",

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 
-def append_event(path: Path, kind: str, *, time_s: float | None = None, **fields: Any) -> None:
+def append_event(path: Path, kind: str, /, *, time_s: float | None = None,
+                 **fields: Any) -> None:
     """Append `{"time_s", "kind", ...fields}` as one line.
 
     Safe from several processes at once: one `O_APPEND` write a line. Fields that JSON does not

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class MetricsWriter:
         """Close the file (idempotent)."""
         self._file.close()
 
-    def _keep(self, wanted: Any) -> None:
+    def _keep(self, wanted: Callable[[int], bool]) -> None:
         """Rewrite the file with the wanted complete lines, if that changes it."""
         old = self._path.read_bytes() if self._path.exists() else b""
         lines = [line for line, record in _complete(old, self._path) if wanted(record["step"])]
@@ -112,17 +112,21 @@ def _complete(content: bytes, path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     lines = content.splitlines(keepends=True)
     found = []
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            step_known = isinstance(record, dict) and isinstance(record.get("step"), int)
-        except ValueError:
-            step_known = False
-        if step_known and line.endswith(b"\n"):
+        record = _parsed(line)
+        if record is not None:
             found.append((line, record))
         elif number < len(lines):
             raise DataError("this line is no metrics record", where=f"{path}:{number}",
                             remedy="remove the line")
     return found
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _number(name: str, value: Any) -> int | float | None:

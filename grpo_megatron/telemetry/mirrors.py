@@ -10,8 +10,9 @@ import importlib.util
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from grpo_megatron.config.run import TelemetryConfig
 from grpo_megatron.errors import SetupError
@@ -84,11 +85,11 @@ def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
     wanted: dict[str, Callable[[], Mirror]] = {}
     if config.wandb != "off":
         _require("wandb")
-        wanted["wandb"] = lambda: WandbMirror(run_dir, run_name, config.wandb_project,
-                                              config.wandb, settings or {})
+        wanted["wandb"] = partial(WandbMirror, run_dir, run_name, config.wandb_project,
+                                  config.wandb, settings or {})
     if config.tensorboard:
         _require("tensorboard")
-        wanted["tensorboard"] = lambda: TensorBoardMirror(run_dir.root / "tensorboard")
+        wanted["tensorboard"] = partial(TensorBoardMirror, run_dir.root / "tensorboard")
     return Mirrors(wanted)
 
 
@@ -99,7 +100,8 @@ class WandbMirror:
     repeats; charts use the record's `step` instead.
     """
 
-    def __init__(self, run_dir: RunDir, run_name: str, project: str, mode: str,
+    def __init__(self, run_dir: RunDir, run_name: str, project: str,
+                 mode: Literal["offline", "online"],
                  settings: Mapping[str, Any]):
         import wandb
 

@@ -44,7 +44,7 @@ def _history(path: Path) -> Iterator[dict[str, Any]]:
     from wandb.proto import wandb_internal_pb2
 
     for message in _messages(path):
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         record.ParseFromString(message)
         if record.WhichOneof("record_type") != "history":
             continue

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.config.resolved import read_resolved
+from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.errors import GrpoMegatronError, TrainerError
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import Endpoint, encode, error_reply

@@ -135,6 +135,7 @@ class TrainerService:
         return {}
 
     def save(self, directory: str, state: dict[str, Any]) -> dict[str, Any]:
+        create_adam_state(self.policy.optimizer)  # it has none before its first step
         save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer, state)
         return {}
 

@@ -20,7 +20,7 @@ from grpo_megatron.rewards.pool import RewardPool, weighted_sum
 from tests.rewards.cases import HOSTILE, domain, group, score
 
 OBEY = f"{HOSTILE}:obey"
-TIMEOUT_S = 0.3
+TIMEOUT_S = 0.5
 
 
 def test_the_order_is_that_of_the_groups_whatever_the_workers():
@@ -54,7 +54,8 @@ def test_the_order_is_that_of_the_groups_whatever_the_workers():
 ])
 def test_a_hostile_sample_costs_itself_only(order, cause):
     texts = ["1", "2", order, "3", order, "4"]
-    [scored], pool = score([domain(OBEY)], [group(texts)], timeout_s=TIMEOUT_S)
+    [scored], pool = score([domain(OBEY)], [group(texts)],
+                           timeout_s=TIMEOUT_S if cause == "timed_out" else 60)
     np.testing.assert_equal(scored.rewards, [1, 2, math.nan, 3, math.nan, 4])
     metrics = pool.metrics()
     assert metrics[f"reward/d.obey/{cause}"] == 2
@@ -129,7 +130,7 @@ def test_workers_import_nothing_heavy():
 
 def test_concurrent_calls_share_the_workers():
     async def run():
-        async with RewardPool([domain(OBEY)], num_workers=2, timeout_s=TIMEOUT_S) as pool:
+        async with RewardPool([domain(OBEY)], num_workers=2, timeout_s=60) as pool:
             batches = [[group([str(i), "exit" if i == 3 else "0"])] for i in range(8)]
             scored = await asyncio.gather(*map(pool.score, batches))
             assert [s[0].rewards[0] for s in scored] == list(range(8))

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import numpy as np
+import psutil
 import pytest
 
 from grpo_megatron.errors import EngineError, MismatchError
@@ -271,8 +272,12 @@ def test_killed_server_ends_in_a_clear_error(checkpoints, servers, tmp_path):
             server.process.kill()
             await work
 
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert children
     with pytest.raises(EngineError, match="no rollout engine is alive.*dense"):
         asyncio.run(run())
+    # Not so upstream, see plugin.engine_orphans.
+    assert not psutil.wait_procs(children, timeout=10)[1], "engine processes outlive the server"
     assert [replica.client.name for replica in dead] == ["dense"]
 
 

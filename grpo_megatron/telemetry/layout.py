@@ -1,0 +1,175 @@
+"""What the screen shows, as data, and how it is drawn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from grpo_megatron.telemetry.verdicts import PLAIN_LABELS, ROWS, Row, judge
+
+_HISTORY_STEPS = 500
+_TREND_STEPS = 24
+_BAR_CELLS = 40
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SAMPLE_CHARS = 160
+_PHASE_STYLES = {"rollout": "cyan", "reward": "magenta", "train": "green", "publish": "yellow"}
+_OTHER_STYLE = "blue"
+_LEVEL_STYLES = {"ok": "green", "watch": "yellow", "bad": "bold red"}
+
+
+class ScreenState:
+    """Values so far, the phases of the current step, and the last step's samples.
+
+    Args:
+        run_name: Name of the run.
+        num_steps: Steps of the whole run.
+        clock: Seconds, for phases.
+    """
+
+    def __init__(self, run_name: str, num_steps: int, clock: Callable[[], float]):
+        self.run_name, self.num_steps, self._clock = run_name, num_steps, clock
+        self.steps_done = 0
+        self.best: Mapping[str, Any] | None = None
+        self.worst: Mapping[str, Any] | None = None
+        self.history: dict[str, deque[float | None]] = {}  # by label
+        self.latest: dict[str, float | None] = {}  # of the last step alone, by label
+        self.current_phase: str | None = None
+        self._started_s = clock()
+        self._phase_started_s = 0.0
+        self._phases: dict[str, float] = {}
+        self._step_complete = False
+
+    def begin_phase(self, name: str) -> None:
+        """End the running phase; a phase after a complete step begins the next step."""
+        self.end_phase(self.current_phase)
+        if self._step_complete:
+            self._phases, self._step_complete = {}, False
+        self.current_phase, self._phase_started_s = name, self._clock()
+
+    def end_phase(self, name: str | None) -> None:
+        """End phase `name` if it is the running one."""
+        if name is not None and name == self.current_phase:
+            self._phases = self.phase_seconds()
+            self.current_phase = None
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds by phase of the current step, the running phase included."""
+        seconds = dict(self._phases)
+        if self.current_phase is not None:
+            passed = self._clock() - self._phase_started_s
+            seconds[self.current_phase] = seconds.get(self.current_phase, 0.0) + passed
+        return seconds
+
+    def elapsed_s(self) -> float:
+        """Seconds since the screen was made."""
+        return self._clock() - self._started_s
+
+    def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None,
+             worst: Mapping[str, Any] | None) -> None:
+        """Take the record of a complete step."""
+        self.end_phase(self.current_phase)
+        self._step_complete = True
+        self.steps_done = int(metrics["step"]) + 1  # steps count from 0
+        self.best, self.worst = best, worst
+        self.latest = {row.label: metrics[name] for row in ROWS
+                       if (name := next((n for n in row.names if n in metrics), None))}
+        for label, value in self.latest.items():
+            self.history.setdefault(label, deque(maxlen=_HISTORY_STEPS)).append(value)
+
+
+def plain_line(state: ScreenState) -> str:
+    """The last step in one line: `step 7/300  reward 0.51  entropy 0.2 …`; 7 steps are done."""
+    shown = [f"{label.replace(' ', '_')} {format_value(state.latest[label])}"
+             for label in PLAIN_LABELS if label in state.latest]
+    return "  ".join([f"step {state.steps_done}/{state.num_steps}", *shown])
+
+
+def render(state: ScreenState) -> RenderableType:
+    """The whole screen."""
+    parts: list[RenderableType] = [_header(state), _phase_bar(state)]
+    if state.history:
+        parts.append(_metrics_table(state))
+    for name, sample in (("best", state.best), ("worst", state.worst)):
+        if sample:
+            parts.append(_sample(name, sample))
+    return Group(*parts)
+
+
+def format_value(value: float | None) -> str:
+    """At most four digits that matter; "–" for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or (abs(value) >= 1000 and abs(value) < 1e7):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """One block character a value, from the lowest to the highest; a dot for None."""
+    known = [value / 2 for value in values if value is not None]  # halves: no span overflows
+    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
+
+    def block(value: float) -> str:
+        return _BLOCKS[min(7, int((value / 2 - low) / span * 8))] if span > 0 else _BLOCKS[3]
+
+    return "".join("·" if value is None else block(value) for value in values)
+
+
+def _header(state: ScreenState) -> Text:
+    minutes, seconds = divmod(int(state.elapsed_s()), 60)
+    return Text.assemble((state.run_name, "bold"), f"  step {state.steps_done}/{state.num_steps}"
+                         f"  {minutes}:{seconds:02d}", no_wrap=True, overflow="ellipsis")
+
+
+def _phase_bar(state: ScreenState) -> Text:
+    seconds = state.phase_seconds()
+    total = sum(seconds.values()) or 1.0
+    bar, labels = Text(), Text()
+    for name, passed in seconds.items():
+        style = _PHASE_STYLES.get(name, _OTHER_STYLE)
+        bar.append("━" * round(_BAR_CELLS * passed / total), style)
+        running = name == state.current_phase
+        labels.append(f"  {'▸' if running else ''}{name} {passed:.1f}s",
+                      f"bold {style}" if running else style)
+    return Text.assemble(bar, labels, no_wrap=True, overflow="ellipsis")
+
+
+def _metrics_table(state: ScreenState) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for justify in ("left", "right", "left", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    for row in ROWS:
+        if row.label in state.history:
+            table.add_row(*_metric_cells(row, list(state.history[row.label])))
+    return table
+
+
+def _metric_cells(row: Row, values: list[float | None]) -> tuple[RenderableType, ...]:
+    level, reason = judge(row, values)
+    verdict = Text.assemble((level, _LEVEL_STYLES[level]), f" {reason}" if reason else "")
+    return (Text(row.label), Text(format_value(values[-1])),
+            Text(sparkline(values[-_TREND_STEPS:])), verdict)
+
+
+def _sample(name: str, sample: Mapping[str, Any]) -> Text:
+    reward = sample.get("reward")
+    text = Text.assemble((f"{name} ", "bold"), (f"{format_value(reward)}  ", "bold"),
+                         (_one_line(sample.get("prompt", "")), "dim"), " → ",
+                         _one_line(sample.get("completion", "")))
+    text.no_wrap, text.overflow = False, "fold"
+    return text
+
+
+def _one_line(text: str) -> str:
+    """Without line breaks and control characters (a sample must not steer the terminal); long
+    texts keep both ends, since answers come last."""
+    shown = "".join(c if c.isprintable() else "⏎" if c == "\n" else "�" for c in str(text))
+    if len(shown) <= _SAMPLE_CHARS:
+        return shown
+    half = _SAMPLE_CHARS // 2
+    return f"{shown[:half]} … {shown[-half:]}"

@@ -1,0 +1,143 @@
+"""metrics.jsonl and events.jsonl: torn lines, resumed runs, several writers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.errors import DataError
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event, read_events
+from grpo_megatron.telemetry.metrics import NONFINITE, MetricsWriter, read_metrics
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def fill(run_dir: RunDir, steps: range) -> None:
+    writer = MetricsWriter(run_dir)
+    for step in steps:
+        writer.write(step, {"reward/mean": step / 3})
+    writer.close()
+
+
+def steps_of(run_dir: RunDir) -> list[int]:
+    return [record["step"] for record in read_metrics(run_dir.metrics)]
+
+
+def test_what_is_written_is_what_is_returned_and_read(run_dir):
+    writer = MetricsWriter(run_dir)
+    metrics = {"reward/mean": 0.1 + 0.2, "batch/num_tokens": 7, "a/b/c": np.float32(0.1),
+               "flag": True, "none": None, "grad/norm": np.float64(1e-300)}
+    record = writer.write(0, metrics)
+    assert list(record)[:2] == ["step", "time_s"] and record["reward/mean"] == 0.1 + 0.2
+    assert read_metrics(run_dir.metrics) == [record]  # on disk before close
+
+
+def test_values_that_are_not_finite_become_null_and_are_counted(run_dir, caplog):
+    writer = MetricsWriter(run_dir)
+    for step in range(2):
+        record = writer.write(step, {"a": float("nan"), "b": np.float32("inf"), "c": 1.0})
+    assert record == read_metrics(run_dir.metrics)[-1]
+    assert (record["a"], record["b"], record["c"], record[NONFINITE]) == (None, None, 1.0, 2)
+    assert writer.nonfinite == {"a": 2, "b": 2}
+    assert [r.message.split(" is ")[0] for r in caplog.records] == ["metric a", "metric b"]
+    assert NONFINITE not in writer.write(2, {"a": 1.0})
+
+
+def test_a_step_is_never_written_twice(run_dir):
+    fill(run_dir, range(5))
+    writer = MetricsWriter(run_dir)
+    for step in (3, 4):
+        with pytest.raises(DataError, match=f"step {step} after step 4"):
+            writer.write(step, {})
+    writer.write(5, {})
+    assert steps_of(run_dir) == list(range(6))
+
+
+@pytest.mark.parametrize("value", ["text", b"x"])
+def test_only_numbers(run_dir, value):
+    with pytest.raises(TypeError, match="text"):
+        MetricsWriter(run_dir).write(0, {"a": value})
+    with pytest.raises(TypeError, match="not a metric's name"):
+        MetricsWriter(run_dir).write(0, {"step": 1})
+    assert run_dir.metrics.read_bytes() == b""
+
+
+@settings(max_examples=40, deadline=None)
+@given(number=st.integers(0, 8), kept=st.integers(-1, 9), torn=st.integers(0, 40))
+def test_resuming_after_any_kill_gives_every_step_once(tmp_path_factory, number, kept, torn):
+    run_dir = RunDir(tmp_path_factory.mktemp("run"))
+    fill(run_dir, range(number))
+    line = json.dumps({"step": number, "time_s": 1.0, "reward/mean": 2.0}).encode()
+    with run_dir.metrics.open("ab") as file:
+        file.write(line[:torn])  # killed while it wrote the next line
+    assert steps_of(run_dir) == list(range(number))
+    writer = MetricsWriter(run_dir)
+    assert writer.last_step == (number - 1 if number else None)
+    writer.truncate_after(kept)
+    first = min(number, kept + 1)
+    for step in range(first, 12):
+        writer.write(step, {})
+    writer.close()
+    assert steps_of(run_dir) == list(range(12))
+    assert [p.name for p in run_dir.root.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_damaged_line_in_the_middle_is_named(run_dir):
+    fill(run_dir, range(3))
+    lines = run_dir.metrics.read_bytes().splitlines(keepends=True)
+    run_dir.metrics.write_bytes(b"".join([lines[0], b"{\n", lines[2]]))
+    for read in (lambda: read_metrics(run_dir.metrics), lambda: MetricsWriter(run_dir)):
+        with pytest.raises(DataError) as caught:
+            read()
+        assert "metrics.jsonl:2" in str(caught.value)
+    with pytest.raises(DataError, match="no metrics there"):
+        read_metrics(run_dir.root / "other.jsonl")
+
+
+def _append_many(path, name: str) -> None:
+    for index in range(100):
+        append_event(path, "test", writer=name, index=index, padding="x" * 500)
+
+
+def test_events_of_several_processes_do_not_mix(run_dir):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_append_many, args=(run_dir.events, n)) for n in "ab"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    events = read_events(run_dir.events)
+    assert len(events) == 200
+    for name in "ab":
+        assert [e["index"] for e in events if e["writer"] == name] == list(range(100))
+
+
+def test_events_survive_a_torn_line(run_dir):
+    assert read_events(run_dir.events) == []
+    append_event(run_dir.events, "started", time_s=1.5, role="trainer-0", path=run_dir.root)
+    with run_dir.events.open("ab") as file:
+        file.write(b'{"kind": "di')
+    append_event(run_dir.events, "died")
+    first, second = read_events(run_dir.events)
+    assert first == {"time_s": 1.5, "kind": "started", "role": "trainer-0",
+                     "path": str(run_dir.root)}
+    assert second["kind"] == "died"
+
+
+def test_telemetry_imports_no_torch():
+    code = ("import sys, pkgutil, importlib, grpo_megatron.telemetry as t\n"
+            "for m in pkgutil.iter_modules(t.__path__, t.__name__ + '.'):\n"
+            "    importlib.import_module(m.name)\n"
+            "sys.exit('torch' in sys.modules or 'wandb' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,54 @@
+"""Best and worst completions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.samples import extremes, read_samples, write_samples
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
+
+
+def scored(name: str, rewards: list[float]) -> ScoredGroup:
+    prompt = Prompt(name, "d", f"{name}?", (1,), "42")
+    completions = tuple(
+        Completion(np.zeros(index + 1, np.int32), np.zeros(index + 1, np.float32), (), "stop",
+                   f"{name}{index}") for index in range(len(rewards)))
+    values = np.array(rewards)
+    return ScoredGroup(RolloutGroup(prompt, completions, 0), {"match": values}, values)
+
+
+def centred(groups: list[ScoredGroup]) -> list[np.ndarray]:
+    return [group.rewards - np.nanmean(group.rewards) for group in groups]
+
+
+def test_extremes_come_from_different_groups_and_rare_ones_first():
+    groups = [scored("easy", [1, 1, 1, 0]), scored("hard", [0, 0, 1, 0]), scored("mid", [0, 1])]
+    best, worst = extremes(7, groups, centred(groups), 2)
+    assert [s.completion for s in best] == ["hard2", "mid1"]
+    assert [s.completion for s in worst] == ["easy3", "mid0"]
+    assert (best[0].rank, best[0].step, best[0].advantage, best[0].length) == ("best", 7, 0.75, 3)
+    assert extremes(7, groups, centred(groups), 0) == ([], [])
+
+
+def test_unscorable_samples_are_left_out():
+    groups = [scored("a", [math.nan, math.nan]), scored("b", [math.nan, 0.5])]
+    advantages = [np.array([math.nan, math.nan]), np.array([math.nan, math.nan])]
+    best, worst = extremes(0, groups, advantages, 3)
+    assert [s.completion for s in best] == [s.completion for s in worst] == ["b1"]
+    assert best[0].advantage is None and best[0].components == {"match": 0.5}
+
+
+def test_files_are_readable_whatever_the_text(tmp_path):
+    run_dir = RunDir(tmp_path)
+    groups = [scored("é\n\ud800\u2028", [1.0])]
+    best, worst = extremes(123, groups, centred(groups), 1)
+    path = write_samples(run_dir, 123, [*best, *worst])
+    assert path == tmp_path / "samples" / "step_000123.jsonl"
+    found = read_samples(path)
+    assert [s["rank"] for s in found] == ["best", "worst"]
+    assert found[0]["completion"] == "é\n\ud800\u20280" and found[0]["answer"] == "42"
+    write_samples(run_dir, 123, best)
+    assert len(read_samples(path)) == 1 and len(list(path.parent.iterdir())) == 1

@@ -1,0 +1,170 @@
+"""The screen, rendered to a recorded console."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from grpo_megatron.telemetry.layout import ScreenState, format_value, plain_line, render, sparkline
+from grpo_megatron.telemetry.screen import LiveScreen, PlainScreen, make_screen
+from grpo_megatron.telemetry.verdicts import ROWS, above, collapsed, dropped, fallen, judge, jumped
+
+METRICS = {"reward/mean": 0.5, "evaluation/accuracy": 0.25, "policy/entropy": 0.3,
+           "mismatch/k3": 2e-3, "grad/norm": 0.8, "group/all_equal_fraction": 0.95,
+           "throughput/rollout_tokens_per_s": 12345.6, "time/step_s": 1.5, "other/metric": 1}
+BEST = {"prompt": "37 + 48 =", "completion": "85", "reward": 1.0}
+WORST = {"prompt": "[red]12 + 9 =", "completion": "x\x1b[31m\n" + "9" * 600 + "!", "reward": 0.0}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=100, height=40,
+                   legacy_windows=False, color_system=None, _environ={"TERM": "xterm"})
+
+
+def drawn(state: ScreenState) -> str:
+    console = Console(record=True, file=io.StringIO(), width=100)
+    console.print(render(state))
+    return console.export_text()
+
+
+def test_phases_metrics_verdicts_and_samples_are_drawn():
+    clock = Clock()
+    state = ScreenState("demo", 300, clock)
+    for name, seconds in (("rollout", 2.0), ("reward", 0.5), ("train", 1.5)):
+        state.begin_phase(name)
+        clock.now += seconds
+    text = drawn(state)
+    assert "demo  step 0/300  0:04" in text
+    assert "rollout 2.0s  reward 0.5s  ▸train 1.5s" in text and "━" * 40 in text
+    state.step({"step": 6, **METRICS}, BEST, WORST)
+    text = drawn(state)
+    assert "step 7/300" in text and "▸" not in text
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "ok" in lines["reward"] and "12,346" in lines["tokens/s"]
+    assert "watch above 0.001" in lines["kl engine-trainer"]
+    assert "bad above 0.9" in lines["groups without signal"]
+    assert "best 1  37 + 48 = → 85" in text
+    assert "worst 0  [red]12 + 9 = → x�[31m⏎999" in text.replace("\n", "") and "9!" in text
+    assert len(text) < 2500
+    state.begin_phase("rollout")
+    clock.now += 0.25
+    assert state.phase_seconds() == {"rollout": 0.25}
+
+
+def test_a_phase_may_be_a_block_and_may_repeat_in_a_step():
+    clock = Clock()
+    screen = LiveScreen("demo", 3, terminal(), clock)
+    for _ in range(2):
+        with screen.phase("rollout"):
+            clock.now += 1
+        clock.now += 10  # between phases
+    with screen.phase("rollout"):
+        clock.now += 1
+        screen.phase("train")
+        clock.now += 5
+    assert screen._state.phase_seconds() == {"rollout": 3.0, "train": 5.0}
+    screen.close()
+
+
+def test_log_lines_stay_whole_above_the_live_screen(monkeypatch):
+    console = terminal()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    own = sys.stderr
+    handler = logging.StreamHandler()  # holds the stream from before the screen
+    logger = logging.getLogger("test.screen")
+    logger.addHandler(handler)
+    logger.propagate = False
+    screen = LiveScreen("demo", 3, console)
+    try:
+        screen.step({"step": 0, **METRICS}, BEST, WORST)
+        logger.warning("a log line")
+        print("a printed line")
+        screen.message("a [bold]message[/bold]")
+        screen.step({"step": 1, **METRICS}, BEST, WORST)
+    finally:
+        screen.close()
+        screen.close()
+        logger.removeHandler(handler)
+    told = console.file.getvalue().splitlines()
+    for line in ("a log line", "a printed line", "a [bold]message[/bold]"):
+        assert sum(found.endswith(line) for found in told) == 1
+    assert handler.stream is own and own.getvalue() == ""
+    assert sys.stdout is not None and "step 2/3" in console.file.getvalue()
+
+
+def test_without_a_terminal_there_is_one_plain_line_a_step():
+    file = io.StringIO()
+    screen = make_screen("demo", 300, console=Console(file=file))
+    assert isinstance(screen, PlainScreen)
+    with screen.phase("rollout"):
+        screen.message("note")
+    screen.step({"step": 6, **METRICS}, BEST, WORST)
+    screen.step({"step": 7, "reward/mean": None})
+    screen.close()
+    assert file.getvalue().splitlines() == [
+        "note",
+        "step 7/300  reward 0.5  accuracy 0.25  entropy 0.3  kl_engine-trainer 0.002  "
+        "grad_norm 0.8  tokens/s 12,346  seconds 1.5",
+        "step 8/300  reward –"]
+
+
+def test_only_metrics_of_the_step_are_in_its_line():
+    state = ScreenState("demo", 9, Clock())
+    state.step({"step": 0, "reward/mean": 1.0, "evaluation/accuracy": 0.5}, None, None)
+    state.step({"step": 1, "reward/mean": 2.0}, None, None)
+    assert plain_line(state) == "step 2/9  reward 2"
+
+
+def test_a_terminal_gets_the_live_screen():
+    screen = make_screen("demo", 3, console=terminal())
+    assert isinstance(screen, LiveScreen)
+    screen.close()
+
+
+@given(st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False)))
+def test_sparklines_take_any_values(values):
+    line = sparkline(values)
+    assert len(line) == len(values) and set(line) <= set("▁▂▃▄▅▆▇█·")
+    assert [c == "·" for c in line] == [value is None for value in values]
+
+
+def test_sparklines_and_numbers():
+    assert sparkline([0, 1, None, 3.5, 7]) == "▁▂·▅█" and sparkline([2, 2]) == "▄▄"
+    shown = [format_value(v) for v in (None, 3, 0.123456, 12345.6, 1e-7, 1e9, -2.0)]
+    assert shown == ["–", "3", "0.1235", "12,346", "1e-07", "1e+09", "-2"]
+
+
+@pytest.mark.parametrize(("rule", "values", "level"), [
+    (above(1, 2), [5, 1], "ok"), (above(1, 2), [1.5], "watch"), (above(1, 2), [3], "bad"),
+    (jumped(5, 20), [1] * 9 + [100], "ok"),
+    (jumped(5, 20), [1] * 10 + [6], "watch"), (jumped(5, 20), [1] * 10 + [21], "bad"),
+    (dropped(0.7, 0.3), [10] * 10 + [8], "ok"), (dropped(0.7, 0.3), [10] * 10 + [5], "watch"),
+    (dropped(0.7, 0.3), [10] * 10 + [2], "bad"),
+    (fallen, [1] * 10 + [0], "ok"), (fallen, list(range(30)), "ok"), (fallen, [3] * 40, "ok"),
+    (fallen, [*range(30), *range(29, 16, -1)], "watch"),
+    (fallen, [*range(30), *range(29, 0, -1)], "bad"),
+    (collapsed, [1] * 10 + [0.5] * 20, "ok"), (collapsed, [1] * 10 + [0.1] * 20, "watch"),
+    (collapsed, [1] * 10 + [0.01] * 20, "bad"), (collapsed, [0] * 40, "ok"),
+])
+def test_verdicts(rule, values, level):
+    verdict = rule(values)
+    assert verdict.level == level and bool(verdict.reason) == (level != "ok")
+
+
+def test_what_is_not_finite_is_bad_and_nothing_is_ok():
+    assert judge(ROWS[0], [1.0, None]).level == "bad"
+    assert judge(ROWS[0], []).level == "ok"
+    assert judge(ROWS[0], [None, 1.0]).level == "ok"
