@@ -6,6 +6,7 @@ process ends), `result` (text, the run's last line).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -23,7 +24,5 @@ def claim_stdout() -> None:
 
 def show(kind: str, **fields: Any) -> None:
     """Send one message; a supervisor that has gone is not an error."""
-    try:
+    with contextlib.suppress(BrokenPipeError):
         _PIPE.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
-    except BrokenPipeError:
-        pass

@@ -18,6 +18,7 @@ from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.publish import WeightPublisher
+from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Prompt
 from grpo_megatron.weights.transfer_plan import TransferPlan
@@ -119,5 +120,8 @@ class Publisher:
     async def _sample(self, client: EngineClient, prompt: Prompt):
         rollout = self.config.rollout
         tokens = min(CANARY_TOKENS, rollout.max_new_tokens)
-        return (await client.generate(prompt.token_ids, max_tokens=tokens,
+        seed = None
+        if rollout.deterministic:
+            seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)
+        return (await client.generate(prompt.token_ids, max_tokens=tokens, seed=seed,
                                       temperature=rollout.temperature))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 from pathlib import Path
@@ -58,8 +59,6 @@ class TrainerLink:
 
     async def close(self) -> None:
         if self._connected.done():
-            try:
+            with contextlib.suppress(TrainerError, TimeoutError):
                 await asyncio.wait_for(self.call("stop"), 10)
-            except (TrainerError, TimeoutError):
-                pass
         self._server.close()

@@ -25,7 +25,7 @@ from grpo_megatron.errors import (
     TrainerError,
 )
 from grpo_megatron.launch import roles
-from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
+from grpo_megatron.launch.processes import stop_all, wait_readable
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -52,10 +53,8 @@ class ChildProcess:
     def signal_group(self, number: int) -> None:
         """Signal the process and everything it started."""
         if self.process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                pass
 
     def log_tail(self) -> str:
         """Last lines of the log, for an error message."""

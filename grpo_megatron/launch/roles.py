@@ -24,7 +24,9 @@ def trainer_ranks(config: RunConfig, run_dir: RunDir) -> list[ChildProcess]:
             [sys.executable, "-m", "grpo_megatron.trainer.main", str(run_dir.root)],
             run_dir.logs / f"trainer-{rank}.log",
             {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(layout.num_ranks),
-             "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"})
+             "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
+             # hundreds of lines about absent CUDA packages would bury the last words of a rank
+             "PYTHONWARNINGS": "ignore"})
         for rank in range(layout.num_ranks)]
 
 

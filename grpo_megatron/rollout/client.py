@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -13,7 +13,9 @@ import msgspec
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.decode import Decoder, decode_response
 from grpo_megatron.types import Completion
-from grpo_megatron.weights.transfer_plan import TransferPlan
+
+if TYPE_CHECKING:  # imports torch, which a client need not wait for
+    from grpo_megatron.weights.transfer_plan import TransferPlan
 
 _KEEP_ALIVE_S = 60.0  # far below the server's, see `engine.serve_command`
 _CONNECT_S = 10.0

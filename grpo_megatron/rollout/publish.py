@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.weights.transfer_plan import TransferPlan
+
+if TYPE_CHECKING:  # imports torch, which a controller need not wait for
+    from grpo_megatron.weights.transfer_plan import TransferPlan
 
 _SETTLE_S = 2.0
 

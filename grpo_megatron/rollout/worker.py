@@ -175,7 +175,7 @@ async def _finish_or_cancel(coroutines: Sequence[Awaitable[None]]) -> None:
 def _write_shards(
     groups: list[RolloutGroup], directory: Path, open_shard: Callable[[Path], Shard],
 ) -> StepRollouts:
-    """Groups go to their replica's shard in prompt order, so that equal rollouts give equal files."""
+    """In prompt order within each replica's shard: equal rollouts give equal files."""
     names = sorted({group.replica for group in groups})
     writers = [open_shard(directory / f"rollout-{replica}.safetensors") for replica in names]
     num_samples, places = [0] * len(names), []

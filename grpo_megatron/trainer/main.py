@@ -17,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.loader import read_resolved
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import GrpoMegatronError, TrainerError
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import Endpoint, encode, error_reply
@@ -110,9 +110,9 @@ def serve(service, link: CommandLink | None, group) -> None:
 def main(run_path: Path) -> None:
     run_dir = RunDir(run_path)
     config: RunConfig = read_resolved(run_dir.config).config
-    from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
     import torch.distributed as dist
 
+    from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
     from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
     from grpo_megatron.trainer.service import TrainerService
 

@@ -7,6 +7,7 @@ so the padding changes no real token, and its outputs are dropped.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ def plan_buckets(cu_seqlens: list[int], growth: float = 1.25) -> BucketPlan:
     Args:
         cu_seqlens: cumulative lengths, [num_sequences + 1], starting at 0.
     """
-    spans = [(b - a, a) for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True) if b > a]
+    spans = [(b - a, a) for a, b in itertools.pairwise(cu_seqlens) if b > a]
     spans.sort()
     groups: list[list[tuple[int, int]]] = []
     for span in spans:

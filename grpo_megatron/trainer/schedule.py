@@ -15,5 +15,6 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     progress = min(max(progress, 0.0), 1.0)
     if config.schedule == "constant":
         return config.lr
-    factor = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    linear = config.schedule == "linear"
+    factor = 1 - progress if linear else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr + (config.lr - config.min_lr) * factor

@@ -144,9 +144,10 @@ class WeightSender:
         self, stream: Iterator[tuple[str, torch.Tensor]], bucket: Bucket, digests: dict[str, str],
     ) -> Iterator[torch.Tensor]:
         for entry in bucket.entries:
-            name, tensor = next(stream, (None, None))
-            if name is None:
+            item = next(stream, None)
+            if item is None:
                 raise MismatchError(f"tensor {entry.name!r} of the transfer plan was not given")
+            name, tensor = item
             if entry_of(name, tensor, entry.sender) != entry:
                 raise MismatchError(
                     f"sender {self.index} was given {name!r} {tensor.dtype} {tuple(tensor.shape)} "
@@ -221,7 +222,7 @@ class WeightReceiver:
             TransferError: A sender died, gave up, hung or sends another publish.
         """
         digests: dict[str, str] = {}
-        for sender, name in enumerate(self._names):
+        for sender, _name in enumerate(self._names):
             for number, bucket in enumerate(plan.buckets(sender)):
                 views = bucket.views(self._bucket(sender, publish, number, bucket.num_bytes))
                 digests.update((tensor_name, digest_tensor(t)) for tensor_name, t in views)

@@ -22,16 +22,17 @@ from grpo_megatron.weights.transfer import WeightSender
 from grpo_megatron.weights.transfer_plan import TransferPlan, entry_of
 
 VOCABULARY = 256
-SIZES = dict(
-    vocab_size=VOCABULARY, hidden_size=128, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=32, num_hidden_layers=2, intermediate_size=128, max_position_embeddings=512,
-    initializer_range=0.1, bos_token_id=None, eos_token_id=2, pad_token_id=0,
-    tie_word_embeddings=False,
-)
-EXPERTS = dict(
-    moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-    decoder_sparse_step=1, mlp_only_layers=[],
-)
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2, "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}
 
 Weights = Mapping[str, torch.Tensor]
 

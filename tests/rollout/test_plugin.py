@@ -31,7 +31,7 @@ pytestmark = [
 def test_other_versions_are_refused(monkeypatch):
     require_supported_vllm()
     monkeypatch.setattr("vllm.version.__version__", "0.33.0")
-    with pytest.raises(SetupError, match="0.33.0 was not tested.*(\n.*)*0.32.x"):
+    with pytest.raises(SetupError, match=r"0.33.0 was not tested.*(\n.*)*0.32.x"):
         require_supported_vllm()
 
 

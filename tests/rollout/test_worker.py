@@ -135,7 +135,7 @@ def test_a_passing_failure_is_retried_on_the_only_replica():
 def test_attempts_are_limited():
     async def scenario(started, pool, worker):
         started[0].generate = _server_error
-        with pytest.raises(EngineError, match="replica 0 answered .* 500") as caught:
+        with pytest.raises(EngineError, match=r"replica 0 answered .* 500") as caught:
             await worker.rollouts(0, PROMPTS[:1])
         return len(started[0].requests), caught.value.__notes__
 

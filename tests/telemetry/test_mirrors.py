@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
+import wandb
 
 from grpo_megatron.config.run import TelemetryConfig
 from grpo_megatron.errors import DataError, SetupError
@@ -29,6 +30,8 @@ def run(run_dir: RunDir, config: TelemetryConfig, first: int, last: int) -> None
         mirrors.log(writer.write(step, metrics_of(step)))
     mirrors.close()
     writer.close()
+    if config.wandb != "off":
+        wandb.teardown()  # finish() returns while wandb's process still writes its last block
 
 
 def test_offline_wandb_equals_the_file_value_by_value(tmp_path):

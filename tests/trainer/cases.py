@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.algorithms.aggregation import AGGREGATIONS
 from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.algorithms.presets import PRESETS
@@ -18,6 +17,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
+from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.distributed import RankInfo, initialize, model_groups, seed_everything
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.policy import Policy, build_policy

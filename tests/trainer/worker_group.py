@@ -18,7 +18,6 @@ import time
 import traceback
 from typing import Any
 
-
 CASE_TIMEOUT_S = 120.0
 
 

@@ -37,7 +37,7 @@ def plan_of(num_senders: int, bucket_bytes: int = 4096) -> TransferPlan:
     return TransferPlan(tuple(entries), num_senders, bucket_bytes)
 
 
-class Session:
+class Exchange:
     """Senders, and receivers on threads; errors are kept by name."""
 
     def __init__(self, num_senders: int, num_workers: int, timeout_s: float = 20.0):
@@ -45,7 +45,7 @@ class Session:
         self.senders = [WeightSender(HOST, num_workers, index=k, timeout_s=timeout_s)
                         for k in range(num_senders)]
         self.num_workers, self.timeout_s = num_workers, timeout_s
-        self.results, self.loaded = {}, [dict() for _ in range(num_workers)]
+        self.results, self.loaded = {}, [{} for _ in range(num_workers)]
         self.receivers = [None] * num_workers
 
     def receive(self, worker: int, publish: int) -> dict[str, str]:
@@ -79,19 +79,19 @@ class Session:
 
 @pytest.mark.parametrize(("num_senders", "num_workers"), [(1, 1), (2, 3), (3, 1)])
 def test_everything_arrives(num_senders, num_workers):
-    session = Session(num_senders, num_workers)
+    exchange = Exchange(num_senders, num_workers)
     for publish in (1, 2):
-        session.run(publish)
+        exchange.run(publish)
         sent = {}
         for k in range(num_senders):
-            sent |= session.results[f"sender {k}"]
+            sent |= exchange.results[f"sender {k}"]
             for name, tensor in tensors_of(k).items():
                 assert sent[name] == digest_tensor(tensor)
-                for loaded in session.loaded:
+                for loaded in exchange.loaded:
                     assert torch.equal(loaded[name], tensor)
                     assert loaded[name].dtype == tensor.dtype
         for w in range(num_workers):
-            assert session.results[f"worker {w}"] == sent
+            assert exchange.results[f"worker {w}"] == sent
 
 
 def test_senders_listen_on_their_host_only():
@@ -104,63 +104,63 @@ def test_senders_listen_on_their_host_only():
 
 
 def test_the_wrong_tensor_is_named_and_workers_are_told():
-    session = Session(1, 1)
+    exchange = Exchange(1, 1)
     wrong = tensors_of(0) | {"d0": torch.zeros(1000, 41, dtype=torch.bfloat16)}
-    session.run(send=lambda s: s.send(wrong.items(), session.plan))
-    assert isinstance(session.results["sender 0"], MismatchError)
-    assert "'d0' torch.bfloat16 (1000, 41)" in str(session.results["sender 0"])
-    assert isinstance(session.results["worker 0"], TransferError)
-    assert "weight sender 0" in str(session.results["worker 0"])
-    assert "gave up" in str(session.results["worker 0"])
+    exchange.run(send=lambda s: s.send(wrong.items(), exchange.plan))
+    assert isinstance(exchange.results["sender 0"], MismatchError)
+    assert "'d0' torch.bfloat16 (1000, 41)" in str(exchange.results["sender 0"])
+    assert isinstance(exchange.results["worker 0"], TransferError)
+    assert "weight sender 0" in str(exchange.results["worker 0"])
+    assert "gave up" in str(exchange.results["worker 0"])
 
 
 @pytest.mark.parametrize("change", ["missing", "extra"])
 def test_missing_and_extra_tensors(change):
-    session = Session(1, 1)
+    exchange = Exchange(1, 1)
     tensors = tensors_of(0)
     if change == "missing":
         tensors.popitem()
     else:
         tensors["new"] = torch.zeros(1)
-    session.run(send=lambda s: s.send(tensors.items(), session.plan))
-    assert isinstance(session.results["sender 0"], MismatchError)
-    assert ("f0" if change == "missing" else "new") in str(session.results["sender 0"])
+    exchange.run(send=lambda s: s.send(tensors.items(), exchange.plan))
+    assert isinstance(exchange.results["sender 0"], MismatchError)
+    assert ("f0" if change == "missing" else "new") in str(exchange.results["sender 0"])
 
 
 def test_a_source_that_raises_ends_both_sides_and_the_groups_stay_usable():
-    session = Session(1, 1)
+    exchange = Exchange(1, 1)
 
     def broken():
         yield from list(tensors_of(0).items())[:4]
         raise OSError("disk")
 
-    session.run(publish=1, send=lambda s: s.send(broken(), session.plan, publish=1))
-    assert isinstance(session.results["sender 0"], OSError)
-    assert "gave up publish 1" in str(session.results["worker 0"])
-    session.run(publish=2)
-    assert session.results["worker 0"] == session.results["sender 0"]
+    exchange.run(publish=1, send=lambda s: s.send(broken(), exchange.plan, publish=1))
+    assert isinstance(exchange.results["sender 0"], OSError)
+    assert "gave up publish 1" in str(exchange.results["worker 0"])
+    exchange.run(publish=2)
+    assert exchange.results["worker 0"] == exchange.results["sender 0"]
 
 
 def test_another_publish_number_is_refused():
-    session = Session(1, 1, timeout_s=3.0)
-    session.run(publish=5, send=lambda s: s.send(
-        tensors_of(0).items(), session.plan, publish=4))
-    assert "[4, 0," in str(session.results["worker 0"])
+    exchange = Exchange(1, 1, timeout_s=3.0)
+    exchange.run(publish=5, send=lambda s: s.send(
+        tensors_of(0).items(), exchange.plan, publish=4))
+    assert "[4, 0," in str(exchange.results["worker 0"])
 
 
 def test_a_silent_sender_ends_in_a_timeout_that_names_it():
-    session = Session(2, 1, timeout_s=3.0)
+    exchange = Exchange(2, 1, timeout_s=3.0)
     start = time.monotonic()
 
     def send(sender):
         sender.join()
         if sender.index == 0:
-            return sender.send(tensors_of(0).items(), session.plan)
+            return sender.send(tensors_of(0).items(), exchange.plan)
         return None  # sender 1 hangs
 
-    session.run(send=send)
-    assert isinstance(session.results["worker 0"], TransferError)
-    assert "weight sender 1" in str(session.results["worker 0"])
+    exchange.run(send=send)
+    assert isinstance(exchange.results["worker 0"], TransferError)
+    assert "weight sender 1" in str(exchange.results["worker 0"])
     assert time.monotonic() - start < 20
 
 
@@ -219,7 +219,7 @@ def test_buckets_hold_every_tensor_once_in_order(shapes, limit, senders):
 
 
 def test_plans_that_make_no_sense():
-    with pytest.raises(ValueError, match="twice.*x"):
+    with pytest.raises(ValueError, match=r"twice.*x"):
         TransferPlan((TensorEntry("x", "float32", (1,)), TensorEntry("x", "float32", (1,))))
-    with pytest.raises(ValueError, match="no such sender.*x"):
+    with pytest.raises(ValueError, match=r"no such sender.*x"):
         TransferPlan((TensorEntry("x", "float32", (1,), 1),))
