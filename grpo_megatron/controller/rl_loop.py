@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class RLLoop:
             self.sampler.load_state_dict(state.sampler)
         self.sampler_states = {state.step: self.sampler.state_dict()}
         self.started = time.monotonic() - state.seconds
+        self.phase_seconds: Counter[str] = Counter()
         self._checkpointed = -1
 
     async def run(self) -> RunState:
@@ -140,6 +142,7 @@ class RLLoop:
         """Metrics, evaluation, checkpoint."""
         step = recorded.step
         seconds = recorded.seconds | self.session.take_seconds()
+        self.phase_seconds.update(seconds)
         metrics = {**recorded.metrics, **recorded.canary, **report["metrics"],
                    "policy/version": float(recorded.version),
                    "policy/staleness": float(step - recorded.version)}

@@ -34,6 +34,8 @@ async def run(config: RunConfig, run_dir: RunDir, engine_urls: Sequence[str],
             show("message", text=f"stopped after {state.step} steps; "
                                  f"grpo-megatron resume {run_dir.root}")
             return False
+        spent = ", ".join(f"{name} {s:.0f}" for name, s in loop.phase_seconds.most_common())
+        show("message", text=f"seconds by phase of {state.step} RL steps: {spent}")
         after = await _heldout(session)
         await session.trainer.call("export", directory=str(run_dir.export))
         seconds = loop.elapsed_s()

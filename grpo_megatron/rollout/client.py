@@ -167,7 +167,7 @@ class EngineClient:
 
     async def reload_from_path(self, path: str, *, version: int) -> None:
         """Load a Hugging Face checkpoint directory in place. The engine must be paused."""
-        await self.call_workers("reload_weights", weights_path=str(path))
+        await self.call_workers("reload_from_path", path=str(path))
         await self.reset_prefix_cache()
         await self.set_weight_version(version)
 

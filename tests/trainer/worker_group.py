@@ -26,38 +26,44 @@ class CaseError(AssertionError):
 
 
 class WorkerGroup:
-    """`world_size` processes on gloo."""
+    """`world_size` processes on gloo. They are started anew after a case that failed."""
 
     def __init__(self, world_size: int):
+        self.world_size, self._is_broken = world_size, False
+        self._start()
+
+    def _start(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         with socket.create_server(("127.0.0.1", 0)) as probe:
             store_port = probe.getsockname()[1]
-        self._processes, self._links, self._broken = [], [], ""
-        for rank in range(world_size):
+        self._processes, self._links = [], []
+        for rank in range(self.world_size):
             env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                   "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+                   "WORLD_SIZE": str(self.world_size), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(store_port), "OMP_NUM_THREADS": "1"}
             self._processes.append(subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", __name__, str(listener.getsockname()[1])],
                 env=env, stdin=subprocess.DEVNULL))
         by_rank = {}
         listener.settimeout(120)
-        for _ in range(world_size):
+        for _ in range(self.world_size):
             link, _ = listener.accept()
             by_rank[_receive(link)] = link
-        self._links = [by_rank[rank] for rank in range(world_size)]
+        self._links = [by_rank[rank] for rank in range(self.world_size)]
         listener.close()
+        self._is_broken = False
 
     def run(self, case: str, **arguments: Any) -> Any:
         """Call `module:name` on all ranks; rank 0's answer."""
-        if self._broken:
-            raise CaseError(f"an earlier case broke this group: {self._broken}")
+        if self._is_broken:
+            self.close()
+            self._start()
         for link in self._links:
             _send(link, (case, arguments))
         try:
             return self._answers(case)
         except CaseError:
-            self._broken = case  # ranks may be left inside a collective
+            self._is_broken = True  # ranks may be left inside a collective
             for process in self._processes:
                 process.kill()
             raise

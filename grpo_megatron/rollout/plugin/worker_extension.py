@@ -12,6 +12,15 @@ class WorkerExtension:
         """Digest of every tensor of the last publish, as it arrived in this worker."""
         return self.weight_transfer_engine.received
 
+    def reload_from_path(self, path: str) -> None:
+        """Load the Hugging Face checkpoint directory `path` in place.
+
+        vLLM reloads with the loader it started with, and that of a server started with
+        `--load-format dummy` reads no files: from here on it is the default one.
+        """
+        self.vllm_config.load_config.load_format = "auto"
+        self.reload_weights(weights_path=path)
+
     def sabotage_next_update(self, name_contains: str, noise: float, seed: int = 0) -> None:
         """Fault injection for tests: load other values than those received.
 

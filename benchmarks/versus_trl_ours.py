@@ -1,0 +1,156 @@
+"""Our side of `versus_trl.py`: a real vLLM server and real trainer ranks under the real RL loop.
+
+Processes are those that `grpo-megatron train` starts; only the controller runs here, so that its
+steps can be asked for one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+
+from versus_trl_workload import Case
+
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.resolved import write_resolved
+from grpo_megatron.controller.rl_loop import RLLoop
+from grpo_megatron.controller.session import Session, open_session
+from grpo_megatron.controller.state import RunState
+from grpo_megatron.data.tiny_model import init_weights, read_preset, write_tiny_model
+from grpo_megatron.launch import roles
+from grpo_megatron.launch.processes import stop_all
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.metrics import MetricsWriter
+from grpo_megatron.telemetry.mirrors import make_mirrors
+from grpo_megatron.types import Completion
+
+RECIPE = """
+name = "ours"
+num_steps = 1000000
+runs_dir = "{directory}"
+model.preset = "tiny-qwen3-moe"
+data = {{ num_validation = 0, num_heldout = 0 }}
+objective.preset = "grpo"
+batch = {{ num_prompts = {case.num_prompts}, num_samples_per_prompt = {case.num_samples} }}
+optimizer.lr = 1e-6
+trainer = {{ precision = "float32", max_tokens_per_microbatch = 16384 }}
+checkpoint.interval = 0
+
+[[domains]]
+name = "addition"
+source = "file"
+path = "{directory}/problems.jsonl"
+rewards = [{{ function = "versus_trl_workload:share_of_digits" }}]
+
+[rollout]
+dtype = "float32"
+max_new_tokens = {case.longest}
+max_model_len = {max_model_len}
+max_num_seqs = 64
+"""
+
+
+class ForcedLengthClient(EngineClient):
+    """Asks for a given number of tokens per sample. TRL's side forces the same lengths."""
+
+    lengths: dict[tuple[int, ...], list[int]]  # by prompt
+
+    async def generate(self, prompt_token_ids, *, max_tokens: int, n: int = 1,
+                       **kwargs) -> list[Completion]:
+        lengths = self.lengths.get(tuple(prompt_token_ids), [])
+        if len(lengths) != n or len(set(lengths)) == 1:  # a canary, or nothing to tell apart
+            return await super().generate(prompt_token_ids, max_tokens=max_tokens, n=n, **kwargs)
+        parts = [EngineClient.generate(self, prompt_token_ids, max_tokens=length, n=1, **kwargs)
+                 for length in lengths]
+        return [completion for part in await asyncio.gather(*parts) for completion in part]
+
+
+class OurSide:
+    """Use as an async context manager; `run` makes steps."""
+
+    def __init__(self, case: Case, directory: Path, overrides: list[str]):
+        self.case = case
+        recipe = directory / "ours.toml"
+        longest = -(-(case.longest + 16) // 32) * 32
+        recipe.write_text(RECIPE.format(case=case, directory=directory, max_model_len=longest))
+        self.resolved = resolve(recipe, overrides)
+        self.config, self.run_dir = self.resolved.config, RunDir(self.resolved.run_path)
+
+    def make_model(self) -> Path:
+        """The model that both sides train."""
+        self.run_dir.create()
+        write_resolved(self.run_dir.config, self.resolved)
+        preset = load_preset(self.config.model.preset)
+        write_tiny_model(self.run_dir.model, read_preset(preset.path))
+        init_weights(self.run_dir.model, self.config.seed)
+        return self.run_dir.model
+
+    async def __aenter__(self) -> OurSide:
+        self._stack = stack = AsyncExitStack()
+        replicas, urls = roles.rollout_replicas(self.config, self.run_dir)
+        children = [*replicas, *roles.trainer_ranks(self.config, self.run_dir)]
+        stack.callback(stop_all, children)
+        for child in children:
+            child.start()
+        self.session = session = await stack.enter_async_context(
+            open_session(self.config, self.run_dir, urls))
+        self._force_lengths(session)
+        await session.publisher.publish(0)
+        metrics = stack.enter_context(closing(MetricsWriter(self.run_dir)))
+        mirrors = stack.enter_context(closing(make_mirrors(
+            self.config.telemetry, self.run_dir, self.config.name, {})))
+        self.loop = RLLoop(session, RunState(0, 0, {}, 0.0, 0.0), metrics, mirrors)
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self._stack.aclose()
+
+    def _force_lengths(self, session: Session) -> None:
+        """Clients that ask for the drawn lengths, and no stop token that could end one early."""
+        self.clients = []
+        for replica in session.engines.replicas:
+            old, replica.client = replica.client, ForcedLengthClient(replica.client.base_url)
+            replica.client.name = old.name
+            self._stack.push_async_callback(replica.client.close)
+            self.clients.append(replica.client)
+        session.worker = RolloutWorker(self.config, session.engines,
+                                       decode=session.tokenizer.decode)
+
+    async def run(self, num_steps: int) -> dict:
+        """Seconds of every step, and seconds by phase over all of them."""
+        seconds, phases = [], defaultdict(float)
+        for _ in range(num_steps):
+            started = time.perf_counter()
+            for name, spent in (await self._step()).items():
+                phases[name] += spent
+            seconds.append(time.perf_counter() - started)
+        return {"seconds": seconds, "phases": phases}
+
+    async def _step(self) -> dict[str, float]:
+        """What `RLLoop.run` does for one step."""
+        loop, step = self.loop, self.loop.state.step
+        self._set_lengths(step)
+        recorded = await loop.collect(step)
+        report = await loop.train(recorded)
+        with self.session.phase("publish"):
+            await self.session.publisher.publish(step + 1)
+        phases = recorded.seconds | self.session.seconds
+        phases["train (in the trainer)"] = report["train_s"]
+        await loop.finish(recorded, report)
+        return phases
+
+    def _set_lengths(self, step: int) -> None:
+        sampler, size = self.loop.sampler, self.case.num_samples
+        before = sampler.state_dict()
+        prompts = sampler.next_batch(step, self.case.num_prompts).prompts
+        sampler.load_state_dict(before)
+        lengths = self.case.lengths(step)
+        table = {p.token_ids: lengths[i * size:(i + 1) * size] for i, p in enumerate(prompts)}
+        for client in self.clients:
+            client.lengths = table

@@ -1,0 +1,62 @@
+"""What several packages share: one process group per world size, tiny models, samples.
+
+Processes that import torch and Megatron start slowly, so a group is started when the first test
+asks for it and serves every later one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+def _group(world_size: int):
+    from tests.trainer.worker_group import WorkerGroup
+
+    group = WorkerGroup(world_size)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="session")
+def world1():
+    yield from _group(1)
+
+
+@pytest.fixture(scope="session")
+def world2():
+    yield from _group(2)
+
+
+@pytest.fixture(scope="session")
+def world4():
+    yield from _group(4)
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory) -> str:
+    from tests.trainer.models import MOE, write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "moe", MOE, 1)
+
+
+@pytest.fixture(scope="session")
+def dense_model(tmp_path_factory) -> str:
+    from tests.trainer.models import DENSE, write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "dense", DENSE, 2)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory) -> str:
+    from tests.trainer.models import DENSE, write_model
+
+    hf = DENSE | {"tie_word_embeddings": True}
+    return write_model(tmp_path_factory.mktemp("models") / "tied", hf, 3)
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory) -> str:
+    """24 samples in groups of 4."""
+    from tests.trainer.models import write_samples
+
+    return write_samples(tmp_path_factory.mktemp("store") / "step_000001")

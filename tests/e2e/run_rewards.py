@@ -1,0 +1,12 @@
+"""A reward that an untrained policy earns in part, so that short runs have gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def vowels(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, Any]) -> float:
+    """Fraction of the characters that are vowels or digits."""
+    wanted = sum(c in "aeiouAEIOU0123456789" for c in completion)
+    return wanted / max(len(completion), 1)

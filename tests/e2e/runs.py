@@ -1,0 +1,94 @@
+"""Start the real command as a user does, and look at what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+COMMAND = [sys.executable, "-m", "grpo_megatron.cli.main"]
+RECIPE = str(HERE / "recipe.toml")
+TIMEOUT_S = 300
+# not a function of the samples alone
+TIMED = ("time", "throughput", "trainer/peak", "canary/seconds")
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    """Run to the end."""
+    return subprocess.run([*COMMAND, *arguments], env=_environment(), capture_output=True,
+                          text=True, timeout=TIMEOUT_S)
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    """Run in the background, in a process group of its own."""
+    return subprocess.Popen([*COMMAND, *arguments], env=_environment(), text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            start_new_session=True)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(HERE)}
+
+
+def metrics(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def timeless(records: list[dict]) -> list[dict]:
+    return [{k: v for k, v in r.items() if not k.startswith(TIMED)} for r in records]
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    path = run / "events.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [event for event in found if event["kind"] == kind]
+
+
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(metrics(run)) < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, f"no {count} steps in {run}"
+        time.sleep(0.1)
+
+
+def role_pid(run: Path, role: str) -> int:
+    return [event["pid"] for event in events(run, "started") if event["role"] == role][-1]
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, output
+
+
+def survivors(run: Path) -> list[str]:
+    """Command lines of processes that still belong to a run, by their group or arguments."""
+    groups = {event["pid"] for event in events(run, "started")}
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            group = int((path / "stat").read_text().rsplit(")", 1)[1].split()[2])
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (OSError, IndexError):
+            continue
+        if line and (group in groups or str(run) in line):
+            found.append(line)
+    return found
+
+
+def no_survivors(run: Path) -> bool:
+    """Give ended processes a moment to be reaped, then look."""
+    deadline = time.monotonic() + 10
+    while survivors(run) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not survivors(run)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,149 @@
+"""Whole runs on the real engines: what they leave, how they resume, how they die."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e import runs
+
+pytestmark = pytest.mark.engine
+
+PER_STEP = (
+    "reward/mean", "reward/vowels/mean", "reward/exact_match/mean", "advantage/mean",
+    "advantage/std", "clip/low_fraction", "clip/high_fraction", "mismatch/k3",
+    "mismatch/abs_max", "policy/entropy", "grad/norm", "response/length_mean",
+    "throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s", "time/rollout_s",
+    "time/reward_s", "time/train_s", "time/publish_s", "policy/version", "policy/staleness",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An uninterrupted deterministic run of six steps."""
+    root = tmp_path_factory.mktemp("runs")
+    done = runs.command("train", runs.RECIPE, f"runs_dir={root}", "name=whole")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("held-out accuracy before 0.0")
+    return root / "whole"
+
+
+def test_metrics_of_every_step(whole):
+    records = runs.metrics(whole)
+    assert [r["step"] for r in records] == list(range(6))
+    for record in records:
+        missing = [name for name in PER_STEP if record.get(name) is None]
+        assert not missing
+        assert record["policy/version"] == record["step"]
+        assert record["policy/staleness"] == 0
+        assert record["mismatch/abs_max"] < 1e-4  # fp32: trainer and engine agree
+        assert record["canary/abs_max"] < 1e-4
+        assert record["clip/low_fraction"] == record["clip/high_fraction"] == 0  # on-policy
+    assert any(record["grad/norm"] > 0 for record in records)
+
+
+def test_what_a_run_leaves_behind(whole):
+    assert runs.no_survivors(whole)
+    assert (whole / "config.json").exists()
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == [
+        "step_000004", "step_000006"]  # two are kept
+    sample = json.loads((whole / "samples/step_000000.jsonl").read_text().splitlines()[0])
+    assert sample["rank"] == "best" and set(sample["components"]) == {"vowels", "exact_match"}
+    assert not list(whole.rglob("*.tmp"))
+
+
+def test_transformers_loads_the_export(whole):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(whole / "export", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(whole / "export")
+    assert tokenizer.decode(tokenizer.encode("12 + 30 =")) == "12 + 30 ="
+    before, after = (load_file(whole / d / "model.safetensors") for d in ("model", "export"))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    logits = model(torch.tensor([tokenizer.encode("1 + 2 =")])).logits
+    assert bool(torch.isfinite(logits).all())
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(whole):
+    """Stopped by Ctrl-C somewhere, resumed to the end: the same metrics, bit for bit."""
+    root = whole.parent
+    process = runs.start("train", runs.RECIPE, f"runs_dir={root}", "name=resumed")
+    runs.wait_for_steps(root / "resumed", 3, process)
+    process.send_signal(signal.SIGINT)
+    code, output = runs.finish(process)
+    assert code == 130, output
+    assert "resume" in output
+    assert runs.no_survivors(root / "resumed")
+    done = runs.command("resume", str(root / "resumed"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert runs.timeless(runs.metrics(root / "resumed")) == runs.timeless(runs.metrics(whole))
+
+
+def test_a_killed_controller_loses_no_recorded_step(whole):
+    """Steps after the checkpoint are trained from the store, not sampled again."""
+    root, run = whole.parent, whole.parent / "killed"
+    process = runs.start("train", runs.RECIPE, f"runs_dir={root}", "name=killed",
+                         "checkpoint.interval=2", "rollout.deterministic=false")
+    runs.wait_for_steps(run, 3, process)
+    runs.kill(runs.role_pid(run, "controller"))
+    code, output = runs.finish(process)
+    assert code not in (0, 130), output
+    assert runs.no_survivors(run)
+    recorded = runs.metrics(run)[2]
+    done = runs.command("resume", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = runs.metrics(run)
+    assert [r["step"] for r in records] == list(range(6))
+    assert records[2]["reward/mean"] == recorded["reward/mean"]
+    np.testing.assert_allclose(records[2]["grad/norm"], recorded["grad/norm"], rtol=1e-6)
+
+
+def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path):
+    """Staleness 1, two updates per rollout, file publishing, offline wandb, TensorBoard."""
+    from grpo_megatron.telemetry.wandb_reader import read_offline_wandb
+
+    done = runs.command("train", runs.RECIPE, f"runs_dir={tmp_path}", "batch.max_staleness=1",
+                        "batch.updates_per_rollout=2", "rollout.deterministic=false",
+                        "rollout.num_replicas=2", "objective.preset=grpo",
+                        "telemetry.wandb=offline", "telemetry.tensorboard=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = runs.metrics(tmp_path / "short")
+    assert [r["policy/staleness"] for r in records] == [0, 1, 1, 1, 1, 1]
+    assert records[1]["time/old_logprobs_s"] > 0
+    mirrored = read_offline_wandb(tmp_path / "short")
+    assert [{k: v for k, v in m.items() if not k.startswith("_")} for m in mirrored] == records
+    assert list((tmp_path / "short").rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize(("role", "code", "message"), [
+    ("rollout-0", 5, "rollout-0"), ("trainer-1", 6, "trainer-1 ended with exit code 137")])
+def test_a_dead_process_ends_the_run(tmp_path, role, code, message):
+    process = runs.start("train", runs.RECIPE, f"runs_dir={tmp_path}", "num_steps=5000")
+    run = tmp_path / "short"
+    runs.wait_for_steps(run, 1, process)
+    runs.kill(runs.role_pid(run, role))
+    found, output = runs.finish(process)
+    assert found == code, output
+    assert message in output and "remedy" in output
+    assert runs.no_survivors(run)
+
+
+def test_a_dead_replica_is_named_and_the_run_goes_on(tmp_path):
+    run = tmp_path / "short"
+    process = runs.start("train", runs.RECIPE, f"runs_dir={tmp_path}", "num_steps=5000",
+                         "rollout.num_replicas=2")
+    runs.wait_for_steps(run, 2, process)
+    runs.kill(runs.role_pid(run, "rollout-1"))
+    runs.wait_for_steps(run, len(runs.metrics(run)) + 4, process)
+    process.send_signal(signal.SIGTERM)
+    code, output = runs.finish(process)
+    assert code == 130, output
+    assert "rollout-1 died" in output
+    assert runs.no_survivors(run)

@@ -1,0 +1,110 @@
+"""One set of real servers for all integration tests, and trainers that publish to them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rundir import RunDir
+from tests.rollout.engines import Server, make_checkpoint, make_config
+from tests.trainer.worker_group import WorkerGroup
+
+# As in production: a server's first weights are those that the trainer publishes.
+DUMMY = {"engine_arguments": ("--load-format", "dummy")}
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Checkpoints:
+    dense: Path
+    moe: Path
+    other_moe: Path
+
+
+@dataclass
+class Servers:
+    dense: Server
+    moe: Server
+    moe_tp2: Server
+
+
+@pytest.fixture(scope="package")
+def checkpoints(tmp_path_factory) -> Checkpoints:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return Checkpoints(make_checkpoint(root / "dense", moe=False, seed=5),
+                       make_checkpoint(root / "moe", moe=True, seed=6),
+                       make_checkpoint(root / "other", moe=True, seed=7))
+
+
+@pytest.fixture(scope="package")
+def servers(checkpoints, tmp_path_factory, request):
+    """Started together; the slow start of the trainers' processes falls into their own."""
+    logs = tmp_path_factory.mktemp("logs")
+    started: list[Server] = []
+    try:
+        for name, checkpoint, options in (
+            ("dense", checkpoints.dense, DUMMY),
+            ("moe", checkpoints.moe, DUMMY),
+            ("moe-tp2", checkpoints.moe, DUMMY | {"tensor_parallel_size": 2}),
+        ):
+            started.append(Server.start(name, checkpoint, logs, **options))
+        for world in ("world1", "world4"):
+            request.getfixturevalue(world)
+        for server in started:
+            server.wait()
+        yield Servers(*started)
+    finally:
+        for server in started:
+            server.stop()
+
+
+class GroupLink:
+    """The controller's `TrainerLink`, with a worker group in place of the trainer's processes."""
+
+    def __init__(self, group: WorkerGroup):
+        self._group, self._lock = group, asyncio.Lock()
+
+    async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        return await self.run("command", name=command, arguments=arguments)
+
+    async def run(self, case: str, **arguments: Any) -> Any:
+        async with self._lock:
+            return await asyncio.to_thread(
+                self._group.run, f"tests.integration.trainer_side:{case}", **arguments)
+
+
+@asynccontextmanager
+async def publishing(group: WorkerGroup, checkpoint: Path, servers: list[Server], run_dir: Path, *,
+                     layout: dict[str, Any] | None = None, publish: dict[str, Any] | None = None,
+                     temperature: float = 1.0):
+    """A trainer that holds `checkpoint`, and the controller's publisher to `servers`."""
+    config = trainer_config(group.world_size, layout or {}, publish or {}, temperature)
+    link = GroupLink(group)
+    await link.run("start", config=config, model=str(checkpoint))
+    clients = [server.client() for server in servers]
+    try:
+        yield Publisher(config, RunDir(run_dir), link, ReplicaPool.of(clients)), link, clients
+    finally:
+        for client in clients:
+            await client.close()
+
+
+def trainer_config(num_ranks: int, layout: dict[str, Any], publish: dict[str, Any],
+                   temperature: float) -> RunConfig:
+    values = make_config(temperature=temperature).model_dump(exclude_unset=True)
+    return RunConfig.model_validate(values | {
+        "trainer": {"num_ranks": num_ranks, "precision": "float32", "num_threads": 1,
+                    "max_tokens_per_microbatch": 256} | layout,
+        "optimizer": {"lr": 1e-2},
+        "objective": {"preset": "grpo"},
+        "publish": {"canary_tolerance": TOLERANCE} | publish,
+    })
+

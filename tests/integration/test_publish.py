@@ -1,0 +1,171 @@
+"""A Megatron trainer publishes to vLLM servers, driven by the controller's own `Publisher`.
+
+gloo and CPU kernels: this says nothing about NCCL or about the kernels of a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.errors import MismatchError
+from grpo_megatron.types import Prompt
+from tests.integration.conftest import TOLERANCE, publishing
+from tests.trainer.models import write_samples
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+PROMPTS = [Prompt(f"p{i}", "d", "", tuple((7 * j + i) % 256 for j in range(3, 9 + 8 * i)), "")
+           for i in range(4)]
+
+
+async def assert_agree(publisher: Publisher) -> None:
+    found = await publisher.check_canary(PROMPTS)
+    assert 0 < found["canary/abs_mean"] <= found["canary/abs_max"] <= TOLERANCE
+
+
+async def assert_differ(publisher: Publisher) -> None:
+    with pytest.raises(MismatchError, match="disagree about log-probs"):
+        await publisher.check_canary(PROMPTS)
+
+
+@pytest.fixture(scope="session")
+def training_samples(tmp_path_factory) -> str:
+    return write_samples(tmp_path_factory.mktemp("store") / "step_000001", vocab_size=256)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_logprobs_are_the_engines_before_and_after_training(
+        servers, checkpoints, world1, training_samples, tmp_path, kind, temperature):
+    async def run():
+        async with publishing(world1, getattr(checkpoints, kind), [getattr(servers, kind)],
+                              tmp_path, temperature=temperature) as (publisher, trainer, clients):
+            await publisher.publish(1)
+            await assert_agree(publisher)
+            for step in range(2):
+                await trainer.call("train", directory=training_samples, first_update=step,
+                                   num_updates=2)
+            await assert_differ(publisher)
+            await publisher.publish(2)
+            await assert_agree(publisher)
+            completion, = await clients[0].generate(PROMPTS[0].token_ids, max_tokens=4)
+            assert [span.version for span in completion.versions] == [2]
+
+    asyncio.run(run())
+
+
+def test_another_temperature_is_noticed(servers, checkpoints, world1, tmp_path):
+    """The comparison above would be empty if it could not tell temperatures apart."""
+    async def run():
+        async with publishing(world1, checkpoints.dense, [servers.dense], tmp_path,
+                              temperature=0.7) as (publisher, _, _):
+            await publisher.publish(1)
+            rollout = publisher.config.rollout.model_copy(update={"temperature": 1.0})
+            publisher.config = publisher.config.model_copy(update={"rollout": rollout})
+            await assert_differ(publisher)
+
+    asyncio.run(run())
+
+
+def test_tensor_pipeline_and_expert_parallel_trainer_to_tp1_and_tp2(
+        servers, checkpoints, world4, training_samples, tmp_path):
+    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "expert_parallel_size": 2,
+              "expert_tensor_parallel_size": 1}
+
+    async def run():
+        async with publishing(world4, checkpoints.moe, [servers.moe, servers.moe_tp2], tmp_path,
+                              layout=layout) as (publisher, trainer, clients):
+            await publisher.publish(1)
+            await assert_agree(publisher)
+            first = [await client.weight_checksums() for client in clients]
+            received = [digests for client in clients for digests in
+                        await client.received_digests()]
+            assert len(received) == 3  # one worker and two
+            assert all(digests == received[0] for digests in received)
+            await trainer.call("train", directory=training_samples, first_update=0, num_updates=1)
+            await publisher.publish(2)
+            await assert_agree(publisher)
+            second = [await client.weight_checksums() for client in clients]
+        async with publishing(world4, checkpoints.moe, [servers.moe, servers.moe_tp2], tmp_path,
+                              layout=layout) as (publisher, _, clients):
+            await publisher.publish(3)
+            third = [await client.weight_checksums() for client in clients]
+        for before, changed, restored in zip(first, second, third, strict=True):
+            assert before == restored
+            assert before.keys() == changed.keys()
+            assert not [name for name in before if before[name] == changed[name]]
+
+    asyncio.run(run())
+
+
+def test_two_senders_of_two_stages(servers, checkpoints, world4, tmp_path):
+    """What a sender holds leaves from it; experts of the other ranks travel to one first."""
+    async def run():
+        async with publishing(
+            world4, checkpoints.moe, [servers.moe], tmp_path,
+            layout={"pipeline_parallel_size": 2, "expert_parallel_size": 2},
+            publish={"num_senders": 2, "bucket_mib": 1},
+        ) as (publisher, trainer, _):
+            await publisher.publish(1)
+            await assert_agree(publisher)
+            await publisher.publish(2)  # the same groups serve again
+            await assert_agree(publisher)
+            return await trainer.run("routes")
+
+    routes = asyncio.run(run())
+    senders = sorted({sender for _, sender, _ in routes})
+    assert len(senders) == 2
+    assert {sender in holders for _, sender, holders in routes} == {True, False}
+    for name, sender, holders in routes:
+        assert sender in holders or not set(senders) & set(holders), name
+
+
+def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1, tmp_path):
+    async def run():
+        async with publishing(world1, checkpoints.moe, [servers.moe], tmp_path,
+                              ) as (publisher, trainer, clients):
+            await publisher.publish(1)
+            await trainer.run("flip_a_bit", sender=0)
+            with pytest.raises(MismatchError, match="1 of .* tensors reached worker 0 of moe"):
+                await publisher.publish(2)
+            assert publisher.version == 1
+            paused = await clients[0]._control("/is_paused", method="GET")
+            assert paused["is_paused"], "nobody may sample from these weights"
+            await publisher.publish(3)
+            await assert_agree(publisher)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["mlp.gate.weight", "layers.1.self_attn.q_proj.weight"])
+def test_noise_after_loading_is_caught_by_the_canary_only(
+        servers, checkpoints, world1, tmp_path, name):
+    async def run():
+        async with publishing(world1, checkpoints.moe, [servers.moe, servers.moe_tp2], tmp_path,
+                              ) as (publisher, _, clients):
+            await clients[1].call_workers("sabotage_next_update", name_contains=name, noise=0.05)
+            await publisher.publish(1)  # digests agree
+            with pytest.raises(MismatchError, match="moe-tp2 and the trainer disagree"):
+                await publisher.check_canary(PROMPTS)
+            await publisher.publish(2)
+            await assert_agree(publisher)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}])
+def test_publishing_through_a_file(servers, checkpoints, world1, world4, tmp_path, layout):
+    """Also into a server that was started with dummy weights."""
+    async def run():
+        async with publishing(world4 if layout else world1, checkpoints.other_moe,
+                              [servers.moe, servers.moe_tp2], tmp_path, layout=layout,
+                              publish={"method": "file"}) as (publisher, _, clients):
+            await publisher.publish(9)
+            await assert_agree(publisher)
+            completion, = await clients[0].generate(PROMPTS[0].token_ids, max_tokens=4)
+            assert [span.version for span in completion.versions] == [9]
+
+    asyncio.run(run())

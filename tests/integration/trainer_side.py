@@ -1,0 +1,48 @@
+"""What the worker groups execute: a whole `TrainerService` that lives from case to case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.service import TrainerService
+
+_service: TrainerService
+
+
+def start(config: RunConfig, model: str) -> None:
+    """Build the trainer of `config`; the one before is forgotten."""
+    global _service
+    initialize(config.trainer, RankInfo.from_environment())
+    seed_everything(config.seed)
+    _service = TrainerService(config, Path(model))
+
+
+def command(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the controller would ask of it."""
+    return _service.commands()[name](**arguments)
+
+
+def flip_a_bit(sender: int) -> None:
+    """The next bucket of `sender` changes after its digests were taken."""
+    mine = _service.publisher.sender
+    if mine is None or mine.index != sender:
+        return
+    pack = mine._pack
+
+    def corrupt(bucket, tensors):
+        data = pack(bucket, tensors)
+        data[5] ^= 1
+        mine._pack = pack
+        return data
+    mine._pack = corrupt
+
+
+def routes() -> list[tuple[str, int, tuple[int, ...]]]:
+    """Of every Megatron tensor in sending order: name, the rank that sends, ranks that hold."""
+    publisher = _service.publisher
+    return [(entry.name, receiver, entry.holders) for entry, receiver in
+            zip(publisher._entries, publisher._receivers, strict=True)]
