@@ -7,6 +7,7 @@ steps can be asked for one by one.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import defaultdict
 from contextlib import AsyncExitStack, closing
@@ -16,6 +17,7 @@ from versus_trl_workload import Case
 
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.resolved import write_resolved
+from grpo_megatron.controller import display
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.session import Session, open_session
 from grpo_megatron.controller.state import RunState
@@ -29,6 +31,8 @@ from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import make_mirrors
 from grpo_megatron.types import Completion
+
+display._PIPE = open(os.devnull, "w")  # noqa: SIM115  (no supervisor reads it here)
 
 RECIPE = """
 name = "ours"

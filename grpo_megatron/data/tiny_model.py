@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_megatron.config.base import Strict
+from grpo_megatron.config.presets import ModelPreset
 from grpo_megatron.data.character_tokenizer import (
     EOS_TOKEN_ID,
     PAD_TOKEN_ID,
@@ -20,42 +19,23 @@ from grpo_megatron.data.character_tokenizer import (
 from grpo_megatron.errors import DataError
 
 
-class ModelPreset(Strict):
-    """One file of `models/`."""
-
-    name: str
-    """Name of the preset."""
-    hf: dict[str, Any]
-    """Becomes config.json; the vocabulary's size and the end token come from the tokenizer."""
-    tokenizer: CharacterTokenizerConfig
-
-
-def read_preset(path: Path) -> ModelPreset:
-    """Read `models/<name>.toml`.
-
-    Raises:
-        DataError: Not a file, not TOML, or not a preset.
-    """
-    try:
-        return ModelPreset.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise DataError("cannot read the model preset", where=str(path)) from error
-    except tomllib.TOMLDecodeError as error:
-        raise DataError(f"not TOML: {error}", where=str(path)) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise DataError(f"model preset: {key}: {first['msg']}", where=str(path)) from error
-
-
 def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     """Write config.json, generation_config.json and the tokenizer (no weights).
 
     config.json is `[hf]` as it stands, not what transformers would make of it, so that export
     can copy it byte for byte.
+
+    Raises:
+        DataError: The preset describes no tokenizer that can be made.
     """
+    try:
+        tokenizer = CharacterTokenizerConfig.model_validate(preset.tokenizer)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(("tokenizer", *map(str, first["loc"])))
+        raise DataError(f"model preset: {key}: {first['msg']}", where=str(preset.path)) from error
     directory.mkdir(parents=True, exist_ok=True)
-    vocab_size = write_character_tokenizer(directory, preset.tokenizer)
+    vocab_size = write_character_tokenizer(directory, tokenizer)
     ends = {"eos_token_id": EOS_TOKEN_ID, "pad_token_id": PAD_TOKEN_ID}
     _write_json(directory / "config.json", {**preset.hf, "vocab_size": vocab_size, **ends})
     _write_json(directory / "generation_config.json", {**ends, "do_sample": True})

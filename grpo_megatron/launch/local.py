@@ -16,7 +16,7 @@ from pathlib import Path
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.resolved import ResolvedConfig, write_resolved
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.data.tiny_model import read_preset, write_tiny_model
+from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.errors import (
     INTERRUPTED_EXIT_CODE,
     ConfigError,
@@ -108,8 +108,7 @@ class Supervisor:
     def _prepare_model(self) -> None:
         """Config and tokenizer must be there when the engines start; weights come later."""
         if self.config.model.preset and not (self.run_dir.model / "config.json").exists():
-            preset = load_preset(self.config.model.preset)
-            write_tiny_model(self.run_dir.model, read_preset(preset.path))
+            write_tiny_model(self.run_dir.model, load_preset(self.config.model.preset))
 
     def _watch(self) -> int:
         output = self.controller.process.stdout.fileno()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.data.character_tokenizer import CharacterTokenizerConfig
+from grpo_megatron.config.presets import load_preset
 from grpo_megatron.data.prompts import load_prompts, load_splits
-from grpo_megatron.data.tiny_model import init_weights, read_preset, write_tiny_model
+from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import DataError
 
 ROOT = Path(__file__).parents[2]
-PRESET = read_preset(ROOT / "models" / "tiny-qwen3-moe.toml")
-ALPHABET = PRESET.tokenizer.alphabet
+PRESET = load_preset("tiny-qwen3-moe")
+ALPHABET = PRESET.tokenizer["alphabet"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_one_token_per_character_both_ways(tokenizer):
 
 
 def test_special_tokens_and_sizes(tokenizer):
-    assert tokenizer.vocab_size % PRESET.tokenizer.pad_to_multiple == 0
+    assert tokenizer.vocab_size % PRESET.tokenizer["pad_to_multiple"] == 0
     assert tokenizer.stop_token_ids == (tokenizer.eos_token_id,) == (1,)
     assert tokenizer.pad_token_id == 0
     ids = tokenizer.encode("8 5")
@@ -99,20 +100,12 @@ def test_directories_without_a_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_alphabets_have_no_repetitions(tmp_path):
-    config = CharacterTokenizerConfig(kind="characters", alphabet="aba")
-    with pytest.raises(DataError, match="'a' more than once"):
-        write_tiny_model(tmp_path, PRESET.model_copy(update={"tokenizer": config}))
-
-
-def test_presets_that_cannot_be_read(tmp_path):
-    path = tmp_path / "preset.toml"
-    for content, words in (("x =", "not TOML"), ('name = "x"\nhf = {}', "tokenizer")):
-        path.write_text(content)
-        with pytest.raises(DataError, match=words):
-            read_preset(path)
-    with pytest.raises(DataError, match="cannot read"):
-        read_preset(tmp_path / "no.toml")
+@pytest.mark.parametrize(("table", "words"), [
+    ({"kind": "characters", "alphabet": "aba"}, "'a' more than once"),
+    ({"kind": "characters"}, "tokenizer.alphabet"), ({}, "tokenizer.kind")])
+def test_presets_without_a_usable_tokenizer(tmp_path, table, words):
+    with pytest.raises(DataError, match=words):
+        write_tiny_model(tmp_path, replace(PRESET, tokenizer=table))
 
 
 def test_the_demo_recipe_has_its_prompts(recipe, tokenizer):
