@@ -142,7 +142,8 @@ def _publish(config: RunConfig) -> Iterator[Violation]:
     low_precision = [key for key, value in (("trainer.precision", config.trainer.precision),
                                             ("rollout.dtype", config.rollout.dtype))
                      if value == "bfloat16"]
-    if publish.canary and low_precision and publish.canary_tolerance < _BFLOAT16_NOISE:
+    tolerance = publish.canary_tolerance
+    if publish.canary and low_precision and tolerance is not None and tolerance < _BFLOAT16_NOISE:
         yield Violation("canary_tolerance", "publish.canary_tolerance", publish.canary_tolerance,
                         "bfloat16 log-probs of a trainer and an engine that agree differ by more "
                         "than this: the first publish would stop the run", nearest=(0.1,),

@@ -57,6 +57,7 @@ class RLLoop:
         self.metrics, self.mirrors = metrics, mirrors
         self.config, self.run_dir = session.config, session.run_dir
         self.choices = resolve_choices(self.config.objective)
+        self.ahead = self.config.batch.max_staleness > 0
         weights = {d.name: d.weight for d in self.config.domains}
         self.sampler = PromptSampler(session.splits.train, weights, self.config.seed)
         if state.sampler:
@@ -68,13 +69,14 @@ class RLLoop:
 
     async def run(self) -> RunState:
         """Returns the state after the last step; it is checkpointed."""
-        ahead = self.config.batch.max_staleness
-        pending = None
+        pending, canary = None, await self._canary() if self.ahead else {}
         while self.state.step < self.config.num_steps and not self.session.stopping.is_set():
             step = self.state.step
             recorded = await (pending or self.collect(step))
             pending = None
-            if ahead and step + 1 < self.config.num_steps:
+            if self.ahead:
+                recorded = replace(recorded, canary=canary)
+            if self.ahead and step + 1 < self.config.num_steps:
                 pending = asyncio.create_task(self.collect(step + 1))
             try:
                 report = await self.train(recorded)
@@ -82,6 +84,8 @@ class RLLoop:
                     await asyncio.wait([pending])  # engines finish before their weights change
                 with self.session.phase("publish"):
                     await self.session.publisher.publish(step + 1)
+                    if self.ahead:
+                        canary = await self._canary()
             except BaseException:
                 if pending:
                     pending.cancel()
@@ -100,14 +104,16 @@ class RLLoop:
         directory = self.run_dir.step_store(step)
         if (directory / "manifest.json").exists():
             return _read_recorded(step, directory)
-        recorded, canary = await _both(self._sample(step, batch, directory),
-                                       self._canary(batch))
+        if self.ahead:  # the trainer is about to have other weights than the engines
+            return await self._sample(step, batch, directory)
+        recorded, canary = await _both(self._sample(step, batch, directory), self._canary())
         return replace(recorded, canary=canary)
 
-    async def _canary(self, batch: PromptBatch) -> dict[str, float]:
+    async def _canary(self) -> dict[str, float]:
         if not self.config.publish.canary:
             return {}
-        return await self.session.publisher.check_canary(batch.prompts[:2])
+        prompts = next(iter(self.session.splits.train.values()))
+        return await self.session.publisher.check_canary(prompts[:2])
 
     async def _sample(self, step: int, batch: PromptBatch, directory: Path) -> RecordedStep:
         session, version = self.session, self.session.publisher.version

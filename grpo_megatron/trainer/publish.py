@@ -40,6 +40,7 @@ class WeightPublisher:
         self.plan: TransferPlan | None = None
         self._entries: list[GatherEntry] = []
         self._receivers: list[int] = []
+        self._sender_ranks: list[int] = []
 
     @cached_property
     def gather_plan(self) -> list[GatherEntry]:
@@ -56,7 +57,7 @@ class WeightPublisher:
             `senders`: [host, port] each; `plan`: the transfer plan as JSON.
         """
         world, count = dist.get_world_size(), self.config.num_senders
-        ranks = [i * world // count for i in range(count)]
+        ranks = self._sender_ranks = [i * world // count for i in range(count)]
         receivers = assign_receivers(self.gather_plan, ranks)
         # A worker takes the senders in turn, so each sender's tensors must be gathered before
         # the next one's: in checkpoint order a sender would wait for workers that wait for it.
@@ -82,12 +83,16 @@ class WeightPublisher:
 
     def send(self, version: int) -> dict[str, Any]:
         """Stream everything once; returns `digests` by Hugging Face name."""
-        tensors = self._stream(self._entries, self._receivers)
         digests: dict[str, str] = {}
-        if self.sender is not None:
-            digests = self.sender.send(tensors, self.plan, publish=version)
-        for _ in tensors:  # ranks that send nothing still take part in the gathers
-            pass
+        for index, rank in enumerate(self._sender_ranks):
+            # One sender at a time, as workers take them: a sender that went on to gather for the
+            # next one before its own last bucket was out would wait for what waits for it.
+            part = [i for i, receiver in enumerate(self._receivers) if receiver == rank]
+            tensors = self._stream([self._entries[i] for i in part], [rank] * len(part))
+            if self.sender is not None and self.sender.index == index:
+                digests = self.sender.send(tensors, self.plan, publish=version)
+            for _ in tensors:  # ranks that send nothing still take part in the gathers
+                pass
         world: list = [None] * dist.get_world_size()
         dist.all_gather_object(world, digests)
         return {"digests": {name: d for part in world for name, d in part.items()}}

@@ -26,7 +26,7 @@ from tests.config.conftest import unchecked_config
     ("microbatch_length", ["trainer.max_tokens_per_microbatch=63"]),
     ("deterministic_staleness", ["batch.max_staleness=1", "rollout.deterministic=true"]),
     ("num_senders", ["publish.num_senders=3"]),
-    ("canary_tolerance", ["rollout.dtype=bfloat16"]),
+    ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),
     ("validation_prompts", ["data.num_validation=0"]),
     ("validation_prompts", ["data.num_validation=0", "cold_start=null", "evaluation.interval=5"]),
     ("min_lr", ["optimizer.min_lr=1"]),
