@@ -44,7 +44,7 @@ def policy_loss(choices: Choices, batch: LossBatch) -> tuple[torch.Tensor, Stats
     stats.mean("ratio/mean", log_ratio.exp().sum(), count)
     stats.maximum("ratio/max", log_ratio.exp())
     policy_stats(stats, batch)
-    stats.mean("loss/abs_terms", (batch.weights * term).abs().sum(), 1.0)
+    stats.mean("loss/abs_terms", (batch.weights * term).abs().sum(), batch.weights.sum())
     return loss, stats
 
 

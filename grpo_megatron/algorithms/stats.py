@@ -24,7 +24,7 @@ class Stats:
 
     def maximum(self, name: str, values: torch.Tensor) -> None:
         values = values.detach().double()
-        self.maxima[name] = values.max() if values.numel() else values.new_zeros(())
+        self.maxima[name] = values.max() if values.numel() else values.new_tensor(-torch.inf)
 
     def add(self, other: Stats) -> None:
         """Accumulate another micro-batch."""
@@ -35,6 +35,7 @@ class Stats:
             self.maxima[name] = value if old is None else torch.maximum(old, value)
 
     def result(self) -> dict[str, float]:
-        """Means are NaN where nothing was counted."""
+        """NaN where nothing was counted."""
         out = {n: float(p[0] / p[1]) if p[1] > 0 else float("nan") for n, p in self.means.items()}
-        return out | {n: float(v) for n, v in self.maxima.items()}
+        return out | {n: float(v) if v > -torch.inf else float("nan")
+                      for n, v in self.maxima.items()}

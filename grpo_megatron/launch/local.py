@@ -25,7 +25,7 @@ from grpo_megatron.errors import (
     TrainerError,
 )
 from grpo_megatron.launch import roles
-from grpo_megatron.launch.processes import stop_all, wait_readable
+from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
@@ -114,7 +114,7 @@ class Supervisor:
         output = self.controller.process.stdout.fileno()
         os.set_blocking(output, False)
         while True:
-            for fd in wait_readable(self.children, [output], timeout_s=1.0):
+            for fd in wait_readable(self._watched(), [output], timeout_s=1.0):
                 self._read_messages(fd)
             if self.interrupts > 1:
                 return INTERRUPTED_EXIT_CODE
@@ -123,6 +123,12 @@ class Supervisor:
                 return self._controller_ended()
             self._check_trainers()
             self._check_replicas()
+
+    def _watched(self) -> list[ChildProcess]:
+        """Children whose end would be news."""
+        trainers = [t for t in self.trainers if t.exit_code != 0]  # 0: told to stop
+        replicas = [r for r in self.replicas if r.name not in self._reported_dead]
+        return [self.controller, *trainers, *replicas]
 
     def _controller_ended(self) -> int:
         code = self.controller.exit_code

@@ -71,8 +71,11 @@ def _die_with_parent() -> None:
 
 def wait_readable(children: Sequence[ChildProcess], files: Sequence[int],
                   timeout_s: float) -> list[int]:
-    """Sleep until a child ends, a file is readable or time is up; returns readable files."""
-    descriptors = [child.pidfd for child in children if child.alive] + list(files)
+    """Sleep until a child ends, a file is readable or time is up; returns readable files.
+
+    Returns at once when a child has ended already: pass those whose end is still news.
+    """
+    descriptors = [child.pidfd for child in children] + list(files)
     ready, _, _ = select.select(descriptors, [], [], timeout_s)
     return [fd for fd in ready if fd in files]
 

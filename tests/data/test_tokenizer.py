@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.data.prompts import load_prompts, load_splits
 from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer

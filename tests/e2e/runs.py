@@ -18,10 +18,10 @@ TIMEOUT_S = 300
 TIMED = ("time", "throughput", "trainer/peak", "canary/seconds")
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
+def command(*arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess:
     """Run to the end."""
     return subprocess.run([*COMMAND, *arguments], env=_environment(), capture_output=True,
-                          text=True, timeout=TIMEOUT_S)
+                          text=True, timeout=timeout_s)
 
 
 def start(*arguments: str) -> subprocess.Popen:

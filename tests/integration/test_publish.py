@@ -132,7 +132,7 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
                               ) as (publisher, trainer, clients):
             await publisher.publish(1)
             await trainer.run("flip_a_bit", sender=0)
-            with pytest.raises(MismatchError, match="1 of .* tensors reached worker 0 of moe"):
+            with pytest.raises(MismatchError, match=r"1 of .* tensors reached worker 0 of moe"):
                 await publisher.publish(2)
             assert publisher.version == 1
             paused = await clients[0]._control("/is_paused", method="GET")

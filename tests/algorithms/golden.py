@@ -1,0 +1,8 @@
+"""Numbers computed independently, in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "algorithms.json").read_text())

@@ -1,0 +1,140 @@
+"""The sample store: what is read is what was written, or an error says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.batching.columns import read_columns
+from grpo_megatron.batching.store import (
+    SampleRow,
+    SampleTable,
+    ShardWriter,
+    begin_step,
+    finish_step,
+)
+from grpo_megatron.errors import DataError
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+
+FILES = ["manifest.json", "rollout-0.safetensors", "rollout-1.safetensors", "train.safetensors"]
+
+
+def completion_of(length: int, rng: np.random.Generator) -> Completion:
+    """Tokens of up to two weight versions."""
+    cut = int(rng.integers(0, length + 1))
+    spans = tuple(VersionSpan(version, start, end) for version, start, end in
+                  ((4, 0, cut), (5, cut, length)) if end > start)
+    return Completion(rng.integers(0, 1 << 17, length).astype(np.int32),
+                      -rng.random(length, np.float32), spans, "stop", "")
+
+
+def write(directory, lengths: list[list[list[int]]]):
+    """`lengths[shard][group][sample]`; rows are in reverse order of the shards' samples."""
+    rng, working, shards, groups, rows = np.random.default_rng(0), begin_step(directory), [], [], []
+    for shard, of_groups in enumerate(lengths):
+        writer, sample = ShardWriter(working / f"rollout-{shard}.safetensors"), 0
+        for of_samples in of_groups:
+            prompt = Prompt("p", "d", "", tuple(rng.integers(0, 99, 1 + len(groups)).tolist()), "")
+            group = RolloutGroup(prompt, tuple(completion_of(n, rng) for n in of_samples), shard)
+            writer.append(group)
+            for completion in group.completions:
+                rows.append((SampleRow(shard, sample, len(groups), len(groups) % 2,
+                                       float(rng.random()), float(rng.normal())),
+                             prompt, completion))
+                sample += 1
+            groups.append(group)
+        shards.append(writer.close())
+    rows.reverse()
+    finish_step(directory, shards, [row for row, _, _ in rows], {"step": 7})
+    return rows
+
+
+@settings(max_examples=25, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=3),
+                min_size=1, max_size=3).filter(any))
+def test_round_trip(tmp_path, lengths):
+    written = write(tmp_path / "step_000007", lengths)
+    table = SampleTable(tmp_path / "step_000007")
+    assert len(table) == len(written) and table.manifest["step"] == 7
+    for i, (row, prompt, completion) in enumerate(written):
+        ids, logprobs = table.completion(i)
+        np.testing.assert_array_equal(ids, completion.token_ids)
+        np.testing.assert_array_equal(logprobs, completion.logprobs)
+        np.testing.assert_array_equal(table.prompt_ids(i), prompt.token_ids)
+        np.testing.assert_array_equal(table.versions(i), np.concatenate(
+            [np.full(s.end - s.start, s.version) for s in completion.versions]))
+        assert table.prompt_lengths[i] == len(prompt.token_ids)
+        assert table.completion_lengths[i] == len(completion.token_ids)
+        assert (table.group[i], table.update[i]) == (row.group, row.update)
+        assert (table.reward[i], table.advantage[i]) == (row.reward, row.advantage)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("store") / "step_000001"
+    write(directory, [[[3, 5], [2, 2]], [[4, 4]]])
+    return directory
+
+
+@pytest.fixture
+def step(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "step_000001")
+
+
+def test_nothing_else_is_left_beside_a_finished_step(pristine):
+    assert sorted(path.name for path in pristine.iterdir()) == FILES
+    assert [path.name for path in pristine.parent.iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+@pytest.mark.parametrize("position", [0.0, 0.5, 1.0])
+def test_one_changed_byte_is_found(step, name, position):
+    data = bytearray((step / name).read_bytes())
+    data[int(position * (len(data) - 1))] ^= 1
+    (step / name).write_bytes(data)
+    with pytest.raises(DataError, match=f"{name} is missing or its checksum differs"):
+        SampleTable(step)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found(step, name):
+    (step / name).unlink()
+    with pytest.raises(DataError, match=name):
+        SampleTable(step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(kept=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_file_is_found_without_its_checksum(pristine, tmp_path_factory, kept):
+    """Ranks other than the first do not read whole files to verify them."""
+    data = (pristine / "rollout-0.safetensors").read_bytes()
+    path = tmp_path_factory.mktemp("cut") / "rollout-0.safetensors"
+    path.write_bytes(data[: int(kept * len(data))])
+    with pytest.raises(DataError, match="truncated|unreadable") as caught:
+        read_columns(path)
+    assert str(path) == caught.value.where
+
+
+def test_an_unfinished_step_is_refused_and_then_replaced(tmp_path):
+    directory = tmp_path / "step_000002"
+    writer = ShardWriter(begin_step(directory) / "rollout-0.safetensors")
+    writer.append(RolloutGroup(Prompt("p", "d", "", (1,), ""),
+                               (completion_of(3, np.random.default_rng(0)),), 0))
+    writer.close()
+    for path in (directory, directory.with_name("step_000002.tmp")):
+        with pytest.raises(DataError, match="not a recorded step"):
+            SampleTable(path)
+    assert list(begin_step(directory).iterdir()) == []
+
+
+def test_another_format_is_refused(step):
+    manifest = json.loads((step / "manifest.json").read_text())
+    (step / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(DataError, match="format 99"):
+        SampleTable(step)

@@ -1,0 +1,118 @@
+"""Children that cannot outlive their supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.errors import ConfigError, RunLockedError
+from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
+from grpo_megatron.launch.run_lock import run_lock
+from grpo_megatron.rundir import RunDir
+
+# starts a grandchild in the same group, prints its pid, then waits
+PARENT = ("import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', "
+          "'import time; time.sleep(600)']); print(p.pid, flush=True); time.sleep(600)")
+
+
+def gone(pid: int) -> bool:
+    """Ended, or a zombie that nobody reaped."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def child(tmp_path: Path, code: str, name: str = "child") -> ChildProcess:
+    process = ChildProcess(name, [sys.executable, "-c", code], tmp_path / f"{name}.log")
+    process.start()
+    return process
+
+
+def wait_for_log(process: ChildProcess) -> str:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if text := process.log.read_text():
+            return text
+        time.sleep(0.02)
+    raise AssertionError("nothing was logged")
+
+
+def test_stopping_ends_grandchildren_too(tmp_path):
+    process = child(tmp_path, PARENT)
+    grandchild = int(wait_for_log(process))
+    stop_all([process])
+    assert not process.alive and gone(grandchild)
+
+
+def test_what_ignores_the_first_signal_is_killed(tmp_path):
+    process = child(tmp_path, "import signal, time; signal.signal(signal.SIGTERM, "
+                              "signal.SIG_IGN); print(1, flush=True); time.sleep(600)")
+    wait_for_log(process)
+    stop_all([process], grace_s=0.2)
+    assert process.exit_code == 128 + signal.SIGKILL
+
+
+def test_orphans_of_a_dead_child_are_ended(tmp_path):
+    process = child(tmp_path, PARENT)
+    grandchild = int(wait_for_log(process))
+    os.kill(process.process.pid, signal.SIGKILL)
+    process.process.wait()
+    stop_all([process], grace_s=0.2)
+    assert gone(grandchild)
+
+
+def test_a_death_wakes_the_supervisor(tmp_path):
+    process = child(tmp_path, "raise SystemExit(7)")
+    process.process.wait()
+    assert wait_readable([process], [], timeout_s=60) == []  # returns at once: it is dead
+    assert process.exit_code == 7
+    stop_all([process])
+
+
+def test_children_die_with_a_killed_supervisor(tmp_path):
+    code = (f"import sys, time; from pathlib import Path; "
+            f"from grpo_megatron.launch.processes import ChildProcess; "
+            f"c = ChildProcess('c', [sys.executable, '-c', 'import time; time.sleep(600)'], "
+            f"Path({str(tmp_path / 'c.log')!r})); c.start(); "
+            f"print(c.process.pid, flush=True); time.sleep(600)")
+    supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(supervisor.stdout.readline())
+    supervisor.kill()
+    supervisor.wait()
+    assert gone(pid)
+
+
+def test_a_run_directory_has_one_writer(tmp_path):
+    run_dir = RunDir(tmp_path)
+    first = run_lock(run_dir)
+    first.__enter__()
+    with pytest.raises(RunLockedError, match=f"process {os.getpid()}"), run_lock(run_dir):
+        pass
+    first.__exit__(None, None, None)
+    with run_lock(run_dir):
+        pass
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path):
+    from grpo_megatron.launch.local import train
+    from grpo_megatron.plan.resolve import resolve
+
+    resolved = resolve("demo/gspo-moe-cpu", [f"runs_dir={tmp_path}", "name=taken"])
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="exists") as caught:
+        train(resolved)
+    assert "resume" in caught.value.remedy and "--overwrite" in caught.value.remedy
+    assert (tmp_path / "taken" / "config.json").read_text() == "{}"
