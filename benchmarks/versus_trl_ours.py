@@ -21,7 +21,7 @@ from grpo_megatron.controller import display
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.session import Session, open_session
 from grpo_megatron.controller.state import RunState
-from grpo_megatron.data.tiny_model import init_weights, read_preset, write_tiny_model
+from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.launch import roles
 from grpo_megatron.launch.processes import stop_all
 from grpo_megatron.plan.resolve import resolve
@@ -43,7 +43,7 @@ data = {{ num_validation = 0, num_heldout = 0 }}
 objective.preset = "grpo"
 batch = {{ num_prompts = {case.num_prompts}, num_samples_per_prompt = {case.num_samples} }}
 optimizer.lr = 1e-6
-trainer = {{ precision = "float32", max_tokens_per_microbatch = 16384 }}
+trainer = {{ num_ranks = 2, precision = "float32", max_tokens_per_microbatch = 16384 }}
 checkpoint.interval = 0
 
 [[domains]]
@@ -90,8 +90,7 @@ class OurSide:
         """The model that both sides train."""
         self.run_dir.create()
         write_resolved(self.run_dir.config, self.resolved)
-        preset = load_preset(self.config.model.preset)
-        write_tiny_model(self.run_dir.model, read_preset(preset.path))
+        write_tiny_model(self.run_dir.model, load_preset(self.config.model.preset))
         init_weights(self.run_dir.model, self.config.seed)
         return self.run_dir.model
 

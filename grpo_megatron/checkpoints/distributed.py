@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.shards import unwrap
@@ -58,7 +59,7 @@ def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
     try:
         loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True),
                                          str(directory / "weights"))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise CheckpointError(f"cannot load: {error}", where=str(directory),
                               remedy="resume from the checkpoint before it") from error
     for index, chunk in enumerate(chunks):

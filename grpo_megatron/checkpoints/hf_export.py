@@ -29,9 +29,23 @@ def export_checkpoint(tensors: Iterable[tuple[str, torch.Tensor]], directory: Pa
     working = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(parents=True)
+    try:
+        total = _write(tensors, working, source, shard_bytes)
+    except BaseException:
+        shutil.rmtree(working, ignore_errors=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(working, directory)
+    _sync(directory.parent)
+    return total
+
+
+def _write(tensors: Iterable[tuple[str, torch.Tensor]], working: Path, source: Path,
+           shard_bytes: int) -> int:
+    """Everything durably into `working`; returns bytes of weights."""
     shards = _write_shards(tensors, working, shard_bytes)
     if not shards:
-        raise CheckpointError("no tensor to export", where=str(directory))
+        raise CheckpointError("no tensor to export", where=str(working))
     total = _name_shards(shards, working)
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
@@ -39,9 +53,6 @@ def export_checkpoint(tensors: Iterable[tuple[str, torch.Tensor]], directory: Pa
     for file in working.iterdir():
         _sync(file)
     _sync(working)
-    shutil.rmtree(directory, ignore_errors=True)
-    os.replace(working, directory)
-    _sync(directory.parent)
     return total
 
 

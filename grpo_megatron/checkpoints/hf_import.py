@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.weights.layout import AttentionShape, merge, shard
+from grpo_megatron.weights.layout import AttentionShape, merge, shard, split
 from grpo_megatron.weights.rules import Rule, resolve
 from grpo_megatron.weights.shards import Shard
 
@@ -27,7 +27,7 @@ class HFReader:
         self._files: dict[str, safe_open] = {}
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            self.files = json.loads(index.read_text())["weight_map"]
+            self.files = _read_index(index)
             missing = {f for f in self.files.values() if not (directory / f).exists()}
             if missing:
                 raise CheckpointError(f"missing shards: {sorted(missing)}", where=str(directory))
@@ -44,7 +44,12 @@ class HFReader:
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self.files:
             raise CheckpointError(f"tensor {name!r} is missing", where=str(self.directory))
-        return self._open(self.files[name]).get_tensor(name)
+        file = self.files[name]
+        try:
+            return self._open(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"cannot read {name!r} from {file}: {error}",
+                                  where=str(self.directory)) from error
 
     def _open(self, file: str):
         if file not in self._files:
@@ -56,9 +61,16 @@ class HFReader:
         return self._files[file]
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"unreadable index: {error!r}", where=str(path)) from error
+
+
 @torch.no_grad()
 def import_weights(shards: Sequence[Shard], rules: tuple[Rule, ...], shape: AttentionShape,
-                   directory: Path, *, tied_embeddings: bool) -> set[str]:
+                   directory: Path, *, vocab_size: int, tied_embeddings: bool) -> set[str]:
     """Fill every parameter; returns the Hugging Face names that this rank read.
 
     Raises:
@@ -69,14 +81,17 @@ def import_weights(shards: Sequence[Shard], rules: tuple[Rule, ...], shape: Atte
         kind, names = resolve(rules, part.name)
         if tied_embeddings and names == ["lm_head.weight"]:
             names = ["model.embed_tokens.weight"]
-        full = merge(kind, [reader.tensor(name) for name in names], shape)
+        tensors = [reader.tensor(name) for name in names]
+        model = split(kind, torch.empty(part.full_shape, device="meta"), shape, vocab_size)
+        for name, tensor, wanted in zip(names, tensors, model, strict=True):
+            if tensor.shape != wanted.shape:
+                raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model "
+                                      f"has {tuple(wanted.shape)}", where=str(directory))
+        full = merge(kind, tensors, shape)
         used.update(names)
-        rows = part.full_shape[0]
-        if kind == "vocab" and full.shape[0] < rows:
-            full = torch.nn.functional.pad(full, (0, 0, 0, rows - full.shape[0]))
-        if tuple(full.shape) != part.full_shape:
-            raise CheckpointError(f"{' + '.join(names)} give shape {tuple(full.shape)}, the model "
-                                  f"has {part.full_shape}", where=str(directory))
+        if kind == "vocab":
+            padding = part.full_shape[0] - full.shape[0]
+            full = torch.nn.functional.pad(full, (0, 0, 0, padding))
         part.tensor.copy_(shard(kind, full, part.dim, part.size, part.rank))
     return used
 

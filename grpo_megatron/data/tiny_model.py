@@ -60,6 +60,7 @@ def init_weights(directory: Path, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            _fill_padding_row(model)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"transformers cannot build the model: {error}",
                         where=str(directory / "config.json")) from error
@@ -71,6 +72,15 @@ def init_weights(directory: Path, seed: int) -> None:
     for file in sorted(partial.glob("*.safetensors*")):
         file.replace(directory / file.name)
     shutil.rmtree(partial)
+
+
+def _fill_padding_row(model: Any) -> None:
+    """transformers zeroes the embedding of the padding token. A policy can sample that token,
+    and the gradient of RMSNorm at zero is 1 / sqrt(eps): one such sample in a batch made the
+    gradient norm 160 instead of 1.5."""
+    embedding = model.get_input_embeddings()
+    if embedding.padding_idx is not None:
+        embedding.weight.data[embedding.padding_idx].normal_(0.0, model.config.initializer_range)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ class TrainerService:
     def load_hf(self, directory: Path) -> None:
         """Read a Hugging Face checkpoint; refuse tensors that no rank wanted."""
         used = import_weights(self.shards, self.rules, self.policy.attention_shape, directory,
-                              tied_embeddings=self.tied)
+                              vocab_size=self.hf["vocab_size"], tied_embeddings=self.tied)
         world: list = [None] * dist.get_world_size()
         dist.all_gather_object(world, used)
         check_all_used(directory, set().union(*world))

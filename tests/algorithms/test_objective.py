@@ -98,7 +98,7 @@ class Samples:
             total = total + loss
             stats.add(found)
         total.backward()
-        return float(total), logprobs.grad.numpy(), stats.result()
+        return total.item(), logprobs.grad.numpy(), stats.result()
 
 
 @settings(max_examples=60, deadline=None)

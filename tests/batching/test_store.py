@@ -116,7 +116,7 @@ def test_a_truncated_file_is_found_without_its_checksum(pristine, tmp_path_facto
     data = (pristine / "rollout-0.safetensors").read_bytes()
     path = tmp_path_factory.mktemp("cut") / "rollout-0.safetensors"
     path.write_bytes(data[: int(kept * len(data))])
-    with pytest.raises(DataError, match="truncated|unreadable") as caught:
+    with pytest.raises(DataError, match=r"truncated|unreadable") as caught:
         read_columns(path)
     assert str(path) == caught.value.where
 

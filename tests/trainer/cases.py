@@ -14,12 +14,10 @@ from grpo_megatron.algorithms.aggregation import AGGREGATIONS
 from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.algorithms.presets import PRESETS
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.distributed import RankInfo, initialize, model_groups, seed_everything
-from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.policy import Policy, build_policy
 from grpo_megatron.trainer.step import logprob_pass, prepare, train_step
 from grpo_megatron.weights.gather import plan_gather, stream
@@ -47,7 +45,7 @@ class Setup:
         self.shards = list(local_shards(self.policy.chunks, self.policy.num_experts,
                                         model_groups()))
         import_weights(self.shards, self.rules, self.policy.attention_shape, Path(model),
-                       tied_embeddings=self.tied)
+                       vocab_size=self.hf["vocab_size"], tied_embeddings=self.tied)
         self.policy.reload_main_parameters()
 
     def batch(self, directory: str, rows: np.ndarray | None = None):
@@ -101,25 +99,3 @@ def token_logprobs(model: str, samples: str, layout: dict[str, Any],
         for row, part in zip(microbatch.table_rows.tolist(), parts, strict=True):
             by_row[row] = part.numpy()
     return np.concatenate([by_row[row] for row in sorted(by_row)])
-
-
-def save_after(model: str, samples: str, layout: dict[str, Any], directory: str,
-               steps: int) -> dict[str, Any]:
-    """Train, save, train on: what a resumed run must repeat."""
-    setup = Setup(model, layout)
-    batch, loss = setup.batch(samples), lambda b: policy_loss(PRESETS["grpo"], b)
-    for _ in range(steps):
-        train_step(setup.policy, batch, loss)
-    save_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer, {"step": steps})
-    norms = [train_step(setup.policy, batch, loss)["grad/norm"] for _ in range(3)]
-    return {"norms": norms, "tensors": setup.gather(setup.shards)}
-
-
-def resume_from(model: str, samples: str, layout: dict[str, Any],
-                directory: str) -> dict[str, Any]:
-    setup = Setup(model, layout)
-    state = load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
-                            create_adam_state)
-    batch, loss = setup.batch(samples), lambda b: policy_loss(PRESETS["grpo"], b)
-    norms = [train_step(setup.policy, batch, loss)["grad/norm"] for _ in range(3)]
-    return {"norms": norms, "tensors": setup.gather(setup.shards), "state": state}

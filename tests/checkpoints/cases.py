@@ -1,0 +1,111 @@
+"""What the worker groups execute for the checkpoint tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.algorithms.objective import policy_loss
+from grpo_megatron.algorithms.presets import PRESETS
+from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint
+from grpo_megatron.checkpoints.hf_export import export_checkpoint
+from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
+from grpo_megatron.config.rollout import PublishConfig
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.trainer.megatron_fixes import create_adam_state
+from grpo_megatron.trainer.publish import WeightPublisher
+from grpo_megatron.trainer.step import logprob_pass, train_step
+from tests.trainer.cases import Setup
+
+
+def _train(setup: Setup, samples: str, steps: int) -> list[dict[str, float]]:
+    batch = setup.batch(samples)
+    return [train_step(setup.policy, batch, lambda b: policy_loss(PRESETS["grpo"], b))
+            for _ in range(steps)]
+
+
+def save_after(model: str, samples: str, layout: dict[str, Any], directory: str,
+               steps: int) -> dict[str, Any]:
+    """Train, save, train on: what a resumed run must repeat."""
+    setup = Setup(model, layout)
+    _train(setup, samples, steps)
+    create_adam_state(setup.policy.optimizer)
+    saved = setup.gather(setup.shards)
+    save_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer, {"step": steps})
+    metrics = _train(setup, samples, 3)
+    return {"saved": saved, "metrics": metrics, "tensors": setup.gather(setup.shards)}
+
+
+def resume_from(model: str, samples: str, layout: dict[str, Any],
+                directory: str) -> dict[str, Any]:
+    """Load into a model that was trained elsewhere in the meantime."""
+    setup = Setup(model, layout)
+    _train(setup, samples, 1)
+    state = load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
+                            create_adam_state)
+    loaded = setup.gather(setup.shards)
+    metrics = _train(setup, samples, 3)
+    return {"state": state, "saved": loaded, "metrics": metrics,
+            "tensors": setup.gather(setup.shards)}
+
+
+def resume_fresh(model: str, samples: str, layout: dict[str, Any],
+                 directory: str) -> dict[str, Any]:
+    """As a resumed run does: into an optimizer that has not stepped yet."""
+    setup = Setup(model, layout)
+    load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
+                    create_adam_state)
+    return {"metrics": _train(setup, samples, 3), "tensors": setup.gather(setup.shards)}
+
+
+def load_refusal(model: str, directory: str) -> str | None:
+    """What loading a distributed checkpoint is refused with."""
+    setup = Setup(model, {})
+    try:
+        load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
+                        create_adam_state)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def import_refusal(model: str, directory: str) -> str | None:
+    """What importing `directory` into the model of `model` is refused with."""
+    setup = Setup(model, {})
+    try:
+        used = import_weights(setup.shards, setup.rules, setup.policy.attention_shape,
+                              Path(directory), vocab_size=setup.hf["vocab_size"],
+                              tied_embeddings=setup.tied)
+        check_all_used(Path(directory), used)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def export_after_training(model: str, samples: str, layout: dict[str, Any], directory: str,
+                          shard_bytes: int) -> dict[int, np.ndarray]:
+    """Train two steps and export; returns the policy's log-probs by row of `samples`."""
+    setup = Setup(model, layout)
+    _train(setup, samples, 2)
+    publisher = WeightPublisher(setup.shards, setup.rules, setup.policy.attention_shape,
+                                setup.hf["vocab_size"], PublishConfig(),
+                                tied_embeddings=setup.tied)
+    tensors = publisher.stream_to(0)
+    if dist.get_rank() == 0:
+        export_checkpoint(tensors, Path(directory), Path(model), shard_bytes=shard_bytes)
+    for _ in tensors:
+        pass
+    batch, mine = setup.batch(samples), {}
+    for microbatch, found in zip(batch.microbatches, logprob_pass(setup.policy, batch),
+                                 strict=True):
+        if len(found):
+            parts = torch.split(found, microbatch.token_counts.tolist())
+            mine.update(zip(microbatch.table_rows.tolist(), (p.numpy() for p in parts),
+                            strict=True))
+    world: list = [None] * dist.get_world_size()
+    dist.all_gather_object(world, mine)
+    return {row: logprobs for part in world for row, logprobs in part.items()}

@@ -1,0 +1,152 @@
+"""Distributed checkpoints: saved at one layout, resumed at the same and at others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_megatron.checkpoints.retention import complete_steps, prune
+from tests.trainer.models import MOE, write_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+
+CASES = "tests.checkpoints.cases:"
+LAYOUTS = {
+    "w1": (1, {}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "pp2": (2, {"pipeline_parallel_size": 2}),
+    "ep2": (2, {"expert_parallel_size": 2}),
+    "dp2": (2, {}),
+    "pp2_vpp2": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}),
+    "pp2_ep2": (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}),
+    "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+}
+CHANGES = [("w1", "tp2"), ("tp2", "pp2"), ("ep2", "w1"), ("pp2_vpp2", "dp2"), ("dp2", "ep2"),
+           ("tp2", "pp2_ep2"), ("pp2_ep2", "tp2_pp2"), ("tp2_pp2", "w1")]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(request, moe_model, samples, tmp_path_factory):
+    """By layout: a checkpoint after two steps, and what the run that wrote it did next."""
+    root, found = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def saved(layout: str) -> tuple[str, dict]:
+        if layout not in found:
+            size, parallel = LAYOUTS[layout]
+            directory = str(root / layout / "step_000002")
+            group = request.getfixturevalue(f"world{size}")
+            found[layout] = directory, group.run(
+                CASES + "save_after", model=moe_model, samples=samples, layout=parallel,
+                directory=directory, steps=2)
+        return found[layout]
+    return saved
+
+
+@pytest.fixture(scope="module")
+def resume(request, moe_model, samples):
+    def run(case: str, layout: str, directory: str) -> dict:
+        size, parallel = LAYOUTS[layout]
+        return request.getfixturevalue(f"world{size}").run(
+            CASES + case, model=moe_model, samples=samples, layout=parallel, directory=directory)
+    return run
+
+
+def assert_same_weights(found: dict, expected: dict, tolerance: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        worst, scale = np.abs(found[name] - tensor).max(), max(np.abs(tensor).max(), 1e-3)
+        assert worst <= tolerance * scale, f"{name}: {worst} of {scale}"
+
+
+@pytest.mark.parametrize("layout", ["w1", "dp2", "tp2", "pp2_vpp2", "pp2_ep2"])
+@pytest.mark.parametrize("case", ["resume_fresh", "resume_from"])
+def test_the_same_layout_goes_on_bit_for_bit(checkpoints, resume, layout, case):
+    """Three steps: a wrong optimizer state shows in the second resumed one at the earliest."""
+    directory, expected = checkpoints(layout)
+    found = resume(case, layout, directory)
+    assert found["metrics"] == expected["metrics"]
+    assert_same_weights(found["tensors"], expected["tensors"])
+    assert len({metrics["grad/norm"] for metrics in found["metrics"]}) == 3
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES, ids=lambda layout: layout)
+def test_another_layout_goes_on_alike(checkpoints, resume, before, after):
+    directory, expected = checkpoints(before)
+    found = resume("resume_from", after, directory)
+    assert found["state"] == {"step": 2}
+    assert_same_weights(found["saved"], expected["saved"])  # bit for bit
+    for mine, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    assert_same_weights(found["tensors"], expected["tensors"], 1e-4)
+
+
+@pytest.mark.parametrize("layout", ["w1", "ep2"])
+def test_an_optimizer_that_never_stepped(request, resume, moe_model, samples, tmp_path, layout):
+    size, parallel = LAYOUTS[layout]
+    directory = str(tmp_path / "step_000000")
+    expected = request.getfixturevalue(f"world{size}").run(
+        CASES + "save_after", model=moe_model, samples=samples, layout=parallel,
+        directory=directory, steps=0)
+    found = resume("resume_fresh", layout, directory)
+    assert found["metrics"] == expected["metrics"]
+    assert_same_weights(found["tensors"], expected["tensors"])
+
+
+@pytest.fixture
+def copy(checkpoints, tmp_path) -> Path:
+    directory, _ = checkpoints("w1")
+    return Path(shutil.copytree(directory, tmp_path / "step_000002"))
+
+
+def _refusal(world1, model: str, directory: Path) -> str:
+    found = world1.run(CASES + "load_refusal", model=model, directory=str(directory))
+    assert found is not None, "it was loaded"
+    return found
+
+
+def test_without_its_mark_a_checkpoint_does_not_exist(world1, moe_model, copy):
+    (copy / "complete.json").unlink()
+    assert "not a complete checkpoint" in _refusal(world1, moe_model, copy)
+    assert complete_steps(copy.parent) == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_damaged_weights_are_refused(world1, moe_model, copy, damage):
+    file = max((copy / "weights").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    found = _refusal(world1, moe_model, copy)
+    assert "cannot load" in found and str(copy) in found
+
+
+def test_a_checkpoint_of_another_model_is_refused(world1, copy, tmp_path):
+    other = write_model(tmp_path / "other", MOE | {"moe_intermediate_size": 64}, 1)
+    assert "cannot load" in _refusal(world1, other, copy)
+
+
+def test_leftovers_of_a_killed_save_are_replaced(world1, moe_model, samples, tmp_path):
+    directory = tmp_path / "step_000000"
+    leftover = tmp_path / "step_000000.tmp" / "weights"
+    leftover.mkdir(parents=True)
+    (leftover / "__0_0.distcp").write_text("half")
+    world1.run(CASES + "save_after", model=moe_model, samples=samples, layout={},
+               directory=str(directory), steps=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000000"]
+    assert complete_steps(tmp_path) == [0]
+
+
+def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
+    for step in (2, 10, 100, 1000):
+        (tmp_path / f"step_{step:06d}").mkdir()
+        if step != 100:
+            (tmp_path / f"step_{step:06d}" / "complete.json").write_text("{}")
+    (tmp_path / "step_000200.tmp").mkdir()
+    assert complete_steps(tmp_path) == [2, 10, 1000]
+    assert prune(tmp_path, keep=2) == [2]
+    assert complete_steps(tmp_path) == [10, 1000]
+    assert complete_steps(tmp_path / "absent") == []
