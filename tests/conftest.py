@@ -7,6 +7,11 @@ asks for it and serves every later one.
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# A loaded machine must not fail a property.
+settings.register_profile("default_without_deadline", deadline=None)
+settings.load_profile("default_without_deadline")
 
 
 def _group(world_size: int):

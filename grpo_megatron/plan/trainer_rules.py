@@ -124,8 +124,11 @@ def context_parallel(case: Case) -> Iterator[Violation]:
     if size > 1 and not case.engines.transformer_engine:
         yield case.violation("context_parallel", _CP,
                              "context parallelism needs Transformer Engine, which is not "
-                             "installed", nearest=(1,),
-                             remedy=f"set {_CP}=1, or install transformer-engine[pytorch]")
+                             "installed", nearest=(1,), remedy=f"set {_CP}=1")
+    elif size > 1:  # it would train every sample `size` times, silently
+        yield case.violation("context_parallel", _CP,
+                             "packed samples are not split over context-parallel ranks yet",
+                             nearest=(1,), remedy=f"set {_CP}=1")
 
 
 RULES = (attention_world, expert_world, experts_divide, expert_tensor, heads_divide,

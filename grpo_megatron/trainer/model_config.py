@@ -48,7 +48,7 @@ def rope_theta(hf: dict[str, Any]) -> float:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
         raise ConfigError(f"rope type {kind!r} is not supported", where="config.json")
-    theta = hf.get("rope_theta", parameters.get("rope_theta"))
+    theta = hf.get("rope_theta") or parameters.get("rope_theta")
     if theta is None:
         raise ConfigError("neither rope_theta nor rope_parameters.rope_theta is set",
                           where="config.json")

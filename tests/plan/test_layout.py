@@ -41,7 +41,7 @@ def check(facts: ModelFacts = MOE, rollout: dict | None = None, *, te: bool = Tr
     {}, {"ranks": 2, "ep": 2}, {"ranks": 2, "tp": 2}, {"ranks": 2, "pp": 2}, {"ranks": 3},
     {"ranks": 4, "tp": 2, "ep": 2}, {"ranks": 4, "tp": 2, "etp": 1, "ep": 4},
     {"ranks": 4, "tp": 2, "etp": 1}, {"ranks": 4, "pp": 2, "vpp": 2, "ep": 2},
-    {"ranks": 2, "cp": 2}, {"ranks": 8, "tp": 2, "pp": 2, "ep": 2}, {"ranks": 2, "etp": 2},
+    {"ranks": 8, "tp": 2, "pp": 2, "ep": 2}, {"ranks": 2, "etp": 2},
 ])
 def test_valid_layouts(sizes):
     assert check(**sizes) == []
@@ -62,6 +62,7 @@ def test_valid_layouts(sizes):
     ("sequence_parallel", "sp", (False,), {"sp": True}),
     ("sequence_parallel", "sp", (True,), {"ranks": 2, "tp": 2, "sp": False}),
     ("context_parallel", "cp", (1,), {"ranks": 2, "cp": 2, "te": False}),
+    ("context_parallel", "cp", (1,), {"ranks": 2, "cp": 2}),
 ])
 def test_each_rule(rule, key, nearest, sizes):
     found = {violation.rule: violation for violation in check(**sizes)}
@@ -133,12 +134,12 @@ _SIZES = st.fixed_dictionaries({
     "etp": st.one_of(st.none(), st.integers(1, 8)), "vpp": st.one_of(st.none(), st.integers(2, 4))})
 
 
-@given(tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4, 8]), cp=st.integers(1, 4),
+@given(tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4, 8]),
        ep=st.sampled_from([1, 2, 4, 8]), etp=st.sampled_from([None, 1, 2, 4]),
        multiple=st.integers(1, 4))
-def test_accepted_layouts_use_every_rank_exactly_once(tp, pp, cp, ep, etp, multiple):
-    ranks = multiple * math.lcm(tp * pp * cp, (etp or tp) * ep * pp)
-    sizes = {"ranks": ranks, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
+def test_accepted_layouts_use_every_rank_exactly_once(tp, pp, ep, etp, multiple):
+    ranks = multiple * math.lcm(tp * pp, (etp or tp) * ep * pp)
+    sizes = {"ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "etp": etp}
     config = trainer(**sizes)
     assert check(**sizes) == []
     derived = layout_sizes(config)

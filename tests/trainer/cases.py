@@ -16,10 +16,12 @@ from grpo_megatron.algorithms.presets import PRESETS
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
-from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.errors import TrainerError
+from grpo_megatron.trainer import platform
 from grpo_megatron.trainer.distributed import RankInfo, initialize, model_groups, seed_everything
+from grpo_megatron.trainer.microbatch import build_microbatch
 from grpo_megatron.trainer.policy import Policy, build_policy
-from grpo_megatron.trainer.step import logprob_pass, prepare, train_step
+from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
 from grpo_megatron.weights.gather import plan_gather, stream
 from grpo_megatron.weights.rules import rules_for
 from grpo_megatron.weights.shards import Shard, local_shards
@@ -88,14 +90,73 @@ def train_three_steps(model: str, samples: str, layout: dict[str, Any], *, prese
 
 
 def token_logprobs(model: str, samples: str, layout: dict[str, Any],
-                   hf_overrides: dict | None = None) -> np.ndarray | None:
+                   hf_overrides: dict | None = None, temperature: float = 1.0,
+                   ) -> np.ndarray | None:
     """Log-probs of all policy tokens in table order, on rank 0 (layouts with PP = DP = 1)."""
     setup = Setup(model, layout, hf_overrides)
-    batch = setup.batch(samples)
-    found = logprob_pass(setup.policy, batch)
+    setup.policy.set_temperature(temperature)
+    by_row = _by_row(setup.policy, setup.batch(samples))
+    return np.concatenate([by_row[row] for row in sorted(by_row)])
+
+
+def _by_row(policy: Policy, batch: PreparedBatch) -> dict[int, np.ndarray]:
+    """This rank's log-probs by table row."""
     by_row: dict[int, np.ndarray] = {}
-    for microbatch, logprobs in zip(batch.microbatches, found, strict=True):
+    for microbatch, logprobs in zip(batch.microbatches, logprob_pass(policy, batch), strict=True):
         parts = torch.split(logprobs, microbatch.token_counts.tolist())
         for row, part in zip(microbatch.table_rows.tolist(), parts, strict=True):
             by_row[row] = part.numpy()
-    return np.concatenate([by_row[row] for row in sorted(by_row)])
+    return by_row
+
+
+def gradients_of(model: str, samples: str, alone: bool) -> dict[str, Any]:
+    """One step on all samples, in one micro-batch or in one each (single process)."""
+    setup = Setup(model, {"max_tokens_per_microbatch": 100_000, "distributed_optimizer": False})
+    batch = setup.batch(samples)
+    if alone:
+        table = SampleTable(Path(samples))
+        weights = AGGREGATIONS["seq_mean_token_mean"](table.completion_lengths)
+        batch = replace(batch, microbatches=tuple(
+            build_microbatch(row, table, np.array([row]), weights, pad_to=1,
+                             device=platform.device()) for row in range(len(table))))
+    logprobs = _by_row(setup.policy, batch)
+    metrics = train_step(setup.policy, batch, lambda b: policy_loss(PRESETS["grpo"], b))
+    return {"logprobs": logprobs, "num_microbatches": len(batch.microbatches),
+            "losses": [metrics["loss/value"]], "norms": [metrics["grad/norm"]],
+            "tensors": setup.gather([replace(s, tensor=s.tensor.main_grad)
+                                     for s in setup.shards])}
+
+
+def train_rows(model: str, samples: str, layout: dict[str, Any],
+               rows: np.ndarray) -> dict[str, Any]:
+    """Three steps on some rows only."""
+    setup = Setup(model, layout)
+    batch = setup.batch(samples, rows)
+    found = [train_step(setup.policy, batch, lambda b: policy_loss(PRESETS["grpo"], b))
+             for _ in range(3)]
+    return {"losses": [m["loss/value"] for m in found], "norms": [m["grad/norm"] for m in found],
+            "tensors": setup.gather(setup.shards)}
+
+
+def not_a_number(model: str, samples: str, kind: str) -> tuple[list[str], bool]:
+    """What every rank raises when the last one's loss or gradient is no finite number."""
+    setup = Setup(model, {})
+    batch, before = setup.batch(samples), [s.tensor.detach().clone() for s in setup.shards]
+
+    def loss(b):
+        value, stats = policy_loss(PRESETS["grpo"], b)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            if kind == "gradient":  # a finite value whose derivative is not
+                value = value + (b.logprobs - b.logprobs.detach()).abs().sum().sqrt()
+            else:
+                value = value + {"nan": torch.nan, "inf": -torch.inf}[kind]
+        return value, stats
+
+    try:
+        message = str(train_step(setup.policy, batch, loss))
+    except TrainerError as error:
+        message = f"TrainerError: {error}"
+    world: list = [None] * dist.get_world_size()
+    dist.all_gather_object(world, message)
+    return world, all(torch.equal(a, s.tensor) for a, s in
+                      zip(before, setup.shards, strict=True))

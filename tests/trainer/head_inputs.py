@@ -1,0 +1,17 @@
+"""Random inputs of the log-prob head, the same in the test and in the workers."""
+
+from __future__ import annotations
+
+import torch
+
+
+def head_inputs(seed: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """float64; 24 positions of which 13 are asked for."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return {"hidden": normal(24, 1, 16), "weight": normal(vocab_size, 16),
+            "rows": torch.randperm(24, generator=generator)[:13].sort().values,
+            "targets": torch.randint(vocab_size, (13,), generator=generator),
+            "a": normal(13), "b": normal(13)}

@@ -1,0 +1,117 @@
+"""Cases for worker groups that look at one part of the trainer, without a whole model."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.logprobs import token_logprobs
+from grpo_megatron.trainer.packed_attention import PackedAttention
+from grpo_megatron.trainer.policy_model import padded_vocab_size
+from tests.trainer.head_inputs import head_inputs
+
+
+def _initialize(layout: dict[str, Any]) -> None:
+    info = RankInfo.from_environment()
+    initialize(TrainerConfig(num_ranks=info.world_size, num_threads=1, **layout), info)
+
+
+def random_numbers(layout: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Per rank: numbers after seeding, inside and outside parallel regions."""
+    _initialize(layout)
+    seed_everything(seed)
+    mine: dict[str, Any] = {"tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+                            "default": tuple(torch.rand(3).tolist()),
+                            "numpy": tuple(np.random.rand(3).tolist())}
+    for name, arguments in (("region", ()),
+                            ("expert_region", (get_expert_parallel_rng_tracker_name(),))):
+        with get_cuda_rng_tracker().fork(*arguments):
+            mine[name] = tuple(torch.rand(3).tolist())
+    world: list = [None] * dist.get_world_size()
+    dist.all_gather_object(world, mine)
+    return world
+
+
+def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
+         chunk_tokens: int, sequence_parallel: bool) -> dict[str, np.ndarray]:
+    """Log-probs, entropies and gradients of a random head; whole tensors on rank 0."""
+    _initialize(layout)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    group = parallel_state.get_tensor_model_parallel_group()
+    inputs = head_inputs(seed, vocab_size)
+    padding = padded_vocab_size(vocab_size, size) - vocab_size
+    full = F.pad(inputs["weight"], (0, 0, 0, padding), value=3.0).float()
+    weight = full.chunk(size)[rank].clone().requires_grad_()
+    hidden = inputs["hidden"].float()
+    local = (hidden.chunk(size)[rank] if sequence_parallel else hidden).clone().requires_grad_()
+    logprobs, entropies = token_logprobs(
+        local, weight, inputs["rows"], inputs["targets"], vocab_size=vocab_size,
+        temperature=temperature, sequence_parallel=sequence_parallel, chunk_tokens=chunk_tokens)
+    (logprobs @ inputs["a"].float() + entropies @ inputs["b"].float()).backward()
+
+    def gather(tensor: torch.Tensor) -> np.ndarray:
+        parts = [torch.empty_like(tensor) for _ in range(size)]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.cat(parts).numpy()
+
+    weight_gradient = gather(weight.grad)
+    return {"logprobs": logprobs.detach().numpy(), "entropies": entropies.detach().numpy(),
+            "hidden": gather(local.grad) if sequence_parallel else local.grad.numpy(),
+            "weight": weight_gradient[:vocab_size], "padding": weight_gradient[vocab_size:]}
+
+
+def attention(lengths: list[int], num_heads: int, num_groups: int, value_size: int,
+              ) -> dict[str, float]:
+    """Largest errors of packed attention and its gradients against one call a sequence."""
+    config = TransformerConfig(num_layers=1, hidden_size=8 * num_heads, attention_dropout=0.0,
+                               num_attention_heads=num_heads, num_query_groups=num_groups)
+    module = PackedAttention(config, 1, AttnMaskType.causal, "self")
+    generator = torch.Generator().manual_seed(sum(lengths))
+    total = sum(lengths)
+    shapes = {"query": (total, num_heads, 8), "key": (total, num_groups, 8),
+              "value": (total, num_groups, value_size)}
+    found = {n: torch.randn(s, generator=generator).requires_grad_() for n, s in shapes.items()}
+    plain = {n: t.detach().double().requires_grad_() for n, t in found.items()}
+    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends,
+                             max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    output = module(**found, attention_mask=None, packed_seq_params=packed)
+    expected = torch.cat([_one_sequence(*(t[a:b] for t in plain.values()))
+                          for a, b in itertools.pairwise(ends)])
+    weights = torch.randn(output.shape, generator=generator)
+    (output * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+    pairs = SimpleNamespace(output=(output, expected),
+                            **{n: (t.grad, plain[n].grad) for n, t in found.items()})
+    return {n: float((a.double() - b).detach().abs().max()) for n, (a, b) in vars(pairs).items()}
+
+
+def _one_sequence(query, key, value) -> torch.Tensor:
+    """Causal softmax attention, written out."""
+    repeat = query.size(1) // key.size(1)
+    key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.size(-1) ** 0.5
+    causal = torch.ones(len(query), len(query), dtype=torch.bool).tril()
+    weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)

@@ -1,0 +1,154 @@
+"""Cases for a worker whose Megatron-Core is as released: each shows a defect, then fixes it.
+
+Every case answers (what happens without the fix, what happens with it). Cases share a process,
+so each applies only its own fix.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+from grpo_megatron.trainer import megatron_fixes
+
+assert not megatron_fixes._installed, "this process has the fixes already"
+megatron_fixes._installed = True  # what is imported below must not install them
+
+import megatron.core.tensor_parallel.mappings as mappings  # noqa: E402
+import megatron.core.tensor_parallel.random as random  # noqa: E402
+import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: E402
+import megatron.core.transformer.multi_latent_attention as mla  # noqa: E402
+
+from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig  # noqa: E402
+from grpo_megatron.trainer.distributed import (  # noqa: E402
+    RankInfo,
+    initialize,
+    seed_everything,
+)
+from grpo_megatron.trainer.model_config import transformer_config  # noqa: E402
+from grpo_megatron.trainer.policy import build_policy  # noqa: E402
+from grpo_megatron.trainer.policy_model import build_chunk  # noqa: E402
+
+LAYOUT = TrainerConfig(precision="float32", num_threads=1)
+
+
+def _outcome(function, *arguments):
+    """What it returns, or the name of what it raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return type(error).__name__
+
+
+def router_without_te():
+    def route():
+        hidden, weight = torch.ones(3, 4), torch.ones(2, 4)
+        return moe_utils.router_gating_linear(hidden, weight, None, torch.float32).tolist()
+
+    before = _outcome(route)
+    megatron_fixes.define_missing_te_names()
+    return before, _outcome(route)
+
+
+def mla_without_te():
+    before = mla.HAVE_TE
+    megatron_fixes.report_te_absent_in_mla()
+    return before, mla.HAVE_TE
+
+
+def checkpoint_fp8():
+    before = random.CheckpointWithoutOutput(fp8=False).fp8
+    megatron_fixes.checkpoint_without_output_is_not_fp8()
+    return before, random.CheckpointWithoutOutput(fp8=False).fp8
+
+
+def reduce_of_a_transposed_tensor():
+    """With a group of two in which the other rank holds the same."""
+    group = SimpleNamespace(size=lambda: 2)
+
+    def reduce():
+        with patch("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(2)):
+            return mappings._reduce(torch.ones(2, 3).t(), group).tolist()
+
+    before = reduce()
+    megatron_fixes.reduce_contiguous_tensors()
+    return before, reduce()
+
+
+def _build(model: str):
+    initialize(LAYOUT, RankInfo.from_environment())
+    seed_everything(1)
+    hf = json.loads((Path(model) / "config.json").read_text())
+    return hf, build_policy(hf, LAYOUT, OptimizerConfig(lr=1e-3))
+
+
+def _distributed_optimizer(policy):
+    found = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    assert len(found) == 1
+    return found[0]
+
+
+def _step(policy) -> None:
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            parameter.main_grad.fill_(1.0)
+    policy.optimizer.step()
+
+
+def state_of_an_unstepped_optimizer(model: str):
+    _, policy = _build(model)
+    optimizer = _distributed_optimizer(policy)
+
+    def steps():
+        return optimizer.state_dict()["optimizer"]["param_groups"][0]["step"]
+
+    before = _outcome(steps)
+    megatron_fixes.create_adam_state(policy.optimizer)
+    return before, _outcome(steps)
+
+
+def torch_adam_state(model: str):
+    """Names of saved states; loading them without `step`; step counts after a load."""
+    _, policy = _build(model)
+    optimizer = _distributed_optimizer(policy)
+    _step(policy)
+    parameter = next(iter(optimizer.model_param_group_index_map))
+
+    def observe():
+        names = sorted(optimizer._get_main_param_and_optimizer_states(parameter))
+        without_step = {name: torch.zeros_like(parameter).flatten() for name in names
+                        if name != "step"}
+        with torch.no_grad():
+            loading = _outcome(optimizer._set_main_param_and_optimizer_states, parameter,
+                               without_step)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.optimizer.step()
+        counts = {float(state["step"]) for state in optimizer.optimizer.state.values()}
+        return names, loading, counts
+
+    before = observe()
+    for state in optimizer.optimizer.state.values():
+        state["step"] = torch.tensor(1.0)
+    megatron_fixes.save_torch_adam_without_step()
+    return before, observe()
+
+
+def expert_parameters(model: str):
+    """The marks that DDP and the optimizer see, with EP = 1."""
+    initialize(LAYOUT, RankInfo.from_environment())
+    seed_everything(1)
+    hf = json.loads((Path(model) / "config.json").read_text())
+    chunk = build_chunk(transformer_config(hf, LAYOUT), hf, pre_process=True, post_process=True,
+                        vp_stage=None)
+
+    def marks():
+        return {".experts." in name: getattr(parameter, "allreduce", True)
+                for name, parameter in chunk.named_parameters()}
+
+    before = marks()
+    megatron_fixes.mark_expert_parameters(chunk)
+    return before, marks()
