@@ -43,8 +43,13 @@ data = {{ num_validation = 0, num_heldout = 0 }}
 objective.preset = "grpo"
 batch = {{ num_prompts = {case.num_prompts}, num_samples_per_prompt = {case.num_samples} }}
 optimizer.lr = 1e-6
-trainer = {{ num_ranks = 2, precision = "float32", max_tokens_per_microbatch = 16384 }}
 checkpoint.interval = 0
+
+[trainer]
+num_ranks = 2
+distributed_optimizer = false
+precision = "float32"
+max_tokens_per_microbatch = 16384
 
 [[domains]]
 name = "addition"
@@ -56,7 +61,7 @@ rewards = [{{ function = "versus_trl_workload:share_of_digits" }}]
 dtype = "float32"
 max_new_tokens = {case.longest}
 max_model_len = {max_model_len}
-max_num_seqs = 64
+max_num_seqs = 128
 """
 
 

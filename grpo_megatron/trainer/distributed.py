@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,14 +33,17 @@ class RankInfo:
 
 
 def initialize(layout: TrainerConfig, info: RankInfo, store: dist.Store | None = None) -> None:
-    """Join the world and build Megatron's groups."""
+    """Join the world and build Megatron's groups, in place of those of an earlier call.
+
+    Args:
+        store: rendezvous; default: the one that the environment names.
+    """
     bind_device(info.local_rank, layout.num_threads)
-    if not dist.is_initialized():
-        timeout = timedelta(seconds=layout.command_timeout_s)
-        dist.init_process_group(BACKEND, store=store, rank=info.rank, timeout=timeout,
-                                world_size=info.world_size)
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        shutdown()
+    timeout = timedelta(seconds=layout.command_timeout_s)
+    dist.init_process_group(BACKEND, store=store, rank=info.rank, timeout=timeout,
+                            world_size=info.world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_parallel_size,
@@ -48,6 +52,14 @@ def initialize(layout: TrainerConfig, info: RankInfo, store: dist.Store | None =
         expert_model_parallel_size=layout.expert_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
     )
+
+
+def shutdown() -> None:
+    """Leave all groups. Forgetting them is not enough: every gloo group keeps two threads."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    gc.collect()  # models of an earlier layout hold groups
+    dist.destroy_process_group()
 
 
 def seed_everything(seed: int) -> None:

@@ -6,6 +6,7 @@ that an upgrade made obsolete.
 
 from __future__ import annotations
 
+import queue
 import warnings
 
 import torch
@@ -32,7 +33,9 @@ def install() -> None:
         report_te_absent_in_mla()
         checkpoint_without_output_is_not_fp8()
         reduce_contiguous_tensors()
+        rotate_packed_sequences_at_once()
         save_torch_adam_without_step()
+        save_without_helper_processes()
 
 
 def define_missing_te_names() -> None:
@@ -79,6 +82,29 @@ def reduce_contiguous_tensors() -> None:
     mappings._reduce = reduce
 
 
+def rotate_packed_sequences_at_once() -> None:
+    """rope_utils.py:178 copies the lengths from the device and slices sequence by sequence.
+
+    It does so in every layer, for queries and for keys; with hundreds of short sequences that is
+    a tenth of a forward pass.
+    """
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils
+
+    from grpo_megatron.trainer.packed_rope import rotate_packed
+
+    original = rope_utils._apply_rotary_pos_emb_thd
+
+    def apply(t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False,
+              mscale=1.0, cp_group=None):
+        by_position = freqs.size(0) != t.size(0) or len(cu_seqlens) == 2
+        plain = not (rotary_interleaved or multi_latent_attention) and mscale == 1.0
+        if by_position and plain and cp_group is not None and cp_group.size() == 1:
+            return rotate_packed(t, cu_seqlens, freqs)
+        return original(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale,
+                        cp_group)
+    rope_utils._apply_rotary_pos_emb_thd = apply
+
+
 def save_torch_adam_without_step() -> None:
     """DistributedOptimizer with torch AdamW (no Apex, no TE): three defects of one kind.
 
@@ -112,6 +138,34 @@ def save_torch_adam_without_step() -> None:
     DistributedOptimizer._get_main_param_and_optimizer_states = get_without_step
     DistributedOptimizer._set_main_param_and_optimizer_states = set_without_step
     DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+def save_without_helper_processes() -> None:
+    """Checkpoints are written by the rank itself.
+
+    filesystem_async.py:54 starts a manager process per rank that outlives a killed rank and keeps
+    its 280 MB; :266 forks writers from a process full of threads and waits for ever for one that
+    dies. Both serve asynchronous saves; a synchronous one only pays for them.
+    """
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
+
+    writer = filesystem.FileSystemWriterAsync
+
+    def write_buckets(transforms, use_msc, rank, buckets, results):
+        outcome = {}
+        for index, bucket in enumerate(buckets):
+            mine, count = queue.SimpleQueue(), queue.Queue()
+            count.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, mine, count, use_fsync=True)
+            _, written = mine.get()
+            if isinstance(written, Exception):
+                outcome = written
+                break
+            outcome[index] = written
+        results.put(outcome)
+
+    filesystem._results_queue = queue.Queue()
+    writer.write_preloaded_data_multiproc = staticmethod(write_buckets)
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:

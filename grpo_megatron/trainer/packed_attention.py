@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,20 @@ from megatron.core.transformer.module import MegatronModule
 
 @dataclass(frozen=True)
 class Bucket:
-    """`batch` sequences of at most `length` tokens: rows to gather, and which of them are real."""
+    """`batch` sequences of at most `length` tokens."""
 
-    rows: torch.Tensor  # int64 [batch * length]; padding repeats row 0
+    rows: torch.Tensor | None  # int64 [batch * length], padding repeats row 0; None: see `start`
+    start: int  # without rows: it is the tokens [start, start + batch * length), no copy needed
     batch: int
     length: int
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, heads, d] -> [batch, heads, length, d]."""
+        if self.rows is None:
+            x = x[self.start:self.start + self.batch * self.length]
+        else:
+            x = x.index_select(0, self.rows)
+        return x.view(self.batch, self.length, *x.shape[1:]).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class BucketPlan:
     """Buckets, and where each token's output is in their concatenation."""
 
     buckets: tuple[Bucket, ...]
-    order: torch.Tensor  # int64 [T]
+    order: torch.Tensor | None  # int64 [T]; None: where it is already
 
 
 def plan_buckets(cu_seqlens: list[int], growth: float = 1.25) -> BucketPlan:
@@ -55,9 +64,12 @@ def plan_buckets(cu_seqlens: list[int], growth: float = 1.25) -> BucketPlan:
         rows = starts[:, None] + column
         real = column < lengths[:, None]
         order[rows[real]] = base + torch.arange(real.numel()).view_as(real)[real]
-        buckets.append(Bucket(torch.where(real, rows, 0).flatten(), len(group), length))
+        rows, first = torch.where(real, rows, 0).flatten(), int(starts[0])
+        adjacent = torch.equal(rows, torch.arange(first, first + len(rows)))
+        buckets.append(Bucket(None if adjacent else rows, first, len(group), length))
         base += real.numel()
-    return BucketPlan(tuple(buckets), order)
+    in_order = torch.equal(order, torch.arange(base))
+    return BucketPlan(tuple(buckets), None if in_order else order)
 
 
 class PackedAttention(MegatronModule):
@@ -85,11 +97,10 @@ class PackedAttention(MegatronModule):
         plan = _plan_of(packed_seq_params)
         outputs = []
         for bucket in plan.buckets:
-            q, k, v = (x.index_select(0, bucket.rows)
-                       .view(bucket.batch, bucket.length, *x.shape[1:]).transpose(1, 2)
-                       for x in (query, key, value))
+            q, k, v = (bucket.take(x) for x in (query, key, value))
             outputs.append(self._attend(q, k, v).transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, plan.order).flatten(1)
+        output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return (output if plan.order is None else output.index_select(0, plan.order)).flatten(1)
 
     def _attend(self, q, k, v):
         """[b, heads, s, d] -> [b, heads, s, d_v], causal."""
@@ -104,7 +115,8 @@ def _plan_of(packed_seq_params) -> BucketPlan:
         cu_seqlens = packed_seq_params.cu_seqlens_q
         plan = plan_buckets(cu_seqlens.tolist())
         device = cu_seqlens.device
-        plan = BucketPlan(tuple(Bucket(b.rows.to(device), b.batch, b.length)
-                                for b in plan.buckets), plan.order.to(device))
+        buckets = tuple(b if b.rows is None else replace(b, rows=b.rows.to(device))
+                        for b in plan.buckets)
+        plan = BucketPlan(buckets, None if plan.order is None else plan.order.to(device))
         packed_seq_params.bucket_plan = plan
     return plan

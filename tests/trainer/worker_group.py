@@ -94,6 +94,21 @@ class WorkerGroup:
                 process.wait()
 
 
+_stores: list[Any] = []
+
+
+def fresh_store() -> Any:
+    """In a worker: an empty rendezvous, so that every case can make its groups anew."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    if not _stores:
+        env = os.environ
+        _stores.append(TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]),
+                                is_master=env["RANK"] == "0", wait_for_workers=False))
+    _stores.append(PrefixStore(f"case{len(_stores)}", _stores[0]))
+    return _stores[-1]
+
+
 def _send(link: socket.socket, value: Any) -> None:
     data = pickle.dumps(value)
     link.sendall(struct.pack("<Q", len(data)) + data)
