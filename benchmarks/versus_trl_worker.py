@@ -89,8 +89,9 @@ def make_trainer(directory: Path, model_path: str, options: dict):
     count = case.num_prompts * case.num_samples
     settings = GRPOConfig(
         output_dir=str(directory / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=count, gradient_accumulation_steps=1, num_generations=case.num_samples,
-        max_completion_length=case.longest, beta=0.0, num_iterations=1, loss_type="grpo",
+        per_device_train_batch_size=count, gradient_accumulation_steps=1,
+        num_generations=case.num_samples, max_completion_length=case.longest, beta=0.0,
+        num_iterations=1, loss_type="grpo",
         learning_rate=1e-6, lr_scheduler_type="constant", adam_beta2=0.95, max_steps=1_000_000,
         shuffle_dataset=False, save_strategy="no", report_to="none", disable_tqdm=True,
         logging_steps=1, dataloader_num_workers=0)

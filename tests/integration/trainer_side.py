@@ -7,16 +7,20 @@ from typing import Any
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
-from grpo_megatron.trainer.distributed import seed_everything
+from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.service import TrainerService
+from tests.trainer.cases import release
 from tests.trainer.worker_group import fresh_store
 
-_service: TrainerService
+_service: TrainerService | None = None
 
 
 def start(config: RunConfig, model: str) -> None:
     """Build the trainer of `config`; the one before is forgotten."""
     global _service
+    if _service is not None:
+        release(_service.policy)
+        _service = None
     initialize(config.trainer, RankInfo.from_environment(), fresh_store())
     seed_everything(config.seed)
     _service = TrainerService(config, Path(model))

@@ -18,7 +18,7 @@ from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer import platform
-from grpo_megatron.trainer.distributed import RankInfo, model_groups, seed_everything
+from grpo_megatron.trainer.distributed import RankInfo, initialize, model_groups, seed_everything
 from grpo_megatron.trainer.microbatch import build_microbatch
 from grpo_megatron.trainer.policy import Policy, build_policy
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
@@ -30,6 +30,18 @@ from tests.trainer.worker_group import fresh_store
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 
 
+_earlier: list[Policy] = []
+
+
+def release(policy: Policy) -> None:
+    """DDP's backward hooks refer back to it through autograd nodes, which no collector sees.
+
+    Without this every case would leave its process groups behind, with two threads each.
+    """
+    for chunk in policy.chunks:
+        chunk.__dict__.clear()
+
+
 class Setup:
     """A policy at one layout, started from a Hugging Face checkpoint."""
 
@@ -39,12 +51,15 @@ class Setup:
         self.layout = TrainerConfig(**{
             "num_ranks": info.world_size, "precision": "float32", "num_threads": 1,
             "max_tokens_per_microbatch": 64, **layout})
+        while _earlier:
+            release(_earlier.pop())
         initialize(self.layout, info, fresh_store())
         seed_everything(1)
         self.hf = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
         self.tied = self.hf.get("tie_word_embeddings", False)
         self.rules = rules_for(self.hf["model_type"])
         self.policy: Policy = build_policy(self.hf, self.layout, OPTIMIZER)
+        _earlier.append(self.policy)
         self.shards = list(local_shards(self.policy.chunks, self.policy.num_experts,
                                         model_groups()))
         import_weights(self.shards, self.rules, self.policy.attention_shape, Path(model),

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_megatron.trainer.distributed import RankInfo, seed_everything
+from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.logprobs import token_logprobs
 from grpo_megatron.trainer.packed_attention import PackedAttention
 from grpo_megatron.trainer.policy_model import padded_vocab_size

@@ -27,11 +27,15 @@ import megatron.core.transformer.multi_latent_attention as mla  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig  # noqa: E402
-from grpo_megatron.trainer.distributed import seed_everything  # noqa: E402
+from grpo_megatron.trainer.distributed import (  # noqa: E402
+    RankInfo,
+    initialize,
+    seed_everything,
+)
 from grpo_megatron.trainer.model_config import transformer_config  # noqa: E402
 from grpo_megatron.trainer.policy import build_policy  # noqa: E402
 from grpo_megatron.trainer.policy_model import build_chunk  # noqa: E402
-from tests.trainer.groups import join  # noqa: E402
+from tests.trainer.worker_group import fresh_store  # noqa: E402
 
 LAYOUT = TrainerConfig(precision="float32", num_threads=1)
 
@@ -80,7 +84,7 @@ def reduce_of_a_transposed_tensor():
 
 
 def _build(model: str):
-    join(LAYOUT)
+    initialize(LAYOUT, RankInfo.from_environment(), fresh_store())
     seed_everything(1)
     hf = json.loads((Path(model) / "config.json").read_text())
     return hf, build_policy(hf, LAYOUT, OptimizerConfig(lr=1e-3))
@@ -139,7 +143,7 @@ def torch_adam_state(model: str):
 
 def expert_parameters(model: str):
     """The marks that DDP and the optimizer see, with EP = 1."""
-    join(LAYOUT)
+    initialize(LAYOUT, RankInfo.from_environment(), fresh_store())
     seed_everything(1)
     hf = json.loads((Path(model) / "config.json").read_text())
     chunk = build_chunk(transformer_config(hf, LAYOUT), hf, pre_process=True, post_process=True,
