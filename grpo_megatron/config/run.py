@@ -25,7 +25,7 @@ class ColdStartConfig(Strict):
     batch_size: int = Field(128, ge=1)
     """Samples an optimizer step."""
     steps_per_evaluation: int = Field(20, ge=1)
-    """Optimizer steps between accuracy checks; a fifth of them near the target."""
+    """Optimizer steps between accuracy checks; a tenth of them near the target."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3)
     """Optimizer of the cold start; its state is dropped afterwards."""
 

@@ -36,7 +36,7 @@ async def cold_start(session: Session) -> float:
         # accuracy climbs steeply once it starts to: look often there, so that every seed
         # starts RL at about the same height
         near = accuracy >= settings.target_accuracy / 4
-        for _ in range(max(settings.steps_per_evaluation // (5 if near else 1), 1)):
+        for _ in range(max(settings.steps_per_evaluation // (10 if near else 1), 1)):
             prompts = sampler.next_batch(done, settings.batch_size).prompts
             batches.append([(p, [*session.tokenizer.encode(p.answer), eos]) for p in prompts])
         with session.phase("train"):

@@ -24,6 +24,9 @@ def install() -> None:
     global _installed
     if _installed or torch.cuda.is_available():
         return
+    if "megatron.core.tensor_parallel.random" in sys.modules:
+        raise ImportError("megatron was imported before grpo_megatron.trainer.platform: it would "
+                          "keep functions that need CUDA, and seed no random numbers")
     _installed = True
     _replace_streams()
     _replace_random_state()

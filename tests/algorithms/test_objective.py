@@ -123,7 +123,7 @@ def test_nothing_to_train_gives_zero(name):
     logprobs = torch.zeros(0, dtype=torch.float64, requires_grad=True)
     loss, stats = policy_loss(CHOICES[name], batch_of([], logprobs, [], [], [], []))
     loss.backward()
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert not torch.isnan(loss)
     assert np.isnan(list(stats.result().values())).any()  # a mean of nothing is no number
 
@@ -135,7 +135,7 @@ def test_masked_samples_give_no_gradient_however_far_off(name):
     loss, _ = policy_loss(CHOICES[name], batch_of(
         [-1.0, -1.0, -900.0, -2.0], logprobs, [-1.0] * 4, [1.0, -1.0], [0.0, 0.0], [2, 2]))
     loss.backward()
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert torch.equal(logprobs.grad, torch.zeros(4, dtype=torch.float64))
 
 

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.algorithms.presets import PRESETS
 from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint

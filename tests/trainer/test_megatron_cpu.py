@@ -35,6 +35,15 @@ def test_nothing_is_replaced_where_cuda_exists(cuda):
     assert imported == str(not cuda)
 
 
+def test_megatron_must_not_come_first():
+    script = ("import megatron.core.tensor_parallel.random\n"
+              "from grpo_megatron.trainer import megatron_cpu\n"
+              "megatron_cpu.install()")
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", script], text=True,
+                            capture_output=True, timeout=120)
+    assert "ImportError: megatron was imported before" in result.stderr
+
+
 def random_numbers(group, layout, seed):
     return group.run("tests.trainer.numbers:random_numbers", layout=layout, seed=seed)
 
