@@ -21,7 +21,7 @@ from tests.config.conftest import unchecked_config
     ("reward_function", ["domains.0.rewards.0.function=exact_match"]),
     ("problem_counts", ["domains.0.num_problems=1536"]),
     ("group_size", ["batch.num_samples_per_prompt=1"]),
-    ("updates_per_rollout", ["batch.updates_per_rollout=33"]),
+    ("updates_per_rollout", ["batch.num_prompts=4", "batch.updates_per_rollout=5"]),
     ("completion_length", ["rollout.max_new_tokens=64"]),
     ("microbatch_length", ["trainer.max_tokens_per_microbatch=63"]),
     ("deterministic_staleness", ["batch.max_staleness=1", "rollout.deterministic=true"]),
@@ -39,7 +39,7 @@ def test_each_rule(rule, overrides):
 
 
 @pytest.mark.parametrize("overrides", [
-    [], ["batch.updates_per_rollout=32"], ["batch.max_staleness=1"],
+    [], ["batch.num_prompts=4", "batch.updates_per_rollout=4"], ["batch.max_staleness=1"],
     ["rollout.deterministic=true"], ["rollout.max_new_tokens=63"],
     ["trainer.max_tokens_per_microbatch=64"], ["domains.0.num_problems=1537"],
     ["domains.0.num_problems=null"], ["data.num_validation=0", "cold_start=null"],
