@@ -53,6 +53,23 @@ def test_golden_losses_and_gradients(case):
     np.testing.assert_allclose(logprobs.grad.numpy(), case["grad"], atol=1e-9)
 
 
+@pytest.mark.parametrize(("ratio", "advantage", "term", "clipped"), [
+    (1.5, 1.0, 1.28, "high"), (0.5, -1.0, -0.8, "low"),
+    (1.5, -1.0, -1.5, None), (0.5, 1.0, 0.5, None), (1.1, 1.0, 1.1, None), (1.5, 0.0, 0.0, None)])
+@pytest.mark.parametrize("level", ["token", "sequence_geo"])
+def test_each_side_of_the_clip(level, ratio, advantage, term, clipped):
+    """The golden batch cannot tell the sides apart: its errors would cancel."""
+    logprobs = torch.full((2,), np.log(ratio), dtype=torch.float64, requires_grad=True)
+    loss, stats = policy_loss(Choices("group", level, 0.2, 0.28, "token_mean"), batch_of(
+        [0.0, 0.0], logprobs, [0.0, 0.0], [advantage], [0.5], [2]))
+    loss.backward()
+    assert loss.item() == pytest.approx(-term, abs=1e-12)
+    gradient = 0.0 if clipped else -ratio * advantage / 2
+    np.testing.assert_allclose(logprobs.grad.numpy(), [gradient] * 2, atol=1e-12)
+    found = {side: stats.result()[f"clip/{side}_fraction"] for side in ("low", "high")}
+    assert found == {side: float(side == clipped) for side in ("low", "high")}
+
+
 def test_golden_aggregation():
     case = GOLDEN["aggregation"]
     counts, losses = np.array(case["tokens"], np.int64), np.array(case["per_token_loss"])
@@ -157,6 +174,6 @@ def test_supervised_loss_is_the_weighted_likelihood():
     loss, stats = supervised_loss(batch_of(
         [0.0] * 3, logprobs, [0.0] * 3, [0.0, 0.0], [0.25, 0.5], [2, 1]))
     loss.backward()
-    assert float(loss) == pytest.approx(1.25)
+    assert loss.item() == pytest.approx(1.25)
     assert logprobs.grad.tolist() == [-0.25, -0.25, -0.5]
     assert stats.result()["loss/nll"] == pytest.approx(1.5)

@@ -14,8 +14,9 @@ from unittest.mock import patch
 
 import torch
 
-from grpo_megatron.trainer import megatron_fixes
+from grpo_megatron.trainer import megatron_cpu, megatron_fixes
 
+megatron_cpu.install()
 assert not megatron_fixes._installed, "this process has the fixes already"
 megatron_fixes._installed = True  # what is imported below must not install them
 
