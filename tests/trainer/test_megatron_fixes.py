@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests.trainer.worker_group import WorkerGroup
@@ -72,6 +73,13 @@ def test_a_save_leaves_no_process_behind(unfixed, dense_model, tmp_path):
     weight = [float(i) for i in range(12)]
     assert before == (1, weight)
     assert after == (0, weight)
+
+
+def test_packed_sequences_are_rotated_at_once(unfixed):
+    (slices_before, rotated_before), (slices_after, rotated_after) = unfixed(
+        "slices_of_packed_rotation")
+    assert (slices_before, slices_after) == (3, 0)
+    np.testing.assert_allclose(rotated_after, rotated_before, rtol=1e-6, atol=1e-6)
 
 
 def test_another_version_is_refused():

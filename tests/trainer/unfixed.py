@@ -71,6 +71,28 @@ def checkpoint_fp8():
     return before, random.CheckpointWithoutOutput(fp8=False).fp8
 
 
+def slices_of_packed_rotation():
+    """How many sequences are sliced one by one, and the rotated tensor."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(9, 2, 8, generator=generator)
+    angles = torch.randn(5, 1, 1, 8, generator=generator)
+    cumulative = torch.tensor([0, 4, 7, 9], dtype=torch.int32)
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    slicing = rope_utils._get_thd_freqs_on_this_cp_rank
+
+    def rotate():
+        with patch.object(rope_utils, slicing.__name__, wraps=slicing) as counted:
+            rotated = rope_utils._apply_rotary_pos_emb_thd(tensor, cumulative, angles,
+                                                           cp_group=group)
+        return counted.call_count, rotated.numpy()
+
+    before = rotate()
+    megatron_fixes.rotate_packed_sequences_at_once()
+    return before, rotate()
+
+
 def reduce_of_a_transposed_tensor():
     """With a group of two in which the other rank holds the same."""
     group = SimpleNamespace(size=lambda: 2)
