@@ -77,7 +77,7 @@ def slices_of_packed_rotation():
 
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(9, 2, 8, generator=generator)
-    angles = torch.randn(5, 1, 1, 8, generator=generator)
+    angles = torch.randn(5, 1, 1, 4, generator=generator).repeat(1, 1, 1, 2)  # as RoPE makes them
     cumulative = torch.tensor([0, 4, 7, 9], dtype=torch.int32)
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     slicing = rope_utils._get_thd_freqs_on_this_cp_rank
