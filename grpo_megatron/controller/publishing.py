@@ -108,8 +108,13 @@ class Publisher:
         replicas, tolerance = self.engines.alive, canary_tolerance(self.config)
         worst = {"abs_max": 0.0, "abs_mean": 0.0}
         for replica in replicas:
-            completions = await asyncio.gather(*(self._sample(replica.client, p)
-                                                 for p in prompts))
+            try:
+                completions = await asyncio.gather(*(self._sample(replica.client, p)
+                                                     for p in prompts))
+            except EngineError as error:
+                if replica.is_alive:  # else the rollouts found out first
+                    await self._bury_dead(error)
+                continue
             directory = self.run_dir.root / "canary"
             record_completions(directory, list(zip(prompts, completions, strict=True)))
             found = await self.trainer.call("logprobs", directory=str(directory))
