@@ -25,7 +25,7 @@ def test_layout_problems_carry_origins():
 
 def test_more_replicas_than_prompts():
     with pytest.raises(InvalidConfigError, match="without work"):
-        resolve(DEMO, ["rollout.num_replicas=33"])
+        resolve(DEMO, ["rollout.num_replicas=65"])
 
 
 def test_layout_rules_apply_on_resume(tmp_path):
