@@ -1,4 +1,4 @@
-"""Read a Hugging Face checkpoint into a sharded model: each rank reads just its own parts."""
+"""Read a Hugging Face checkpoint into a sharded model: each rank reads what it has parts of."""
 
 from __future__ import annotations
 

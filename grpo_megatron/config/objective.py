@@ -10,7 +10,7 @@ from grpo_megatron.config.base import Strict
 
 
 class ObjectiveConfig(Strict):
-    """Choices left unset take the preset's value (`docs/objectives.md`)."""
+    """Choices left unset take the preset's value (`algorithms/presets.py`)."""
 
     preset: Literal["gspo", "grpo"] = "gspo"
     """Fixed, documented combination of the choices below."""

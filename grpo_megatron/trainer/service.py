@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from grpo_megatron.algorithms.aggregation import AGGREGATIONS
@@ -145,15 +144,12 @@ class TrainerService:
 
     def export(self, directory: str) -> dict[str, Any]:
         """Write a Hugging Face checkpoint on rank 0."""
-        stream = self._named_tensors()
+        stream = self.publisher.stream_to(0)
         if dist.get_rank() == 0:
             return {"bytes": export_checkpoint(stream, Path(directory), self.model_path)}
         for _ in stream:
             pass
         return {}
-
-    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.publisher.stream_to(0)
 
     def _prepare(self, table: SampleTable, update: int):
         rows = np.flatnonzero(table.update == update)
