@@ -65,3 +65,11 @@ def samples(tmp_path_factory) -> str:
     from tests.trainer.models import write_samples
 
     return write_samples(tmp_path_factory.mktemp("store") / "step_000001")
+
+
+@pytest.fixture(scope="session")
+def three_updates(tmp_path_factory) -> str:
+    """The same samples, split into three optimizer steps."""
+    from tests.trainer.models import write_samples
+
+    return write_samples(tmp_path_factory.mktemp("store") / "step_000001", num_updates=3)

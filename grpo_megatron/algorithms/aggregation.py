@@ -1,25 +1,105 @@
-"""From per-token losses to one number: a fixed weight for every token.
+"""From per-token losses to one number: a fixed weight for every token of a sample.
 
-Weights hold the global denominators. They follow from the token counts of the whole optimizer
-step, known before its first micro-batch, so splitting the step differently changes nothing.
+Weights hold the global denominators. They follow from the lengths of the samples of the whole
+optimizer step, known before its first micro-batch, so splitting the step differently changes
+nothing. Shape legend: N trained samples.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from grpo_megatron.algorithms.registry import Registry
+from grpo_megatron.config.objective import ObjectiveConfig
 
 AGGREGATIONS = Registry("aggregation")
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """What denominators are made of."""
+
+    tokens: np.ndarray  # int64 [N], policy tokens
+    groups: np.ndarray  # int64 [N]
+    constant: int  # fixed length of `constant`
+    exponent: float = 0.0  # of `lambda_grpo`
+
+
+def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray,
+                  ) -> tuple[np.ndarray, np.ndarray]:
+    """Weight of every token of each sample, and its slope by lambda_grpo's exponent.
+
+    With `denominator = "domain"` every domain counts for itself and the losses add up.
+
+    Args:
+        domains: int64 [N].
+
+    Returns:
+        float64 [N] twice.
+    """
+    weights, slopes = np.zeros(len(domains)), np.zeros(len(domains))
+    scopes = domains if o.denominator == "domain" else np.zeros_like(domains)
+    for scope in np.unique(scopes):
+        rows = scopes == scope
+        part = Lengths(lengths.tokens[rows], lengths.groups[rows], lengths.constant,
+                       lengths.exponent)
+        found = AGGREGATIONS[o.aggregation](o, part)
+        weights[rows], slopes[rows] = found if isinstance(found, tuple) else (found, 0.0)
+    return weights, slopes
+
+
 @AGGREGATIONS.register("seq_mean_token_mean")
-def seq_mean_token_mean(token_counts: np.ndarray) -> np.ndarray:
-    """`1 / (N_seq T_i)` for every token of sample i (GRPO, GSPO). int [N] -> float64 [N]."""
-    return 1.0 / (max(len(token_counts), 1) * np.maximum(token_counts, 1).astype(np.float64))
+def seq_mean_token_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
+    """`1 / (N_seq T_i)` (GRPO, GSPO, SAPO); long answers pay less per token."""
+    return 1.0 / (max(len(lengths.tokens), 1) * np.maximum(lengths.tokens, 1).astype(np.float64))
 
 
 @AGGREGATIONS.register("token_mean")
-def token_mean(token_counts: np.ndarray) -> np.ndarray:
-    """`1 / N_tok` (DAPO, arXiv:2503.14476). int [N] -> float64 [N]."""
-    return np.full(len(token_counts), 1.0 / max(int(token_counts.sum()), 1))
+def token_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
+    """`1 / N_tok` (DAPO, arXiv:2503.14476); long samples weigh more."""
+    return np.full(len(lengths.tokens), 1.0 / max(int(lengths.tokens.sum()), 1))
+
+
+@AGGREGATIONS.register("seq_mean_token_sum")
+def seq_mean_token_sum(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
+    """`1 / N_seq`: the unnormalised sequence gradient."""
+    return np.full(len(lengths.tokens), 1.0 / max(len(lengths.tokens), 1))
+
+
+@AGGREGATIONS.register("constant")
+def constant(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
+    """`1 / (N_seq L)`, L fixed for the whole run (Dr. GRPO, arXiv:2503.20783)."""
+    return seq_mean_token_sum(o, lengths) / lengths.constant
+
+
+@AGGREGATIONS.register("prompt_mean")
+def prompt_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
+    """`1 / (Q N_tok of the group)`: the mean over prompts of their token mean."""
+    _, group = np.unique(lengths.groups, return_inverse=True)
+    tokens = np.bincount(group, lengths.tokens)
+    return 1.0 / (max(len(tokens), 1) * np.maximum(tokens, 1.0))[group]
+
+
+@AGGREGATIONS.register("lambda_grpo")
+def lambda_grpo(o: ObjectiveConfig, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
+    """`f_i / N_tok`, `f_i = G softmax_i(h_i^lambda)` in the group, `h = 1 + rho z`, z the
+    length's z-score; lambda is learned, 0 is token_mean (λ-GRPO, arXiv:2510.06870)."""
+    _, group = np.unique(lengths.groups, return_inverse=True)
+    count = np.bincount(group).astype(float)
+    tokens = lengths.tokens.astype(float)
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return (np.bincount(group, values) / count)[group]
+
+    centred = tokens - mean(tokens)
+    std = np.sqrt(mean(centred**2))
+    base = np.maximum(1 + o.lambda_rho * centred / np.where(std > 0, std, 1.0), 1e-3)
+    power = base**lengths.exponent
+    weight = np.exp(power - power.max(initial=0.0))
+    share = weight / mean(weight)  # G times the softmax
+    slope = power * np.log(base)
+    slope = share * (slope - mean(share * slope))
+    total = max(int(lengths.tokens.sum()), 1)
+    return share / total, slope / total

@@ -1,11 +1,12 @@
-"""Update ratios pi_theta / pi_old at token or sequence level.
+"""Update ratios pi_theta / pi_old at token, turn or sequence level, as logarithms.
 
-Shape legend: n policy tokens of S samples, flat; `sample` int64 [n] in 0..S-1.
+Shape legend: n policy tokens of S samples, flat; `segment` int64 [n] in 0..S-1 is the sample (or
+the turn) of each token; `counts` int64 [S]. All return [n] with gradient.
 """
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from grpo_megatron.algorithms.registry import Registry
 
@@ -14,19 +15,50 @@ MAX_LOG_RATIO = 20.0  # exp stays finite in fp32; the gradient beyond is zero
 
 
 @RATIOS.register("token")
-def token_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sample: torch.Tensor,
-                    token_counts: torch.Tensor) -> torch.Tensor:
-    """`log r_t = log pi_theta - log pi_old`, [n] (PPO, GRPO)."""
-    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def token(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """`r_t = pi_theta / pi_old` of each token (PPO, GRPO)."""
+    return log_diff
 
 
 @RATIOS.register("sequence_geo")
-def sequence_geo_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor,
-                           sample: torch.Tensor, token_counts: torch.Tensor) -> torch.Tensor:
-    """`log s_i = (1/T_i) sum_t (log pi_theta - log pi_old)`, given to every token of i, [n].
+def sequence_geo(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """`s_i = exp((1/T_i) sum_t log r_t)`: length-normalised, GSPO (arXiv:2507.18071 eq. 7)."""
+    return bounded(_mean(log_diff, segment, counts))[segment]
 
-    Length-normalised (geometric mean) sequence ratio of GSPO, arXiv:2507.18071 eq. 7.
-    """
-    total = logprobs.new_zeros(len(token_counts)).index_add(0, sample, logprobs - old_logprobs)
-    mean = total / token_counts.clamp(min=1)
-    return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sample]
+
+@RATIOS.register("turn_geo")
+def turn_geo(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """As sequence_geo over the tokens of one action (GAGPO); `segment` holds turns."""
+    return sequence_geo(log_diff, segment, counts)
+
+
+@RATIOS.register("sequence_token")
+def sequence_token(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """GSPO-token: the value of sequence_geo, the gradient of each token's own log-prob."""
+    value = bounded(_mean(log_diff.detach(), segment, counts))[segment]
+    return value + log_diff - log_diff.detach()
+
+
+@RATIOS.register("sequence_product")
+def sequence_product(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """`prod_t r_t`: the trajectory ratio (TIC-GRPO, arXiv:2508.02833)."""
+    return bounded(_sum(log_diff, segment, counts))[segment]
+
+
+@RATIOS.register("sequence_mean")
+def sequence_mean(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """`(1/T_i) sum_t r_t`: mean of the token ratios (GRPO-S, arXiv:2508.04349)."""
+    return _mean(log_diff.exp(), segment, counts).clamp(min=1e-9).log()[segment]
+
+
+def bounded(values: Tensor) -> Tensor:
+    """Keep `exp` finite."""
+    return values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _sum(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    return values.new_zeros(len(counts)).index_add(0, segment, values)
+
+
+def _mean(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    return _sum(values, segment, counts) / counts.clamp(min=1)

@@ -8,16 +8,18 @@ from grpo_megatron.errors import ConfigError
 
 
 class Registry:
-    """Functions of one axis by name."""
+    """Functions of one axis by name, with what they need beyond rewards and lengths."""
 
     def __init__(self, axis: str):
         self.axis = axis
         self.functions: dict[str, Callable] = {}
+        self.needs: dict[str, frozenset[str]] = {}
 
-    def register(self, name: str) -> Callable[[Callable], Callable]:
+    def register(self, name: str, needs: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+        """Args: needs: columns of `SampleBatch.tokens` that the function reads."""
         def add(function: Callable) -> Callable:
             assert name not in self.functions, f"{self.axis} {name!r} is registered twice"
-            self.functions[name] = function
+            self.functions[name], self.needs[name] = function, frozenset(needs)
             return function
         return add
 

@@ -1,41 +1,85 @@
 """Metrics that stay exact when they are added over micro-batches and ranks.
 
 A mean is carried as (sum, count), a maximum as itself; they become numbers only at the end.
+With several domains every mean also exists as `name@domain`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 
 @dataclass
 class Stats:
     """Sums and maxima by name. `means[name]` is a tensor [2]: (sum, count)."""
 
-    means: dict[str, torch.Tensor] = field(default_factory=dict)
-    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    samples: dict[str, Tensor] = field(default_factory=dict)
+    """Values that are kept one by one, [S] each."""
+    units: dict[str, str] = field(default_factory=dict)
+    """What a metric is normalised by: tokens, samples, weight, or sum and max for neither."""
 
-    def mean(self, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None:
+    def mean(self, name: str, total: Tensor, count: Tensor | float, unit: str = "tokens") -> None:
         total = total.detach().double()
         count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-        self.means[name] = torch.stack([total, count])
+        self.means[name], self.units[name] = torch.stack([total, count]), unit
 
-    def maximum(self, name: str, values: torch.Tensor) -> None:
+    def maximum(self, name: str, values: Tensor) -> None:
         values = values.detach().double()
         self.maxima[name] = values.max() if values.numel() else values.new_tensor(-torch.inf)
+        self.units[name] = "max"
 
     def add(self, other: Stats) -> None:
         """Accumulate another micro-batch."""
+        self.units |= other.units
         for name, pair in other.means.items():
             self.means[name] = self.means[name] + pair if name in self.means else pair
+        for name, values in other.samples.items():
+            known = self.samples.get(name)
+            self.samples[name] = values if known is None else torch.cat([known, values])
         for name, value in other.maxima.items():
             old = self.maxima.get(name)
             self.maxima[name] = value if old is None else torch.maximum(old, value)
 
     def result(self) -> dict[str, float]:
-        """NaN where nothing was counted."""
-        out = {n: float(p[0] / p[1]) if p[1] > 0 else float("nan") for n, p in self.means.items()}
+        """NaN where nothing was counted; sums (unit "sum") as they are."""
+        out = {name: float(pair[0]) if self.units.get(name) == "sum"
+               else float(pair[0] / pair[1]) if pair[1] > 0 else float("nan")
+               for name, pair in self.means.items()}
         return out | {n: float(v) if v > -torch.inf else float("nan")
                       for n, v in self.maxima.items()}
+
+
+class Meter:
+    """Fills a `Stats` with values per token or per sample of one micro-batch.
+
+    Args:
+        token_domain, sample_domain: int64 [n] and [S].
+        domains: Their names; by-domain metrics exist where there are several.
+    """
+
+    def __init__(self, token_domain: Tensor | None, sample_domain: Tensor,
+                 domains: Sequence[str]):
+        self.stats = Stats()
+        self._domain = {"tokens": token_domain, "samples": sample_domain}
+        self._domains = domains if len(domains) > 1 else ()
+
+    def mean(self, name: str, values: Tensor, unit: str = "tokens",
+             where: Tensor | None = None) -> None:
+        """Mean of `values` ([n] or [S] by unit), of those with `where` only."""
+        values = values.detach().double()
+        counts = torch.ones_like(values) if where is None else where.double()
+        values = values if where is None else torch.where(where, values, 0.0)
+        self.stats.mean(name, values.sum(), counts.sum(), unit)
+        domain = self._domain[unit]
+        for number, label in enumerate(self._domains):
+            here = domain == number
+            self.stats.mean(f"{name}@{label}", values[here].sum(), counts[here].sum(), unit)
+
+    def maximum(self, name: str, values: Tensor) -> None:
+        self.stats.maximum(name, values)

@@ -2,7 +2,7 @@
 
     step_000123/manifest.json          step, counts, shards with checksums
     step_000123/rollout-0.safetensors  tokens, written by the worker beside replica 0
-    step_000123/train.safetensors      one row a sample: where it is, its reward and advantage
+    step_000123/train.safetensors      one row a sample: where it is, its rewards
 
 It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
 final name is whole. It carries samples to the trainer, is the crash log, and can be replayed.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from grpo_megatron.batching.columns import file_checksum, read_columns, write_co
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import RolloutGroup
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,9 @@ class SampleRow:
     index: int  # sample index within the shard
     group: int  # group number within the step
     update: int  # which optimizer step of this batch trains it
-    reward: float
-    advantage: float
+    reward: float  # NaN: unscorable
+    domain: int = 0  # index into the recipe's domains
+    truncated: bool = False
 
 
 def begin_step(directory: Path) -> Path:
@@ -106,8 +107,12 @@ def begin_step(directory: Path) -> Path:
 
 
 def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[SampleRow],
-                manifest: dict) -> Path:
-    """Write the training rows and the manifest, then give the directory its final name."""
+                manifest: dict, components: Mapping[str, np.ndarray] | None = None) -> Path:
+    """Write the training rows and the manifest, then give the directory its final name.
+
+    Args:
+        components: rewards by component, float64 [N]; NaN: skipped.
+    """
     working = directory.with_name(directory.name + ".tmp")
     columns = {
         "shard": np.array([r.shard for r in rows], np.int32),
@@ -115,7 +120,9 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
         "group": np.array([r.group for r in rows], np.int32),
         "update": np.array([r.update for r in rows], np.int32),
         "reward": np.array([r.reward for r in rows], np.float64),
-        "advantage": np.array([r.advantage for r in rows], np.float64),
+        "domain": np.array([r.domain for r in rows], np.int32),
+        "truncated": np.array([r.truncated for r in rows], np.uint8),
+        **{f"component/{name}": values for name, values in (components or {}).items()},
     }
     train_checksum = write_columns(working / "train.safetensors", columns)
     document = {"format": FORMAT, **manifest, "num_samples": len(rows),
@@ -158,7 +165,10 @@ class SampleTable:
         train = read_columns(directory / "train.safetensors")
         self.shard, self.index = np.array(train["shard"]), np.array(train["index"])
         self.group, self.update = np.array(train["group"]), np.array(train["update"])
-        self.reward, self.advantage = np.array(train["reward"]), np.array(train["advantage"])
+        self.reward, self.domain = np.array(train["reward"]), np.array(train["domain"])
+        self.truncated = np.array(train["truncated"], bool)
+        self.components = {name.partition("/")[2]: np.array(values)
+                           for name, values in train.items() if name.startswith("component/")}
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -199,6 +209,11 @@ class SampleTable:
         columns, index = self._shards[self.shard[row]], self.index[row]
         start, end = columns["completion_offsets"][index:index + 2]
         return columns["completion_ids"][start:end], columns["rollout_logprobs"][start:end]
+
+    def all_completion_ids(self) -> np.ndarray:
+        """Completion tokens of all samples, flat, int64 [n]."""
+        return np.concatenate([np.empty(0, np.int64), *(self.completion(row)[0]
+                                                        for row in range(len(self)))])
 
     def versions(self, row: int) -> np.ndarray:
         """Weight version of every completion token, int32 [T]."""

@@ -25,14 +25,20 @@ COMPLETE = "complete.json"
 
 
 def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
-                    state: dict[str, Any]) -> None:
-    """Write model and optimizer, then `state` and the mark that it is complete. Collective."""
+                    state: dict[str, Any],
+                    more: Callable[[Path], None] = lambda working: None) -> None:
+    """Write model and optimizer, then `state` and the mark that it is complete. Collective.
+
+    Args:
+        more: writes what else belongs to it into the working directory.
+    """
     working = directory.with_name(directory.name + ".tmp")
     if dist.get_rank() == 0:
         shutil.rmtree(working, ignore_errors=True)
         (working / "weights").mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
+    more(working)
     dist.barrier()
     if dist.get_rank() == 0:
         with open(working / COMPLETE, "w") as file:
@@ -56,16 +62,36 @@ def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
     """
     state = read_state(directory)
     prepare_optimizer(optimizer)
+    loaded = _load(_sharded_state(chunks, optimizer, is_loading=True), directory / "weights")
+    _fill(chunks, loaded)
+    optimizer.load_state_dict(loaded["optimizer"])
+    return state
+
+
+def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
+    """Write the model's weights alone. Collective."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_model_state(chunks, _metadata()), str(directory))
+
+
+def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
+    """Fill the model from `save_model`'s files. Collective."""
+    _fill(chunks, _load(_model_state(chunks, _metadata()), directory))
+
+
+def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     try:
-        loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True),
-                                         str(directory / "weights"))
+        return dist_checkpointing.load(state, str(directory))
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise CheckpointError(f"cannot load: {error}", where=str(directory),
                               remedy="resume from the checkpoint before it") from error
+
+
+def _fill(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(loaded[_chunk_key(index, chunks)], strict=True)
-    optimizer.load_state_dict(loaded["optimizer"])
-    return state
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -83,16 +109,22 @@ def _chunk_key(index: int, chunks: Sequence[torch.nn.Module]) -> str:
 
 def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer: Any, *,
                    is_loading: bool = False) -> dict[str, Any]:
-    metadata = {
+    metadata = _metadata()
+    state = _model_state(chunks, metadata)
+    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading,
+                                                      metadata=metadata)
+    return state
+
+
+def _model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    return {_chunk_key(index, chunks): unwrap(chunk).sharded_state_dict(metadata=metadata)
+            for index, chunk in enumerate(chunks)}
+
+
+def _metadata() -> dict[str, Any]:
+    return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    state: dict[str, Any] = {}
-    for index, chunk in enumerate(chunks):
-        model = unwrap(chunk)
-        state[_chunk_key(index, chunks)] = model.sharded_state_dict(metadata=metadata)
-    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading,
-                                                      metadata=metadata)
-    return state

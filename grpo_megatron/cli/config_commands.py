@@ -28,7 +28,7 @@ def show(recipe: Annotated[str, typer.Argument(help="Recipe or run directory.")]
         typer.echo(to_json(resolved), nl=False)
         return
     rows = [(key, value, str(resolved.provenance[key])) for key, value in _values(resolved).items()]
-    _print_table(("key", "value", "set at"), rows, dim="default")
+    print_table(("key", "value", "set at"), rows, dim="default")
 
 
 @app.command()
@@ -45,7 +45,7 @@ def diff(first: Annotated[str, typer.Argument(help="Recipe or run directory.")],
         return
     rows = [(key, _cell(left, before, key), _cell(right, after, key)) for key in keys]
     if rows:
-        _print_table(("key", first, second), rows)
+        print_table(("key", first, second), rows)
     else:
         typer.echo("no differences")
 
@@ -79,7 +79,7 @@ def _cell(resolved: ResolvedConfig, values: dict[str, str], key: str) -> str:
     return f"{values[key]}  ({resolved.provenance[key]})" if key in values else "absent"
 
 
-def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "") -> None:
+def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "") -> None:
     """A table on a terminal; tab-separated lines, easy to grep and cut, elsewhere."""
     from rich.console import Console
     from rich.table import Table

@@ -6,6 +6,7 @@ import re
 import string
 from collections.abc import Iterator
 
+from grpo_megatron.config.objective_rules import batch_violations, objective_violations
 from grpo_megatron.config.presets import preset_names
 from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.run import RunConfig
@@ -18,8 +19,8 @@ _BFLOAT16_NOISE = 0.02
 
 def check_constraints(config: RunConfig) -> list[Violation]:
     """All violated rules, in the order of the schema."""
-    rules = (_model, _domains, _problem_counts, _batch, _lengths, _staleness, _publish,
-             _validation, _optimizers)
+    rules = (_model, _domains, _problem_counts, _objective, _batch, _lengths, _staleness,
+             _publish, _validation, _optimizers)
     return [violation for rule in rules for violation in rule(config)]
 
 
@@ -93,13 +94,22 @@ def _problem_counts(config: RunConfig) -> Iterator[Violation]:
                                               for index in range(len(counts)))))
 
 
+def _objective(config: RunConfig) -> Iterator[Violation]:
+    batch = config.batch
+    yield from objective_violations(config.objective)
+    for index, domain in enumerate(config.domains):
+        beta = domain.objective.kl_beta if domain.objective else None
+        if beta and config.objective.kl == "none":
+            yield Violation("objective", f"domains.{index}.objective.kl_beta", beta,
+                            "there is no KL estimator to weigh", related=("objective.kl",),
+                            remedy="set objective.kl, for example is_k3")
+    if config.num_steps:
+        yield from batch_violations(config.objective, batch.num_samples_per_prompt,
+                                    batch.updates_per_rollout, batch.max_staleness)
+
+
 def _batch(config: RunConfig) -> Iterator[Violation]:
     batch = config.batch
-    if batch.num_samples_per_prompt < 2 and config.num_steps > 0:
-        yield Violation("group_size", "batch.num_samples_per_prompt",
-                        batch.num_samples_per_prompt,
-                        "advantages are relative to the other samples of a prompt: one sample "
-                        "always has advantage 0 and nothing is learned", nearest=(2,))
     if batch.updates_per_rollout > batch.num_prompts:
         yield Violation("updates_per_rollout", "batch.updates_per_rollout",
                         batch.updates_per_rollout,

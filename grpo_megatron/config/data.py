@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from grpo_megatron.config.base import Strict
+from grpo_megatron.config.objective import DomainObjective
 
 
 class RewardConfig(Strict):
@@ -48,6 +49,11 @@ class DomainConfig(Strict):
     """Share of this domain in the training prompts, relative to the others."""
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     """Reward components; the reward is their weighted sum."""
+    reference: Path | None = None
+    """Hugging Face checkpoint that this domain's KL refers to; default: the policy at the start
+    of RL."""
+    objective: DomainObjective | None = None
+    """What this domain sets differently from `[objective]`."""
 
 
 class DataConfig(Strict):

@@ -20,21 +20,29 @@ from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, V
 
 def record_step(directory: Path, groups: Sequence[ScoredGroup],
                 places: Sequence[tuple[int, int]], shards: Sequence[ShardInfo],
-                advantages: np.ndarray, updates: np.ndarray, manifest: dict) -> None:
+                updates: np.ndarray, domains: Sequence[str], manifest: dict) -> None:
     """Finish a step whose shards are already in its working directory.
 
     Args:
         places: per group, (shard, index of its first sample in that shard).
-        advantages: float64 [N], group by group.
         updates: int [Q], the optimizer step of each group.
+        domains: the recipe's domains, in order.
     """
-    rows, sample = [], 0
-    for number, (group, (shard, first)) in enumerate(zip(groups, places, strict=True)):
-        for offset, reward in enumerate(group.rewards):
-            rows.append(SampleRow(shard, first + offset, number, int(updates[number]),
-                                  float(reward), float(advantages[sample])))
-            sample += 1
-    finish_step(directory, shards, rows, manifest)
+    rows = []
+    for number, (scored, (shard, first)) in enumerate(zip(groups, places, strict=True)):
+        domain = domains.index(scored.group.prompt.domain)
+        rows += [SampleRow(shard, first + offset, number, int(updates[number]), float(reward),
+                           domain, completion.truncated)
+                 for offset, (reward, completion)
+                 in enumerate(zip(scored.rewards, scored.group.completions, strict=True))]
+    finish_step(directory, shards, rows, manifest, _components(groups))
+
+
+def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
+    """Rewards by component over all samples, NaN where a group's domain has no such one."""
+    names = dict.fromkeys(name for group in groups for name in group.components)
+    return {name: np.concatenate([np.asarray(g.components.get(
+        name, np.full(len(g.rewards), np.nan)), np.float64) for g in groups]) for name in names}
 
 
 def record_supervised(directory: Path, batches: Sequence[Sequence[tuple[Prompt, list[int]]]],
@@ -45,7 +53,7 @@ def record_supervised(directory: Path, batches: Sequence[Sequence[tuple[Prompt, 
     for update, batch in enumerate(batches):
         for prompt, answer in batch:
             index = writer.append(_group(prompt, answer))
-            rows.append(SampleRow(0, index, index, update, 0.0, 0.0))
+            rows.append(SampleRow(0, index, index, update, 0.0))
     finish_step(directory, [writer.close()], rows, {"kind": "supervised", "stale": False})
 
 
@@ -53,8 +61,8 @@ def record_completions(directory: Path, pairs: Sequence[tuple[Prompt, Completion
     """Completions whose log-probs the trainer shall compute, one sample each."""
     working = begin_step(directory)
     writer = ShardWriter(working / "completions-0.safetensors")
-    rows = [SampleRow(0, i := writer.append(RolloutGroup(prompt, (completion,), 0)), i, 0, 0.0,
-                      0.0) for prompt, completion in pairs]
+    rows = [SampleRow(0, i := writer.append(RolloutGroup(prompt, (completion,), 0)), i, 0, 0.0)
+            for prompt, completion in pairs]
     finish_step(directory, [writer.close()], rows, {"kind": "completions", "stale": False})
 
 

@@ -17,9 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from grpo_megatron.algorithms.presets import resolve_choices
 from grpo_megatron.batching.store import ShardWriter, begin_step
 from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.controller.display import show
@@ -27,7 +24,7 @@ from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import prune_store, record_step
 from grpo_megatron.controller.session import Session
 from grpo_megatron.controller.state import RunState
-from grpo_megatron.controller.training_rows import advantages_of, rollout_metrics, updates_of
+from grpo_megatron.controller.training_rows import rollout_metrics, updates_of
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors
@@ -56,7 +53,6 @@ class RLLoop:
         self.session, self.state = session, state
         self.metrics, self.mirrors = metrics, mirrors
         self.config, self.run_dir = session.config, session.run_dir
-        self.choices = resolve_choices(self.config.objective)
         self.ahead = self.config.batch.max_staleness > 0
         weights = {d.name: d.weight for d in self.config.domains}
         self.sampler = PromptSampler(session.splits.train, weights, self.config.seed)
@@ -124,17 +120,14 @@ class RLLoop:
         sampled = time.perf_counter()
         show("phase", name="reward")
         groups = await session.rewards.score(rollouts.groups)
-        seed = f"{self.config.seed}/{step}" if self.config.objective.shuffle_advantages else None
-        advantages = advantages_of(groups, self.choices, shuffle_seed=seed)
-        metrics = rollout_metrics(groups, advantages)
-        sizes = np.cumsum([len(g.rewards) for g in groups])[:-1]
-        best, worst = extremes(step, groups, np.split(advantages, sizes),
-                               self.config.telemetry.samples_per_step)
+        metrics = rollout_metrics(groups)
+        best, worst = extremes(step, groups, self.config.telemetry.samples_per_step)
         shown = [asdict(sample) for sample in (*best, *worst)]
         manifest = {"kind": "rl", "step": step, "version": version, "stale": version < step,
                     "metrics": metrics, "extremes": shown}
-        record_step(directory, groups, rollouts.places, rollouts.shards, advantages,
-                    updates_of(len(groups), self.config.batch.updates_per_rollout), manifest)
+        record_step(directory, groups, rollouts.places, rollouts.shards,
+                    updates_of(len(groups), self.config.batch.updates_per_rollout),
+                    [d.name for d in self.config.domains], manifest)
         seconds = {"rollout": sampled - started, "reward": time.perf_counter() - sampled}
         return RecordedStep(step, directory, version, metrics, shown, {}, seconds)
 
@@ -142,7 +135,8 @@ class RLLoop:
         with self.session.phase("train"):
             return await self.session.trainer.call(
                 "train", directory=str(recorded.directory), first_update=self.state.updates,
-                num_updates=self.config.num_steps * self.config.batch.updates_per_rollout)
+                num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
+                state=self.state.objective)
 
     async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:
         """Metrics, evaluation, checkpoint."""
@@ -158,7 +152,7 @@ class RLLoop:
         metrics |= _throughput(metrics, seconds, report["tokens"])
         self.state = replace(self.state, step=step + 1, updates=self.state.updates
                              + report["updates"], sampler=self.sampler_states.pop(step + 1),
-                             seconds=self.elapsed_s())
+                             seconds=self.elapsed_s(), objective=report["state"])
         self.sampler_states[step + 1] = self.state.sampler
         interval = self.config.evaluation.interval
         if interval and (step + 1) % interval == 0:

@@ -57,6 +57,7 @@ async def _begin(session: Session, started: float) -> RunState:
     await session.publisher.publish(0)
     if session.config.cold_start is not None:
         await cold_start(session)
+    await session.trainer.call("take_reference")
     before = await _heldout(session)
     show("message", text=f"held-out accuracy before RL {before:.3f}")
     state = RunState(0, 0, {}, before, time.monotonic() - started)

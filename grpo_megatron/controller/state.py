@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -16,6 +16,7 @@ class RunState:
         sampler: state from which the next step draws its prompts.
         heldout_before: held-out accuracy before RL.
         seconds: wall time of the run so far, over all attempts.
+        objective: what the objective has learned (`algorithms.objective.Objective.state`).
     """
 
     step: int
@@ -23,6 +24,7 @@ class RunState:
     sampler: dict[str, Any]
     heldout_before: float
     seconds: float
+    objective: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

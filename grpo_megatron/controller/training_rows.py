@@ -1,34 +1,12 @@
-"""From scored groups to the rows that the trainer trains: advantages, updates, metrics."""
+"""From scored groups to the rows that the trainer trains: updates, metrics."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
-from grpo_megatron.algorithms.advantages import group_advantages
-from grpo_megatron.algorithms.presets import Choices
 from grpo_megatron.types import ScoredGroup
-
-
-def advantages_of(groups: Sequence[ScoredGroup], choices: Choices, *,
-                  shuffle_seed: str | None = None) -> np.ndarray:
-    """Advantage of every sample, group by group, float64 [N].
-
-    Args:
-        shuffle_seed: negative control: permute the advantages over the batch.
-    """
-    rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
-    sizes = [len(g.rewards) for g in groups]
-    ids = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes))
-    values = group_advantages(torch.from_numpy(rewards), ids, std=choices.advantage_std).numpy()
-    if shuffle_seed is not None:
-        order = list(range(len(values)))
-        random.Random(shuffle_seed).shuffle(order)
-        values = values[order]
-    return values
 
 
 def updates_of(num_groups: int, updates: int) -> np.ndarray:
@@ -36,8 +14,8 @@ def updates_of(num_groups: int, updates: int) -> np.ndarray:
     return np.arange(num_groups) * min(updates, num_groups) // num_groups
 
 
-def rollout_metrics(groups: Sequence[ScoredGroup], advantages: np.ndarray) -> dict[str, float]:
-    """Rewards by component, lengths, group composition, advantages."""
+def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Rewards by component, lengths, group composition."""
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     lengths = np.array([len(c.token_ids) for g in groups for c in g.group.completions], float)
     truncated = np.array([c.truncated for g in groups for c in g.group.completions])
@@ -46,8 +24,6 @@ def rollout_metrics(groups: Sequence[ScoredGroup], advantages: np.ndarray) -> di
     metrics = {
         "reward/mean": _mean(valid), "reward/std": float(valid.std()) if len(valid) else np.nan,
         "reward/unscorable": float(np.isnan(rewards).sum()),
-        "advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std()),
-        "advantage/zero_fraction": float((advantages == 0).mean()),
         "response/length_mean": float(lengths.mean()), "response/length_max": lengths.max(),
         "response/truncated_fraction": float(truncated.mean()),
         "prompt/length_mean": float(prompts.mean()),

@@ -28,33 +28,27 @@ class Sample:
     completion: str
     reward: float
     components: Mapping[str, float | None]
-    advantage: float | None
     length: int  # completion tokens
     finish_reason: str  # "stop" or "length"
 
 
-def extremes(step: int, groups: Sequence[ScoredGroup], advantages: Sequence[np.ndarray],
+def extremes(step: int, groups: Sequence[ScoredGroup],
              count: int) -> tuple[list[Sample], list[Sample]]:
     """The `count` best and the `count` worst completions of a step, at most one a group.
 
-    Ordered by reward, then by advantage (a success where others failed comes first), then by
-    position. Unscorable completions are left out.
-
-    Args:
-        groups: The step's groups.
-        advantages: Per group, float [G].
-        count: Samples on each side.
+    Ordered by reward, then by its distance from the group's mean (a success where others failed
+    comes first), then by position. Unscorable completions are left out.
     """
     chosen = []
     for rank, sign in (("best", -1.0), ("worst", 1.0)):
         heads = []
-        for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
-            keys = [(sign * reward, _finite(sign * float(advantage)) or 0.0, number, index)
-                    for index, (reward, advantage)
-                    in enumerate(zip(group.rewards.tolist(), values, strict=True))
+        for number, group in enumerate(groups):
+            scored = group.rewards[~np.isnan(group.rewards)]
+            keys = [(sign * reward, sign * (reward - float(scored.mean())), number, index)
+                    for index, reward in enumerate(group.rewards.tolist())
                     if not math.isnan(reward)]
             heads += [min(keys)] if keys else []
-        chosen.append([_sample(rank, step, groups[number], advantages[number], index)
+        chosen.append([_sample(rank, step, groups[number], index)
                        for *_, number, index in sorted(heads)[:count]])
     return chosen[0], chosen[1]
 
@@ -77,14 +71,12 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def _sample(rank: str, step: int, group: ScoredGroup, advantages: np.ndarray,
-            index: int) -> Sample:
+def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
     prompt, completion = group.group.prompt, group.group.completions[index]
     components = {name: _finite(values[index]) for name, values in group.components.items()}
     return Sample(rank, step, prompt.prompt_id, prompt.domain, prompt.text, prompt.answer,
                   completion.text, float(group.rewards[index]), components,
-                  _finite(advantages[index]), len(completion.token_ids),
-                  completion.finish_reason)
+                  len(completion.token_ids), completion.finish_reason)
 
 
 def _finite(value: float) -> float | None:

@@ -18,7 +18,7 @@ _DUMMY_TOKEN = 0
 
 @dataclass
 class MicroBatch:
-    """Samples laid end to end, and what the objective needs of their policy tokens."""
+    """Samples laid end to end, and their policy tokens."""
 
     index: int  # position in this rank's plan
     table_rows: np.ndarray  # int64 [S]
@@ -30,21 +30,15 @@ class MicroBatch:
     sample: torch.Tensor  # int64 [n], 0..S-1
     token_counts: torch.Tensor  # int64 [S]
     rollout_logprobs: torch.Tensor  # fp32 [n]
-    advantages: torch.Tensor  # fp32 [n]
-    weights: torch.Tensor  # fp32 [n]
 
     @property
     def num_tokens(self) -> int:
         return self.tokens.size(1)
 
 
-def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray,
-                     weights: np.ndarray, *, pad_to: int, device: torch.device) -> MicroBatch:
-    """Pack `table_rows`; pad the total to a multiple of `pad_to` with a sequence of its own.
-
-    Args:
-        weights: float64 [N of the table], the aggregation weight of every token of a sample.
-    """
+def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, pad_to: int,
+                     device: torch.device) -> MicroBatch:
+    """Pack `table_rows`; pad the total to a multiple of `pad_to` with a sequence of its own."""
     sequences, rows, targets, behaviour = [], [], [], []
     start = 0
     for row in table_rows.tolist():
@@ -72,10 +66,7 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray,
         targets=flat(targets, torch.int64),
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
         token_counts=flat([counts], torch.int64),
-        rollout_logprobs=flat(behaviour, torch.float32),
-        advantages=flat([np.repeat(table.advantage[table_rows], counts)], torch.float32),
-        weights=flat([np.repeat(weights[table_rows], counts)], torch.float32),
-    )
+        rollout_logprobs=flat(behaviour, torch.float32))
 
 
 def _packed(lengths: list[int], device: torch.device) -> PackedSeqParams:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from grpo_megatron.algorithms.aggregation import AGGREGATIONS
-from grpo_megatron.algorithms.objective import policy_loss, supervised_loss
-from grpo_megatron.algorithms.presets import resolve_choices
+from grpo_megatron.algorithms.objective import supervised_loss
+from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint
+from grpo_megatron.checkpoints.distributed import (
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+    save_model,
+)
 from grpo_megatron.checkpoints.hf_export import export_checkpoint
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
 from grpo_megatron.config.run import RunConfig
@@ -25,6 +27,8 @@ from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.platform import peak_memory_bytes
 from grpo_megatron.trainer.policy import build_policy
 from grpo_megatron.trainer.publish import WeightPublisher
+from grpo_megatron.trainer.reference import References
+from grpo_megatron.trainer.rl_update import train_rollouts
 from grpo_megatron.trainer.schedule import learning_rate
 from grpo_megatron.trainer.step import logprob_pass, prepare, train_step
 from grpo_megatron.weights.rules import rules_for
@@ -43,7 +47,6 @@ class TrainerService:
         self.hf = json.loads((model_path / "config.json").read_text())
         self.policy = build_policy(self.hf, config.trainer, config.optimizer)
         self.policy.set_temperature(config.rollout.temperature)
-        self.choices = resolve_choices(config.objective)
         self.rules = rules_for(self.hf["model_type"])
         self.shards = list(local_shards(self.policy.chunks, self.policy.num_experts,
                                         model_groups()))
@@ -52,10 +55,14 @@ class TrainerService:
                                          self.hf["vocab_size"], config.publish,
                                          tied_embeddings=self.tied)
         self.load_hf(model_path)
+        self.references = References(config)
+        if self.references.wanted:
+            self.references.read_files(self.policy, self.load_hf)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         return {"train": self.train, "supervise": self.supervise, "logprobs": self.logprobs,
-                "reset_optimizer": self.reset_optimizer, "save": self.save, "load": self.load,
+                "reset_optimizer": self.reset_optimizer,
+                "take_reference": self.take_reference, "save": self.save, "load": self.load,
                 "export": self.export, "publish_open": self.publisher.open,
                 "publish_join": self.publisher.join, "publish_send": self.publisher.send}
 
@@ -68,52 +75,45 @@ class TrainerService:
         check_all_used(directory, set().union(*world))
         self.policy.reload_main_parameters()
 
-    def train(self, directory: str, first_update: int, num_updates: int) -> dict[str, Any]:
-        """Train all updates of a recorded step.
-
-        Args:
-            first_update: optimizer steps done before, which fixes the learning rate.
-            num_updates: optimizer steps of the whole run.
-        """
-        started = time.perf_counter()
+    def train(self, directory: str, first_update: int, num_updates: int,
+              state: dict[str, float]) -> dict[str, Any]:
+        """Train all updates of a recorded step (see `train_rollouts`)."""
         table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
-        updates = [self._prepare(table, u) for u in range(int(table.update.max()) + 1)]
-        on_policy = len(updates) == 1 and not table.manifest["stale"]
-        old = [None if on_policy else logprob_pass(self.policy, batch) for batch in updates]
-        old_s = time.perf_counter() - started
-        loss = partial(policy_loss, self.choices)
-        reports = []
-        for number, (batch, old_logprobs) in enumerate(zip(updates, old, strict=True)):
-            rate = learning_rate(self.config.optimizer, first_update + number, num_updates)
-            self.policy.set_learning_rate(rate)
-            reports.append(train_step(self.policy, batch, loss, old_logprobs)
-                           | {"optimizer/lr": rate})
-        metrics = _merge(reports)
-        metrics["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
-        return {"metrics": metrics, "updates": len(updates), "old_logprobs_s": old_s,
-                "tokens": sum(b.num_tokens for b in updates),
-                "train_s": time.perf_counter() - started}
+        report = train_rollouts(self.config, self.policy, self.references, table, first_update,
+                                num_updates, state)
+        interval = self.config.objective.reference_interval
+        if interval and self.references.wanted and (table.manifest["step"] + 1) % interval == 0:
+            self.references.refresh(self.policy)
+        report["metrics"]["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
+        return report
+
+    def take_reference(self) -> dict[str, Any]:
+        """RL begins: the policy as it is now is its own reference."""
+        if self.references.wanted:
+            self.references.take(self.policy)
+        return {}
 
     def supervise(self, directory: str, first_update: int) -> dict[str, Any]:
         """One supervised optimizer step per update of the recorded step."""
         table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
-        settings, reports = self.config.cold_start, []
+        settings, total = self.config.cold_start, Stats()
         for update in range(int(table.update.max()) + 1):
             rate = learning_rate(settings.optimizer, first_update + update, settings.max_steps)
             rows = np.flatnonzero(table.update == update)
-            weights = np.zeros(len(table))
-            weights[rows] = AGGREGATIONS["token_mean"](table.completion_lengths[rows])
+            weight = 1.0 / max(int(table.completion_lengths[rows].sum()), 1)
             self.policy.set_learning_rate(rate)
-            batch = prepare(self.config.trainer, table, rows, weights)
-            reports.append(train_step(self.policy, batch, supervised_loss))
-        return {"metrics": _merge(reports)}
+            batch = prepare(self.config.trainer, table, rows)
+            total.add(train_step(self.policy, batch, lambda _, output, weight=weight:
+                                 supervised_loss(output[0], weight)))
+        return {"metrics": {name: value for name, value in total.result().items()
+                            if name != "loss/value"}}
 
     def logprobs(self, directory: str) -> dict[str, Any]:
         """Largest and mean |trainer - recorded| log-prob over a recorded step's policy tokens."""
         table = SampleTable(Path(directory), verify=False)
         rows = np.arange(len(table))
-        batch = prepare(self.config.trainer, table, rows, np.zeros(len(table)))
-        found = logprob_pass(self.policy, batch)
+        batch = prepare(self.config.trainer, table, rows)
+        found = [output[0] for output in logprob_pass(self.policy, batch)]
         largest, total, count = 0.0, 0.0, 0
         for microbatch, logprobs in zip(batch.microbatches, found, strict=True):
             if len(logprobs):
@@ -135,10 +135,14 @@ class TrainerService:
 
     def save(self, directory: str, state: dict[str, Any]) -> dict[str, Any]:
         create_adam_state(self.policy.optimizer)  # it has none before its first step
-        save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer, state)
+        save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer, state,
+                        self._save_reference)
         return {}
 
     def load(self, directory: str) -> dict[str, Any]:
+        if (reference := Path(directory) / "reference").exists():
+            load_model(reference, self.policy.chunks)
+            self.references.take(self.policy)
         return load_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
                                create_adam_state)
 
@@ -151,14 +155,7 @@ class TrainerService:
             pass
         return {}
 
-    def _prepare(self, table: SampleTable, update: int):
-        rows = np.flatnonzero(table.update == update)
-        weights = np.zeros(len(table))
-        weights[rows] = AGGREGATIONS[self.choices.aggregation](table.completion_lengths[rows])
-        return prepare(self.config.trainer, table, rows, weights)
-
-
-def _merge(reports: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several updates: maxima stay maxima, the rest is averaged."""
-    return {name: max(r[name] for r in reports) if name.endswith("max")
-            else float(np.mean([r[name] for r in reports])) for name in reports[0]}
+    def _save_reference(self, working: Path) -> None:
+        if self.references.taken:
+            with self.references.exchanged(self.policy):
+                save_model(working / "reference", self.policy.chunks)

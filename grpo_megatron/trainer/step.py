@@ -8,7 +8,7 @@ sum is multiplied by both: the split cannot change the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from grpo_megatron.algorithms.objective import LossBatch
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.store import SampleTable
@@ -27,7 +26,8 @@ from grpo_megatron.trainer.microbatch import MicroBatch, build_microbatch
 from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy
 
-LossFunction = Callable[[LossBatch], tuple[torch.Tensor, Stats]]
+LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Stats]]
+"""Micro-batch and the model's fp32 [2, n] (log-probs, entropies) to its part of the loss."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,8 @@ class PreparedBatch:
     num_policy_tokens: int  # all ranks
 
 
-def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray,
-            weights: np.ndarray) -> PreparedBatch:
-    """Plan and pack `rows` (int64) for this rank. `weights`: float64 [N of the table]."""
+def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> PreparedBatch:
+    """Plan and pack `rows` (int64) for this rank."""
     lengths = (table.prompt_lengths + table.completion_lengths)[rows]
     pipeline = layout.pipeline_parallel_size
     plan = plan_microbatches(
@@ -51,18 +50,19 @@ def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray,
         multiple_of=pipeline if layout.virtual_pipeline_parallel_size else 1)
     mine = plan.microbatches[parallel_state.get_data_parallel_rank()]
     microbatches = tuple(
-        build_microbatch(i, table, rows[part], weights, pad_to=layout.tensor_parallel_size,
+        build_microbatch(i, table, rows[part], pad_to=layout.tensor_parallel_size,
                          device=device()) for i, part in enumerate(mine))
     return PreparedBatch(microbatches, len(rows), int(lengths.sum()),
                          int(table.completion_lengths[rows].sum()))
 
 
 def logprob_pass(policy: Policy, batch: PreparedBatch) -> list[torch.Tensor]:
-    """Log-probs of the policy tokens per micro-batch, fp32 [n]; empty off the last stage."""
-    found: list[torch.Tensor] = [torch.empty(0)] * len(batch.microbatches)
+    """Log-probs and entropies of the policy tokens per micro-batch, fp32 [2, n]; [2, 0] off the
+    last pipeline stage."""
+    found: list[torch.Tensor] = [torch.empty(2, 0)] * len(batch.microbatches)
 
     def collect(microbatch: MicroBatch, output: torch.Tensor):
-        found[microbatch.index] = output[0].detach().clone()
+        found[microbatch.index] = output.detach().clone()
         return output.new_zeros(()), {}
 
     with torch.no_grad():
@@ -70,13 +70,8 @@ def logprob_pass(policy: Policy, batch: PreparedBatch) -> list[torch.Tensor]:
     return found
 
 
-def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction,
-               old_logprobs: Sequence[torch.Tensor] | None = None) -> dict[str, float]:
+def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction) -> Stats:
     """Forward, backward and one optimizer step; returns metrics, equal on all ranks.
-
-    Args:
-        old_logprobs: per micro-batch fp32 [n]; None: this is the first update on these samples,
-            so the proximal policy is the current one.
 
     Raises:
         TrainerError: the loss or the gradient norm is not finite. Weights are unusable then.
@@ -85,9 +80,8 @@ def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction
     scale = len(batch.microbatches) * parallel_state.get_data_parallel_world_size()
 
     def loss_of(microbatch: MicroBatch, output: torch.Tensor):
-        old = None if old_logprobs is None else old_logprobs[microbatch.index]
-        loss, part = loss_function(_loss_batch(microbatch, output, old))
-        part.mean("loss/value", loss, 0.0)
+        loss, part = loss_function(microbatch, output)
+        part.mean("loss/value", loss, 0.0, "sum")
         stats.add(part)
         return loss * scale, {}
 
@@ -95,26 +89,18 @@ def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction
         chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()
     _run_schedule(policy, batch, loss_of, forward_only=False)
-    metrics = _finish(reduce_stats(stats))
-    if not math.isfinite(metrics["loss/value"]):
-        raise TrainerError(f"the loss is {metrics['loss/value']}",
-                           remedy="resume from the last checkpoint with a lower learning rate")
+    stats = reduce_stats(stats)
+    _require_finite("loss", stats.result()["loss/value"])
     _, grad_norm, _ = policy.optimizer.step()
-    metrics["grad/norm"] = float(grad_norm)
-    if not math.isfinite(metrics["grad/norm"]):
-        raise TrainerError(f"the gradient norm is {grad_norm}",
+    _require_finite("gradient norm", float(grad_norm))
+    stats.mean("grad/norm", torch.tensor(float(grad_norm)), 1.0, "update")
+    return stats
+
+
+def _require_finite(what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise TrainerError(f"the {what} is {value}",
                            remedy="resume from the last checkpoint with a lower learning rate")
-    return metrics
-
-
-def _loss_batch(microbatch: MicroBatch, output: torch.Tensor,
-                old: torch.Tensor | None) -> LossBatch:
-    logprobs, entropies = output.unbind(0)
-    return LossBatch(
-        logprobs=logprobs, old_logprobs=logprobs.detach() if old is None else old,
-        rollout_logprobs=microbatch.rollout_logprobs, entropies=entropies,
-        advantages=microbatch.advantages, weights=microbatch.weights,
-        sample=microbatch.sample, token_counts=microbatch.token_counts)
 
 
 def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable, *,
@@ -145,23 +131,19 @@ def reduce_stats(stats: Stats) -> Stats:
     world: list = [None] * dist.get_world_size()
     dist.all_gather_object(world, _as_numbers(stats) if speaks else None)
     total = Stats()
-    for part in filter(None, world):
-        means, maxima = ({n: torch.tensor(v, dtype=torch.float64) for n, v in numbers.items()}
-                         for numbers in part)
-        total.add(Stats(means, maxima))
+    for means, maxima, samples, units in filter(None, world):
+        total.add(Stats(*({name: torch.tensor(value, dtype=torch.float64)
+                           for name, value in part.items()}
+                          for part in (means, maxima, samples)), units))
     return total
 
 
-def _as_numbers(stats: Stats) -> tuple[dict[str, list[float]], dict[str, float]]:
+def _as_numbers(stats: Stats) -> tuple[dict, dict, dict, dict]:
     """Plain numbers: one copy from the device, and no pickled tensors (10 ms a step for 100)."""
     if not stats.means:
-        return {}, {}
+        return {}, {}, {}, {}
     means = torch.stack(list(stats.means.values())).tolist()
     maxima = torch.stack(list(stats.maxima.values())).tolist() if stats.maxima else []
-    return dict(zip(stats.means, means, strict=True)), dict(zip(stats.maxima, maxima, strict=True))
-
-
-def _finish(stats: Stats) -> dict[str, float]:
-    """The loss is a sum, not a mean: it carries no count."""
-    loss = float(stats.means.pop("loss/value")[0])
-    return {"loss/value": loss, **stats.result()}
+    return (dict(zip(stats.means, means, strict=True)),
+            dict(zip(stats.maxima, maxima, strict=True)),
+            {name: values.tolist() for name, values in stats.samples.items()}, stats.units)

@@ -5,4 +5,4 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "algorithms.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "objectives.json").read_text())

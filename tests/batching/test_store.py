@@ -44,7 +44,7 @@ def write(directory, lengths: list[list[list[int]]]):
             writer.append(group)
             for completion in group.completions:
                 rows.append((SampleRow(shard, sample, len(groups), len(groups) % 2,
-                                       float(rng.random()), float(rng.normal())),
+                                       float(rng.random()), sample % 2, sample % 3 == 0),
                              prompt, completion))
                 sample += 1
             groups.append(group)
@@ -72,7 +72,8 @@ def test_round_trip(tmp_path, lengths):
         assert table.prompt_lengths[i] == len(prompt.token_ids)
         assert table.completion_lengths[i] == len(completion.token_ids)
         assert (table.group[i], table.update[i]) == (row.group, row.update)
-        assert (table.reward[i], table.advantage[i]) == (row.reward, row.advantage)
+        assert (table.reward[i], table.domain[i], table.truncated[i]) == (
+            row.reward, row.domain, row.truncated)
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.algorithms.objective import policy_loss
-from grpo_megatron.algorithms.presets import PRESETS
 from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint
 from grpo_megatron.checkpoints.hf_export import export_checkpoint
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
@@ -22,12 +20,12 @@ from grpo_megatron.errors import CheckpointError
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.publish import WeightPublisher
 from grpo_megatron.trainer.step import logprob_pass, train_step
-from tests.trainer.cases import Setup
+from tests.trainer.cases import Setup, loss_of
 
 
 def _train(setup: Setup, samples: str, steps: int) -> list[dict[str, float]]:
     batch = setup.batch(samples)
-    return [train_step(setup.policy, batch, lambda b: policy_loss(PRESETS["grpo"], b))
+    return [train_step(setup.policy, batch, loss_of(setup, samples)).result()
             for _ in range(steps)]
 
 
@@ -105,8 +103,8 @@ def export_after_training(model: str, samples: str, layout: dict[str, Any], dire
     batch, mine = setup.batch(samples), {}
     for microbatch, found in zip(batch.microbatches, logprob_pass(setup.policy, batch),
                                  strict=True):
-        if len(found):
-            parts = torch.split(found, microbatch.token_counts.tolist())
+        if len(found[0]):
+            parts = torch.split(found[0], microbatch.token_counts.tolist())
             mine.update(zip(microbatch.table_rows.tolist(), (p.numpy() for p in parts),
                             strict=True))
     world: list = [None] * dist.get_world_size()

@@ -1,11 +1,10 @@
-"""Advantages, updates and metrics of a batch."""
+"""Updates and metrics of a batch."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from grpo_megatron.algorithms.presets import PRESETS
-from grpo_megatron.controller.training_rows import advantages_of, rollout_metrics, updates_of
+from grpo_megatron.controller.training_rows import rollout_metrics, updates_of
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 
 
@@ -22,23 +21,6 @@ def scored(rewards: list[float], domain: str = "d") -> ScoredGroup:
 GROUPS = [scored([1, 0, 0, 0]), scored([1, 1, 1, 1]), scored([0, np.nan, 1, 0], "e")]
 
 
-def test_advantages_are_per_group_and_in_order():
-    values = advantages_of(GROUPS, PRESETS["grpo"])
-    np.testing.assert_allclose(values[:4], [1.5, -0.5, -0.5, -0.5], atol=1e-5)
-    assert not values[4:8].any()
-    assert values[9] == 0 and values[10] > 0
-
-
-def test_the_negative_control_permutes_and_is_reproducible():
-    values = advantages_of(GROUPS, PRESETS["grpo"])
-    shuffled = advantages_of(GROUPS, PRESETS["grpo"], shuffle_seed="0/1")
-    assert sorted(shuffled) == sorted(values)
-    assert not np.array_equal(shuffled, values)
-    assert np.array_equal(shuffled, advantages_of(GROUPS, PRESETS["grpo"], shuffle_seed="0/1"))
-    assert not np.array_equal(shuffled, advantages_of(GROUPS, PRESETS["grpo"],
-                                                      shuffle_seed="0/2"))
-
-
 def test_updates_are_contiguous_and_nearly_equal():
     assert updates_of(6, 2).tolist() == [0, 0, 0, 1, 1, 1]
     assert updates_of(5, 2).tolist() == [0, 0, 0, 1, 1]
@@ -46,7 +28,7 @@ def test_updates_are_contiguous_and_nearly_equal():
 
 
 def test_metrics_of_a_batch():
-    metrics = rollout_metrics(GROUPS, advantages_of(GROUPS, PRESETS["grpo"]))
+    metrics = rollout_metrics(GROUPS)
     assert metrics["reward/unscorable"] == 1
     np.testing.assert_allclose(metrics["reward/mean"], 6 / 11)
     np.testing.assert_allclose(metrics["reward/mean@e"], 1 / 3)

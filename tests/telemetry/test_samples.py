@@ -20,31 +20,26 @@ def scored(name: str, rewards: list[float]) -> ScoredGroup:
     return ScoredGroup(RolloutGroup(prompt, completions, 0), {"match": values}, values)
 
 
-def centred(groups: list[ScoredGroup]) -> list[np.ndarray]:
-    return [group.rewards - np.nanmean(group.rewards) for group in groups]
-
-
 def test_extremes_come_from_different_groups_and_rare_ones_first():
     groups = [scored("easy", [1, 1, 1, 0]), scored("hard", [0, 0, 1, 0]), scored("mid", [0, 1])]
-    best, worst = extremes(7, groups, centred(groups), 2)
+    best, worst = extremes(7, groups, 2)
     assert [s.completion for s in best] == ["hard2", "mid1"]
     assert [s.completion for s in worst] == ["easy3", "mid0"]
-    assert (best[0].rank, best[0].step, best[0].advantage, best[0].length) == ("best", 7, 0.75, 3)
-    assert extremes(7, groups, centred(groups), 0) == ([], [])
+    assert (best[0].rank, best[0].step, best[0].length) == ("best", 7, 3)
+    assert extremes(7, groups, 0) == ([], [])
 
 
 def test_unscorable_samples_are_left_out():
     groups = [scored("a", [math.nan, math.nan]), scored("b", [math.nan, 0.5])]
-    advantages = [np.array([math.nan, math.nan]), np.array([math.nan, math.nan])]
-    best, worst = extremes(0, groups, advantages, 3)
+    best, worst = extremes(0, groups, 3)
     assert [s.completion for s in best] == [s.completion for s in worst] == ["b1"]
-    assert best[0].advantage is None and best[0].components == {"match": 0.5}
+    assert best[0].components == {"match": 0.5}
 
 
 def test_files_are_readable_whatever_the_text(tmp_path):
     run_dir = RunDir(tmp_path)
     groups = [scored("é\n\ud800\u2028", [1.0])]
-    best, worst = extremes(123, groups, centred(groups), 1)
+    best, worst = extremes(123, groups, 1)
     path = write_samples(run_dir, 123, [*best, *worst])
     assert path == tmp_path / "samples" / "step_000123.jsonl"
     found = read_samples(path)

@@ -10,17 +10,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.algorithms.aggregation import AGGREGATIONS
 from grpo_megatron.algorithms.objective import policy_loss
-from grpo_megatron.algorithms.presets import PRESETS
+from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer import platform
 from grpo_megatron.trainer.distributed import RankInfo, initialize, model_groups, seed_everything
 from grpo_megatron.trainer.microbatch import build_microbatch
 from grpo_megatron.trainer.policy import Policy, build_policy
+from grpo_megatron.trainer.reference import References
+from grpo_megatron.trainer.rl_update import objective_of, sample_batch, train_rollouts
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
 from grpo_megatron.weights.gather import plan_gather, stream
 from grpo_megatron.weights.rules import rules_for
@@ -66,12 +68,18 @@ class Setup:
                        vocab_size=self.hf["vocab_size"], tied_embeddings=self.tied)
         self.policy.reload_main_parameters()
 
-    def batch(self, directory: str, rows: np.ndarray | None = None):
+    def batch(self, directory: str):
         table = SampleTable(Path(directory))
-        rows = np.arange(len(table)) if rows is None else rows
-        weights = np.zeros(len(table))
-        weights[rows] = AGGREGATIONS["seq_mean_token_mean"](table.completion_lengths[rows])
-        return prepare(self.layout, table, rows, weights)
+        return prepare(self.layout, table, np.arange(len(table)))
+
+    def config(self, **objective) -> RunConfig:
+        """A recipe of two domains around this layout."""
+        domain = {"source": "file", "path": "x", "rewards": [
+            {"function": "a:b", "name": "first"}, {"function": "a:b", "name": "second"}]}
+        return RunConfig.model_validate({
+            "name": "case", "model": {"preset": "tiny-qwen3-moe"}, "optimizer": OPTIMIZER,
+            "trainer": self.layout, "objective": objective,
+            "domains": [{"name": "even", **domain}, {"name": "odd", **domain}]})
 
     def gather(self, shards: list[Shard]) -> dict[str, np.ndarray] | None:
         """Full tensors under Hugging Face names, on rank 0."""
@@ -82,27 +90,54 @@ class Setup:
         return found if dist.get_rank() == 0 else None
 
 
-def train_three_steps(model: str, samples: str, layout: dict[str, Any], *, preset: str = "grpo",
-                      gradients: bool = False, steps: int = 3) -> dict[str, Any]:
-    """Losses and pre-clip gradient norms of three updates, and the weights after them.
+def train_updates(model: str, samples: str, layout: dict[str, Any], *,
+                  gradients: bool = False,
+                  preset: str = "grpo") -> dict[str, Any]:
+    """All updates of recorded rollouts: metrics, and the weights after them.
 
-    `gradients`: the averaged gradients of the first step instead (without the distributed
+    `gradients`: the averaged gradients of the last update instead (without the distributed
     optimizer, which leaves each rank only a part of them).
     """
     setup = Setup(model, {**layout, **({"distributed_optimizer": False} if gradients else {})})
-    policy, batch = setup.policy, setup.batch(samples)
-    losses, norms, parts = [], [], setup.shards
-    old = logprob_pass(policy, batch)
-    for _ in range(1 if gradients else steps):
-        metrics = train_step(policy, batch, lambda b: policy_loss(PRESETS[preset], b), old)
-        losses.append(metrics["loss/value"])
-        norms.append(metrics["grad/norm"])
-        if gradients:
-            # clip scaled them: undo it, so that the comparison is before clipping
-            scale = max(metrics["grad/norm"] / OPTIMIZER.clip_grad, 1.0)
-            parts = [replace(s, tensor=s.tensor.main_grad * scale) for s in setup.shards]
-    return {"losses": losses, "norms": norms, "tensors": setup.gather(parts),
-            "num_microbatches": len(batch.microbatches)}
+    config = setup.config(preset=preset)
+    report = train_rollouts(config, setup.policy, References(config), SampleTable(Path(samples)),
+                            0, 3, {})
+    parts = setup.shards
+    if gradients:
+        # clip scaled them: undo it, so that the comparison is before clipping
+        scale = max(report["grad_norms"][-1] / OPTIMIZER.clip_grad, 1.0)
+        parts = [replace(s, tensor=s.tensor.main_grad * scale) for s in setup.shards]
+    batch = setup.batch(samples)
+    return {"losses": report["losses"], "norms": report["grad_norms"],
+            "tensors": setup.gather(parts), "num_microbatches": len(batch.microbatches)}
+
+
+def train_objectives(model: str, samples: str, layout: dict[str, Any],
+                     objectives: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """All updates with each objective in turn, every time from the same weights."""
+    setup, found = Setup(model, layout), {}
+    start, table = [s.tensor.detach().clone() for s in setup.shards], SampleTable(Path(samples))
+    for name, objective in objectives.items():
+        for shard, tensor in zip(setup.shards, start, strict=True):
+            shard.tensor.data.copy_(tensor)
+        setup.policy.reload_main_parameters()
+        setup.policy.reset_optimizer(OPTIMIZER)
+        config = setup.config(**objective)
+        slow = config.optimizer.model_copy(update={"lr": 1e-4})  # Adam amplifies rounding
+        config = config.model_copy(update={"optimizer": slow})
+        references = References(config)
+        if references.wanted:
+            _perturb(setup.shards, 1.01)
+            references.take(setup.policy)
+            for shard, tensor in zip(setup.shards, start, strict=True):
+                shard.tensor.data.copy_(tensor)
+        found[name] = train_rollouts(config, setup.policy, references, table, 0, 3, {})
+    return found
+
+
+def _perturb(shards: list[Shard], factor: float) -> None:
+    for shard in shards:
+        shard.tensor.data.mul_(factor)
 
 
 def token_logprobs(model: str, samples: str, layout: dict[str, Any],
@@ -119,7 +154,7 @@ def _by_row(policy: Policy, batch: PreparedBatch) -> dict[int, np.ndarray]:
     """This rank's log-probs by table row."""
     by_row: dict[int, np.ndarray] = {}
     for microbatch, logprobs in zip(batch.microbatches, logprob_pass(policy, batch), strict=True):
-        parts = torch.split(logprobs, microbatch.token_counts.tolist())
+        parts = torch.split(logprobs[0], microbatch.token_counts.tolist())
         for row, part in zip(microbatch.table_rows.tolist(), parts, strict=True):
             by_row[row] = part.numpy()
     return by_row
@@ -127,29 +162,43 @@ def _by_row(policy: Policy, batch: PreparedBatch) -> dict[int, np.ndarray]:
 
 def gradients_of(model: str, samples: str, alone: bool) -> dict[str, Any]:
     """One step on all samples, in one micro-batch or in one each (single process)."""
-    setup = Setup(model, {"max_tokens_per_microbatch": 100_000, "distributed_optimizer": False})
+    layout = {"distributed_optimizer": False, "max_tokens_per_microbatch": 100_000}
+    setup = Setup(model, layout)
     batch = setup.batch(samples)
     if alone:
         table = SampleTable(Path(samples))
-        weights = AGGREGATIONS["seq_mean_token_mean"](table.completion_lengths)
         batch = replace(batch, microbatches=tuple(
-            build_microbatch(row, table, np.array([row]), weights, pad_to=1,
-                             device=platform.device()) for row in range(len(table))))
+            build_microbatch(row, table, np.array([row]), pad_to=1, device=platform.device())
+            for row in range(len(table))))
     logprobs = _by_row(setup.policy, batch)
-    metrics = train_step(setup.policy, batch, lambda b: policy_loss(PRESETS["grpo"], b))
+    stats = train_step(setup.policy, batch, loss_of(setup, samples))
     return {"logprobs": logprobs, "num_microbatches": len(batch.microbatches),
-            "losses": [metrics["loss/value"]], "norms": [metrics["grad/norm"]],
+            "losses": [stats.result()["loss/value"]], "norms": [stats.result()["grad/norm"]],
             "tensors": setup.gather([replace(s, tensor=s.tensor.main_grad)
                                      for s in setup.shards])}
+
+
+def loss_of(setup: Setup, samples: str):
+    """GRPO's loss of all samples as one on-policy update."""
+    config, table = setup.config(preset="grpo"), SampleTable(Path(samples))
+    objective, batch = objective_of(config, {}), sample_batch(config, table)
+    rows = torch.arange(len(table))
+    terms = step_terms(objective, batch, advantages_of(objective, batch), rows, 20)
+
+    def loss(microbatch, output):
+        logprobs, entropies = output.unbind(0)
+        return policy_loss(objective, terms.loss_batch(
+            torch.from_numpy(microbatch.table_rows), logprobs, logprobs.detach(),
+            microbatch.rollout_logprobs, entropies))
+    return loss
 
 
 def train_rows(model: str, samples: str, layout: dict[str, Any],
                rows: np.ndarray) -> dict[str, Any]:
     """Three steps on some rows only."""
     setup = Setup(model, layout)
-    batch = setup.batch(samples, rows)
-    found = [train_step(setup.policy, batch, lambda b: policy_loss(PRESETS["grpo"], b))
-             for _ in range(3)]
+    batch = prepare(setup.layout, SampleTable(Path(samples)), rows)
+    found = [train_step(setup.policy, batch, loss_of(setup, samples)).result() for _ in range(3)]
     return {"losses": [m["loss/value"] for m in found], "norms": [m["grad/norm"] for m in found],
             "tensors": setup.gather(setup.shards)}
 
@@ -159,11 +208,11 @@ def not_a_number(model: str, samples: str, kind: str) -> tuple[list[str], bool]:
     setup = Setup(model, {})
     batch, before = setup.batch(samples), [s.tensor.detach().clone() for s in setup.shards]
 
-    def loss(b):
-        value, stats = policy_loss(PRESETS["grpo"], b)
+    def loss(microbatch, output):
+        value, stats = loss_of(setup, samples)(microbatch, output)
         if dist.get_rank() == dist.get_world_size() - 1:
             if kind == "gradient":  # a finite value whose derivative is not
-                value = value + (b.logprobs - b.logprobs.detach()).abs().sum().sqrt()
+                value = value + (output - output.detach()).abs().sum().sqrt()
             else:
                 value = value + {"nan": torch.nan, "inf": -torch.inf}[kind]
         return value, stats

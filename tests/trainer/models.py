@@ -36,8 +36,9 @@ def write_model(directory: Path, hf: dict, seed: int) -> str:
 
 
 def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
-                  vocab_size: int = VOCAB, seed: int = 0) -> str:
-    """Ragged samples with random advantages and plausible behaviour log-probs."""
+                  vocab_size: int = VOCAB, seed: int = 0, num_updates: int = 1,
+                  stale: bool = False) -> str:
+    """Ragged samples with random rewards and plausible behaviour log-probs."""
     rng, working = np.random.default_rng(seed), begin_step(directory)
     writer = ShardWriter(working / "rollout-0.safetensors")
     for group in range(num_groups):
@@ -49,7 +50,8 @@ def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
             completions.append(Completion(ids, logprobs, (VersionSpan(0, 0, n),), "stop", ""))
         prompt = Prompt(str(group), "d", "", tuple(rng.integers(0, vocab_size, 5).tolist()), "")
         writer.append(RolloutGroup(prompt, tuple(completions), 0))
-    rows = [SampleRow(0, i, i // num_samples, 0, 0.0, float(rng.normal()))
-            for i in range(num_groups * num_samples)]
-    finish_step(directory, [writer.close()], rows, {"stale": False})
+    rows = [SampleRow(0, i, group := i // num_samples, group * num_updates // num_groups,
+                      float(rng.normal()), group % 2) for i in range(num_groups * num_samples)]
+    components = {"first": rng.normal(size=len(rows)), "second": rng.normal(size=len(rows))}
+    finish_step(directory, [writer.close()], rows, {"stale": stale, "step": 0}, components)
     return str(directory)

@@ -30,12 +30,12 @@ LAYOUTS_4 = {
     "pp2_vpp2_ep2_recompute": {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2,
                                "expert_parallel_size": 2, "recompute": "full"},
 }
-TRAIN = "tests.trainer.cases:train_three_steps"
+TRAIN = "tests.trainer.cases:train_updates"
 
 
 @pytest.fixture(scope="session")
-def reference(world1, moe_model, samples):
-    return world1.run(TRAIN, model=moe_model, samples=samples, layout={})
+def reference(world1, moe_model, three_updates):
+    return world1.run(TRAIN, model=moe_model, samples=three_updates, layout={})
 
 
 @pytest.fixture(scope="session")
@@ -59,8 +59,8 @@ def test_the_reference_trains(reference):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_2)
-def test_two_ranks_equal_one(world2, reference, moe_model, samples, layout):
-    found = world2.run(TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_2[layout])
+def test_two_ranks_equal_one(world2, reference, moe_model, three_updates, layout):
+    found = world2.run(TRAIN, model=moe_model, samples=three_updates, layout=LAYOUTS_2[layout])
     np.testing.assert_allclose(found["losses"], reference["losses"], rtol=TOLERANCE, atol=1e-7)
     np.testing.assert_allclose(found["norms"], reference["norms"], rtol=TOLERANCE)
 
@@ -74,8 +74,8 @@ def test_gradients_of_two_ranks_equal_one(world2, reference_gradients, moe_model
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_4)
-def test_four_ranks_equal_one(world4, reference, moe_model, samples, layout):
-    found = world4.run(TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_4[layout])
+def test_four_ranks_equal_one(world4, reference, moe_model, three_updates, layout):
+    found = world4.run(TRAIN, model=moe_model, samples=three_updates, layout=LAYOUTS_4[layout])
     np.testing.assert_allclose(found["losses"], reference["losses"], rtol=TOLERANCE, atol=1e-7)
     np.testing.assert_allclose(found["norms"], reference["norms"], rtol=TOLERANCE)
 
@@ -92,10 +92,9 @@ def test_gradients_of_four_ranks_equal_one(world4, reference_gradients, moe_mode
 @pytest.mark.parametrize("tokens", [24, 10_000])
 def test_the_split_into_microbatches_does_not_matter(world1, moe_model, samples, preset, tokens):
     """10 000: everything in one micro-batch; 24: hardly two samples together."""
-    expected = world1.run(TRAIN, model=moe_model, samples=samples, layout={}, preset=preset,
-                          gradients=True)
-    found = world1.run(TRAIN, model=moe_model, samples=samples, preset=preset, gradients=True,
-                       layout={"max_tokens_per_microbatch": tokens})
+    arguments = {"model": moe_model, "samples": samples, "preset": preset, "gradients": True}
+    expected = world1.run(TRAIN, layout={}, **arguments)
+    found = world1.run(TRAIN, layout={"max_tokens_per_microbatch": tokens}, **arguments)
     assert found["num_microbatches"] != expected["num_microbatches"]
     assert_same(found, expected)
 

@@ -1,0 +1,111 @@
+"""Reweighting of advantages after estimation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.algorithms.batch import SampleBatch, by_groups
+from grpo_megatron.algorithms.groups import Groups
+from grpo_megatron.algorithms.registry import Registry
+from grpo_megatron.config.objective import ObjectiveConfig
+
+SHAPINGS = Registry("shaping")
+"""`(objective, batch, groups, advantages [N]) -> [N]` or `[n]`."""
+MAX_ENTROPY_FACTOR = 10.0
+
+
+@SHAPINGS.register("eda", needs=("entropies",))
+def eda(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tensor) -> Tensor:
+    """EDGE-GRPO (arXiv:2507.21848): `A_i mean(H) / H_i`, H_i the sample's mean token entropy,
+    masked and detached; `H_i / mean(H)` is kept within [0.1, 10]. [N]
+    """
+    entropy = batch.means(batch.tokens["entropies"]).double()
+    mean = groups.mean(entropy)
+    share = torch.where(mean > 0, entropy / mean.clamp(min=1e-300), 1.0)
+    return advantages / share.clamp(1 / MAX_ENTROPY_FACTOR, MAX_ENTROPY_FACTOR)
+
+
+@SHAPINGS.register("xrpo", needs=("old_logprobs",))
+def xrpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tensor) -> Tensor:
+    """XRPO (arXiv:2510.06672): samples with A > 0 gain `min(max(lambda (1 - eta), 0), kappa A)`,
+    `eta = exp(score_i - mean score)`, score the mean token log-prob under the old policy. [N]
+    """
+    logprobs = batch.tokens["old_logprobs"]
+    score = batch.means(torch.where(torch.isfinite(logprobs), logprobs, 0.0)).double()
+    eta = torch.exp((score - groups.mean(score)).clamp(-20, 20))
+    bonus = torch.minimum((o.xrpo_lambda * (1 - eta)).clamp(min=0), o.xrpo_kappa * advantages)
+    return torch.where(advantages > 0, advantages + bonus, advantages)
+
+
+@SHAPINGS.register("trace_recent")
+def trace_recent(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
+                 advantages: Tensor) -> Tensor:
+    """GRPO-λ traces (arXiv:2510.00194): `A_t = A (gamma lambda)^(T-1-t)`. [n]"""
+    return _traced(o, batch, advantages, lambda position, length: length - 1 - position)
+
+
+@SHAPINGS.register("trace_both")
+def trace_both(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
+               advantages: Tensor) -> Tensor:
+    """As trace_recent, by the distance to the nearer end: first tokens count fully too. [n]"""
+    return _traced(o, batch, advantages, lambda position, length: torch.minimum(
+        position, length - 1 - position))
+
+
+@SHAPINGS.register("gtpo_conflict", needs=("token_ids", "entropies"))
+def gtpo_conflict(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
+                  advantages: Tensor) -> Tensor:
+    """GTPO (arXiv:2508.03772): a token is in conflict when samples of the group with A > 0 and
+    with A < 0 have the same id at the same place, counted from the start or from the end, in an
+    unbroken run. Conflict tokens weigh 0 in negative and `conflict_weight` in positive samples.
+    Samples with mean entropy over `conflict_entropy_limit` get 0; the others lose
+    `conflict_entropy_weight` times it. [n]
+    """
+    carried = replace(batch, components={"advantage": advantages}, component_weights={})
+
+    def of_groups(part: SampleBatch) -> Tensor:
+        base = part.components["advantage"]
+        entropy = part.means(part.tokens["entropies"])
+        shifted = torch.where(entropy > o.conflict_entropy_limit, 0.0,
+                              base - o.conflict_entropy_weight * entropy)
+        return part.spread(shifted) * conflict_weights(o, part, base.sign())
+
+    return by_groups(carried, of_groups)
+
+
+def conflict_weights(o: ObjectiveConfig, part: SampleBatch, sign: Tensor) -> Tensor:
+    """Factor of every token. sign: [N] in {-1, 0, 1}; float64 [n]."""
+    position = part.positions()
+    from_end = part.spread(part.token_counts) - 1 - position
+    conflict = _run(part, position, sign) | _run(part, from_end, sign)
+    factor = torch.where(sign > 0, o.conflict_weight * sign, sign + 1.0)  # sign + 1: 0 or 1
+    return torch.where(conflict, part.spread(factor), 1.0)
+
+
+def _run(part: SampleBatch, place: Tensor, sign: Tensor) -> Tensor:
+    """Tokens within the unbroken run of conflicts from place 0 on, bool [n]."""
+    keys = torch.stack([part.spread(part.group_ids), place, part.tokens["token_ids"]])
+    unique, key = torch.unique(keys, dim=1, return_inverse=True)
+    token_sign = part.spread(sign)
+    seen = [torch.zeros(unique.size(1), dtype=torch.bool).index_fill(0, key[token_sign == s], True)
+            for s in (1, -1)]
+    conflict = (seen[0] & seen[1])[key]
+    never = torch.iinfo(torch.int64).max
+    broken = torch.full((len(part),), never).scatter_reduce(
+        0, part.sample_index(), torch.where(conflict, never, place), "amin")
+    return place < part.spread(broken)
+
+
+def _traced(o: ObjectiveConfig, batch: SampleBatch, advantages: Tensor, distance) -> Tensor:
+    if o.trace_min_advantage is not None:
+        advantages = advantages.clamp(min=o.trace_min_advantage)
+    carried = replace(batch, components={"advantage": advantages}, component_weights={})
+
+    def of_groups(part: SampleBatch) -> Tensor:
+        away = distance(part.positions(), part.spread(part.token_counts))
+        return part.spread(part.components["advantage"]) * o.trace_decay ** away.double()
+
+    return by_groups(carried, of_groups)

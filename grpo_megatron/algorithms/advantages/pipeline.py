@@ -1,0 +1,81 @@
+"""Rewards to advantages, in the order: shaping, subset, estimator, KL, whitening, reweighting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.algorithms.advantages.after import SHAPINGS
+from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
+from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
+from grpo_megatron.algorithms.advantages.whitening import whiten
+from grpo_megatron.algorithms.batch import SampleBatch, by_groups, suffix_sums
+from grpo_megatron.algorithms.groups import Groups
+from grpo_megatron.config.objective import ObjectiveConfig
+from grpo_megatron.config.objective_rules import TOKEN_LEVEL, TOKEN_SHAPINGS
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """0 for samples that do not count."""
+
+    values: Tensor  # [N], or [n] where they differ within samples
+    per_token: bool
+
+
+def needed_columns(o: ObjectiveConfig) -> frozenset[str]:
+    """Token columns that the objective's advantages are computed from."""
+    needed = ESTIMATORS.needs[o.advantage]
+    if o.shaping != "none":
+        needed |= SHAPINGS.needs[o.shaping]
+    if o.kl == "reward_k1" and o.kl_beta > 0:
+        needed |= {"old_logprobs", "ref_logprobs"}
+    return needed
+
+
+def select(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
+    """Samples in the loss and in its denominators, bool [N]: the subset that is trained."""
+    if o.subset == "none":
+        return batch.trained
+    return batch.trained & SUBSETS[o.subset](o, batch, Groups(batch.group_ids, batch.valid))
+
+
+def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
+                       betas: Tensor | None = None) -> Advantages:
+    """The advantage of every sample or token, without gradient.
+
+    Args:
+        betas: float64 [N], weight of the KL in the reward (`kl = "reward_k1"`).
+    """
+    groups = Groups(batch.group_ids, batch.valid)
+    if o.reward_shaping != "none":
+        batch = replace(batch, rewards=REWARD_SHAPINGS[o.reward_shaping](o, batch, groups))
+    if o.subset != "none":
+        groups = Groups(batch.group_ids, SUBSETS[o.subset](o, batch, groups))
+    values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
+    if betas is not None and bool((betas > 0).any()):
+        values = values if per_token else batch.spread(values)
+        values = values - _future_kl(batch, torch.where(groups.valid, betas, 0.0))
+        per_token = True
+    if o.whiten != "none":
+        values = whiten(o, batch, values, groups.valid, per_token=per_token)
+    if o.shaping != "none":
+        values = SHAPINGS[o.shaping](o, batch, groups, values)
+        per_token = o.shaping in TOKEN_SHAPINGS
+    valid = batch.spread(groups.valid) if per_token else groups.valid
+    return Advantages(torch.where(valid, values, 0.0), per_token)
+
+
+def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
+    """`beta sum_{u >= t} (log pi_old - log pi_ref)_u`: KL in the reward, credited to every
+    earlier token (REINFORCE++, arXiv:2501.03262). [n]"""
+    carried = replace(batch, components={"beta": betas}, component_weights={})
+
+    def of_groups(part: SampleBatch) -> Tensor:
+        k1 = part.tokens["old_logprobs"] - part.tokens["ref_logprobs"]
+        k1 = torch.where(torch.isfinite(k1), k1, 0.0)
+        return part.spread(part.components["beta"]) * suffix_sums(k1, part)
+
+    return by_groups(carried, of_groups)

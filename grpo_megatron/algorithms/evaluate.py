@@ -1,0 +1,146 @@
+"""An objective on a small batch, by the functions that the trainer calls, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.algorithms.advantages import Advantages, needed_columns
+from grpo_megatron.algorithms.advantages.pipeline import select
+from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.case import Case
+from grpo_megatron.algorithms.monitors import derived
+from grpo_megatron.algorithms.objective import Objective, policy_loss
+from grpo_megatron.algorithms.off_policy import calibrated_delta
+from grpo_megatron.algorithms.stats import Stats
+from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
+from grpo_megatron.errors import DataError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss of one optimizer step and its gradient."""
+
+    loss: float
+    gradient: Tensor  # [n], by the current log-probs
+    advantages: Advantages
+    stats: Stats
+
+
+def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Tensor], *,
+             advantages: Advantages | None = None, parts: Sequence[Tensor] | None = None,
+             constant_length: int | None = None) -> Evaluation:
+    """Loss and gradient of all samples as one optimizer step.
+
+    Args:
+        columns: [n] of one float type: logprobs, old_logprobs, rollout_logprobs, and where the
+            objective needs them ref_logprobs and entropies.
+        advantages: Given instead of computed.
+        parts: int64 rows of each micro-batch; default: all samples in one.
+        constant_length: For `aggregation = "constant"`; default: the longest sample.
+    """
+    _require_columns(objective, columns)
+    logprobs = columns["logprobs"]
+    gradient, stats, loss = torch.zeros_like(logprobs), Stats(), 0.0
+    advantages = advantages or advantages_of(objective, batch)
+    rows = select(objective.config, batch).nonzero()[:, 0]
+    longest = int(batch.token_counts.max()) if len(batch) else 1
+    terms = step_terms(objective, batch, advantages, rows, constant_length or max(longest, 1))
+    if objective.config.preference_weight > 0:
+        terms = terms.with_margins(objective, batch.sums(logprobs - columns["old_logprobs"]))
+    for part in [torch.arange(len(batch))] if parts is None else parts:
+        index = batch.flat_index(part)
+        local = {name: column[index] for name, column in columns.items()}
+        leaf = local["logprobs"].clone().requires_grad_()
+        piece, found = policy_loss(objective, terms.loss_batch(
+            part, leaf, local["old_logprobs"], local["rollout_logprobs"],
+            local.get("entropies", torch.zeros_like(leaf)), local.get("ref_logprobs")))
+        if piece.requires_grad:
+            piece.backward()
+            gradient[index] = leaf.grad
+        loss += float(piece.detach())
+        stats.add(found)
+    return Evaluation(loss, gradient, advantages, stats)
+
+
+def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
+    """What `objective eval` prints."""
+    batch = case.batch.without_truncated(case.truncated, objective.config.overlong)
+    advantages = None if case.advantages is None else _given(case)
+    objective = replace(objective, domains=case.domains)
+    found = evaluate(objective, batch, case.columns, advantages=advantages,
+                     constant_length=objective.config.aggregation_length)
+    metrics = derived(found.stats.result())
+    for domain, distances in found.stats.samples.items():
+        metrics[f"opsm/calibrated_delta@{domain}"] = calibrated_delta(distances)
+    metrics |= batch_metrics(objective, batch, found.advantages)
+    values = found.advantages.values
+    return {"loss": found.loss, "grad_logprobs": _ragged(found.gradient, case),
+            "advantages": _ragged(values, case) if found.advantages.per_token
+            else values.tolist(),
+            "metrics": {name: value if value == value else None
+                        for name, value in metrics.items()}}
+
+
+def batch_metrics(objective: Objective, batch: SampleBatch,
+                  advantages: Advantages) -> dict[str, float]:
+    """Counts and advantages of the whole batch, and by domain where there are several."""
+    per_sample = (batch.means(advantages.values) if advantages.per_token
+                  else advantages.values).double()
+    trained = select(objective.config, batch)
+
+    def of(rows: Tensor) -> dict[str, float]:
+        values, live = per_sample[rows], trained[rows]
+        spread = float(values.std(correction=0)) if len(values) else 0.0
+        return {"advantage/mean": float(values.mean()) if len(values) else 0.0,
+                "advantage/std": spread,
+                "advantage/zero_fraction": float((values == 0).double().mean())
+                if len(values) else 1.0,
+                "batch/unscorable": float((~batch.valid[rows]).sum()),
+                "batch/not_trained": float((~live).sum()),
+                "batch/empty_responses": float((batch.token_counts[rows] == 0).sum())}
+
+    metrics = of(torch.ones(len(batch), dtype=torch.bool))
+    for number, name in enumerate(objective.domains if len(objective.domains) > 1 else ()):
+        metrics |= {f"{key}@{name}": value for key, value in of(batch.domains == number).items()}
+    return metrics
+
+
+def _require_columns(objective: Objective, columns: Mapping[str, Tensor]) -> None:
+    needed = set(needed_columns(objective.config)) - {"token_ids"}
+    if objective.wants_reference:
+        needed.add("ref_logprobs")
+    if any(w for w in objective.by_domain("entropy_weight")):
+        needed.add("entropies")
+    missing = sorted(needed - set(columns))
+    if missing:
+        raise DataError(f"{missing[0]} is missing", where="case",
+                        remedy=f"objective {objective.config.preset} needs {', '.join(missing)}")
+
+
+def _given(case: Case) -> Advantages:
+    rows = case.advantages
+    where = "case"
+    if not any(isinstance(row, list) for row in rows):
+        for i, value in enumerate(rows):
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+                raise DataError(f"advantages[{i}] is {value!r}, not a number", where=where)
+        return Advantages(torch.tensor(rows, dtype=torch.float64), False)
+    flat = []
+    for i, (row, mask) in enumerate(zip(rows, case.mask, strict=True)):
+        row = row if isinstance(row, list) else [row] * len(mask)
+        if len(row) != len(mask):
+            raise DataError(f"advantages[{i}] has {len(row)} tokens, logprobs[{i}] has "
+                            f"{len(mask)}", where=where)
+        flat += [value for value, kept in zip(row, mask, strict=True) if kept]
+    return Advantages(torch.tensor(flat, dtype=torch.float64), True)
+
+
+def _ragged(values: Tensor, case: Case) -> list[list[float]]:
+    """Flat policy tokens back to all tokens; 0 where the mask is 0."""
+    numbers = iter(values.tolist())
+    return [[next(numbers) if kept else 0.0 for kept in mask] for mask in case.mask]

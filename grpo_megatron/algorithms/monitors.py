@@ -1,0 +1,94 @@
+"""What is measured of every micro-batch beside its loss. Metric names are `area/name`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.algorithms.stats import Meter
+
+if TYPE_CHECKING:
+    from grpo_megatron.algorithms.objective import LossBatch
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What was clipped, weighted, rejected, left out."""
+
+    clipped: Mapping[str, Tensor]  # bool [n]
+    factor: Tensor | None  # [n]
+    rejected: Mapping[str, Tensor]  # bool [n]
+    infinite: Tensor  # bool [n]
+
+
+def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor,
+            masks: Masks) -> None:
+    """Fill `meter`. ratio, log_diff: [n], detached."""
+    for side, clipped in masks.clipped.items():
+        meter.mean(f"clip/{side}_fraction", clipped)
+        meter.mean(f"clip/{side}_sample_fraction", _any(clipped, batch), "samples")
+    meter.mean("ratio/mean", ratio)
+    meter.maximum("ratio/max", ratio)
+    meter.mean("policy/entropy", batch.entropies)
+    meter.mean("advantage/abs_mean", batch.advantages.abs())
+    meter.mean("tokens/infinite_fraction", masks.infinite)
+    for cause, rejected in masks.rejected.items():
+        meter.mean(f"rejected/{cause}_fraction", rejected)
+        meter.mean(f"rejected/{cause}_sample_fraction", _any(rejected, batch), "samples")
+    if masks.factor is not None:
+        meter.mean("weight/mean", masks.factor)
+        meter.mean("weight/square", masks.factor.double() ** 2)
+    _mismatch(meter, batch)
+    _update(meter, batch, log_diff)
+    if batch.ref_logprobs is not None:
+        difference = (batch.ref_logprobs - batch.logprobs.detach()).double()
+        meter.mean("reference/k1", -difference)
+        meter.mean("reference/k3", torch.expm1(difference) - difference)
+
+
+def derived(metrics: dict[str, float]) -> dict[str, float]:
+    """Effective sample sizes `(sum w)^2 / (n sum w^2)` from the means of w and of w^2."""
+    for name in [n for n in metrics if n.partition("@")[0].endswith("/square")]:
+        mean = metrics[name.replace("/square", "/mean")]
+        square = metrics.pop(name)
+        metrics[name.replace("/square", "/ess_fraction")] = (
+            mean**2 / square if square > 0 else float("nan"))
+    return metrics
+
+
+def _mismatch(meter: Meter, batch: LossBatch) -> None:
+    """How far trainer and engine are apart on the same tokens, from the engine's samples:
+    k1 and k3 estimate KL(engine || trainer), chi2 is `E[rho^2] - 1`."""
+    # k3 of a rounding difference is far below fp32's resolution of e^d
+    difference = (batch.old_logprobs.detach() - batch.rollout_logprobs).double()
+    rho = difference.exp()
+    meter.mean("mismatch/k1", -difference)
+    meter.mean("mismatch/k3", torch.expm1(difference) - difference)
+    meter.mean("mismatch/abs_mean", difference.abs())
+    meter.maximum("mismatch/abs_max", difference.abs())
+    meter.mean("mismatch/exp_abs_mean", difference.abs().exp())
+    meter.mean("mismatch/chi2", rho**2 - 1)
+    meter.mean("mismatch/rho/mean", rho)
+    meter.mean("mismatch/rho/square", rho**2)
+
+
+def _update(meter: Meter, batch: LossBatch, log_diff: Tensor) -> None:
+    """Old against new policy; and by how much right and wrong answers became likelier, which
+    falls below 0 for right ones in lazy likelihood displacement (arXiv:2512.04220)."""
+    meter.mean("update/k1", -log_diff)
+    meter.mean("update/k2", log_diff**2 / 2)
+    meter.mean("update/logprob_gain_positive", log_diff, where=batch.advantages > 0)
+    meter.mean("update/logprob_gain_negative", log_diff, where=batch.advantages < 0)
+    logprobs = batch.logprobs.detach()
+    meter.mean("policy/logprob_positive", logprobs, where=batch.advantages > 0)
+    meter.mean("policy/logprob_negative", logprobs, where=batch.advantages < 0)
+
+
+def _any(tokens: Tensor, batch: LossBatch) -> Tensor:
+    """bool [n] -> [S]: whether any token of the sample is set."""
+    count = torch.zeros(len(batch.token_counts), device=tokens.device)
+    return count.index_add(0, batch.sample, tokens.float()) > 0

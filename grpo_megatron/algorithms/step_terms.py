@@ -1,0 +1,91 @@
+"""What is fixed for every sample before the first micro-batch of an optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_megatron.algorithms.advantages import Advantages, compute_advantages
+from grpo_megatron.algorithms.advantages.steps import turn_index
+from grpo_megatron.algorithms.aggregation import Lengths, token_weights
+from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.objective import LossBatch, Objective
+from grpo_megatron.algorithms.regularisers import preference_coefficients
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """Per-sample (or per-token) constants of the loss, in the order of the batch."""
+
+    batch: SampleBatch
+    advantages: Advantages
+    weights: Tensor  # float64 [N]; 0 for samples that are not trained
+    slopes: Tensor | None  # float64 [N]
+    turns: Tensor | None  # int64 [n]
+    preference: Tensor | None = None  # float64 [2, N]
+
+    def loss_batch(self, rows: Tensor, logprobs: Tensor, old: Tensor, rollout: Tensor,
+                   entropies: Tensor, ref: Tensor | None = None) -> LossBatch:
+        """The loss's view of the samples `rows` (int64 [S]) and of their tokens ([n])."""
+        counts = self.batch.token_counts[rows]
+        like = {"dtype": logprobs.dtype, "device": logprobs.device}
+        index = (self.batch.flat_index(rows)
+                 if self.advantages.per_token or self.turns is not None else None)
+
+        def spread(values: Tensor) -> Tensor:
+            return values[rows].to(**like).repeat_interleave(counts.to(logprobs.device))
+
+        turn = None
+        if self.turns is not None:
+            turn = torch.unique_consecutive(self.turns[index], return_inverse=True)[1]
+        return LossBatch(
+            logprobs=logprobs, old_logprobs=old, rollout_logprobs=rollout, entropies=entropies,
+            ref_logprobs=ref,
+            advantages=(self.advantages.values[index].to(**like) if self.advantages.per_token
+                        else spread(self.advantages.values)),
+            weights=spread(self.weights),
+            sample=torch.arange(len(rows)).repeat_interleave(counts).to(logprobs.device),
+            token_counts=counts.to(logprobs.device),
+            domain=self.batch.domains[rows].to(logprobs.device),
+            turn=None if turn is None else turn.to(logprobs.device),
+            weight_slopes=None if self.slopes is None else spread(self.slopes),
+            preference=(None if self.preference is None
+                        else self.preference[:, rows].to(**like)))
+
+    def with_margins(self, objective: Objective, margins: Tensor) -> StepTerms:
+        """Fix the preference loss at the current weights. margins: float64 [N]."""
+        parts = preference_coefficients(objective.config, self.batch, self.batch.rewards, margins)
+        return replace(self, preference=torch.stack(parts))
+
+
+def step_terms(objective: Objective, batch: SampleBatch, advantages: Advantages,
+               rows: Tensor, constant_length: int) -> StepTerms:
+    """Weights of one optimizer step.
+
+    Args:
+        advantages: Of the whole rollout batch.
+        rows: int64, the samples that this step trains; the denominators count these.
+        constant_length: Tokens, what `aggregation = "constant"` divides by.
+    """
+    found = [np.zeros(len(batch)), np.zeros(len(batch))]
+    part = Lengths(batch.token_counts[rows].numpy(), batch.group_ids[rows].numpy(),
+                   constant_length, objective.exponent)
+    for values, chosen in zip(found, token_weights(objective.config, part,
+                                                   batch.domains[rows].numpy()), strict=True):
+        values[rows.numpy()] = chosen
+    learned = objective.config.aggregation == "lambda_grpo"
+    turns = turn_index(batch) if objective.config.ratio == "turn_geo" else None
+    return StepTerms(batch, advantages, torch.from_numpy(found[0]),
+                     torch.from_numpy(found[1]) if learned else None, turns)
+
+
+def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
+    """Advantages of the batch, with the KL weights of the domains."""
+    betas = None
+    if objective.config.kl == "reward_k1":
+        by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
+        betas = by_domain[batch.domains]
+    return compute_advantages(objective.config, batch, betas)

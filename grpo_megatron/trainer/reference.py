@@ -1,0 +1,116 @@
+"""Reference policies: second sets of weights on the host, exchanged with the policy's for a pass.
+
+No second model exists on the device. Domains may have references of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithms.objective import Objective
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.trainer.platform import HAS_CUDA
+from grpo_megatron.trainer.policy import Policy
+from grpo_megatron.trainer.step import PreparedBatch, logprob_pass
+
+START = "start"
+"""The policy as it was when RL began (or at the last refresh)."""
+
+
+class References:
+    """Weights by name. `START` is taken by `take`, the others are read from Hugging Face files."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self._weights: dict[str, list[torch.Tensor]] = {}
+        self._name_of_domain = {d.name: str(d.reference) if d.reference else START
+                                for d in config.domains}
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the objective looks at a reference at all."""
+        own = {d.name: d.objective for d in self.config.domains if d.objective is not None}
+        return Objective(self.config.objective, list(self._name_of_domain),
+                         own).wants_reference
+
+    @property
+    def taken(self) -> bool:
+        return START in self._weights
+
+    def take(self, policy: Policy, name: str = START) -> None:
+        """Make the current weights a reference."""
+        self._weights[name] = [_to_host(tensor) for tensor in _tensors(policy)]
+
+    def read_files(self, policy: Policy, load: Callable[[Path], None]) -> None:
+        """Read the references that are Hugging Face checkpoints; the policy stays as it is."""
+        paths = sorted(set(self._name_of_domain.values()) - {START})
+        if not paths:
+            return
+        self.take(policy, "aside")
+        for path in paths:
+            load(Path(path))
+            self.take(policy, path)
+        for tensor, kept in zip(_tensors(policy), self._weights.pop("aside"), strict=True):
+            tensor.copy_(kept)
+
+    def refresh(self, policy: Policy) -> None:
+        """`reference = ema * reference + (1 - ema) * policy`; without ema, the policy."""
+        ema = self.config.objective.reference_ema
+        if ema is None:
+            self.take(policy)
+            return
+        for kept, tensor in zip(self._weights[START], _tensors(policy), strict=True):
+            if kept.is_floating_point():
+                kept.lerp_(tensor.to(kept.device), 1 - ema)
+
+    @contextmanager
+    def exchanged(self, policy: Policy, name: str = START) -> Iterator[None]:
+        """The policy computes with the reference's weights inside the block."""
+        self._exchange(policy, name)
+        try:
+            yield
+        finally:
+            self._exchange(policy, name)
+
+    def logprobs(self, policy: Policy, batches: Sequence[PreparedBatch],
+                 objective: Objective, domains: np.ndarray) -> list[list[torch.Tensor]]:
+        """Reference log-probs per batch and micro-batch, fp32 [n], each domain by its own
+        reference; where the KL weighs nothing, by any. domains: int [N of the table]."""
+        betas = dict(zip(objective.domains, objective.by_domain("kl_beta"), strict=True))
+        names = sorted({self._name_of_domain[d] for d, beta in betas.items() if beta > 0})
+        found: list[list[torch.Tensor]] = []
+        for number, name in enumerate(names):
+            with self.exchanged(policy, name):
+                passes = [[out[0] for out in logprob_pass(policy, batch)] for batch in batches]
+            if number == 0:
+                found = passes
+                continue
+            uses = np.array([self._name_of_domain[d] == name for d in objective.domains])
+            for batch, olds, news in zip(batches, found, passes, strict=True):
+                for i, microbatch in enumerate(batch.microbatches):
+                    if len(news[i]):
+                        chosen = torch.from_numpy(uses[domains[microbatch.table_rows]])
+                        chosen = chosen.to(news[i].device)[microbatch.sample]
+                        olds[i] = torch.where(chosen, news[i], olds[i])
+        return found
+
+    def _exchange(self, policy: Policy, name: str) -> None:
+        for tensor, kept in zip(_tensors(policy), self._weights[name], strict=True):
+            aside = tensor.to(kept.device, copy=True)
+            tensor.copy_(kept)
+            kept.copy_(aside)
+
+
+def _tensors(policy: Policy) -> list[torch.Tensor]:
+    return [tensor.data for model in policy.models
+            for tensor in (*model.parameters(), *model.buffers())]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().to("cpu", copy=True)
+    return copy.pin_memory() if HAS_CUDA else copy

@@ -1,0 +1,220 @@
+"""Training on recorded rollouts: log-prob passes, advantages, optimizer steps.
+
+Advantages are computed here, from the whole batch on every rank, because some need what only the
+trainer knows (entropies, old and reference log-probs). Every rank gets the same numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from grpo_megatron.algorithms.advantages import Advantages, needed_columns
+from grpo_megatron.algorithms.advantages.pipeline import select
+from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.evaluate import batch_metrics
+from grpo_megatron.algorithms.monitors import derived
+from grpo_megatron.algorithms.objective import Objective, policy_loss
+from grpo_megatron.algorithms.off_policy import calibrated_delta
+from grpo_megatron.algorithms.stats import Stats
+from grpo_megatron.algorithms.step_terms import StepTerms, advantages_of, step_terms
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.trainer.microbatch import MicroBatch
+from grpo_megatron.trainer.platform import device
+from grpo_megatron.trainer.policy import Policy
+from grpo_megatron.trainer.reference import References
+from grpo_megatron.trainer.schedule import learning_rate
+from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
+
+
+@dataclass
+class Update:
+    """One optimizer step: its samples, and what earlier passes found on them."""
+
+    rows: torch.Tensor  # int64, the samples in its loss
+    batch: PreparedBatch
+    old: list[torch.Tensor] | None = None  # per micro-batch fp32 [2, n]; None: current is old
+    ref: list[torch.Tensor] | None = None  # per micro-batch fp32 [n]
+
+
+def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
+    """The recipe's objective with what was learned so far."""
+    own = {d.name: d.objective for d in config.domains if d.objective is not None}
+    return Objective(config.objective, tuple(d.name for d in config.domains), own, state)
+
+
+def train_rollouts(config: RunConfig, policy: Policy, references: References, table: SampleTable,
+                   first_update: int, num_updates: int,
+                   state: Mapping[str, float]) -> dict[str, Any]:
+    """All optimizer steps of a recorded batch of rollouts.
+
+    Args:
+        first_update: optimizer steps done before, which fixes the learning rate.
+        num_updates: optimizer steps of the whole run.
+        state: `Objective.state` after the step before.
+
+    Returns:
+        `metrics`, their `normalisers`, the new `state`, `losses` and pre-clip `grad_norms` by
+        update, counts and seconds.
+    """
+    started = time.perf_counter()
+    objective = objective_of(config, state)
+    batch = sample_batch(config, table)
+    needs = needed_columns(objective.config)
+    updates = _plan(config, table, batch, objective, everything=bool(needs))
+    _passes(policy, references, table, objective, updates, needs)
+    old_s = time.perf_counter() - started
+    batch = replace(batch, tokens=_token_columns(table, batch, updates, needs))
+    advantages = advantages_of(objective, batch)
+    if objective.config.shuffle_advantages:
+        advantages = _shuffled(advantages, f"{config.seed}/{table.manifest.get('step')}")
+    total, rates, by_update = Stats(), [], []
+    for number, update in enumerate(updates):
+        terms = step_terms(objective, batch, advantages, update.rows,
+                           config.objective.aggregation_length or config.rollout.max_new_tokens)
+        if config.objective.preference_weight > 0:
+            terms = terms.with_margins(objective, _margins(policy, batch, update))
+        rates.append(learning_rate(config.optimizer, first_update + number, num_updates))
+        policy.set_learning_rate(rates[-1])
+        stats = train_step(policy, update.batch, _loss_function(objective, terms, update))
+        stats.means["loss/value"][1] = 1.0  # the mean over updates
+        stats.units["loss/value"] = "update"
+        objective = replace(objective, state=_learned(objective, stats))
+        by_update.append(stats.result())
+        total.add(stats)
+    metrics = {**derived(total.result()), **batch_metrics(objective, batch, advantages)}
+    if rates:
+        metrics["optimizer/lr"] = float(np.mean(rates))
+    metrics |= {f"objective/{name}": value for name, value in objective.state.items()}
+    metrics["batch/skipped_updates"] = float(int(table.update.max(initial=-1)) + 1 - len(updates))
+    return {"metrics": metrics, "normalisers": total.units, "state": dict(objective.state),
+            "updates": len(updates), "old_logprobs_s": old_s,
+            "losses": [found["loss/value"] for found in by_update],
+            "grad_norms": [found["grad/norm"] for found in by_update],
+            "tokens": sum(u.batch.num_tokens for u in updates),
+            "train_s": time.perf_counter() - started}
+
+
+def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
+    """Rewards and lengths of a recorded step, without token columns."""
+    weights = {d.name: {r.name or r.function.rpartition(":")[2]: r.weight for r in d.rewards}
+               for d in config.domains}
+    names = [d.name for d in config.domains]
+    batch = SampleBatch(
+        rewards=torch.from_numpy(table.reward), group_ids=torch.from_numpy(table.group).long(),
+        token_counts=torch.from_numpy(table.completion_lengths),
+        sample_ids=torch.arange(len(table)), domains=torch.from_numpy(table.domain).long(),
+        trained=torch.ones(len(table), dtype=torch.bool),
+        components={name: torch.from_numpy(v) for name, v in table.components.items()},
+        component_weights={name: torch.tensor([weights[names[d]].get(name, 0.0)
+                                               for d in table.domain.tolist()]).double()
+                           for name in table.components})
+    return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)
+
+
+def _plan(config: RunConfig, table: SampleTable, batch: SampleBatch, objective: Objective, *,
+          everything: bool) -> list[Update]:
+    """Optimizer steps that have samples to train; the others are skipped.
+
+    Args:
+        everything: pack samples without loss too, for the statistics of their tokens.
+    """
+    trained, updates = select(objective.config, batch).numpy(), []
+    for number in range(int(table.update.max(initial=-1)) + 1):
+        rows = np.flatnonzero((table.update == number) & trained)
+        packed = np.flatnonzero(table.update == number) if everything else rows
+        if table.completion_lengths[rows].sum():
+            updates.append(Update(torch.from_numpy(rows), prepare(config.trainer, table, packed)))
+    return updates
+
+
+def _passes(policy: Policy, references: References, table: SampleTable, objective: Objective,
+            updates: Sequence[Update], needs: frozenset[str]) -> None:
+    """Old log-probs, unless the first loss pass has them; reference log-probs, if they weigh."""
+    on_policy = len(updates) == 1 and not table.manifest["stale"]
+    for update in updates:
+        if not on_policy or needs & {"old_logprobs", "entropies"}:
+            update.old = logprob_pass(policy, update.batch)
+    if objective.wants_reference:
+        for update, found in zip(updates, references.logprobs(
+                policy, [u.batch for u in updates], objective, table.domain), strict=True):
+            update.ref = found
+
+
+def _token_columns(table: SampleTable, batch: SampleBatch, updates: Sequence[Update],
+                   needs: frozenset[str]) -> dict[str, torch.Tensor]:
+    """What advantages are computed from: fp32 [n] of the whole batch, equal on all ranks."""
+    columns = {}
+    if "token_ids" in needs:
+        columns["token_ids"] = torch.from_numpy(table.all_completion_ids()).long()
+    sources = {"old_logprobs": lambda u: [found[0] for found in u.old],
+               "entropies": lambda u: [found[1] for found in u.old],
+               "ref_logprobs": lambda u: u.ref}
+    for name in sorted(needs & set(sources)):
+        columns[name] = _gathered(batch, [
+            (microbatch, values) for update in updates
+            for microbatch, values in zip(update.batch.microbatches, sources[name](update),
+                                          strict=True)])
+    return columns
+
+
+def _gathered(batch: SampleBatch,
+              parts: Sequence[tuple[MicroBatch, torch.Tensor]]) -> torch.Tensor:
+    """Put per-micro-batch tokens in the order of the table, on every rank. Collective."""
+    flat = torch.zeros(batch.num_tokens, device=device())
+    speaks = (parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+              and parallel_state.get_tensor_model_parallel_rank() == 0)
+    for microbatch, values in parts if speaks else ():
+        index = batch.flat_index(torch.from_numpy(microbatch.table_rows))
+        flat[index.to(flat.device)] = values
+    dist.all_reduce(flat)
+    return flat.cpu()
+
+
+def _margins(policy: Policy, batch: SampleBatch, update: Update) -> torch.Tensor:
+    """`sum_t log pi_theta - log pi_old` of every sample at the current weights, float64 [N]."""
+    if update.old is None:
+        return torch.zeros(len(batch), dtype=torch.float64)
+    now = logprob_pass(policy, update.batch)
+    return batch.sums(_gathered(batch, [
+        (microbatch, new[0] - old[0]) for microbatch, new, old
+        in zip(update.batch.microbatches, now, update.old, strict=True)])).double()
+
+
+def _loss_function(objective: Objective, terms: StepTerms, update: Update):
+    def loss(microbatch: MicroBatch, output: torch.Tensor):
+        logprobs, entropies = output.unbind(0)
+        old = None if update.old is None else update.old[microbatch.index][0]
+        return policy_loss(objective, terms.loss_batch(
+            torch.from_numpy(microbatch.table_rows), logprobs,
+            logprobs.detach() if old is None else old, microbatch.rollout_logprobs, entropies,
+            None if update.ref is None else update.ref[microbatch.index]))
+    return loss
+
+
+def _learned(objective: Objective, stats: Stats) -> dict[str, float]:
+    """The state after an optimizer step: lambda_grpo's exponent, OPSM's thresholds."""
+    state, o = dict(objective.state), objective.config
+    if "lambda/gradient" in stats.means:
+        exponent = objective.exponent - o.lambda_lr * float(stats.means["lambda/gradient"][0])
+        state["lambda"] = min(max(exponent, -2.0), 2.0)
+    for domain, distances in stats.samples.items():
+        if len(distances):
+            state[f"opsm_delta@{domain}"] = calibrated_delta(distances)
+    return state
+
+
+def _shuffled(advantages: Advantages, seed: str) -> Advantages:
+    """Negative control: permute the samples' advantages over the batch."""
+    order = list(range(len(advantages.values)))
+    random.Random(seed).shuffle(order)
+    return replace(advantages, values=advantages.values[order])

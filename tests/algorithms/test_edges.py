@@ -1,0 +1,251 @@
+"""Edge cases have defined results, bad cases clear messages; nothing is ever NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from grpo_megatron.algorithms.case import parse_case, read_case
+from grpo_megatron.config.objective_loader import load_objective
+from grpo_megatron.config.objective_presets import PRESETS
+from grpo_megatron.errors import ConfigError, DataError
+from tests.algorithms.evaluation import evaluated, flat
+
+BASE = {"rewards": [1, 0, 1, 0], "group_ids": [0, 0, 1, 1],
+        "logprobs": [[-1.0, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]],
+        "ref_logprobs": [[-1.1, -0.6], [-1.9], [-0.3, -0.3, -0.1], [-1.4, -1.2]],
+        "entropies": [[0.5, 0.2], [0.3], [0.1, 0.2, 0.6], [0.4, 0.4]],
+        "token_ids": [[1, 2], [1], [2, 2, 3], [2, 3]],
+        "components": {"a": [1, 0, 1, 0]},
+        "turns": [[{"end": 1, "reward": 1, "state": "s"}], [{"end": 0, "reward": 0, "state": "s"}],
+                  [{"end": 2, "reward": 1, "state": "s"}],
+                  [{"end": 1, "reward": 0, "state": "s"}]]}
+
+
+def variant(**changes) -> dict:
+    return {**BASE, **changes}
+
+
+EDGES = {
+    "all rewards equal": variant(rewards=[1, 1, 0, 0], components={"a": [1, 1, 0, 0]}),
+    "groups of one": variant(group_ids=[0, 1, 2, 3]),
+    "no reward at all": variant(rewards=[None] * 4, components={"a": [None] * 4}),
+    "one unscorable": variant(rewards=[float("nan"), 0, 1, 0]),
+    "everything masked": variant(loss_mask=[[0, 0], [0], [0, 0, 0], [0, 0]],
+                                 turns=[[]] * 4),
+    "an empty response": variant(
+        logprobs=[[-1.0, -0.5], [], [-0.3, -0.2, -0.1], [-1.5, -1.0]],
+        ref_logprobs=[[-1.1, -0.6], [], [-0.3, -0.3, -0.1], [-1.4, -1.2]],
+        entropies=[[0.5, 0.2], [], [0.1, 0.2, 0.6], [0.4, 0.4]],
+        token_ids=[[1, 2], [], [2, 2, 3], [2, 3]],
+        turns=[BASE["turns"][0], [], *BASE["turns"][2:]]),
+    "an infinite log-prob": variant(
+        old_logprobs=[[-math.inf, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]]),
+    "an infinite engine log-prob": variant(
+        rollout_logprobs=[[-1.0, -0.5], [-math.inf], [-0.3, -0.2, -0.1], [-1.5, -1.0]]),
+    "far ratios": variant(old_logprobs=[[-90.0, -0.5], [-80.0], [-0.3, -70.0, -0.1],
+                                        [-1.5, -1.0]]),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("edge", EDGES)
+def test_nothing_is_ever_nan(preset, edge):
+    extra = ["subset_size=1"] if preset == "gfpo" else []
+    found = evaluated(preset, extra, **EDGES[edge])
+    assert math.isfinite(found["loss"])
+    assert np.isfinite(flat(found["grad_logprobs"])).all()
+    assert np.isfinite(flat(found["advantages"])).all()
+    numbers = [v for v in found["metrics"].values() if v is not None]
+    assert np.isfinite(numbers).all()
+
+
+def test_defined_results_and_counts():
+    found = evaluated("dapo", **EDGES["no reward at all"])
+    assert not any(flat(found["advantages"])) and found["loss"] == 0
+    assert found["metrics"]["batch/unscorable"] == 4
+    found = evaluated("dapo", **EDGES["one unscorable"])
+    assert found["advantages"][:2] == [0, 0] and found["advantages"][2] > 0
+    found = evaluated("dapo", **EDGES["an infinite log-prob"])
+    assert found["metrics"]["tokens/infinite_fraction"] == 1 / 8
+    assert found["grad_logprobs"][0][0] == 0 != found["grad_logprobs"][0][1]
+    found = evaluated("dapo", **EDGES["an empty response"])
+    assert found["metrics"]["batch/empty_responses"] == 1
+    assert found["advantages"][0] > 0  # its reward still counts
+    found = evaluated("dapo", **EDGES["everything masked"])
+    assert found["loss"] == 0 and not any(flat(found["grad_logprobs"]))
+    assert found["grad_logprobs"][2] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("how", "not_trained", "advantage"), [
+    ("none", 0, True), ("loss", 1, True), ("drop", 1, False)])
+def test_the_overlong_filter(how, not_trained, advantage):
+    """loss: the truncated sample still is in the statistics of its group; drop: it is not."""
+    found = evaluated("dr_grpo", [f"overlong={how}", "aggregation=token_mean"],
+                      **variant(truncated=[False, True, False, False]))
+    assert found["metrics"]["batch/not_trained"] == not_trained
+    assert (found["advantages"][0] > 0) == advantage
+    assert any(found["grad_logprobs"][1]) == (how == "none")
+    weight = 1 / (8 - not_trained)  # the truncated sample has one token
+    assert found["grad_logprobs"][2][0] == pytest.approx(-0.5 * weight)
+
+
+def test_samples_zeroed_by_a_mask_still_count_in_the_denominator():
+    """OPSM rejects a sample; the others keep their weights."""
+    case = variant(rollout_logprobs=[[-1.0, -0.5], [-0.5], [-0.3, -0.2, -0.1], [-1.5, -1.0]])
+    plain = evaluated("grpo", **case)["grad_logprobs"]
+    found = evaluated("grpo", ["off_policy_mask=opsm", "opsm_delta=0.5"], **case)
+    assert found["grad_logprobs"][1] == [0] and plain[1] != [0]
+    assert found["grad_logprobs"][0] == plain[0]
+    assert found["metrics"]["rejected/opsm_sample_fraction"] == 0.25
+
+
+def test_opsm_without_a_threshold_is_calibrated_per_domain():
+    case = variant(domains=["a", "a", "b", "b"],
+                   rollout_logprobs=[[-1.0, -0.5], [-1.98], [-0.3, -0.2, -0.1], [-0.5, -1.0]])
+    metrics = evaluated("deepseek_v3_2", **case)["metrics"]
+    assert metrics["opsm/calibrated_delta@a"] == pytest.approx(5 * 0.02 * 0.99, rel=0.05)
+    assert metrics["opsm/calibrated_delta@b"] == 0.5  # bounded
+    assert metrics["rejected/opsm_fraction"] == 0
+
+
+def test_the_preference_loss_is_exact():
+    """Gradient of -log sigmoid(beta (m_best - m_worst)) by finite differences."""
+    overrides = ["preference_weight=1.0", "preference_beta=0.7", "clip=none"]
+
+    def loss(first: float) -> float:
+        case = {"rewards": [1, 0], "group_ids": [0, 0], "logprobs": [[first, -0.4], [-1.0]],
+                "old_logprobs": [[-1.2, -0.5], [-0.9]]}
+        both = evaluated("dr_grpo", overrides, **case)
+        alone = evaluated("dr_grpo", ["clip=none"], **case)
+        return both["loss"] - alone["loss"], (both["grad_logprobs"][0][0]
+                                              - alone["grad_logprobs"][0][0])
+
+    (above, _), (below, _), (_, gradient) = loss(-1.0 + 1e-6), loss(-1.0 - 1e-6), loss(-1.0)
+    assert gradient == pytest.approx((above - below) / 2e-6, rel=1e-6)
+
+
+def test_gagpo_by_hand():
+    """Two rollouts share the first state; V(s) is the mean of its returns."""
+    case = {"rewards": [0, 0], "group_ids": [0, 0],
+            "logprobs": [[-1.0] * 3, [-1.0] * 2],
+            "turns": [[[0, 0.0, "s"], [2, 1.0, "t"]], [[1, 0.0, "s"]]]}
+    found = evaluated("gagpo", ["gagpo_lambda=1.0", "std_kind=population", "advantage_eps=0"],
+                      **case)["advantages"]
+    # V(s) = 1/2, V(t) = 1: advantages of the turns 1/2, 0, -1/2
+    z = 0.5 / math.sqrt(1 / 6)
+    np.testing.assert_allclose(flat(found), [z, 0, 0, -z, -z], atol=1e-12)
+
+
+def test_length_switch_by_hand():
+    """Only the most successful fifth of the groups pays for length."""
+    rewards = [[1, 1, 1], *[[1, 0, 0]] * 4]
+    groups = [g for g, row in enumerate(rewards) for _ in row]
+    found = evaluated(
+        "grpo_lambda_length", ["advantage_std=none", "length_switch_weight=0.5",
+                               "advantage_eps=0"],
+        rewards=[r for row in rewards for r in row], group_ids=groups,
+        logprobs=[[-1.0] * n for n in (2, 4, 6)] + [[-1.0] * 3] * 12)["advantages"]
+    z = 1 / math.sqrt(2 / 3)
+    paid = [1 - 0.5 / (1 + math.exp(z)), 0.75, 1 - 0.5 / (1 + math.exp(-z))]
+    np.testing.assert_allclose(found[:3], np.array(paid) - np.mean(paid), atol=1e-12)
+    np.testing.assert_allclose(found[3:6], [2 / 3, -1 / 3, -1 / 3])
+
+
+BAD_CASES = [
+    (variant(logprobs=[]), "logprobs", "no samples"),
+    (variant(logprobs=None), "logprobs", "missing"),
+    (variant(rewards=[1, 0]), "rewards", "2 entries"),
+    (variant(rewards=[1, "x", 1, 0]), "rewards[1]", "not a number"),
+    (variant(rewards=[1, math.inf, 1, 0]), "rewards[1]", "infinite"),
+    (variant(logprobs=[[-1.0, math.nan], [-2.0], [-0.3] * 3, [-1.5] * 2]), "logprobs[0][1]",
+     "NaN"),
+    (variant(old_logprobs=[[-1.0], [-2.0], [-0.3] * 3, [-1.5] * 2]), "old_logprobs[0]",
+     "1 tokens, logprobs[0] has 2"),
+    (variant(group_ids=[0, 0, 2, 2]), "group_ids", "1 empty"),
+    (variant(group_ids=[0, 0, -1, -1]), "group_ids[2]", "negative"),
+    (variant(group_ids=[0, 0, 1]), "group_ids", "3 entries"),
+    (variant(domains=["a", "b", "b", "b"]), "domains[1]", "domain of its group"),
+    (variant(loss_mask=[[1, 2], [1], [1] * 3, [1] * 2]), "loss_mask[0][1]", "not 0 or 1"),
+    (variant(sample_ids=[0, 1, 1, 2]), "sample_ids", "not unique"),
+    (variant(reward=[1, 0, 1, 0]), "reward", "did you mean rewards"),
+    (variant(turns=[[[9, 1.0, "s"]], [], [], []]), "turns[0][0]", "token 9 of 2"),
+    (variant(rewards=[]), "rewards", "0 entries"),
+    ({"logprobs": [[-1.0]], "group_ids": [0]}, "rewards", "missing"),
+]
+
+
+@pytest.mark.parametrize(("case", "place", "said"), BAD_CASES, ids=lambda v: str(v)[:24])
+def test_bad_cases_are_named(case, place, said):
+    with pytest.raises(DataError) as caught:
+        parse_case({k: v for k, v in case.items() if v is not None})
+    assert place in str(caught.value) and said in str(caught.value)
+
+
+def test_missing_columns_and_files_are_named(tmp_path):
+    for preset, column in (("edge_grpo", "entropies"), ("deepseekmath", "ref_logprobs")):
+        case = {k: v for k, v in BASE.items() if k not in ("entropies", "ref_logprobs")}
+        with pytest.raises(DataError, match=column):
+            evaluated(preset, **case)
+    with pytest.raises(DataError, match="turns"):
+        evaluated("gagpo", **{k: v for k, v in BASE.items() if k != "turns"})
+    with pytest.raises(DataError, match="cannot read"):
+        read_case(tmp_path / "absent.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(DataError, match="not JSON"):
+        read_case(tmp_path / "bad.json")
+
+
+REFUSED = [
+    ("grpo", ["kl=k1", "kl_beta=0.1"], "objective.kl", "zero"),
+    ("grpo", ["kl_beta=0.1"], "objective.kl_beta", "no KL estimator"),
+    ("gspo", ["aggregation=token_mean"], "objective.aggregation", "sequence_ratio_aggregation"),
+    ("gspo", ["mismatch=tis", "proximal=rollout"], "objective.mismatch", "twice"),
+    ("cispo", ["proximal=rollout", "mismatch=tis"], "objective.mismatch", "twice"),
+    ("cispo", ["ratio=sequence_geo"], "objective.clip", "token ratios"),
+    ("gmpo", ["ratio=token"], "objective.clip", "sequence_geo"),
+    ("gspo", ["shaping=trace_recent"], "objective.ratio", "sequence_token"),
+    ("deepseekmath_process", ["shaping=eda"], "objective.shaping", "sample-level"),
+    ("rloo", ["advantage_std=group"], "objective.advantage_std", "deviation"),
+    ("sapo", ["dual_clip=3.0"], "objective.dual_clip", "no dual clip"),
+    ("grpo", ["mismatch=icepop", "mismatch_min=9.0"], "objective.mismatch_min", "above"),
+    ("grpo", ["reference_ema=0.5"], "objective.reference_ema", "never refreshed"),
+    ("grpo", ["cliplow=0.1"], "objective.cliplow", "clip_low"),
+    ("grpo", ["clip_low=two"], "objective.clip_low", "number"),
+    ("gsop", [], "objective.preset", "gspo"),
+]
+
+
+@pytest.mark.parametrize(("preset", "overrides", "key", "said"), REFUSED)
+def test_wrong_combinations_are_refused(preset, overrides, key, said):
+    with pytest.raises(ConfigError) as caught:
+        load_objective(preset, overrides)
+    assert key in str(caught.value) and said in str(caught.value)
+
+
+def test_what_is_meant_can_be_said():
+    config, _ = load_objective("gspo", ["aggregation=token_mean",
+                                        'allow=["sequence_ratio_aggregation"]'])
+    assert config.aggregation == "token_mean"
+
+
+def test_the_command_prints_what_the_functions_compute(tmp_path, capsys):
+    from grpo_megatron.cli.main import main
+
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps({k: v for k, v in BASE.items() if k != "components"}))
+    assert main(["objective", "eval", "--objective", "dapo", "clip_high=0.3", str(path)]) == 0
+    case = {k: v for k, v in BASE.items() if k != "components"}
+    assert json.loads(capsys.readouterr().out) == evaluated("dapo", ["clip_high=0.3"], **case)
+    assert main(["objective", "list"]) == 0
+    listed = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == list(PRESETS)
+    assert main(["objective", "show", "gspo"]) == 0
+    assert "sequence_geo" in capsys.readouterr().out
+    for wrong in (["objective", "show", "gsop"], ["objective", "eval", "--objective", "dapo"],
+                  ["objective", "eval", "--objective", "dapo", "clip_hihg=1.0", str(path)]):
+        assert main(wrong) == 2
+        assert "error:" in capsys.readouterr().err.lower()

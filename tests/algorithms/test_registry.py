@@ -1,0 +1,36 @@
+"""The schema, the registries, the presets and the documentation name the same things."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from grpo_megatron.algorithms.catalogue import AXES, describe, markdown
+from grpo_megatron.config.objective import ObjectiveConfig
+from grpo_megatron.config.objective_loader import load_objective
+from grpo_megatron.config.objective_presets import PRESETS
+
+HANDLED_ELSEWHERE = {"kl": {"none", "k1", "reward_k1"}}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_choice_is_a_registered_function(axis):
+    allowed = set(get_args(ObjectiveConfig.model_fields[axis].annotation))
+    assert allowed - HANDLED_ELSEWHERE.get(axis, {"none"}) == set(AXES[axis].functions) - {"none"}
+    for function in AXES[axis].functions.values():
+        assert function.__doc__
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_legal_and_explained(name):
+    config, _ = load_objective(name)
+    assert all(getattr(config, key) == value for key, value in PRESETS[name].values.items())
+    assert PRESETS[name].source in describe(name)
+
+
+def test_the_documentation_is_generated():
+    """Remedy: python -m grpo_megatron.algorithms.catalogue > docs/objectives.md"""
+    path = Path(__file__).parents[2] / "docs" / "objectives.md"
+    assert path.read_text(encoding="utf-8") == markdown() + "\n"
