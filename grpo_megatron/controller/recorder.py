@@ -20,19 +20,22 @@ from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, V
 
 def record_step(directory: Path, groups: Sequence[ScoredGroup],
                 places: Sequence[tuple[int, int]], shards: Sequence[ShardInfo],
-                advantages: np.ndarray, updates: np.ndarray, manifest: dict) -> None:
+                advantages: np.ndarray, trained: Sequence[np.ndarray], updates: np.ndarray,
+                manifest: dict) -> None:
     """Finish a step whose shards are already in its working directory.
 
     Args:
         places: per group, (shard, index of its first sample in that shard).
         advantages: float64 [N], group by group.
+        trained: per group bool [G]; the other samples get no row.
         updates: int [Q], the optimizer step of each group.
     """
     rows, sample = [], 0
     for number, (group, (shard, first)) in enumerate(zip(groups, places, strict=True)):
         for offset, reward in enumerate(group.rewards):
-            rows.append(SampleRow(shard, first + offset, number, int(updates[number]),
-                                  float(reward), float(advantages[sample])))
+            if trained[number][offset]:
+                rows.append(SampleRow(shard, first + offset, number, int(updates[number]),
+                                      float(reward), float(advantages[sample])))
             sample += 1
     finish_step(directory, shards, rows, manifest)
 
