@@ -19,7 +19,7 @@ _BFLOAT16_NOISE = 0.02
 
 def check_constraints(config: RunConfig) -> list[Violation]:
     """All violated rules, in the order of the schema."""
-    rules = (_model, _domains, _problem_counts, _objective, _batch, _lengths, _staleness,
+    rules = (_model, _domains, _problem_counts, _objective, _batch, _sampling, _lengths, _staleness,
              _publish, _validation, _optimizers)
     return [violation for rule in rules for violation in rule(config)]
 
@@ -66,6 +66,16 @@ def _domains(config: RunConfig) -> Iterator[Violation]:
                 yield Violation("reward_function", f"{prefix}.rewards.{number}.function",
                                 reward.function, "a reward is named module:function",
                                 remedy="for example grpo_megatron.rewards.functions:exact_match")
+        names = [reward.component for reward in domain.rewards]
+        if domain.accuracy not in (None, *names):
+            yield Violation("accuracy_component", f"{prefix}.accuracy", domain.accuracy,
+                            f"no reward of domain {domain.name} is called {domain.accuracy!r}",
+                            nearest=(*nearest(domain.accuracy, names), names[0])[:1])
+        longest = config.rollout.max_new_tokens
+        if (domain.max_new_tokens or 0) > longest:
+            yield Violation("length_budget", f"{prefix}.max_new_tokens", domain.max_new_tokens,
+                            f"a domain's budget cannot exceed rollout.max_new_tokens ({longest})",
+                            nearest=(longest,), related=("rollout.max_new_tokens",))
 
 
 def _template(prefix: str, template: str) -> Iterator[Violation]:
@@ -116,6 +126,22 @@ def _batch(config: RunConfig) -> Iterator[Violation]:
                         f"a batch of {batch.num_prompts} prompts cannot be split into "
                         f"{batch.updates_per_rollout} updates", nearest=(batch.num_prompts,),
                         related=("batch.num_prompts",))
+
+
+def _sampling(config: RunConfig) -> Iterator[Violation]:
+    sampling = config.sampling
+    if sampling.zero_variance == "resample":
+        yield Violation("zero_variance_resample", "sampling.zero_variance", "resample",
+                        "is not offered: completions sampled at a higher temperature have other "
+                        "log-probs than the trainer's, which are all at rollout.temperature",
+                        nearest=("drop",), remedy="set sampling.zero_variance=drop, or "
+                        "sampling.dynamic=true to draw other prompts")
+    if sampling.surplus_staleness and config.rollout.deterministic:
+        yield Violation("deterministic_surplus", "sampling.surplus_staleness",
+                        sampling.surplus_staleness,
+                        "surplus groups are kept in memory, a resumed run lacks them: "
+                        "rollout.deterministic cannot hold", nearest=(0,),
+                        related=("rollout.deterministic",))
 
 
 def _lengths(config: RunConfig) -> Iterator[Violation]:

@@ -23,6 +23,11 @@ class RewardConfig(Strict):
     arguments: dict[str, Any] = {}
     """Keyword arguments passed to every call."""
 
+    @property
+    def component(self) -> str:
+        """Name of the component."""
+        return self.name or self.function.rpartition(":")[2]
+
 
 class DomainConfig(Strict):
     """One domain: a source of prompts with verifiable answers, and its rewards."""
@@ -49,6 +54,12 @@ class DomainConfig(Strict):
     """Share of this domain in the training prompts, relative to the others."""
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     """Reward components; the reward is their weighted sum."""
+    accuracy: str | None = None
+    """Reward component that says whether a completion is correct; default: the first."""
+    accuracy_threshold: float = 1.0
+    """A completion is correct if that component is at least this."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest completion of this domain; default: `rollout.max_new_tokens`."""
     reference: Path | None = None
     """Hugging Face checkpoint that this domain's KL refers to; default: the policy at the start
     of RL."""

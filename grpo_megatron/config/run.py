@@ -12,6 +12,7 @@ from grpo_megatron.config.data import DataConfig, DomainConfig
 from grpo_megatron.config.model import ModelConfig
 from grpo_megatron.config.objective import BatchConfig, ObjectiveConfig
 from grpo_megatron.config.rollout import PublishConfig, RolloutConfig
+from grpo_megatron.config.sampling import CurriculumConfig, SamplingConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 
 
@@ -76,6 +77,8 @@ class RunConfig(Strict):
     domains: tuple[DomainConfig, ...] = Field(min_length=1)
     objective: ObjectiveConfig = ObjectiveConfig()
     batch: BatchConfig = BatchConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    curriculum: CurriculumConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -84,3 +87,8 @@ class RunConfig(Strict):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    def max_new_tokens_of(self, domain: str) -> int:
+        """Longest completion of a prompt of `domain`."""
+        own = next((d.max_new_tokens for d in self.domains if d.name == domain), None)
+        return own or self.rollout.max_new_tokens

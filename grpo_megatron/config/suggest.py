@@ -52,7 +52,7 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     close = nearest(str(key), here, cutoff=0.8)
     habit = _HABITS.get(_plain(str(key)))
     same = [full for last, full in schema.all_keys() if last in (_plain(str(key)), habit)]
-    same.sort(key=lambda full: dotted(prefix) not in full)
+    same.sort(key=lambda full: (dotted(prefix) not in full, "*" in full))
     if habit in here:
         close.insert(0, habit)
     near = nearest(str(key), here)

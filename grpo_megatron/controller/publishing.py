@@ -132,7 +132,7 @@ class Publisher:
 
     async def _sample(self, client: EngineClient, prompt: Prompt):
         rollout = self.config.rollout
-        tokens = min(CANARY_TOKENS, rollout.max_new_tokens)
+        tokens = min(CANARY_TOKENS, self.config.max_new_tokens_of(prompt.domain))
         seed = None
         if rollout.deterministic:
             seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)

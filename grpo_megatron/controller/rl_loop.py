@@ -22,14 +22,16 @@ from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import prune_store, record_step
+from grpo_megatron.controller.selection import not_older
 from grpo_megatron.controller.session import Session
 from grpo_megatron.controller.state import RunState
+from grpo_megatron.controller.step_groups import GroupSource
 from grpo_megatron.controller.training_rows import rollout_metrics, updates_of
 from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.rollout.worker import write_shards
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors
 from grpo_megatron.telemetry.samples import Sample, extremes, write_samples
-from grpo_megatron.types import PromptBatch
 
 
 @dataclass
@@ -39,6 +41,7 @@ class RecordedStep:
     step: int
     directory: Path
     version: int  # of the weights that sampled it
+    sampler: dict[str, Any]  # state after the step's draws
     metrics: dict[str, float]
     extremes: list[dict[str, Any]]  # of telemetry.samples.Sample
     canary: dict[str, float]
@@ -55,10 +58,11 @@ class RLLoop:
         self.config, self.run_dir = session.config, session.run_dir
         self.ahead = self.config.batch.max_staleness > 0
         weights = {d.name: d.weight for d in self.config.domains}
-        self.sampler = PromptSampler(session.splits.train, weights, self.config.seed)
+        self.sampler = PromptSampler(session.splits.train, weights, self.config.seed,
+                                     self.config.curriculum)
         if state.sampler:
             self.sampler.load_state_dict(state.sampler)
-        self.sampler_states = {state.step: self.sampler.state_dict()}
+        self.source = GroupSource(session, self.sampler)
         self.started = time.monotonic() - state.seconds
         self.phase_seconds: Counter[str] = Counter()
         self._checkpointed = -1
@@ -95,14 +99,14 @@ class RLLoop:
 
     async def collect(self, step: int) -> RecordedStep:
         """The step's samples, from the store or from the engines."""
-        batch = self.sampler.next_batch(step, self.config.batch.num_prompts)
-        self.sampler_states[step + 1] = self.sampler.state_dict()
         directory = self.run_dir.step_store(step)
         if (directory / "manifest.json").exists():
-            return _read_recorded(step, directory)
+            recorded = _read_recorded(step, directory)
+            self.sampler.load_state_dict(recorded.sampler)  # its draws depended on its answers
+            return recorded
         if self.ahead:  # the trainer is about to have other weights than the engines
-            return await self._sample(step, batch, directory)
-        recorded, canary = await _both(self._sample(step, batch, directory), self._canary())
+            return await self._sample(step, directory)
+        recorded, canary = await _both(self._sample(step, directory), self._canary())
         return replace(recorded, canary=canary)
 
     async def _canary(self) -> dict[str, float]:
@@ -111,27 +115,30 @@ class RLLoop:
         prompts = next(iter(self.session.splits.train.values()))
         return await self.session.publisher.check_canary(prompts[:2])
 
-    async def _sample(self, step: int, batch: PromptBatch, directory: Path) -> RecordedStep:
-        session, version = self.session, self.session.publisher.version
-        started = time.perf_counter()
-        show("phase", name="rollout")
-        rollouts = await session.worker.rollouts(step, batch.prompts, open_shard=ShardWriter,
-                                                 directory=begin_step(directory))
-        sampled = time.perf_counter()
-        show("phase", name="reward")
-        groups = await session.rewards.score(rollouts.groups)
-        metrics = rollout_metrics(groups)
+    async def _sample(self, step: int, directory: Path) -> RecordedStep:
+        started, version = time.perf_counter(), self.session.publisher.version
+        chosen = await self.source.groups_of(step)
+        groups, written_from = chosen.groups, time.perf_counter()
+        written = await asyncio.to_thread(write_shards, [g.group for g in groups],
+                                          begin_step(directory), ShardWriter)
+        rollout_s = chosen.rollout_s + time.perf_counter() - written_from
+        metrics = rollout_metrics(chosen.sampled) | chosen.metrics
         best, worst = extremes(step, groups, self.config.telemetry.samples_per_step)
         shown = [asdict(sample) for sample in (*best, *worst)]
-        manifest = {"kind": "rl", "step": step, "version": version, "stale": version < step,
-                    "metrics": metrics, "extremes": shown}
-        record_step(directory, groups, rollouts.places, rollouts.shards,
+        state = self.sampler.state_dict()
+        stale = version < step or len(not_older(groups, step)) < len(groups)
+        manifest = {"kind": "rl", "step": step, "version": version, "stale": stale,
+                    "sampler": state, "metrics": metrics, "extremes": shown}
+        record_step(directory, groups, written.places, written.shards,
                     updates_of(len(groups), self.config.batch.updates_per_rollout),
                     [d.name for d in self.config.domains], manifest)
-        seconds = {"rollout": sampled - started, "reward": time.perf_counter() - sampled}
-        return RecordedStep(step, directory, version, metrics, shown, {}, seconds)
+        seconds = {"rollout": rollout_s, "reward": time.perf_counter() - started - rollout_s}
+        return RecordedStep(step, directory, version, state, metrics, shown, {}, seconds)
 
     async def train(self, recorded: RecordedStep) -> dict[str, Any]:
+        if recorded.metrics["sampling/skipped_steps"]:  # no group was kept
+            return {"metrics": {}, "updates": 0, "tokens": 0, "old_logprobs_s": 0.0,
+                    "state": self.state.objective}
         with self.session.phase("train"):
             return await self.session.trainer.call(
                 "train", directory=str(recorded.directory), first_update=self.state.updates,
@@ -151,9 +158,8 @@ class RLLoop:
                     "time/step_s": sum(seconds.values())}
         metrics |= _throughput(metrics, seconds, report["tokens"])
         self.state = replace(self.state, step=step + 1, updates=self.state.updates
-                             + report["updates"], sampler=self.sampler_states.pop(step + 1),
+                             + report["updates"], sampler=recorded.sampler,
                              seconds=self.elapsed_s(), objective=report["state"])
-        self.sampler_states[step + 1] = self.state.sampler
         interval = self.config.evaluation.interval
         if interval and (step + 1) % interval == 0:
             metrics["evaluation/accuracy"] = await greedy_accuracy(
@@ -197,8 +203,8 @@ def _throughput(metrics: dict[str, float], seconds: dict[str, float],
 
 def _read_recorded(step: int, directory: Path) -> RecordedStep:
     manifest = json.loads((directory / "manifest.json").read_text())
-    return RecordedStep(step, directory, manifest["version"], manifest["metrics"],
-                        manifest["extremes"], {}, {})
+    return RecordedStep(step, directory, manifest["version"], manifest["sampler"],
+                        manifest["metrics"], manifest["extremes"], {}, {})
 
 
 async def _both(first, second):

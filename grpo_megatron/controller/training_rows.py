@@ -28,7 +28,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/truncated_fraction": float(truncated.mean()),
         "prompt/length_mean": float(prompts.mean()),
         "batch/num_samples": float(len(rewards)), "batch/num_tokens": float(lengths.sum()),
-        "group/all_equal_fraction": float(np.mean([_all_equal(g.rewards) for g in groups])),
+        "group/all_equal_fraction": float(np.mean([all_equal(g.rewards) for g in groups])),
     }
     for name in groups[0].components:
         values = np.concatenate([g.components[name] for g in groups if name in g.components])
@@ -44,6 +44,7 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else float("nan")
 
 
-def _all_equal(rewards: np.ndarray) -> bool:
+def all_equal(rewards: np.ndarray) -> bool:
+    """Whether the scored rewards of a group carry no signal."""
     valid = rewards[~np.isnan(rewards)]
     return len(valid) == 0 or float(valid.max() - valid.min()) <= 1e-8

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
     """Every prompt of the recipe, rendered, tokenised, deduplicated and split.
 
-    A prompt that leaves no room for `rollout.max_new_tokens` within `rollout.max_model_len` is
+    A prompt that leaves no room for its domain's `max_new_tokens` within `rollout.max_model_len` is
     dropped with a warning, before the split.
 
     Raises:
@@ -31,9 +31,9 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
     if repeated:
         raise DataError(f"domain name {repeated[0]!r} is used twice", where="[[domains]]",
                         remedy="metrics, weights and splits are per name: make names unique")
-    limit = config.rollout.max_model_len - config.rollout.max_new_tokens
-    prompts = (prompt for domain in config.domains
-               for prompt in _fitting(domain, config.seed, tokenizer, limit))
+    longest = config.rollout.max_model_len
+    prompts = (prompt for domain in config.domains for prompt in _fitting(
+        domain, config.seed, tokenizer, longest - config.max_new_tokens_of(domain.name)))
     splits = make_splits(prompts, num_heldout=config.data.num_heldout,
                          num_validation=config.data.num_validation)
     if splits.num_duplicates:

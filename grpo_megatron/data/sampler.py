@@ -7,9 +7,12 @@ order then depends on no library's generator and not on the order of the data.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from grpo_megatron.config.sampling import CurriculumConfig
+from grpo_megatron.data.curriculum import Curriculum
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Prompt, PromptBatch
 
@@ -24,24 +27,32 @@ class PromptSampler:
         train: Training prompts by domain.
         weights: Weight by domain, greater than 0.
         seed: Seed of the shuffles.
+        curriculum: Draw by success rate instead of epoch by epoch.
 
     Raises:
         DataError: A domain without prompts, or with two prompts of the same id.
     """
 
     def __init__(self, train: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float],
-                 seed: int):
+                 seed: int, curriculum: CurriculumConfig | None = None):
         if not train:
             raise DataError("no training prompts", remedy="check [[domains]]")
         self.seed = seed
+        self.acceptance = 1.0  # kept fraction of the last step's groups: sizes the next draw
         self._weights = {name: float(weights[name]) for name in train}
-        self._domains = {name: _Domain(name, prompts, seed) for name, prompts in train.items()}
+        self._domains = {name: _Domain(name, prompts, seed, curriculum)
+                         for name, prompts in train.items()}
 
-    def next_batch(self, step: int, n: int) -> PromptBatch:
+    def next_batch(self, step: int, n: int,
+                   exclude: Collection[str] | None = None) -> PromptBatch:
         """The next `n` prompts; `step` only labels the batch.
 
+        Args:
+            exclude: Ids that this step has already. If given, a domain short of others gives
+                fewer prompts.
+
         Raises:
-            DataError: A domain has fewer prompts than its part of the batch.
+            DataError: Without `exclude`: a domain has fewer prompts than its part of the batch.
         """
         counts = dict.fromkeys(self._domains, 0)
         turns = []
@@ -49,12 +60,29 @@ class PromptSampler:
             name = self._next_domain(counts)
             counts[name] += 1
             turns.append(name)
-        drawn = {name: iter(self._domains[name].draw(count)) for name, count in counts.items()}
-        return PromptBatch(step, tuple(next(drawn[name]) for name in turns))
+        drawn = {name: iter(self._domains[name].draw(count, exclude))
+                 for name, count in counts.items()}
+        found = (next(drawn[name], None) for name in turns)
+        return PromptBatch(step, tuple(prompt for prompt in found if prompt is not None))
+
+    def observe(self, prompt: Prompt, success: float) -> None:
+        """Take the fraction of correct completions of a prompt that was sampled."""
+        if (curriculum := self._domains[prompt.domain].curriculum) is not None:
+            curriculum.observe(prompt.prompt_id, success)
+
+    def metrics(self) -> dict[str, int]:
+        """`curriculum/<bucket>`: prompts by bucket; empty without curriculum."""
+        counts: Counter[str] = Counter()
+        for name, domain in self._domains.items():
+            for bucket, number in domain.curriculum.buckets().items() if domain.curriculum else ():
+                counts[f"curriculum/{bucket}"] += number
+                if len(self._domains) > 1:
+                    counts[f"curriculum/{bucket}@{name}"] = number
+        return counts
 
     def state_dict(self) -> dict[str, Any]:
         """Where sampling stands; `load_state_dict` continues as if never interrupted."""
-        return {"seed": self.seed, "domains": {
+        return {"seed": self.seed, "acceptance": self.acceptance, "domains": {
             name: {"weight": self._weights[name], **domain.state_dict()}
             for name, domain in self._domains.items()}}
 
@@ -71,8 +99,10 @@ class PromptSampler:
             _require_equal(f"weight of domain {name!r}", saved["weight"], self._weights[name])
             _require_equal(f"prompts of domain {name!r}", _data_of(saved),
                            _data_of(domain.state_dict()))
+            _require_equal("curriculum", "curriculum" in saved, domain.curriculum is not None)
         for name, domain in self._domains.items():
             domain.load_state_dict(state["domains"][name])
+        self.acceptance = state["acceptance"]
 
     def _next_domain(self, counts: Mapping[str, int]) -> str:
         had = {name: domain.num_drawn + counts[name] for name, domain in self._domains.items()}
@@ -81,9 +111,10 @@ class PromptSampler:
 
 
 class _Domain:
-    """The epochs of one domain."""
+    """The epochs of one domain, or its curriculum."""
 
-    def __init__(self, name: str, prompts: Sequence[Prompt], seed: int):
+    def __init__(self, name: str, prompts: Sequence[Prompt], seed: int,
+                 curriculum: CurriculumConfig | None):
         if not prompts:
             raise DataError(f"domain {name!r} has no training prompts", remedy="add problems")
         self._name, self._seed = name, seed
@@ -96,39 +127,51 @@ class _Domain:
         self.num_drawn = 0
         self._deferred: list[str] = []  # moved to the end of this epoch's order
         self._order = self._shuffled()
+        self.curriculum = curriculum and Curriculum(self._prompts, f"{seed}\0{name}", curriculum)
 
-    def draw(self, count: int) -> list[Prompt]:
+    def draw(self, count: int, exclude: Collection[str] | None) -> list[Prompt]:
         """The next `count` distinct prompts, over an epoch's end if need be."""
-        if count > len(self._prompts):
+        if exclude is None and count > len(self._prompts):
             raise DataError(
                 f"domain {self._name!r} has {len(self._prompts)} training prompts, but one batch "
                 f"asks for {count} of them", where="[batch] num_prompts",
                 remedy="lower num_prompts or the domain's weight, or add problems")
-        drawn = self._take(count)
-        if len(drawn) < count:
-            # A prompt must not occur twice in a batch: what this batch already has goes to the
-            # end of the new epoch.
-            self._epoch, self._position = self._epoch + 1, 0
-            self._deferred = [prompt.prompt_id for prompt in drawn]
-            self._order = self._shuffled()
-            drawn += self._take(count - len(drawn))
-        return drawn
+        had = {prompt_id for prompt_id in exclude or () if prompt_id in self._prompts}
+        if self.curriculum is not None:
+            ids = self.curriculum.draw(count, had, self.num_drawn)
+        else:
+            count = min(count, len(self._prompts) - len(had))
+            ids = self._take(count, had)
+            if len(ids) < count:
+                # A prompt must not occur twice in a batch: what this batch already has goes to
+                # the end of the new epoch.
+                self._epoch, self._position = self._epoch + 1, 0
+                self._deferred = [*ids, *sorted(had)]
+                self._order = self._shuffled()
+                ids += self._take(count - len(ids), had)
+        self.num_drawn += len(ids)
+        return [self._prompts[prompt_id] for prompt_id in ids]
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_prompts": len(self._prompts), "fingerprint": self._fingerprint,
                 "num_drawn": self.num_drawn, "epoch": self._epoch, "position": self._position,
-                "deferred": list(self._deferred)}
+                "deferred": list(self._deferred),
+                **({"curriculum": self.curriculum.state_dict()} if self.curriculum else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_drawn, self._epoch = state["num_drawn"], state["epoch"]
         self._position, self._deferred = state["position"], list(state["deferred"])
         self._order = self._shuffled()
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
 
-    def _take(self, count: int) -> list[Prompt]:
-        ids = self._order[self._position:self._position + count]
-        self._position += len(ids)
-        self.num_drawn += len(ids)
-        return [self._prompts[prompt_id] for prompt_id in ids]
+    def _take(self, count: int, had: Collection[str]) -> list[str]:
+        ids: list[str] = []
+        while len(ids) < count and self._position < len(self._order):
+            if (prompt_id := self._order[self._position]) not in had:
+                ids.append(prompt_id)
+            self._position += 1
+        return ids
 
     def _shuffled(self) -> list[str]:
         prefix = f"{self._seed}\0{self._name}\0{self._epoch}\0"

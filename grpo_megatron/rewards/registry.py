@@ -53,7 +53,7 @@ def components_of(domain: DomainConfig) -> tuple[Component, ...]:
     """
     components = []
     for reward in domain.rewards:
-        name = reward.name or reward.function.rpartition(":")[2]
+        name = reward.component
         where = f"[[domains]] {domain.name}, reward {name}"
         if any(component.name == name for component in components):
             raise RewardError(f"two reward components are called {name!r}", where=where,

@@ -99,7 +99,7 @@ class RolloutWorker:
         ]
         if directory is None or open_shard is None:
             return StepRollouts(groups, [], [])
-        return await asyncio.to_thread(_write_shards, groups, directory, open_shard)
+        return await asyncio.to_thread(write_shards, groups, directory, open_shard)
 
     async def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Completion]:
         """The most likely completion of every prompt; log-probs are those of temperature 1."""
@@ -125,9 +125,11 @@ class RolloutWorker:
         served_by = [0] * len(prompts)
 
         async def serve(request: _Request, replica: Replica) -> None:
+            prompt = prompts[request.prompt]
             completions, server = await self.pool.call(
                 lambda r: r.client.generate(
-                    prompts[request.prompt].token_ids, n=request.n, max_tokens=max_tokens,
+                    prompt.token_ids, n=request.n,
+                    max_tokens=min(max_tokens, self.config.max_new_tokens_of(prompt.domain)),
                     temperature=temperature, stop_token_ids=self._stop_token_ids,
                     seed=request.seed, record_routes=record_routes, decode=self._decode,
                 ),
@@ -172,7 +174,7 @@ async def _finish_or_cancel(coroutines: Sequence[Awaitable[None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _write_shards(
+def write_shards(
     groups: list[RolloutGroup], directory: Path, open_shard: Callable[[Path], Shard],
 ) -> StepRollouts:
     """In prompt order within each replica's shard: equal rollouts give equal files."""

@@ -23,6 +23,11 @@ from tests.config.conftest import unchecked_config
     ("group_size", ["batch.num_samples_per_prompt=1"]),
     ("updates_per_rollout", ["batch.num_prompts=4", "batch.updates_per_rollout=5"]),
     ("completion_length", ["rollout.max_new_tokens=64"]),
+    ("length_budget", ["domains.0.max_new_tokens=7"]),
+    ("accuracy_component", ["domains.0.accuracy=exact_matc"]),
+    ("accuracy_component", ["domains.0.accuracy=zzz"]),
+    ("zero_variance_resample", ["sampling.zero_variance=resample"]),
+    ("deterministic_surplus", ["sampling.surplus_staleness=1", "rollout.deterministic=true"]),
     ("microbatch_length", ["trainer.max_tokens_per_microbatch=63"]),
     ("deterministic_staleness", ["batch.max_staleness=1", "rollout.deterministic=true"]),
     ("num_senders", ["publish.num_senders=3"]),
@@ -46,7 +51,8 @@ def test_each_rule(rule, overrides):
     ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.1"],
     ["rollout.dtype=bfloat16", "publish.canary=false"],
     ["batch.num_samples_per_prompt=1", "num_steps=0"], ["publish.num_senders=2"],
-    ["domains.0.template={{}} {metadata[expression]} ="],
+    ["domains.0.template={{}} {metadata[expression]} ="], ["domains.0.max_new_tokens=6"],
+    ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
 ])
 def test_valid_settings(overrides):
     assert check_constraints(unchecked_config(*overrides)) == []

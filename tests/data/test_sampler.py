@@ -106,6 +106,28 @@ def test_a_batch_larger_than_the_domain_is_refused():
         make({"a": 4}).next_batch(0, 5)
 
 
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(8, 12), seed=st.integers(0, 5), rounds=st.lists(
+    st.lists(st.integers(0, 6), min_size=1, max_size=4), max_size=6), carry=st.integers(0, 3))
+def test_further_draws_of_a_step_never_repeat_a_prompt(size, seed, rounds, carry):
+    sampler, had = make({"a": size, "b": size}, seed), []
+    for step, counts in enumerate(rounds):
+        had = had[:carry]  # surplus of the step before
+        for n in counts:
+            batch = ids(sampler.next_batch(step, n, had))
+            assert len(batch) <= n and not set(batch) & set(had)
+            had += batch
+            assert len(set(had)) == len(had)
+
+
+def test_a_domain_gives_what_it_has_beside_the_excluded():
+    sampler = make({"a": 4})
+    had = ids(sampler.next_batch(0, 3))
+    assert len(rest := ids(sampler.next_batch(0, 9, had))) == 1
+    assert sampler.next_batch(0, 9, had + rest).prompts == ()
+    assert len(sampler.next_batch(1, 9, ()).prompts) == 4
+
+
 def test_empty_and_repeated_prompts_are_refused():
     with pytest.raises(DataError, match="no training prompts"):
         PromptSampler({"a": []}, {"a": 1.0}, 0)

@@ -195,6 +195,20 @@ def test_greedy_asks_for_one_completion_at_temperature_0():
             for r in requests} == {(1, 0.0)}
 
 
+def test_a_domain_has_its_own_length_budget():
+    async def scenario(started, pool, worker):
+        domain = worker.config.domains[0].model_copy(update={"max_new_tokens": 2})
+        worker.config = worker.config.model_copy(update={"domains": (domain,)})
+        other = Prompt("q", "elsewhere", "", (7,), "")
+        await worker.rollouts(0, [PROMPTS[0], other])
+        await worker.greedy([PROMPTS[0]], 4)
+        return started[0].requests
+
+    requests = run(scenario)
+    assert sorted((r["sampling_params"]["max_tokens"], len(r["token_ids"])) for r in requests) == [
+        (2, 2), (2, 2), (4, 1)]
+
+
 @dataclass
 class MemoryShard:
     path: Path

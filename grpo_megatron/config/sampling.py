@@ -1,0 +1,38 @@
+"""`[sampling]` and `[curriculum]`: which prompts, groups and samples a step trains on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from grpo_megatron.config.base import Strict
+
+
+class SamplingConfig(Strict):
+    """Selection after scoring (docs/sampling.md)."""
+
+    dynamic: bool = False
+    """Keep a group only if some of its completions are correct and some are not; draw further
+    prompts until `batch.num_prompts` groups are kept (DAPO, arXiv:2503.14476)."""
+    max_refill_rounds: int = Field(4, ge=0)
+    """Rounds after the first; then the step trains what there is, or is skipped."""
+    max_oversampling: float = Field(2.0, ge=1)
+    """A round draws at most this many prompts per missing group."""
+    surplus_staleness: int = Field(0, ge=0)
+    """Versions that kept groups left over from an earlier step may be behind on top of
+    `batch.max_staleness`; older ones are dropped."""
+    zero_variance: Literal["keep", "drop", "resample"] = "keep"
+    """Groups whose rewards are all equal: trained with advantage 0, or left out; `resample` is
+    refused (docs/sampling.md says why)."""
+
+
+class CurriculumConfig(Strict):
+    """Prompts drawn by success rate instead of epoch by epoch (`data/curriculum.py`)."""
+
+    rate: float = Field(0.5, gt=0, le=1)
+    """Weight of the newest visit in a prompt's moving success rate p."""
+    floor: float = Field(0.05, gt=0)
+    """A prompt is drawn in proportion to p (1 - p) + floor."""
+    replay_share: float = Field(0.05, ge=0, lt=1)
+    """Share of the draws that go to mastered prompts."""

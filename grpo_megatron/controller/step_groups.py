@@ -1,0 +1,76 @@
+"""The groups of one RL step: drawn, sampled, scored, selected and counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_megatron.controller.display import show
+from grpo_megatron.controller.group_metrics import group_metrics
+from grpo_megatron.controller.refill import fill_batch
+from grpo_megatron.controller.selection import Selection, not_older
+from grpo_megatron.controller.session import Session
+from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.types import Prompt, ScoredGroup
+
+
+@dataclass(frozen=True, slots=True)
+class StepGroups:
+    """What a step trains, and what was sampled for it."""
+
+    groups: list[ScoredGroup]  # to train; may be none
+    sampled: list[ScoredGroup]  # before any selection; what metrics describe
+    metrics: dict[str, float]
+    rollout_s: float
+
+
+class GroupSource:
+    """Yields the groups of step after step.
+
+    Kept groups beyond the target go into the next step. They are held in memory only: after a
+    crash their prompts come again in a later epoch, like those of rejected groups.
+    """
+
+    def __init__(self, session: Session, sampler: PromptSampler):
+        self._session, self._sampler = session, sampler
+        self._selection = Selection(session.config)
+        self._surplus: list[ScoredGroup] = []
+
+    async def groups_of(self, step: int) -> StepGroups:
+        """Sample `step`; moves the sampler and its curriculum."""
+        session, sampler, selection = self._session, self._sampler, self._selection
+        batch, settings = session.config.batch, session.config.sampling
+        rollout_s = 0.0
+
+        async def score(prompts: Sequence[Prompt]) -> list[ScoredGroup]:
+            nonlocal rollout_s
+            show("phase", name="rollout")
+            started = time.perf_counter()
+            rollouts = await session.worker.rollouts(step, prompts)
+            rollout_s += time.perf_counter() - started
+            show("phase", name="reward")
+            return await session.rewards.score(rollouts.groups)
+
+        kept, sampled, num_rounds = await fill_batch(
+            settings, batch.num_prompts, sampler.acceptance, self._surplus,
+            lambda number, exclude: sampler.next_batch(step, number, exclude).prompts,
+            score, selection.keeps)
+        groups, surplus = kept[:batch.num_prompts], kept[batch.num_prompts:]
+        # decided now, not when they are due: a resumed run then counts the same
+        oldest = step + 1 - batch.max_staleness - settings.surplus_staleness
+        self._surplus = not_older(surplus, oldest)
+        for group in sampled:
+            if not np.isnan(correct := selection.correct(group)).all():
+                sampler.observe(group.group.prompt, float(np.nanmean(correct)))
+        metrics = group_metrics(sampled or groups, selection) | sampler.metrics() | {
+            "sampling/rounds": num_rounds, "sampling/surplus": len(surplus),
+            "sampling/stale_dropped": len(surplus) - len(self._surplus),
+            "sampling/missing": batch.num_prompts - len(groups),
+            "sampling/skipped_steps": not groups}
+        if sampled:
+            sampler.acceptance = metrics["sampling/acceptance_rate"]
+        return StepGroups(groups, sampled or groups,
+                          {name: float(value) for name, value in metrics.items()}, rollout_s)

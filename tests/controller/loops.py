@@ -1,0 +1,112 @@
+"""The real loop, store, sampler and metrics around an imagined trainer and engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.rl_loop import RLLoop
+from grpo_megatron.controller.state import RunState
+from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.worker import StepRollouts
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
+from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
+from tests.controller.cases import completion, prompt_of
+
+START = RunState(0, 0, {}, 0.0, 0.0)
+Answer = Callable[[int, Prompt, int], float]
+"""(step, prompt, sample) -> value of the component `right`."""
+
+
+def chance(step: int, prompt: Prompt, sample: int) -> float:
+    """Prompt p7 is right with probability 7/32."""
+    return float(derive_seed(step, prompt.prompt_id, sample) % 32 < int(prompt.prompt_id[1:]))
+
+
+class Crash(Exception):
+    """The controller dies."""
+
+
+class Loop:
+    """A run directory and what runs in it.
+
+    Attributes:
+        trained: Per `train` command, (directory, rows) as the trainer sees them.
+        states: State of every checkpoint by step.
+    """
+
+    def __init__(self, root: Path, config: RunConfig, answer: Answer = chance,
+                 num_prompts: int = 32, crash_at: int | None = None):
+        self.config, self.answer, self.crash_at = config, answer, crash_at
+        self.run_dir = RunDir(root)
+        self.run_dir.create()
+        self.prompts = {d.name: [prompt_of(f"{d.name[0]}{i}", d.name) for i in range(num_prompts)]
+                        for d in config.domains}
+        self.trained: list[tuple[str, SampleTable]] = []
+        self.sampled: list[tuple[int, int]] = []  # (step, prompts)
+        self.states: dict[int, RunState] = {}
+
+    def run(self, state: RunState = START) -> RunState:
+        async def main() -> RunState:
+            session = SimpleNamespace(
+                config=self.config, run_dir=self.run_dir, worker=self, rewards=self,
+                publisher=self, trainer=self, stopping=asyncio.Event(), take_seconds=dict,
+                splits=SimpleNamespace(train=self.prompts), event=lambda *_, **__: None,
+                phase=lambda name: contextlib.nullcontext())
+            self.version = state.step
+            writer = MetricsWriter(self.run_dir)
+            writer.truncate_after(state.step - 1)
+            with contextlib.closing(writer):
+                loop = RLLoop(session, state, writer, SimpleNamespace(log=lambda record: None))
+                self.sampler = loop.sampler
+                return await loop.run()
+        return asyncio.run(main())
+
+    def metrics(self) -> list[dict]:
+        return [{name: value for name, value in record.items() if not name.startswith("time")
+                 and not name.startswith("throughput")}
+                for record in read_metrics(self.run_dir.metrics)]
+
+    async def rollouts(self, step: int, prompts) -> StepRollouts:
+        self.sampled.append((step, len(prompts)))
+        size = self.config.batch.num_samples_per_prompt
+        return StepRollouts([RolloutGroup(p, tuple(
+            completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3)
+            for g in range(size)), 0) for p in prompts], [], [])
+
+    async def score(self, groups) -> list[ScoredGroup]:
+        step = self.sampled[-1][0]
+        scored = []
+        for group in groups:
+            right = np.array([float(self.answer(step, group.prompt, g))
+                              for g in range(len(group.completions))])
+            scored.append(ScoredGroup(group, {"right": right, "short": 0 * right}, right))
+        return scored
+
+    async def publish(self, version: int) -> None:
+        self.version = version
+
+    async def check_canary(self, prompts) -> dict[str, float]:
+        return {}
+
+    async def call(self, command: str, **arguments):
+        if command == "save":
+            state = RunState(**json.loads(json.dumps(arguments["state"])))
+            self.states[state.step] = state
+            return {}
+        if len(self.trained) == self.crash_at:
+            raise Crash
+        table = SampleTable(Path(arguments["directory"]))
+        self.trained.append((Path(arguments["directory"]).name, table))
+        assert len(table)
+        return {"metrics": {"grad/norm": 1.0}, "updates": int(table.update.max()) + 1,
+                "tokens": int(table.completion_lengths.sum()), "old_logprobs_s": 0.0, "state": {}}

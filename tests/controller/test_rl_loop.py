@@ -1,0 +1,164 @@
+"""Steps with refill, without groups, with surplus; resumed equals uninterrupted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.controller.cases import recipe
+from tests.controller.loops import Crash, Loop, chance
+
+NAN = np.nan
+CURRICULUM = {"rate": 0.5}
+
+
+def make(root, answer=chance, num_prompts=32, crash_at=None, domains=("p",), **tables) -> Loop:
+    config = recipe(domains, **({"num_steps": 6, "checkpoint": {"interval": 2}} | tables))
+    return Loop(root, config, answer, num_prompts, crash_at)
+
+
+def test_the_default_trains_every_group_of_one_round(tmp_path):
+    loop = make(tmp_path)
+    loop.run()
+    assert loop.sampled == [(step, 4) for step in range(6)]
+    for record, (_, table) in zip(loop.metrics(), loop.trained, strict=True):
+        assert len(table) == 16 and not table.manifest["stale"]
+        assert record["sampling/rounds"] == record["sampling/acceptance_rate"] == 1
+        assert record["sampling/surplus"] == record["sampling/skipped_steps"] == 0
+        assert not any("@" in name or name.startswith("curriculum") for name in record)
+
+
+def test_dynamic_sampling_trains_full_batches_of_mixed_groups(tmp_path):
+    loop = make(tmp_path, sampling={"dynamic": True, "max_refill_rounds": 9})
+    loop.run()
+    assert len({step for step, _ in loop.sampled}) == 6 and len(loop.sampled) > 6
+    for record, (_, table) in zip(loop.metrics(), loop.trained, strict=True):
+        assert len(table) == 16 and record["sampling/missing"] == 0
+        sums = np.bincount(table.group, table.reward)
+        assert ((sums > 0) & (sums < 4)).all()
+        assert record["sampling/stale_dropped"] == record["sampling/surplus"]
+
+
+def interrupted(root, crash_at: int, **tables) -> Loop:
+    """Crash while a step trains, then resume from the newest checkpoint."""
+    loop = make(root, crash_at=crash_at, **tables)
+    with pytest.raises(Crash):
+        loop.run()
+    step = max(loop.states, default=0)
+    again = make(root, **tables)
+    again.run(loop.states[step]) if step else again.run()
+    return again
+
+
+@pytest.mark.parametrize("crash_at", range(6))
+@pytest.mark.parametrize("tables", [
+    {}, {"sampling": {"dynamic": True}}, {"curriculum": CURRICULUM},
+    {"sampling": {"dynamic": True}, "objective": {"overlong": "drop"}, "curriculum": CURRICULUM,
+     "domains": ("p", "q")}])
+def test_resumed_equals_uninterrupted(tmp_path, tables, crash_at):
+    whole = make(tmp_path / "whole", **tables)
+    whole.run()
+    found = interrupted(tmp_path / "cut", crash_at, **tables)
+    assert found.metrics() == whole.metrics()
+    assert found.sampler.state_dict() == whole.sampler.state_dict()
+    # the step that was recorded before the crash is trained from the store
+    assert crash_at not in {step for step, _ in found.sampled}
+    for (_, table), (_, expected) in zip(found.trained[::-1], whole.trained[::-1], strict=False):
+        assert table.manifest == expected.manifest
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, NAN])
+def test_steps_without_a_kept_group_are_skipped_and_the_run_goes_on(tmp_path, value):
+    def answer(step, prompt, sample):
+        return value if step in (1, 2) else chance(step, prompt, sample)
+
+    tables = {"sampling": {"dynamic": True}, "curriculum": CURRICULUM, "num_prompts": 64}
+    loop = make(tmp_path / "a", answer, **tables)
+    state = loop.run()
+    assert [name for name, _ in loop.trained] == [f"step_{s:06d}" for s in (0, 3, 4, 5)]
+    assert state.updates == 4 and state.step == 6
+    records = loop.metrics()
+    assert [r["sampling/skipped_steps"] for r in records] == [0, 1, 1, 0, 0, 0]
+    assert records[1]["sampling/missing"] == 4 and records[1]["sampling/rounds"] == 5
+    assert records[1]["sampling/acceptance_rate"] == 0
+    assert all(v is not None for r in records for name, v in r.items() if value == value)
+    again = make(tmp_path / "a", answer, **tables)  # the skipped step 2 is read, not sampled
+    again.run(loop.states[2])
+    assert again.metrics() == records and 2 not in {step for step, _ in again.sampled}
+
+
+def test_rounds_run_out_and_what_there_is_is_trained(tmp_path):
+    def answer(step, prompt, sample):
+        return float(prompt.prompt_id == "p3" and sample == 0)
+
+    loop = make(tmp_path, answer, num_prompts=8, num_steps=2,
+                sampling={"dynamic": True, "max_refill_rounds": 9})
+    loop.run()
+    assert [len(table) for _, table in loop.trained] == [4, 4]
+    assert {r["sampling/missing"] for r in loop.metrics()} == {3}
+
+
+def test_surplus_is_trained_next_with_its_own_version(tmp_path):
+    loop = make(tmp_path, lambda step, prompt, sample: sample == 0, num_steps=3,
+                sampling={"dynamic": True, "surplus_staleness": 1, "max_oversampling": 2.0})
+    loop.run(RunStateWith(acceptance=0.5))
+    records = loop.metrics()
+    assert [r["sampling/surplus"] for r in records] == [4, 0, 0]
+    assert loop.sampled == [(0, 8), (2, 4)]  # step 1 lives on what step 0 left
+    (_, first), (_, second), (_, third) = loop.trained
+    assert not first.manifest["stale"] and second.manifest["stale"]
+    assert not third.manifest["stale"]
+    assert {int(second.versions(row)[0]) for row in range(len(second))} == {0}
+    assert [r["sampling/stale_dropped"] for r in records] == [0, 0, 0]
+
+
+def RunStateWith(acceptance: float):
+    """A state whose next step expects this acceptance."""
+    from grpo_megatron.controller.state import RunState
+    from grpo_megatron.data.sampler import PromptSampler
+    from tests.controller.cases import prompt_of
+
+    sampler = PromptSampler({"p": [prompt_of(f"p{i}", "p") for i in range(32)]}, {"p": 1.0}, 0)
+    return RunState(0, 0, {**sampler.state_dict(), "acceptance": acceptance}, 0.0, 0.0)
+
+
+def test_surplus_that_would_be_too_old_is_dropped_and_counted(tmp_path):
+    loop = make(tmp_path, lambda step, prompt, sample: sample == 0, num_steps=2,
+                sampling={"dynamic": True})
+    loop.run(RunStateWith(acceptance=0.5))
+    assert [r["sampling/stale_dropped"] for r in loop.metrics()] == [4, 0]
+    assert not loop.trained[1][1].manifest["stale"]
+
+
+@pytest.mark.parametrize("surplus", [0, 1])
+def test_rollouts_one_step_ahead_keep_the_cap(tmp_path, surplus):
+    loop = make(tmp_path, batch={"num_prompts": 4, "num_samples_per_prompt": 4,
+                                 "max_staleness": 1},
+                sampling={"dynamic": True, "surplus_staleness": surplus, "max_oversampling": 4})
+    loop.run()
+    oldest = [step - min(int(t.versions(row)[0]) for row in range(len(t)))
+              for step, (_, t) in enumerate(loop.trained)]
+    assert len(loop.trained) == 6 and max(oldest) == 1 + surplus
+    assert all(t.manifest["stale"] for _, t in loop.trained[1:])
+
+
+def test_truncated_samples_are_recorded_as_they_are(tmp_path):
+    """Sample 3 of every group is truncated; the trainer filters, the store keeps everything."""
+    loop = make(tmp_path, lambda step, prompt, sample: float(sample < 2), num_steps=1,
+                objective={"overlong": "drop"})
+    loop.run()
+    table = loop.trained[0][1]
+    assert table.truncated.tolist() == [i % 4 == 3 for i in range(16)]
+    assert not np.isnan(table.reward).any()
+    np.testing.assert_array_equal(table.components["right"], table.reward)
+
+
+def test_metrics_by_domain(tmp_path):
+    loop = make(tmp_path, domains=("p", "q"), num_steps=1, curriculum=CURRICULUM)
+    loop.run()
+    record = loop.metrics()[0]
+    for name in ("sampling/acceptance_rate", "group/all_wrong_fraction", "accuracy/pass_at_1",
+                 "response/length_p95"):
+        assert {name, f"{name}@p", f"{name}@q"} <= set(record)
+    assert record["curriculum/unseen"] == 60
+    assert record["curriculum/unseen@p"] == record["curriculum/unseen@q"] == 30

@@ -1,0 +1,100 @@
+"""Which groups are kept, which samples are trained, and what is counted."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from grpo_megatron.controller.group_metrics import group_metrics
+from grpo_megatron.controller.selection import Selection, not_older
+from tests.controller.cases import group, recipe
+
+NAN = np.nan
+
+
+def keeps(scored, **sampling) -> bool:
+    return Selection(recipe(sampling=sampling)).keeps(scored)
+
+
+@pytest.mark.parametrize("scored", [
+    group([1, 1]), group([0, 0]), group([NAN, NAN]), group([1]), group([0, 1], truncated=[0, 1])])
+def test_the_default_keeps_everything_untouched(scored):
+    selection = Selection(recipe())
+    assert selection.keeps(scored)
+    assert selection.with_statistics(scored) is scored
+
+
+@pytest.mark.parametrize(("right", "kept"), [
+    ([1, 0], True), ([1, 1], False), ([0, 0], False), ([1], False), ([0], False),
+    ([NAN, NAN], False), ([1, NAN], False), ([0, NAN], False), ([1, 0, NAN], True),
+    ([1 - 1e-10, 1], False), ([1 - 1e-6, 1], True)])
+def test_dynamic_sampling_needs_a_correct_and_an_incorrect_completion(right, kept):
+    assert keeps(group(right), dynamic=True) is kept
+
+
+def test_dynamic_sampling_looks_at_accuracy_not_at_the_sum():
+    shaped = group([1, 1], short=[0, -0.5])  # all right, rewards differ
+    assert not keeps(shaped, dynamic=True)
+    assert keeps(group([1, 0], short=[0, 1]), dynamic=True)  # equal sums
+    other = Selection(recipe(d={"accuracy": "short", "accuracy_threshold": 0.0},
+                             sampling={"dynamic": True}))
+    assert other.keeps(shaped)
+    np.testing.assert_array_equal(other.correct(shaped), [1, 0])
+
+
+def test_zero_variance_groups_can_be_left_out():
+    assert not keeps(group([1, 1, NAN]), zero_variance="drop")
+    assert not keeps(group([1, 0], short=[0, 1]), zero_variance="drop")
+    assert not keeps(group([NAN, NAN]), zero_variance="drop")
+    assert keeps(group([1, 1], short=[0, 1]), zero_variance="drop")
+
+
+def test_overlong_loss_keeps_the_reward_in_group_statistics():
+    selection = Selection(recipe(objective={"overlong": "loss"}))
+    scored = group([1, 0, 1], truncated=[1])
+    assert selection.with_statistics(scored) is scored
+    assert not selection.keeps(group([1, 0], truncated=[0, 1]))  # nothing to train
+
+
+def test_overlong_drop_unscores_truncated_samples():
+    settings = {"sampling": {"dynamic": True}, "objective": {"overlong": "drop"}}
+    selection = Selection(recipe(**settings))
+    scored = group([1, 0, 1], truncated=[1])
+    seen = selection.with_statistics(scored)
+    np.testing.assert_array_equal(seen.rewards, [1, NAN, 1])
+    np.testing.assert_array_equal(seen.components["right"], [1, NAN, 1])
+    assert not selection.keeps(scored)  # the only incorrect one does not count
+    settings["objective"] = {"overlong": "loss"}
+    assert Selection(recipe(**settings)).keeps(scored)
+    np.testing.assert_array_equal(scored.rewards, [1, 0, 1])
+
+
+def test_groups_with_older_tokens_are_found():
+    groups = [group([1], version=version) for version in (3, 4, 5)]
+    assert not_older(groups, 4) == groups[1:]
+
+
+def test_metrics_by_domain():
+    config = recipe(("d", "e"), sampling={"dynamic": True})
+    groups = [group([1, 0, 0, 0]), group([1, 1, 1, 1]), group([0, NAN, 0, 0], domain="e"),
+              group([NAN, NAN, NAN, NAN], domain="e")]
+    metrics = group_metrics(groups, Selection(config))
+    assert metrics["sampling/acceptance_rate"] == 1 / 4
+    assert metrics["sampling/acceptance_rate@d"] == 1 / 2
+    assert metrics["group/all_correct_fraction"] == metrics["group/all_wrong_fraction"] == 1 / 3
+    assert metrics["group/all_wrong_fraction@e"] == 1
+    assert metrics["accuracy/pass_at_1"] == pytest.approx(1.25 / 3)
+    assert metrics["accuracy/pass_at_group"] == pytest.approx(2 / 3)
+    assert metrics["response/length_correct_mean"] == 11 / 5
+    assert metrics["response/length_incorrect_mean"] == (2 + 3 + 4 + 1 + 3 + 4) / 6
+    assert metrics["response/length_p95"] == 4
+    assert "response/length_correct_mean@e" not in metrics  # nothing was correct
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert not any("@" in name for name in group_metrics(groups[:2], Selection(config)))
+
+
+def test_groups_without_a_score_have_lengths_only():
+    metrics = group_metrics([group([NAN])], Selection(recipe()))
+    assert metrics == {"response/length_p95": 1.0, "sampling/acceptance_rate": 1.0}
