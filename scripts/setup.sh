@@ -43,6 +43,17 @@ if ((${#missing[@]})); then
     fi
 fi
 
+# --- optional: the sandbox in which the reward code_tests runs programs
+if ! command -v bwrap >/dev/null; then
+    if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null && apt-get update -qq &&
+        apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null; then
+        say "installed bubblewrap"
+    else
+        say "no bubblewrap: recipes with the reward code_tests will be refused (apt-get install \
+bubblewrap)"
+    fi
+fi
+
 # --- virtual environment
 python=${PYTHON:-python3.11}
 command -v "$python" >/dev/null ||

@@ -43,7 +43,7 @@ def all_findings() -> list[Finding]:
     on_gpu = has_nvidia_gpu()
     return [python_version(), *packages("gpu" if on_gpu else "cpu"), torch_works(on_gpu=on_gpu),
             *unwanted_packages(on_gpu=on_gpu), *gpu_extras(on_gpu=on_gpu),
-            *system_tools(on_gpu=on_gpu), memory(), shared_memory(), disk()]
+            *system_tools(on_gpu=on_gpu), code_sandbox(), memory(), shared_memory(), disk()]
 
 
 def has_nvidia_gpu() -> bool:
@@ -149,6 +149,15 @@ def system_tools(*, on_gpu: bool) -> Iterator[Finding]:
     lscpu = shutil.which("lscpu")
     yield Finding("lscpu", "ok" if lscpu else absent, lscpu or "not found",
                   "apt-get install util-linux")
+
+
+def code_sandbox() -> Finding:
+    """Whether an isolated program runs; needed by the reward `code_tests` only."""
+    from grpo_megatron.rewards import sandbox
+
+    reason = sandbox.why_not()
+    return Finding("code sandbox", "optional" if reason else "ok", reason or "bubblewrap works",
+                   f"without it the reward code_tests is refused: {sandbox.REMEDY}")
 
 
 def _loads(library: str) -> bool:

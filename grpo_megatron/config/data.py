@@ -54,6 +54,8 @@ class DomainConfig(Strict):
     """Share of this domain in the training prompts, relative to the others."""
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     """Reward components; the reward is their weighted sum."""
+    reward_clip: float | None = Field(None, gt=0)
+    """Clip the weighted sum to ±reward_clip; default: not at all."""
     accuracy: str | None = None
     """Reward component that says whether a completion is correct; default: the first."""
     accuracy_threshold: float = 1.0
@@ -75,6 +77,9 @@ class DataConfig(Strict):
     num_heldout: int = Field(1024, ge=0)
     """Prompts kept out of training and validation, used for the final accuracy."""
     reward_timeout_s: float = Field(5.0, gt=0)
-    """Hard limit per reward call; past it the worker is killed, the sample is unscorable."""
+    """Hard limit per reward call; past it the worker is killed (a coroutine is cancelled), the
+    sample is unscorable."""
     reward_workers: int = Field(1, ge=1)
     """Reward processes."""
+    reward_concurrency: int = Field(16, ge=1)
+    """Coroutines of async rewards that one reward process runs at a time."""

@@ -78,7 +78,8 @@ async def open_session(config: RunConfig, run_dir: RunDir,
         splits = load_splits(config, tokenizer)
         rewards = await stack.enter_async_context(RewardPool(
             config.domains, num_workers=config.data.reward_workers,
-            timeout_s=config.data.reward_timeout_s, log_path=run_dir.logs / "rewards.log"))
+            timeout_s=config.data.reward_timeout_s, concurrency=config.data.reward_concurrency,
+            log_path=run_dir.logs / "rewards.log"))
         clients = [await stack.enter_async_context(EngineClient(
             url, name=f"rollout-{i}", request_timeout_s=config.rollout.request_timeout_s))
             for i, url in enumerate(engine_urls)]

@@ -15,7 +15,7 @@ CAPACITY = 256
 """Most calls of one chunk."""
 
 PENDING, SCORED, RAISED, TIMED_OUT, DIED = range(5)
-"""Status of a call. The worker writes the first three, the parent the others."""
+"""Status of a call. The parent writes the last, and the one before for whom it had to kill."""
 
 NOT_STARTED, FINISHED = -1, -2
 """Instead of the index of the running call."""
@@ -58,6 +58,10 @@ class Board:
         index with the old call's time."""
         self._started[0] = time.monotonic()
         self._index[0] = index
+
+    def touch(self) -> None:
+        """Whatever runs gets its whole time from now on."""
+        self._started[0] = time.monotonic()
 
     def record(self, index: int, status: int, value: float) -> None:
         """Call `index` ended."""

@@ -1,10 +1,12 @@
-"""Verifiable rewards. A reward is a plain function:
+"""Verifiable rewards, by the names that recipes use. A reward is a plain function:
 
     def my_reward(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, Any],
+                  num_tokens: int, truncated: bool, token_ids: tuple[int, ...],
                   **arguments) -> float | None
 
-`prompt` and `metadata` may be left out of the signature; further keyword arguments come from the
-recipe. NaN or None means "cannot be scored" (a bad reference answer), which is not the same as 0.
+It takes those of these keyword arguments that its signature names; others come from the recipe.
+NaN or None means "cannot be scored" (a bad reference answer), which is not the same as 0. An
+`async def` runs beside others of its kind: for rewards that wait for a server.
 """
 
 from __future__ import annotations
@@ -15,25 +17,22 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo_megatron.errors import DataError
+from grpo_megatron.rewards.code_tests import code_tests
+from grpo_megatron.rewards.length import cosine_length, length_penalty, repetition, soft_overlong
+from grpo_megatron.rewards.registry import needs
+from grpo_megatron.rewards.style import extract, format_tags, language_consistency
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+__all__ = ["code_tests", "cosine_length", "exact_match", "format_tags", "language_consistency",
+           "length_penalty", "math_verify", "numeric_match", "reasoning_gym_score", "repetition",
+           "soft_overlong"]
+
 # A sign counts only where no operand stands before it: "42-17" ends with 17, "x = -17" with -17.
 _NUMBER = re.compile(r"(?:(?<![\d)])[-+])?(?:\d+(?:,\d{3})+|\d+|(?=\.\d))"
                      r"(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?!\d)")
 _MATH_TIMEOUT_S = 2  # math-verify's own, in whole seconds, beneath the pool's hard limit
-
-
-def imports(*modules: str) -> Callable[[_Function], _Function]:
-    """Modules that workers import before the first call, so that no call's time pays for it."""
-
-    def mark(function: _Function) -> _Function:
-        function.imports = modules  # type: ignore[attr-defined]
-        return function
-
-    return mark
 
 
 def exact_match(completion: str, answer: str, *, answer_tag: str | None = None) -> float:
@@ -69,7 +68,7 @@ def numeric_match(completion: str, answer: str, *, tolerance: float = 0.0,
     return float(value is not None and abs(value - expected) <= Fraction(tolerance))
 
 
-@imports("math_verify")
+@needs("math_verify")
 def math_verify(completion: str, answer: str, *, answer_tag: str | None = None) -> float:
     """1 where math-verify finds completion and answer equivalent; 0 where it does not or cannot
     read the completion; NaN where it cannot read the answer.
@@ -89,7 +88,7 @@ def math_verify(completion: str, answer: str, *, answer_tag: str | None = None) 
     return float(bool(parsed) and verify(gold, parsed, timeout_seconds=_MATH_TIMEOUT_S))
 
 
-@imports("reasoning_gym")
+@needs("reasoning_gym")
 def reasoning_gym_score(completion: str, answer: str, *, metadata: Mapping[str, Any],
                         answer_tag: str | None = None) -> float:
     """The score in [0, 1] that reasoning-gym's own data set gives, by `source_dataset`.
@@ -107,37 +106,6 @@ def reasoning_gym_score(completion: str, answer: str, *, metadata: Mapping[str, 
     entry = {"question": metadata.get("question", ""), "answer": answer, "metadata": metadata}
     score = _reasoning_gym_scorer(metadata["source_dataset"])
     return float(score(answer=None if given is None else given.strip(), entry=entry))
-
-
-def format_tags(completion: str, answer: str, *, think_tag: str = "think",
-                answer_tag: str = "answer", opened: bool = False) -> float:
-    """1 for exactly one think block, then exactly one answer block, neither empty; else 0.
-
-    Nothing but white space may stand outside of the blocks (DeepSeek-R1, arXiv:2501.12948).
-
-    Args:
-        think_tag, answer_tag: Names of the blocks.
-        opened: The prompt already ends with the opening think tag.
-    """
-    text = f"<{think_tag}>{completion}" if opened else completion
-    for tag in (think_tag, answer_tag):
-        if text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
-            return 0.0
-    start, think, middle, final, end = (part.strip() for part in re.split(
-        "|".join(re.escape(mark) for tag in (think_tag, answer_tag)
-                 for mark in (f"<{tag}>", f"</{tag}>")), text))
-    in_order = (text.index(f"<{think_tag}>") < text.index(f"</{think_tag}>")
-                < text.index(f"<{answer_tag}>") < text.index(f"</{answer_tag}>"))
-    return float(in_order and bool(think) and bool(final) and not (start or middle or end))
-
-
-def extract(completion: str, tag: str | None) -> str | None:
-    """The last closed `<tag>…</tag>`'s content; None where there is none; all without a tag."""
-    if tag is None:
-        return completion
-    head, closed, _ = completion.rpartition(f"</{tag}>")
-    _, opened, content = head.rpartition(f"<{tag}>")
-    return content if closed and opened else None
 
 
 def _number(text: str) -> Fraction | None:

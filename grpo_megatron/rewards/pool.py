@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from grpo_megatron.rewards.board import DIED, PENDING, RAISED, SCORED, TIMED_OUT
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import Component, components_of
 from grpo_megatron.rewards.worker import Call
-from grpo_megatron.types import RolloutGroup, ScoredGroup
+from grpo_megatron.types import Completion, RolloutGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,11 @@ MAX_KILLS = 32
 
 _MAX_IDLE_DEATHS = 3
 _MIN_SAMPLES_TO_GIVE_UP = 64
+_OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {
+    "num_tokens": lambda completion: len(completion.token_ids),
+    "truncated": lambda completion: completion.truncated,
+    "token_ids": lambda completion: tuple(completion.token_ids.tolist()),
+}
 _CAUSES = {RAISED: "raised", TIMED_OUT: "timed_out", DIED: "died"}
 
 
@@ -48,6 +53,7 @@ class RewardPool:
             fails before anything starts.
         num_workers: Processes.
         timeout_s: Hard limit per call.
+        concurrency: Coroutines of async rewards that one process runs at a time.
         log_path: What rewards print; None: the standard error of this process.
 
     Raises:
@@ -55,14 +61,16 @@ class RewardPool:
     """
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
-                 timeout_s: float = 5.0, log_path: Path | None = None):
+                 timeout_s: float = 5.0, concurrency: int = 16, log_path: Path | None = None):
         self._components: list[Component] = []
+        self._clips = {domain.name: domain.reward_clip for domain in domains}
         self._by_domain: dict[str, range] = {}
         for domain in domains:
             start = len(self._components)
             self._components += components_of(domain)
             self._by_domain[domain.name] = range(start, len(self._components))
-        self._timeout_s, self._log_path = timeout_s, log_path
+        self._limits = {"timeout_s": timeout_s, "concurrency": concurrency}
+        self._log_path = log_path
         self._slots: asyncio.Queue[_Slot] = asyncio.Queue()
         self._all_slots = [_Slot() for _ in range(num_workers)]
         for slot in self._all_slots:
@@ -101,7 +109,8 @@ class RewardPool:
 
         Returns:
             Per group: `components[name]` float64 [G], NaN where a component was skipped, and
-            `rewards` float64 [G], the weighted sum of the other components, NaN where all were.
+            `rewards` float64 [G], the weighted sum of the other components within ±reward_clip,
+            NaN where all were.
 
         Raises:
             RewardError: A function failed on every sample, or keeps killing its process.
@@ -144,8 +153,10 @@ class RewardPool:
             raise RewardError(f"no rewards for domain {prompt.domain!r}",
                               where=f"prompt {prompt.prompt_id}",
                               remedy=f"domains with rewards: {', '.join(self._by_domain)}")
-        context = {"prompt": prompt.text, "metadata": dict(prompt.metadata)}
-        return [(index, completion.text, prompt.answer, context)
+        shared = {"prompt": prompt.text, "metadata": dict(prompt.metadata)}
+        return [(index, completion.text, prompt.answer,
+                 {name: shared[name] if name in shared else _OF_COMPLETION[name](completion)
+                  for name in self._components[index].context})
                 for completion in group.completions for index in self._by_domain[prompt.domain]]
 
     async def _score_chunk(self, calls: Sequence[Call], span: range, statuses: list[int],
@@ -155,7 +166,7 @@ class RewardPool:
         try:
             while pending:
                 process = await self._process_of(slot)
-                results = await process.run([calls[i] for i in pending], self._timeout_s)
+                results = await process.run([calls[i] for i in pending])
                 for i, status, value in zip(pending, *results, strict=True):
                     statuses[i], values[i] = status, value if status == SCORED else np.nan
                     self._count(calls[i][0], status)
@@ -175,7 +186,7 @@ class RewardPool:
             if slot.process is not None:
                 self._num_restarts += 1
             functions = [(c.reference, c.arguments) for c in self._components]
-            slot.process = await RewardProcess.start(functions, self._log_path)
+            slot.process = await RewardProcess.start(functions, self._log_path, **self._limits)
         return slot.process
 
     def _count(self, function: int, status: int) -> None:
@@ -220,7 +231,7 @@ class RewardPool:
         return RewardError(f"reward {component.reference} {what}{told}",
                            where=f"[[domains]] {component.domain}, reward {component.name}",
                            remedy="correct the function; [data] reward_timeout_s is "
-                           f"{self._timeout_s:g} s")
+                           f"{self._limits['timeout_s']:g} s")
 
     def _assembled(self, groups: Sequence[RolloutGroup],
                    values: Sequence[float]) -> list[ScoredGroup]:
@@ -234,7 +245,7 @@ class RewardPool:
             weights = np.asarray([component.weight for component in components])
             scored.append(ScoredGroup(
                 group, {c.name: table[:, k].copy() for k, c in enumerate(components)},
-                weighted_sum(table, weights)))
+                weighted_sum(table, weights, self._clips[group.prompt.domain])))
         return scored
 
 
@@ -244,8 +255,11 @@ class _Slot:
     process: RewardProcess | None = None
 
 
-def weighted_sum(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Rewards [G] of components [G, C]: NaN components are skipped, NaN where all are."""
+def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float | None = None) -> np.ndarray:
+    """Rewards [G] of components [G, C], clipped to ±clip: NaN components are skipped, NaN where
+    all are."""
     known = ~np.isnan(table)
     total = np.where(known, table, 0.0) @ weights
+    if clip is not None:
+        total = np.clip(total, -clip, clip)
     return np.where(known.any(axis=1), total, np.nan)

@@ -28,19 +28,20 @@ class RewardProcess:
         tracebacks: First traceback of each function that raised, by function index.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, board: Board):
-        self._process, self._board = process, board
+    def __init__(self, process: asyncio.subprocess.Process, board: Board, timeout_s: float):
+        self._process, self._board, self._timeout_s = process, board, timeout_s
         self.alive = True
         self.tracebacks: dict[int, str] = {}
 
     @classmethod
     async def start(cls, functions: Sequence[tuple[str, Mapping[str, Any]]],
-                    log_path: Path | None) -> RewardProcess:
+                    log_path: Path | None, *, timeout_s: float, concurrency: int) -> RewardProcess:
         """Start a worker and wait until it has imported `functions`.
 
         Args:
             functions: (reference, arguments) each; calls name them by index.
             log_path: What rewards print is appended here; None: the parent's standard error.
+            timeout_s, concurrency: Hard limit per call; coroutines that run at a time.
 
         Raises:
             RewardError: The worker cannot import a function, or does not start.
@@ -58,9 +59,11 @@ class RewardProcess:
             os.close(board_fd)
             if log:
                 log.close()
-        worker = cls(process, board)
+        worker = cls(process, board, timeout_s)
+        specifications = [(reference, dict(arguments)) for reference, arguments in functions]
         try:
-            await worker._send([(reference, dict(arguments)) for reference, arguments in functions])
+            await worker._send((specifications, {"timeout_s": timeout_s,
+                                                 "concurrency": concurrency}))
             await asyncio.wait_for(worker._until("ready"), _STARTUP_TIMEOUT_S)
         except BaseException as error:
             await worker.kill()
@@ -71,7 +74,7 @@ class RewardProcess:
             raise
         return worker
 
-    async def run(self, calls: Sequence[Call], timeout_s: float) -> tuple[list[int], list[float]]:
+    async def run(self, calls: Sequence[Call]) -> tuple[list[int], list[float]]:
         """Run a chunk; returns status and value per call.
 
         A call over the limit is TIMED_OUT, a call that ended the process is DIED; the process is
@@ -82,7 +85,7 @@ class RewardProcess:
         on_time = True
         try:
             await self._send(calls)
-            on_time = await self._watch(timeout_s)
+            on_time = await self._watch()
         except (EOFError, ConnectionError):
             self.alive = False
         except BaseException:  # cancelled: the worker is in the middle of something
@@ -117,10 +120,10 @@ class RewardProcess:
     def _results(self, num_calls: int) -> tuple[list[int], list[float]]:
         return list(self._board.statuses[:num_calls]), list(self._board.values[:num_calls])
 
-    async def _watch(self, timeout_s: float) -> bool:
+    async def _watch(self) -> bool:
         """Wait for the end of the chunk; False once a call is over the limit."""
         done = asyncio.ensure_future(self._until("done"))
-        wait_s = timeout_s
+        wait_s = timeout_s = self._timeout_s
         try:
             while not (await asyncio.wait({done}, timeout=wait_s))[0]:
                 index, elapsed_s = self._board.running()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_megatron.errors import RewardError
 
 if TYPE_CHECKING:
     from grpo_megatron.config.data import DomainConfig
 
-CONTEXT = ("prompt", "metadata")
-"""Keyword arguments that the pool offers; a reward takes those that its signature names."""
+CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids")
+"""Keyword arguments that the pool offers; a reward takes those that its signature names.
+`**arguments` takes the first two: the others would be sent to processes for nothing."""
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _SIGNATURE = "def reward(completion: str, answer: str, *, prompt: str, metadata, **arguments)"
 
 
@@ -30,6 +33,7 @@ class Component:
     weight: float
     reference: str  # "module:function"
     arguments: Mapping[str, Any]
+    context: tuple[str, ...]  # of CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,25 @@ class BoundReward:
     arguments: Mapping[str, Any]
     context: tuple[str, ...]
 
+    @property
+    def is_async(self) -> bool:
+        """Whether a call returns a coroutine."""
+        return inspect.iscoroutinefunction(self.function)
+
     def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
         offered = {key: context[key] for key in self.context}
         return self.function(completion, answer, **offered, **self.arguments)
+
+
+def needs(*modules: str, check: Callable[..., Any] | None = None
+          ) -> Callable[[_Function], _Function]:
+    """Modules that workers import before the first call, so that no call's time pays for it.
+    `check(**arguments)` raises RewardError where the reward cannot work with the recipe's."""
+    def mark(function: _Function) -> _Function:
+        function.imports, function.check = modules, check  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def components_of(domain: DomainConfig) -> tuple[Component, ...]:
@@ -58,9 +78,9 @@ def components_of(domain: DomainConfig) -> tuple[Component, ...]:
         if any(component.name == name for component in components):
             raise RewardError(f"two reward components are called {name!r}", where=where,
                               remedy="give one of them a `name`")
-        bind(reward.function, reward.arguments, where=where)
+        context = bind(reward.function, reward.arguments, where=where).context
         components.append(Component(domain.name, name, reward.weight, reward.function,
-                                    dict(reward.arguments)))
+                                    dict(reward.arguments), context))
     return tuple(components)
 
 
@@ -71,12 +91,9 @@ def bind(reference: str, arguments: Mapping[str, Any], *, where: str | None = No
 
     Raises:
         RewardError: No such module or function, an error inside the module, a signature that
-            does not fit, or an argument that the function does not take.
+            does not fit, an argument that the function does not take or that its check refuses.
     """
     function = _imported(reference, where)
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(f"reward {reference} is async", where=where,
-                          remedy="write a plain function; the pool already runs it aside")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none: nothing to check
@@ -91,14 +108,40 @@ def bind(reference: str, arguments: Mapping[str, Any], *, where: str | None = No
     except TypeError as error:
         raise RewardError(f"reward {reference}{signature} cannot be called: {error}", where=where,
                           remedy=_signature_remedy(signature, arguments)) from error
+    try:
+        if check := getattr(function, "check", None):
+            check(**arguments)
+    except RewardError as error:
+        error.where = error.where or where
+        raise
     return BoundReward(function, arguments, context)
+
+
+def to_float(value: Any) -> float:
+    """A reward's return value as a finite float, or NaN for NaN and None ("cannot be scored").
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Infinite.
+    """
+    if value is None:
+        return math.nan
+    if isinstance(value, str | bytes) or not (hasattr(value, "__float__")
+                                              or hasattr(value, "__index__")):
+        raise TypeError(f"a reward must return a number or None, not "
+                        f"{type(value).__name__} {str(value)[:80]!r}")
+    number = float(value)
+    if math.isinf(number):
+        raise ValueError("a reward must be finite")
+    return number
 
 
 def _takes(signature: inspect.Signature, key: str) -> bool:
     if key in signature.parameters:
         return signature.parameters[key].kind in (inspect.Parameter.KEYWORD_ONLY,
                                                   inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    return key in CONTEXT[:2] and any(p.kind is inspect.Parameter.VAR_KEYWORD
+                                      for p in signature.parameters.values())
 
 
 def _signature_remedy(signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:

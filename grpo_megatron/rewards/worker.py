@@ -6,6 +6,7 @@ input ends, and with its parent even while a reward hangs.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import pickle
@@ -13,37 +14,20 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.board import FINISHED, RAISED, SCORED, Board
-from grpo_megatron.rewards.registry import BoundReward, bind
+from grpo_megatron.rewards.coroutines import score_all
+from grpo_megatron.rewards.registry import BoundReward, bind, to_float
 
 HEADER = struct.Struct("<Q")
 """Every message is its length and a pickle."""
 
 Call = tuple[int, str, str, Mapping[str, Any]]
-"""Index of the function, completion, answer, context (prompt and metadata)."""
-
-
-def to_float(value: Any) -> float:
-    """A reward's return value as a finite float, or NaN for NaN and None ("cannot be scored").
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Infinite.
-    """
-    if value is None:
-        return math.nan
-    if isinstance(value, str | bytes) or not (hasattr(value, "__float__")
-                                              or hasattr(value, "__index__")):
-        raise TypeError(f"a reward must return a number or None, not "
-                        f"{type(value).__name__} {str(value)[:80]!r}")
-    number = float(value)
-    if math.isinf(number):
-        raise ValueError("a reward must be finite")
-    return number
+"""Index of the function, completion, answer, the context that the function takes."""
 
 
 def main() -> None:
@@ -54,14 +38,20 @@ def main() -> None:
     requests, replies = _private_streams()
     board = Board(board_fd)
     os.close(board_fd)
-    rewards = _bind_all(receive(requests), replies)
+    specifications, limits = receive(requests) or ((), {})
+    rewards = _bind_all(specifications, replies)
     if rewards is None:
         return
     known_failures: set[int] = set()
     send(replies, ("ready",))
-    while (calls := receive(requests)) is not None:
-        _run(calls, rewards, board, replies, known_failures)
-        send(replies, ("done",))
+    with asyncio.Runner() as loop:  # one for all chunks, so that rewards may keep connections
+        while (calls := receive(requests)) is not None:
+            raised = partial(_raised, calls, board, replies, known_failures)
+            waiting = _run(calls, rewards, board, raised)
+            if waiting:
+                loop.run(score_all(waiting, board, raised=raised, **limits))
+            board.begin(FINISHED)
+            send(replies, ("done",))
 
 
 def send(stream: BinaryIO, message: Any) -> None:
@@ -84,23 +74,35 @@ def receive(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(HEADER.unpack(header)[0]))
 
 
-def _run(calls: Sequence[Call], rewards: Sequence[BoundReward], board: Board, replies: BinaryIO,
-         known_failures: set[int]) -> None:
-    for index, (function, completion, answer, context) in enumerate(calls):
+def _run(calls: Sequence[Call], rewards: Sequence[BoundReward], board: Board,
+         raised: Callable[[int], None]) -> dict[int, Callable[[], Any]]:
+    """Make the plain calls; returns the async ones by index."""
+    waiting = {}
+    for index, (function, *arguments) in enumerate(calls):
+        call = partial(rewards[function], *arguments)
+        if rewards[function].is_async:
+            waiting[index] = call
+            continue
         board.begin(index)
         try:
-            board.record(index, SCORED, to_float(rewards[function](completion, answer, context)))
+            board.record(index, SCORED, to_float(call()))
         except BaseException:  # SystemExit of a reward must not end the worker either
-            board.record(index, RAISED, math.nan)
-            if function not in known_failures:
-                known_failures.add(function)
-                send(replies, ("error", function, traceback.format_exc()))
-    board.begin(FINISHED)
+            raised(index)
+    return waiting
+
+
+def _raised(calls: Sequence[Call], board: Board, replies: BinaryIO, known_failures: set[int],
+            index: int) -> None:
+    board.record(index, RAISED, math.nan)
+    function = calls[index][0]
+    if function not in known_failures:
+        known_failures.add(function)
+        send(replies, ("error", function, traceback.format_exc()))
 
 
 def _bind_all(specifications: Any, replies: BinaryIO) -> list[BoundReward] | None:
     try:
-        return [bind(reference, arguments) for reference, arguments in specifications or ()]
+        return [bind(reference, arguments) for reference, arguments in specifications]
     except RewardError as error:
         send(replies, ("failed", str(error)))
         return None

@@ -106,7 +106,7 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
 
 def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
     """Rewards and lengths of a recorded step, without token columns."""
-    weights = {d.name: {r.name or r.function.rpartition(":")[2]: r.weight for r in d.rewards}
+    weights = {d.name: {r.component: r.weight for r in d.rewards}
                for d in config.domains}
     names = [d.name for d in config.domains]
     batch = SampleBatch(

@@ -86,3 +86,12 @@ def test_system_libraries(monkeypatch):
 def test_machine_sizes_are_reported():
     for check in (doctor_checks.memory, doctor_checks.disk, doctor_checks.shared_memory):
         assert "GiB" in check().found
+
+
+@pytest.mark.parametrize(("reason", "status"), [
+    (None, "ok"), ("bwrap is not installed", "optional")])
+def test_the_sandbox_is_optional(reason, status, monkeypatch):
+    monkeypatch.setattr("grpo_megatron.rewards.sandbox.why_not", lambda: reason)
+    finding = doctor_checks.code_sandbox()
+    assert finding.status == status and "code_tests" in finding.remedy
+    assert finding.found == (reason or "bubblewrap works")

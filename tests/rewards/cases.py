@@ -15,9 +15,9 @@ from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
 HOSTILE = "tests.rewards.hostile"
 
 
-def domain(*functions: str | dict[str, Any], name: str = "d") -> DomainConfig:
+def domain(*functions: str | dict[str, Any], name: str = "d", **fields: Any) -> DomainConfig:
     rewards = [{"function": f} if isinstance(f, str) else f for f in functions]
-    return DomainConfig(name=name, source="reasoning_gym", rewards=rewards)
+    return DomainConfig(name=name, source="reasoning_gym", rewards=rewards, **fields)
 
 
 def group(texts: Sequence[str], *, name: str = "d", answer: str = "85") -> RolloutGroup:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -76,5 +78,46 @@ def greedy(completion: str) -> float:
     return 0.0
 
 
-async def coroutine(completion: str, answer: str) -> float:
-    return 0.0
+def tokens(completion: str, answer: str, *, num_tokens: int, truncated: bool,
+           token_ids: tuple[int, ...]) -> float:
+    assert num_tokens == len(token_ids) and type(token_ids) is tuple
+    return sum(token_ids) + (0.5 if truncated else 0)
+
+
+_running = 0
+
+
+async def coroutine(completion: str, answer: str) -> Any:
+    """Do what the completion says, else return it as a number."""
+    global _running
+    await asyncio.sleep(0)
+    if completion == "most at a time":  # how many of these run at once, or the same number earlier
+        _running += 1
+        most = _running
+        while most < 5:
+            await asyncio.sleep(0.01)
+            most = max(most, _running)
+        return most
+    if completion == "sleep":
+        await asyncio.sleep(1e6)
+    elif completion == "nested loop":
+        await asyncio.gather(_block(), asyncio.sleep(0))
+    elif completion == "stubborn":
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e6)
+    elif completion == "late":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1e6)
+        return 1.0
+    elif completion == "own timeout":
+        raise TimeoutError("of the reward's own")
+    elif completion == "cancelled":
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1)
+    return obey(completion, answer, prompt="37 + 48 =", metadata={})
+
+
+async def _block() -> None:
+    while True:
+        pass

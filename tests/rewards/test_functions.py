@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.errors import DataError
 from grpo_megatron.rewards import functions
+from grpo_megatron.rewards.code_tests import last_code_block
 from grpo_megatron.rewards.functions import (
     exact_match,
     extract,
@@ -98,3 +99,11 @@ def test_format_tags(completion, score):
 def test_extract(completion, content):
     assert extract(completion, "a") == content
     assert extract(completion, None) == completion
+
+
+@pytest.mark.parametrize(("completion", "code"), [
+    ("```python\na\n```", "a"), ("```\na\n```\nso\n```py\nb\n\nc\n```\nend", "b\n\nc"),
+    ("```\na\n```\n```\nb", "a"), ("```\na", ""), ("a", ""), ("```\n```", ""),
+])
+def test_last_code_block(completion, code):
+    assert last_code_block(completion) == code

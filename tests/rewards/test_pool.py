@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.pool import RewardPool, weighted_sum
+from grpo_megatron.types import Completion, Prompt, RolloutGroup
 from tests.rewards.cases import HOSTILE, domain, group, score
 
 OBEY = f"{HOSTILE}:obey"
@@ -122,6 +123,21 @@ def test_components_are_weighted_and_skipped():
     np.testing.assert_equal(weighted_sum(table, np.array([1.0, 1.0])), [math.nan, 1])
 
 
+def test_the_sum_is_clipped():
+    [scored], _ = score([domain(OBEY, reward_clip=5.0)], [group(["10", "-10", "2", "None"])])
+    np.testing.assert_equal(scored.rewards, [5, -5, 2, math.nan])
+    np.testing.assert_equal(scored.components["obey"], [10, -10, 2, math.nan])
+
+
+def test_tokens_are_counted_as_the_engine_reported_them():
+    ids = np.array([3, 4, 5], dtype=np.int32)
+    completions = tuple(Completion(ids, np.zeros(3, np.float32), (), reason, "")
+                        for reason in ("stop", "length"))
+    sampled = RolloutGroup(Prompt("d-1", "d", "", (1,), "85"), completions, 0)
+    [scored], _ = score([domain(f"{HOSTILE}:tokens")], [sampled])
+    assert scored.rewards.tolist() == [12, 12.5]
+
+
 def test_workers_import_nothing_heavy():
     heavy = "torch vllm transformers pydantic numpy"
     [scored], _ = score([domain(f"{HOSTILE}:counts_modules")], [group([heavy])])
@@ -186,6 +202,7 @@ def test_unknown_domains_and_failing_workers(tmp_path, monkeypatch):
 
 PARENT = f"""
 import asyncio, sys
+from grpo_megatron.types import Completion, Prompt, RolloutGroup
 from tests.rewards.cases import domain, group
 from grpo_megatron.rewards.pool import RewardPool
 

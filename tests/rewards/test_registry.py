@@ -18,7 +18,13 @@ FUNCTIONS = "grpo_megatron.rewards.functions"
     ("no_such_module.rewards:f", {}, ["no module 'no_such_module'", "install it"]),
     (f"{HOSTILE}:not_a_function", {}, ["int, not a function"]),
     (f"{HOSTILE}:greedy", {}, ["cannot be called", "def reward(completion: str, answer: str"]),
-    (f"{HOSTILE}:coroutine", {}, ["async"]),
+    (f"{HOSTILE}:always_raises", {"num_tokens": 1}, ["'num_tokens' is the pool's own"]),
+    (f"{FUNCTIONS}:language_consistency", {"scripts": ["klingon"]}, ["klingon", "cyrillic"]),
+    (f"{FUNCTIONS}:language_consistency", {"scripts": "latin"}, ["not a list"]),
+    (f"{FUNCTIONS}:cosine_length", {"max_tokens": 9, "accuracy": "x"}, ["not `module:function`"]),
+    (f"{FUNCTIONS}:cosine_length", {"max_tokens": 9, "accuracy_arguments": {"tolerance": 1}},
+     ["'tolerance' is not an argument"]),
+    (f"{FUNCTIONS}:code_tests", {"mode": "some"}, ["some", "fraction"]),
     (f"{HOSTILE}:scaled", {"facto": 1}, ["'facto' is not an argument", "did you mean 'factor'"]),
     (f"{HOSTILE}:always_raises", {"prompt": 1}, ["'prompt' is the pool's own"]),
 ])
@@ -50,6 +56,10 @@ def test_a_reward_takes_the_context_that_it_names():
     assert bind(f"{HOSTILE}:length", {}).context == ()
     assert bind(f"{HOSTILE}:obey", {}).context == ("prompt", "metadata")
     assert bind(f"{HOSTILE}:always_raises", {}).context == ("prompt", "metadata")
+    assert bind(f"{FUNCTIONS}:repetition", {}).context == ("token_ids",)
+    assert bind(f"{FUNCTIONS}:soft_overlong", {"max_tokens": 9, "buffer": 3}).context == (
+        "num_tokens",)
+    assert bind(f"{HOSTILE}:coroutine", {}).is_async
     assert bind(f"{HOSTILE}:scaled", {"factor": 3})("2", "", context) == 6
 
 

@@ -1,0 +1,124 @@
+"""Rewards of programs by tests. What decides runs outside of the candidate's interpreter.
+
+A candidate may do what it likes to its interpreter, the harness in it and its exit code: it is
+judged by the bytes that it prints, or by the plain data that its functions return to another
+sandbox, the only one that knows what is expected. What it can still do: answer what is asked
+without solving the problem (it sees the inputs, as every function does), and attack the kernel.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import math
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards import sandbox
+from grpo_megatron.rewards.registry import needs
+from grpo_megatron.rewards.sandbox import MIB, Limits
+from grpo_megatron.rewards.style import extract
+
+_INSIDE = {"/inside.py": Path(__file__).with_name("inside.py").read_text()}
+
+
+def _check(*, mode: str = "all", **_: object) -> None:
+    if mode not in ("all", "fraction"):
+        raise RewardError(f"mode = {mode!r}", remedy='"all" or "fraction"')
+    sandbox.require()
+
+
+@needs(check=_check)
+def code_tests(completion: str, answer: str, *, mode: str = "all", answer_tag: str | None = None,
+               timeout_s: float = 4.0, memory_mib: int = 512) -> float:
+    """1 where the completion's Python program passes every test, else 0; NaN where the tests are
+    no good or the sandbox fails. The program is the last closed block between three backticks.
+
+    The answer is JSON: `{"inputs": ["1 2"], "outputs": ["3"]}`, for a program that reads, prints
+    and exits with 0 (white space at ends of lines and of the output does not count); or
+    `{"asserts": ["assert f(1) == 2"], "setup": ""}`, where names that neither Python, its standard
+    library nor `setup` defines are the program's, and values are passed as copies. An assert that
+    passes without asking the program is no good.
+
+    Args:
+        mode: `"fraction"`: the share of tests that pass.
+        answer_tag: The program is the last `<answer_tag>…</answer_tag>`, or the last block in it.
+        timeout_s: Wall time of all tests together, below `[data] reward_timeout_s`; tests that it
+            leaves unfinished failed.
+        memory_mib: Address space of the program.
+    """
+    tests = _parse(answer)
+    if tests is None:
+        return math.nan
+    part = extract(completion, answer_tag) or ""
+    program = last_code_block(part) or (part if answer_tag else "")
+    if not program:
+        return 0.0
+    pairs, gold = tests
+    limits = Limits(wall_s=timeout_s, memory_bytes=memory_mib * MIB)
+    share = asyncio.run(_share_of_pairs(program, pairs, limits, stop_early=mode == "all") if pairs
+                        else _share_of_asserts(program, gold, limits))
+    return share if mode == "fraction" or math.isnan(share) else float(share == 1)
+
+
+async def _share_of_pairs(program: str, pairs: Sequence[tuple[str, str]], limits: Limits, *,
+                          stop_early: bool) -> float:
+    end, passed = time.monotonic() + limits.wall_s, 0
+    for given, expected in pairs:
+        left = replace(limits, wall_s=max(0.0, end - time.monotonic()))
+        outcome = await sandbox.run({"/program.py": program}, given, limits=left)
+        if outcome.ending == "failed":
+            return math.nan
+        printed = outcome.stdout.decode(errors="replace")
+        good = outcome.exit_code == 0 and _lines(printed) == _lines(expected)
+        passed += good
+        if outcome.ending == "timed_out" or (stop_early and not good):
+            break
+    return passed / len(pairs)
+
+
+async def _share_of_asserts(program: str, gold: Mapping[str, Any], limits: Limits) -> float:
+    ours, theirs = (end.detach() for end in socket.socketpair())
+    candidate = asyncio.ensure_future(sandbox.run(
+        {**_INSIDE, "/program.py": program}, limits=replace(limits, wall_s=2 * limits.wall_s),
+        arguments=("serve", str(theirs), "/program.py"), give_fds=(theirs,)))
+    judge = await sandbox.run(_INSIDE, json.dumps(gold), limits=limits, give_fds=(ours,),
+                              arguments=("judge", str(ours)))
+    candidate.cancel()  # which the judge's end ends: the time is the judge's
+    await asyncio.gather(candidate, return_exceptions=True)
+    marks = judge.stdout
+    unscorable = judge.ending == "failed" or not marks.startswith(b"s") or b"?" in marks
+    return math.nan if unscorable else marks.count(b"1") / len(gold["asserts"])
+
+
+def _parse(answer: str) -> tuple[list[tuple[str, str]], dict[str, Any]] | None:
+    """Pairs or asserts (with their setup), or None where they are no good."""
+    try:
+        data = json.loads(answer)
+        pairs = list(zip(data.get("inputs", ()), data.get("outputs", ()), strict=True))
+        gold = {"asserts": list(data.get("asserts", ())), "setup": data.get("setup", "")}
+        for source in (*gold["asserts"], gold["setup"]):
+            ast.parse(source)
+    except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError):
+        return None
+    good = bool(pairs) != bool(gold["asserts"]) and all(
+        isinstance(text, str) for pair in pairs for text in pair)
+    return (pairs, gold) if good else None
+
+
+def last_code_block(completion: str) -> str:
+    """The content of the last closed block between lines of three backticks, or nothing."""
+    lines = completion.splitlines()
+    fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
+    last = len(fences) // 2 * 2
+    return "\n".join(lines[fences[last - 2] + 1:fences[last - 1]]) if last else ""
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

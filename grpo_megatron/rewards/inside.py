@@ -1,0 +1,137 @@
+"""Both ends of a test by asserts, each in a sandbox of its own: the judge evaluates the asserts,
+and asks the candidate's process, which need not be trusted, for what is the candidate's.
+
+    judge SOCKET < {"setup": source, "asserts": [source]}
+    serve SOCKET PROGRAM
+
+The judge prints `s` once the other end has started and `setup` has run, then for each assert `1`
+(passed), `0` (failed) or `?` (the test itself is no good).
+"""
+
+import builtins
+import importlib
+import json
+import os
+import pickle
+import sys
+from typing import Any
+
+PLAIN = (type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset)
+objects: list[Any] = []  # the candidate's, that are no plain data: the judge has their numbers
+
+
+class BadTest(Exception):
+    """The assert cannot be evaluated, whatever the candidate."""
+
+
+class Remote:
+    """An object of the candidate's, for the judge. It can be called, asked for attributes and
+    iterated over; the rest raises, so that no method of the candidate's decides an assert."""
+
+    def __init__(self, number: Any):
+        self.number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return ask("call", self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return ask("attribute", self, name)
+
+    def __iter__(self) -> Any:
+        return iter(ask("items", self))
+
+    def __bool__(self, *_: object) -> bool:
+        raise TypeError("the candidate returned an object that is no plain data")
+
+    __eq__ = __bool__
+
+
+class Names(dict[str, Any]):
+    """Globals of the asserts. Never the candidate's: builtins and the standard library."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        if name in sys.stdlib_module_names:
+            return importlib.import_module(name)
+        return ask("name", name)
+
+
+class Sender(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in PLAIN:
+            return None
+        if type(obj) is Remote:
+            return obj.number
+        if is_judge:
+            raise BadTest(f"{type(obj).__name__} is no plain data")
+        objects.append(obj)
+        return len(objects) - 1
+
+
+class Receiver(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+
+    def persistent_load(self, number: Any) -> Any:
+        return Remote(number) if is_judge else objects[number]
+
+
+def plain(value: Any) -> Any:
+    """Containers of subclasses as their base: a Counter is a dict, a named tuple a tuple."""
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    base = next((kind for kind in PLAIN[-5:] if isinstance(value, kind)), None)
+    return base(map(plain, value)) if base else value
+
+
+def ask(*request: Any) -> Any:
+    """What the candidate answers: plain data or a Remote."""
+    asked.append(request[0])
+    Sender(outgoing).dump(plain(request))
+    failed, value = Receiver(incoming).load()
+    if failed:
+        raise RuntimeError(f"the candidate raised {value!r}")
+    return value
+
+
+def judge(setup: str, asserts: list[str]) -> None:
+    names = Names()
+    Receiver(incoming).load()
+    exec(setup, names)
+    os.write(1, b"s")
+    for test in asserts:
+        asked.clear()
+        try:
+            exec(test, names)
+            mark = b"1" if asked else b"?"
+        except BaseException as error:
+            mark = b"?" if isinstance(error, BadTest) else b"0"
+        os.write(1, mark)
+
+
+def serve(path: str) -> None:
+    names: dict[str, Any] = {"__name__": "program"}
+    actions = {"name": names.__getitem__, "attribute": getattr, "items": list,
+               "call": lambda function, args, kwargs: function(*args, **kwargs)}
+    Sender(outgoing).dump("started")
+    with open(path, encoding="utf-8") as source:
+        exec(compile(source.read(), path, "exec"), names)
+    while True:  # the end of the requests, an exception, ends it
+        action, *arguments = Receiver(incoming).load()
+        try:
+            reply = False, plain(actions[action](*arguments))
+        except Exception as error:
+            reply = True, repr(error)
+        Sender(outgoing).dump(reply)
+
+
+if __name__ == "__main__":
+    role, link, asked = sys.argv[1], int(sys.argv[2]), []
+    is_judge = role == "judge"
+    incoming, outgoing = os.fdopen(link, "rb"), os.fdopen(link, "wb", 0, closefd=False)
+    if is_judge:
+        tests, sys.stdout = json.load(sys.stdin), sys.stderr
+        judge(**tests)
+    else:
+        serve(sys.argv[3])

@@ -1,0 +1,167 @@
+"""Untrusted Python programs in a bubblewrap sandbox (Linux).
+
+A program sees an empty file system but for /usr, the libraries and the Python installation, all
+read-only, and a small /tmp. It has no network, /proc, other process, capability or environment,
+and may start no process (`seccomp`). Its memory is bounded by RLIMIT_AS of its only process, /tmp,
+and what the kernel keeps for its threads and files; its time by the wall, at whose end its pid
+namespace is killed (and by RLIMIT_CPU); its output by being killed.
+
+RLIMIT_NPROC, of threads here, counts by user and namespace from Linux 5.14 on (before, all that
+the user runs: a program may then find no thread left). It never binds root: under root, only the
+address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import math
+import os
+import platform
+import shutil
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards import seccomp
+
+MIB = 2**20
+REMEDY = ("install bubblewrap 0.7 or newer (apt-get install bubblewrap) and allow it user "
+          "namespaces: sysctl kernel.apparmor_restrict_unprivileged_userns=0, or a container "
+          "whose seccomp profile permits them")
+_MAX_THREADS = _MAX_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use: /tmp in all and any one file; either stream of output."""
+
+    wall_s: float = 4.0
+    memory_bytes: int = 512 * MIB
+    tmp_bytes: int = 16 * MIB
+    output_bytes: int = MIB
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a program ended (`failed`: the sandbox did, `stderr` says why), and what it wrote."""
+
+    ending: Literal["exited", "timed_out", "flooded", "failed"] = "failed"
+    exit_code: int | None = None
+    stdout: bytearray = field(default_factory=bytearray)
+    stderr: bytearray = field(default_factory=bytearray)
+
+
+def run_program(source: str, stdin: str = "", *, limits: Limits) -> Outcome:
+    """Run a Python program to its end; nothing of it is left then."""
+    return asyncio.run(run({"/program.py": source}, stdin, limits=limits))
+
+
+async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
+              arguments: Sequence[str] = (), give_fds: Sequence[int] = ()) -> Outcome:
+    """As `run_program`; when cancelled, the program is killed.
+
+    Args:
+        files: Content by path in the sandbox, read-only; the first is the program.
+        give_fds: Pipes or sockets for the program, under the same numbers; closed here.
+    """
+    outcome = Outcome()
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        for fd in give_fds:
+            theirs.callback(os.close, fd)
+        status, status_fd = os.pipe()
+        ours.callback(os.close, status)
+        theirs.callback(os.close, status_fd)
+        data = {path: _memory_file(theirs, content.encode(errors="replace"))
+                for path, content in files.items()}
+        filter_fd = _memory_file(theirs, seccomp.program())
+        process = await asyncio.create_subprocess_exec(
+            *_command(limits, data, filter_fd, status_fd), *arguments,
+            stdin=_memory_file(theirs, stdin.encode(errors="replace")), stdout=PIPE, stderr=PIPE,
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+            pass_fds=(*data.values(), filter_fd, status_fd, *give_fds))
+        theirs.close()
+        # Read to the end in any case: asyncio waits for no process whose output nobody reads.
+        ended = asyncio.gather(process.wait(), *(
+            _read(stream, into, limits.output_bytes, process) for stream, into in (
+                (process.stdout, outcome.stdout), (process.stderr, outcome.stderr))))
+        try:
+            async with asyncio.timeout(limits.wall_s):
+                await asyncio.shield(ended)
+        except TimeoutError:
+            outcome.ending = "timed_out"
+        finally:
+            _kill(process)
+            await ended
+        if max(len(outcome.stdout), len(outcome.stderr)) == limits.output_bytes:
+            outcome.ending = "flooded"
+        # bubblewrap reports the exit of what it could start, and nothing where it could not.
+        if outcome.ending == "failed" and b"exit-code" in os.read(status, 4096):
+            outcome.ending, outcome.exit_code = "exited", process.returncode
+    return outcome
+
+
+def require(**_: object) -> None:
+    """Raise a RewardError where programs cannot be isolated."""
+    if reason := why_not():
+        raise RewardError(f"programs cannot be isolated: {reason}", remedy=REMEDY)
+
+
+@lru_cache(maxsize=1)
+def why_not() -> str | None:
+    """Why programs cannot be isolated on this machine; None where they can (tried once)."""
+    if sys.platform != "linux" or platform.machine() not in seccomp.ARCHITECTURES:
+        return f"only on Linux on {' and '.join(seccomp.ARCHITECTURES)}"
+    if shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    outcome = run_program("print('isolated')", limits=Limits(wall_s=30.0))
+    if outcome.exit_code == 0 and outcome.stdout == b"isolated\n":
+        return None
+    return outcome.stderr.decode(errors="replace").strip() or f"a program has {outcome.ending}"
+
+
+def _command(limits: Limits, data: Mapping[str, int], filter_fd: int, status_fd: int) -> list[str]:
+    visible = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache",
+               os.path.realpath(sys.base_prefix))
+    limited = {"as": limits.memory_bytes, "cpu": math.ceil(limits.wall_s) + 1, "core": 0,
+               "fsize": limits.tmp_bytes, "nofile": _MAX_FILES, "nproc": _MAX_THREADS}
+    return [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user",
+            "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
+            "--cap-drop", "ALL", "--new-session", "--die-with-parent",
+            "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp",
+            *(word for path in visible for word in ("--ro-bind-try", path, path)),
+            *(word for path, fd in data.items() for word in ("--ro-bind-data", str(fd), path)),
+            "--remount-ro", "/", "--chdir", "/tmp", "--seccomp", str(filter_fd),
+            "--json-status-fd", str(status_fd), "--",
+            "prlimit", *(f"--{name}={value}" for name, value in limited.items()),
+            os.path.realpath(sys.executable), "-I", "-B", next(iter(data))]
+
+
+async def _read(stream: asyncio.StreamReader | None, into: bytearray, limit: int,
+                process: asyncio.subprocess.Process) -> None:
+    assert stream is not None
+    while piece := await stream.read(2**16):
+        into += piece[:limit - len(into)]
+        if len(into) == limit:
+            _kill(process)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """With bubblewrap dies the first process of the pid namespace, and so all."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
+    """A file without a path that nobody can change: a pipe could block, a disk could fill."""
+    fd = os.memfd_create("sandbox", os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, fd)
+    os.write(fd, content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return fd

@@ -1,0 +1,89 @@
+"""How a completion is written: its blocks and its language."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import lru_cache
+
+from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.registry import needs
+
+_UNSPACED = {"han", "hiragana", "katakana", "khmer", "lao", "myanmar", "thai", "tibetan"}
+_NOT_PROSE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)"
+                        r"|\\\[.*?\\\]|\\[a-zA-Z]+", re.DOTALL)
+
+
+def extract(completion: str, tag: str | None) -> str | None:
+    """The last closed `<tag>…</tag>`'s content; None where there is none; all without a tag."""
+    if tag is None:
+        return completion
+    head, closed, _ = completion.rpartition(f"</{tag}>")
+    _, opened, content = head.rpartition(f"<{tag}>")
+    return content if closed and opened else None
+
+
+def format_tags(completion: str, answer: str, *, think_tag: str = "think",
+                answer_tag: str = "answer", opened: bool = False) -> float:
+    """1 for exactly one think block, then exactly one answer block, neither empty; else 0.
+
+    Nothing but white space may stand outside of the blocks (DeepSeek-R1, arXiv:2501.12948).
+
+    Args:
+        think_tag, answer_tag: Names of the blocks.
+        opened: The prompt already ends with the opening think tag.
+    """
+    text = f"<{think_tag}>{completion}" if opened else completion
+    for tag in (think_tag, answer_tag):
+        if text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
+            return 0.0
+    start, think, middle, final, end = (part.strip() for part in re.split(
+        "|".join(re.escape(mark) for tag in (think_tag, answer_tag)
+                 for mark in (f"<{tag}>", f"</{tag}>")), text))
+    in_order = (text.index(f"<{think_tag}>") < text.index(f"</{think_tag}>")
+                < text.index(f"<{answer_tag}>") < text.index(f"</{answer_tag}>"))
+    return float(in_order and bool(think) and bool(final) and not (start or middle or end))
+
+
+def _check(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
+    known = set(map(_script, map(chr, range(0x20000))))
+    if isinstance(scripts, str) or not known.issuperset(scripts):
+        raise RewardError(f"scripts = {scripts!r} is not a list of Unicode scripts",
+                          remedy='for example ["latin"], ["cyrillic"] or ["han"]')
+
+
+@needs(check=_check)
+def language_consistency(completion: str, answer: str, *, scripts: Sequence[str] = ("latin",),
+                         think_tag: str | None = "think") -> float:
+    """Words of the target language / words of the chain of thought (DeepSeek-R1,
+    arXiv:2501.12948), in [0, 1]; 0 without a word. Code and LaTeX do not count.
+
+    A word is a run of letters of one Unicode script, or one letter of a script that puts no
+    spaces between words. The script stands for the language: English and French are both
+    `latin`; Japanese is `["han", "hiragana", "katakana"]`.
+
+    Args:
+        scripts: Scripts of the target language, as Unicode names its letters.
+        think_tag: Name of the block that holds the chain of thought; None: all is.
+    """
+    if think_tag:  # a block that the prompt opened, or that nothing closed, counts too
+        completion = completion.partition(f"</{think_tag}>")[0].rpartition(f"<{think_tag}>")[2]
+    prose = _NOT_PROSE.sub(" ", completion)
+    words, matching, previous = 0, 0, None
+    for letter in unicodedata.normalize("NFKC", prose):
+        if letter in "'’" or unicodedata.category(letter).startswith("M"):
+            continue  # inside of a word
+        script = _script(letter)
+        if script and (script != previous or script in _UNSPACED):
+            words += 1
+            matching += script in scripts
+        previous = script
+    return matching / words if words else 0.0
+
+
+@lru_cache(maxsize=8192)
+def _script(letter: str) -> str | None:
+    """Script of a letter, by its Unicode name; None for what is no letter."""
+    name = unicodedata.name(letter, "").partition(" ")[0].lower() if letter.isalpha() else ""
+    return {"cjk": "han", "": None}.get(name, name)

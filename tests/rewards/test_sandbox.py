@@ -1,0 +1,142 @@
+"""Hostile programs end, are refused for the right reason, and harm nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards import sandbox, seccomp
+from grpo_megatron.rewards.sandbox import MIB, Limits, run_program
+from tests.rewards import programs
+from tests.rewards.sandboxes import needs_sandbox, wait_until_none_is_left
+
+PATIENT = Limits(wall_s=60.0, memory_bytes=256 * MIB, tmp_bytes=4 * MIB + os.getpid())
+HASTY = Limits(wall_s=1.5, memory_bytes=256 * MIB, tmp_bytes=4 * MIB + os.getpid())
+
+
+@pytest.fixture
+def canary(tmp_path, monkeypatch):
+    """Things outside that no program may reach; looked at again in the end."""
+    path = tmp_path / "canary"
+    path.write_text("alive")
+    monkeypatch.setenv("REWARD_SECRET", "secret")
+    before = os.stat("/dev/null").st_mode, os.stat("/tmp").st_uid
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield {"CANARY": repr(str(path)), "PORT": str(server.getsockname()[1])}
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert path.read_text() == "alive" and os.listdir(tmp_path) == ["canary"]
+    assert (os.stat("/dev/null").st_mode, os.stat("/tmp").st_uid) == before
+    wait_until_none_is_left(PATIENT.tmp_bytes)
+
+
+def run_all(sources, limits, canary=None):
+    """Outcomes by name, four programs at a time."""
+    def run(source):
+        for word, value in (canary or {}).items():
+            source = source.replace(word, value)
+        return run_program(programs.PRELUDE + source, "the input", limits=limits)
+
+    with ThreadPoolExecutor(4) as threads:
+        return dict(zip(sources, threads.map(run, sources.values()), strict=True))
+
+
+@needs_sandbox
+def test_attacks_are_refused(canary):
+    for name, outcome in run_all(programs.REFUSED, PATIENT, canary).items():
+        told = f"{name}: {outcome}"
+        assert outcome.ending == "exited", told
+        assert b"REFUSED" in outcome.stdout and b"ESCAPED" not in outcome.stdout, told
+
+
+@needs_sandbox
+def test_endless_programs_are_ended(canary):
+    outcomes = run_all(programs.ENDLESS, HASTY, canary)
+    assert {name: outcome.ending for name, outcome in outcomes.items()} == dict.fromkeys(
+        programs.ENDLESS, "timed_out")
+
+
+@needs_sandbox
+def test_floods_are_cut(canary):
+    for name, outcome in run_all(programs.FLOODS, PATIENT, canary).items():
+        assert outcome.ending == "flooded", name
+        assert max(len(outcome.stdout), len(outcome.stderr)) == PATIENT.output_bytes, name
+
+
+@needs_sandbox
+def test_exit_codes_are_the_programs_own(canary):
+    sources = {name: source for name, (_, source) in programs.EXITS.items()}
+    codes = {name: code for name, (code, _) in programs.EXITS.items()}
+    outcomes = run_all(sources, PATIENT, canary)
+    assert {name: outcome.exit_code for name, outcome in outcomes.items()} == codes
+    assert {outcome.ending for outcome in outcomes.values()} == {"exited"}
+
+
+@needs_sandbox
+def test_processor_time_is_limited():
+    source = "import resource\nprint(resource.getrlimit(resource.RLIMIT_CPU)[1])"
+    assert run_program(source, limits=Limits(wall_s=20.5)).stdout == b"22\n"
+
+
+@needs_sandbox
+def test_a_program_sees_who_and_where_it_is():
+    source = ("import os, socket, sys\nprint(os.getuid(), os.getgid(), socket.gethostname(), "
+              "sorted(os.environ), os.getcwd(), sorted(os.listdir('/')))")
+    told = run_program(source, limits=PATIENT).stdout.decode()
+    top = Path(os.path.realpath(sys.base_prefix)).parts[1]
+    for path in {"usr", "tmp", "program.py", top}:
+        assert f"'{path}'" in told
+    assert told.startswith("65534 65534 sandbox ['LANG', ") and "/tmp [" in told
+    for path in {"home", "proc", "etc", "var", "srv", "sys", "run"} - {top, "etc"}:
+        assert f"'{path}'" not in told
+
+
+@pytest.mark.parametrize(("path", "words"), [
+    ("/nowhere", "bwrap is not installed"),
+    ("fake", "No permissions to create new namespace"),
+])
+def test_without_isolation_it_refuses_and_says_how_to_get_it(path, words, tmp_path, monkeypatch):
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) if path == "fake" else path)
+    sandbox.why_not.cache_clear()
+    try:
+        with pytest.raises(RewardError, match=words) as caught:
+            sandbox.require()
+        assert "apt-get install bubblewrap" in str(caught.value)
+    finally:
+        sandbox.why_not.cache_clear()
+
+
+@pytest.mark.parametrize(("target", "value"), [
+    ("sys.platform", "darwin"), ("platform.machine", lambda: "mips")])
+def test_other_machines_are_refused(target, value, monkeypatch):
+    monkeypatch.setattr(target, value)
+    sandbox.why_not.cache_clear()
+    try:
+        assert "only on Linux on x86_64 and aarch64" in sandbox.why_not()
+    finally:
+        sandbox.why_not.cache_clear()
+
+
+@needs_sandbox
+def test_a_sandbox_that_fails_is_no_programs_fault(monkeypatch):
+    monkeypatch.setattr(seccomp, "program", lambda: b"no filter")
+    outcome = run_program("print(1)", limits=PATIENT)
+    assert outcome.ending == "failed" and outcome.stderr
+
+
+@needs_sandbox
+def test_nothing_is_left_open():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        run_program("print(1)", limits=PATIENT)
+    assert len(os.listdir("/proc/self/fd")) <= before
