@@ -12,6 +12,7 @@ class RunDir:
 
     config.json        resolved configuration with provenance
     metrics.jsonl      one line per step: the truth that mirrors copy
+    metrics_normalisers.json  what each metric is a mean over
     events.jsonl       starts, deaths, checkpoints, publishes
     store/step_000123/ immutable, checksummed samples of one step
     samples/           best and worst completions per step, readable

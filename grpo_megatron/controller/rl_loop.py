@@ -165,6 +165,7 @@ class RLLoop:
             metrics["evaluation/accuracy"] = await greedy_accuracy(
                 self.session, self.session.splits.validation)
         record = self.metrics.write(step, metrics)
+        self.metrics.write_normalisers(report.get("normalisers", {}))
         self.mirrors.log(record)
         write_samples(self.run_dir, step, (Sample(**s) for s in recorded.extremes))
         show("step", metrics=record, samples=recorded.extremes)

@@ -17,6 +17,9 @@ from grpo_megatron.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
+NORMALISERS = {"reward/": "samples", "response/": "samples", "prompt/": "groups",
+               "group/": "groups", "accuracy/": "groups", "time/": "step", "throughput/": "second"}
+"""What metrics are normalised by whose origin does not say so, by the start of their names."""
 NONFINITE = "telemetry/nonfinite/count"
 """Metric of a step's line: how many of its values were not finite, written only if there are."""
 
@@ -40,6 +43,8 @@ class MetricsWriter:
         self._path = run_dir.metrics
         self.nonfinite: Counter[str] = Counter()
         self.last_step: int | None = None
+        self._names: set[str] = set()
+        self._normalisers: dict[str, str] = {}
         self._keep(lambda step: True)
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
@@ -68,8 +73,22 @@ class MetricsWriter:
             record[NONFINITE] = bad
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
+        self._names.update(metrics)
         self.last_step = int(step)
         return record
+
+    def write_normalisers(self, known: Mapping[str, str]) -> None:
+        """Keep beside the file what each metric is a mean over (tokens, samples, groups, updates),
+        or that it is a sum or a maximum: metrics_normalisers.json. Rewritten when names are new.
+        """
+        found = {name: next((unit for start, unit in NORMALISERS.items()
+                             if name.startswith(start)), "step") for name in sorted(self._names)}
+        found |= {n: unit for n, unit in {**self._normalisers, **known}.items() if n in found}
+        if found != self._normalisers:
+            self._normalisers = found
+            partial = self._path.with_name(".metrics_normalisers.partial")
+            partial.write_text(json.dumps(found, indent=1))
+            partial.replace(self._path.with_name("metrics_normalisers.json"))
 
     def truncate_after(self, step: int) -> None:
         """Remove the lines after `step`, atomically: a run resumes from its checkpoint."""

@@ -34,6 +34,20 @@ def steps_of(run_dir: RunDir) -> list[int]:
     return [record["step"] for record in read_metrics(run_dir.metrics)]
 
 
+def test_normalisers_are_kept_beside_the_file(run_dir):
+    path = run_dir.metrics.with_name("metrics_normalisers.json")
+    writer = MetricsWriter(run_dir)
+    writer.write(0, {"reward/mean": 1, "policy/entropy": 1, "grad/norm": 2, "other": 1})
+    writer.write_normalisers({"policy/entropy": "tokens", "grad/norm": "update", "absent": "max"})
+    expected = {"reward/mean": "samples", "policy/entropy": "tokens", "grad/norm": "update",
+                "other": "step"}
+    assert json.loads(path.read_text()) == expected
+    writer.write(1, {"ratio/max": 3})
+    writer.write_normalisers({"ratio/max": "max"})
+    assert json.loads(path.read_text()) == {**expected, "ratio/max": "max"}
+    writer.close()
+
+
 def test_what_is_written_is_what_is_returned_and_read(run_dir):
     writer = MetricsWriter(run_dir)
     metrics = {"reward/mean": 0.1 + 0.2, "batch/num_tokens": 7, "a/b/c": np.float32(0.1),

@@ -9,6 +9,7 @@ from grpo_megatron.config.objective_presets import PRESETS
 from tests.trainer.test_layout_parity import TOLERANCE
 
 pytestmark = pytest.mark.engine
+BIG = {"max_tokens_per_microbatch": 512}  # few micro-batches: this is about objectives
 LAYOUTS = {"tp2_sp": {"tensor_parallel_size": 2}, "pp2": {"pipeline_parallel_size": 2},
            "ep2": {"expert_parallel_size": 2}, "small_microbatches": None}
 WITHOUT_EVENTS = [name for name in PRESETS if name not in ("deepseekmath_process", "gagpo")]
@@ -39,7 +40,7 @@ OBJECTIVES = {name: objective(name) for name in NAMES}
 
 @pytest.fixture(scope="module")
 def reference(world1, moe_model, three_updates):
-    return world1.run(CASE, model=moe_model, samples=three_updates, layout={},
+    return world1.run(CASE, model=moe_model, samples=three_updates, layout=BIG,
                       objectives=OBJECTIVES)
 
 
@@ -48,7 +49,7 @@ def found(request, world1, world2, moe_model, three_updates):
     layout = LAYOUTS[request.param]
     world = world2 if layout else world1
     return world.run(CASE, model=moe_model, samples=three_updates, objectives=OBJECTIVES,
-                     layout=layout or {"max_tokens_per_microbatch": 24})
+                     layout={**BIG, **layout} if layout else {})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -87,10 +87,13 @@ def conflict_weights(o: ObjectiveConfig, part: SampleBatch, sign: Tensor) -> Ten
 
 def _run(part: SampleBatch, place: Tensor, sign: Tensor) -> Tensor:
     """Tokens within the unbroken run of conflicts from place 0 on, bool [n]."""
-    keys = torch.stack([part.spread(part.group_ids), place, part.tokens["token_ids"]])
-    unique, key = torch.unique(keys, dim=1, return_inverse=True)
+    if not part.num_tokens:
+        return torch.zeros(0, dtype=torch.bool)
+    longest, ids = int(part.token_counts.max()), part.tokens["token_ids"]
+    key = (part.spread(part.group_ids) * longest + place) * (int(ids.max()) + 1) + ids
+    unique, key = torch.unique(key, return_inverse=True)
     token_sign = part.spread(sign)
-    seen = [torch.zeros(unique.size(1), dtype=torch.bool).index_fill(0, key[token_sign == s], True)
+    seen = [torch.zeros(len(unique), dtype=torch.bool).index_fill(0, key[token_sign == s], True)
             for s in (1, -1)]
     conflict = (seen[0] & seen[1])[key]
     never = torch.iinfo(torch.int64).max

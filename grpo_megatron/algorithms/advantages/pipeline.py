@@ -56,9 +56,9 @@ def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
         groups = Groups(batch.group_ids, SUBSETS[o.subset](o, batch, groups))
     values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
     if betas is not None and bool((betas > 0).any()):
-        values = values if per_token else batch.spread(values)
-        values = values - _future_kl(batch, torch.where(groups.valid, betas, 0.0))
-        per_token = True
+        penalty = _future_kl(batch, torch.where(groups.valid, betas, 0.0))
+        values = values if per_token else batch.spread(values.to(penalty.dtype))
+        values, per_token = values - penalty, True
     if o.whiten != "none":
         values = whiten(o, batch, values, groups.valid, per_token=per_token)
     if o.shaping != "none":

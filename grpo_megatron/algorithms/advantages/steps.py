@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
-from grpo_megatron.algorithms.batch import SampleBatch, suffix_sums
+from grpo_megatron.algorithms.batch import Events, SampleBatch, by_groups, suffix_sums
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.errors import DataError
@@ -62,20 +62,25 @@ def turn_index(batch: SampleBatch) -> Tensor:
     return starts[:-1].cumsum(0) - 1 if batch.num_tokens else starts[:0]
 
 
-def _events(batch: SampleBatch, what: str):
+def _events(batch: SampleBatch, what: str) -> Events:
     if batch.events is None:
         raise DataError(f"the samples have no {what}", where=what,
                         remedy=f"give {what}, or choose an outcome-level advantage")
     return batch.events
 
 
-def _credit(batch: SampleBatch, events, values: Tensor) -> Tensor:
-    marks = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    marks.index_add_(0, batch.offsets[events.sample] + events.end, values)
-    return suffix_sums(marks, batch)
+def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
+    """Every token gets the sum of the values of events that end at it or later."""
+    def of_groups(part: SampleBatch) -> Tensor:
+        marks = torch.zeros(part.num_tokens, dtype=torch.float64)
+        marks.index_add_(0, part.offsets[part.events.sample] + part.events.end,
+                         part.events.reward)
+        return suffix_sums(marks, part)
+
+    return by_groups(replace(batch, events=replace(events, reward=values)), of_groups)
 
 
-def _of_turns(batch: SampleBatch, events, values: Tensor) -> Tensor:
+def _of_turns(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
     """Every token takes the value of its turn: differences of values at the turns' ends."""
     last = torch.ones_like(events.sample, dtype=torch.bool)
     last[:-1] = events.sample[1:] != events.sample[:-1]
