@@ -45,13 +45,13 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
     """
     _require_columns(objective, columns)
     logprobs = columns["logprobs"]
-    gradient, stats, loss = torch.zeros_like(logprobs), Stats(), 0.0
     advantages = advantages or advantages_of(objective, batch)
     rows = select(objective.config, batch).nonzero()[:, 0]
     longest = int(batch.token_counts.max()) if len(batch) else 1
     terms = step_terms(objective, batch, advantages, rows, constant_length or max(longest, 1))
     if objective.config.preference_weight > 0:
         terms = terms.with_margins(objective, batch.sums(logprobs - columns["old_logprobs"]))
+    gradient, stats, loss = torch.zeros_like(logprobs), Stats(), 0.0
     for part in [torch.arange(len(batch))] if parts is None else parts:
         index = batch.flat_index(part)
         local = {name: column[index] for name, column in columns.items()}

@@ -24,7 +24,7 @@ class StepTerms:
     advantages: Advantages
     weights: Tensor  # float64 [N]; 0 for samples that are not trained
     slopes: Tensor | None  # float64 [N]
-    turns: Tensor | None  # int64 [n]
+    turns: Tensor | None  # int32 [n]
     preference: Tensor | None = None  # float64 [2, N]
 
     def loss_batch(self, rows: Tensor, logprobs: Tensor, old: Tensor, rollout: Tensor,

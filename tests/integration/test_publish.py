@@ -47,7 +47,7 @@ def test_logprobs_are_the_engines_before_and_after_training(
             await assert_agree(publisher)
             for step in range(2):
                 await trainer.call("train", directory=training_samples, first_update=step,
-                                   num_updates=2)
+                                   num_updates=2, state={})
             await assert_differ(publisher)
             await publisher.publish(2)
             await assert_agree(publisher)
@@ -85,7 +85,8 @@ def test_tensor_pipeline_and_expert_parallel_trainer_to_tp1_and_tp2(
                         await client.received_digests()]
             assert len(received) == 3  # one worker and two
             assert all(digests == received[0] for digests in received)
-            await trainer.call("train", directory=training_samples, first_update=0, num_updates=1)
+            await trainer.call("train", directory=training_samples, first_update=0, num_updates=1,
+                               state={})
             await publisher.publish(2)
             await assert_agree(publisher)
             second = [await client.weight_checksums() for client in clients]

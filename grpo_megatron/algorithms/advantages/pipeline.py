@@ -56,9 +56,8 @@ def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
         groups = Groups(batch.group_ids, SUBSETS[o.subset](o, batch, groups))
     values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
     if betas is not None and bool((betas > 0).any()):
-        penalty = _future_kl(batch, torch.where(groups.valid, betas, 0.0))
-        values = values if per_token else batch.spread(values.to(penalty.dtype))
-        values, per_token = values - penalty, True
+        betas = torch.where(groups.valid, betas, 0.0)
+        values, per_token = _less_future_kl(batch, values, betas, per_token=per_token), True
     if o.whiten != "none":
         values = whiten(o, batch, values, groups.valid, per_token=per_token)
     if o.shaping != "none":
@@ -68,14 +67,18 @@ def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
     return Advantages(torch.where(valid, values, 0.0), per_token)
 
 
-def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
-    """`beta sum_{u >= t} (log pi_old - log pi_ref)_u`: KL in the reward, credited to every
+def _less_future_kl(batch: SampleBatch, values: Tensor, betas: Tensor, *,
+                    per_token: bool) -> Tensor:
+    """`A_t - beta sum_{u >= t} (log pi_old - log pi_ref)_u`: KL in the reward, credited to every
     earlier token (REINFORCE++, arXiv:2501.03262). [n]"""
-    carried = replace(batch, components={"beta": betas}, component_weights={})
+    base = torch.zeros_like(betas) if per_token else values
+    carried = replace(batch, components={"beta": betas, "base": base}, component_weights={})
 
     def of_groups(part: SampleBatch) -> Tensor:
         k1 = part.tokens["old_logprobs"] - part.tokens["ref_logprobs"]
         k1 = torch.where(torch.isfinite(k1), k1, 0.0)
-        return part.spread(part.components["beta"]) * suffix_sums(k1, part)
+        beta, base = part.components["beta"], part.components["base"]
+        return part.spread(base) - part.spread(beta) * suffix_sums(k1, part)
 
-    return by_groups(carried, of_groups)
+    found = by_groups(carried, of_groups)
+    return found.add_(values) if per_token else found

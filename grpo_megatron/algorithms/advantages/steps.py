@@ -43,7 +43,8 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     last = torch.ones_like(events.sample, dtype=torch.bool)
     last[:-1] = events.sample[1:] != events.sample[:-1]
     returns = _discounted(events.reward, last, o.gagpo_gamma)
-    _, visit = torch.unique(torch.stack([groups.ids[events.sample], events.state]), dim=1,
+    states = int(events.state.max()) + 1 if len(events.state) else 1
+    _, visit = torch.unique(groups.ids[events.sample] * states + events.state,
                             return_inverse=True)
     value = Groups(visit, groups.valid[events.sample]).mean(returns)
     following = torch.where(last, 0.0, value.roll(-1))
@@ -54,12 +55,12 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
 
 
 def turn_index(batch: SampleBatch) -> Tensor:
-    """int64 [n]: a number for every turn; tokens after the last turn form one of their own."""
+    """int32 [n]: a number for every turn; tokens after the last turn form one of their own."""
     events = _events(batch, "turns")
-    starts = torch.zeros(batch.num_tokens + 1, dtype=torch.int64)
+    starts = torch.zeros(batch.num_tokens + 1, dtype=torch.int32)
     starts[batch.offsets[:-1]] = 1
     starts[batch.offsets[events.sample] + events.end + 1] = 1
-    return starts[:-1].cumsum(0) - 1 if batch.num_tokens else starts[:0]
+    return starts[:-1].cumsum(0, dtype=torch.int32)
 
 
 def _events(batch: SampleBatch, what: str) -> Events:

@@ -41,7 +41,7 @@ def whiten(o: ObjectiveConfig, batch: SampleBatch, values: Tensor, valid: Tensor
     divisor = (total - int(o.std_kind == "sample")).clamp(min=1)
     std = (_scoped(mass * squares, scope) / divisor).sqrt() + o.advantage_eps
     scale = torch.where(valid & (std > 0), 1 / std.clamp(min=1e-300), 0.0)
-    return centred * (batch.spread(scale.to(values.dtype)) if per_token else scale)
+    return centred.mul_(batch.spread(scale.to(values.dtype)) if per_token else scale)
 
 
 def _scoped(values: Tensor, scope: Tensor) -> Tensor:
