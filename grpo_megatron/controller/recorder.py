@@ -35,7 +35,8 @@ def record_step(directory: Path, groups: Sequence[ScoredGroup],
                            domain, completion.truncated)
                  for offset, (reward, completion)
                  in enumerate(zip(scored.rewards, scored.group.completions, strict=True))]
-    finish_step(directory, shards, rows, manifest, _components(groups))
+    finish_step(directory, shards, rows, {**manifest, "domains": list(domains)},
+                _components(groups))
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:

@@ -28,6 +28,7 @@ from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.algorithms.step_terms import StepTerms, advantages_of, step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import DataError
 from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy
@@ -109,6 +110,9 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
     weights = {d.name: {r.component: r.weight for r in d.rewards}
                for d in config.domains}
     names = [d.name for d in config.domains]
+    if table.manifest.get("domains", names) != names:
+        raise DataError(f"the step has the domains {table.manifest['domains']}, the recipe "
+                        f"{names}", where=str(table.directory))
     batch = SampleBatch(
         rewards=torch.from_numpy(table.reward), group_ids=torch.from_numpy(table.group).long(),
         token_counts=torch.from_numpy(table.completion_lengths),

@@ -37,7 +37,7 @@ def write_model(directory: Path, hf: dict, seed: int) -> str:
 
 def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
                   vocab_size: int = VOCAB, seed: int = 0, num_updates: int = 1,
-                  stale: bool = False) -> str:
+                  stale: bool = False, num_domains: int = 1) -> str:
     """Ragged samples with random rewards and plausible behaviour log-probs."""
     rng, working = np.random.default_rng(seed), begin_step(directory)
     writer = ShardWriter(working / "rollout-0.safetensors")
@@ -51,7 +51,8 @@ def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
         prompt = Prompt(str(group), "d", "", tuple(rng.integers(0, vocab_size, 5).tolist()), "")
         writer.append(RolloutGroup(prompt, tuple(completions), 0))
     rows = [SampleRow(0, i, group := i // num_samples, group * num_updates // num_groups,
-                      float(rng.normal()), group % 2) for i in range(num_groups * num_samples)]
+                      float(rng.normal()), group % num_domains)
+            for i in range(num_groups * num_samples)]
     components = {"first": rng.normal(size=len(rows)), "second": rng.normal(size=len(rows))}
     finish_step(directory, [writer.close()], rows, {"stale": stale, "step": 0}, components)
     return str(directory)
