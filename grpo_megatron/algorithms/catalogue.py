@@ -46,6 +46,8 @@ Statistics over the batch (`batch_raw`, `batch_residual`, `whiten`, the leading 
 `entropy_weight`, `opsm_delta` (`[domains.objective]`) and the reference (`domains.reference`) can
 be set per domain and hold for its samples.
 
+What differs from other libraries on purpose is in [differences.md](differences.md).
+
 Evidence: **S** strong (frontier use or several independent replications with ablations),
 **M** moderate, **E** emerging (one paper). This file is generated from the registry:
 `python -m grpo_megatron.algorithms.catalogue > docs/objectives.md`.

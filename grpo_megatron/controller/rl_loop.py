@@ -19,6 +19,7 @@ from typing import Any
 
 from grpo_megatron.batching.store import ShardWriter, begin_step
 from grpo_megatron.checkpoints.retention import prune
+from grpo_megatron.controller.alarms import LazyDisplacement
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import prune_store, record_step
@@ -63,6 +64,7 @@ class RLLoop:
         if state.sampler:
             self.sampler.load_state_dict(state.sampler)
         self.source = GroupSource(session, self.sampler)
+        self.lazy_displacement = LazyDisplacement()
         self.started = time.monotonic() - state.seconds
         self.phase_seconds: Counter[str] = Counter()
         self._checkpointed = -1
@@ -160,6 +162,11 @@ class RLLoop:
         self.state = replace(self.state, step=step + 1, updates=self.state.updates
                              + report["updates"], sampler=recorded.sampler,
                              seconds=self.elapsed_s(), objective=report["state"])
+        metrics["alarm/lazy_displacement"] = float(self.lazy_displacement(metrics))
+        if metrics["alarm/lazy_displacement"]:
+            show("message", text=f"step {step}: right answers become less likely while the "
+                                 "gradient grows (lazy likelihood displacement); "
+                                 "see objective.llds_weight")
         interval = self.config.evaluation.interval
         if interval and (step + 1) % interval == 0:
             metrics["evaluation/accuracy"] = await greedy_accuracy(

@@ -1,0 +1,36 @@
+"""Alarms that need several steps and several metrics."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+WINDOW_STEPS = 5
+NUM_WINDOWS = 3
+
+
+class LazyDisplacement:
+    """Right answers become less likely while the gradient grows (lazy likelihood displacement,
+    arXiv:2512.04220): `update/logprob_gain_positive` has a negative mean in three consecutive
+    windows of five steps, and the mean `grad/norm` rises from window to window.
+
+    It needs two or more updates per rollout, or stale samples: the only update of an on-policy
+    batch has displaced nothing when it is measured.
+    """
+
+    def __init__(self):
+        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS * NUM_WINDOWS)
+
+    def __call__(self, metrics: Mapping[str, float]) -> bool:
+        """Take a step's metrics; whether the alarm is on."""
+        gain, norm = (metrics.get(n) for n in ("update/logprob_gain_positive", "grad/norm"))
+        if gain is None or norm is None or gain != gain:
+            return False
+        self._steps.append((gain, norm))
+        if len(self._steps) < WINDOW_STEPS * NUM_WINDOWS:
+            return False
+        steps = list(self._steps)
+        windows = [steps[i:i + WINDOW_STEPS] for i in range(0, len(steps), WINDOW_STEPS)]
+        gains = [sum(gain for gain, _ in window) for window in windows]
+        norms = [sum(norm for _, norm in window) for window in windows]
+        return max(gains) < 0 and norms == sorted(norms) and norms[0] < norms[-1]
