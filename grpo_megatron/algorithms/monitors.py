@@ -56,7 +56,7 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
         mean = metrics[name.replace("/square", "/mean")]
         square = metrics.pop(name)
         metrics[name.replace("/square", "/ess_fraction")] = (
-            mean**2 / square if square > 0 else float("nan"))
+            mean**2 / square if square > 0 else 0.0)
     return metrics
 
 

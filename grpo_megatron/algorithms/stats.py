@@ -47,12 +47,12 @@ class Stats:
             self.maxima[name] = value if old is None else torch.maximum(old, value)
 
     def result(self) -> dict[str, float]:
-        """NaN where nothing was counted; sums (unit "sum") as they are."""
-        out = {name: float(pair[0]) if self.units.get(name) == "sum"
-               else float(pair[0] / pair[1]) if pair[1] > 0 else float("nan")
-               for name, pair in self.means.items()}
-        return out | {n: float(v) if v > -torch.inf else float("nan")
-                      for n, v in self.maxima.items()}
+        """Sums (unit "sum") as they are; what nothing was counted for is left out."""
+        out = {name: float(pair[0]) if self.units.get(name) == "sum" else float(pair[0] / pair[1])
+               for name, pair in self.means.items()
+               if pair[1] > 0 or self.units.get(name) == "sum"}
+        return out | {name: float(value) for name, value in self.maxima.items()
+                      if value > -torch.inf}
 
 
 class Meter:
