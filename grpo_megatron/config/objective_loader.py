@@ -41,4 +41,4 @@ def _full_key(text: str, domains: Sequence[str]) -> str:
     for index, name in enumerate(domains):
         if text.startswith(f"domain.{name}."):
             return f"domains.{index}.objective.{text[len(name) + 8:]}"
-    return f"objective.{text}"
+    return text if text.startswith("objective.") else f"objective.{text}"

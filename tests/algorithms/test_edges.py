@@ -237,7 +237,8 @@ def test_the_command_prints_what_the_functions_compute(tmp_path, capsys):
 
     path = tmp_path / "case.json"
     path.write_text(json.dumps({k: v for k, v in BASE.items() if k != "components"}))
-    assert main(["objective", "eval", "--objective", "dapo", "clip_high=0.3", str(path)]) == 0
+    assert main(["objective", "eval", "--objective", "dapo", "objective.clip_high=0.3",
+                 str(path)]) == 0
     case = {k: v for k, v in BASE.items() if k != "components"}
     assert json.loads(capsys.readouterr().out) == evaluated("dapo", ["clip_high=0.3"], **case)
     assert main(["objective", "list"]) == 0
