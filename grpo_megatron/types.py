@@ -77,6 +77,8 @@ class ScoredGroup:
     group: RolloutGroup
     components: Mapping[str, np.ndarray]  # name -> float64 [G]
     rewards: np.ndarray  # float64 [G]; NaN: unscorable
+    steps: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Per sample, weighted step rewards: (end of the step in the text, reward)."""
 
 
 @dataclass(frozen=True, slots=True)

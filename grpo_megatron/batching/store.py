@@ -107,11 +107,13 @@ def begin_step(directory: Path) -> Path:
 
 
 def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[SampleRow],
-                manifest: dict, components: Mapping[str, np.ndarray] | None = None) -> Path:
+                manifest: dict, components: Mapping[str, np.ndarray] | None = None,
+                steps: Sequence[tuple[int, int, float]] = ()) -> Path:
     """Write the training rows and the manifest, then give the directory its final name.
 
     Args:
         components: rewards by component, float64 [N]; NaN: skipped.
+        steps: rewards of single steps: row, last completion token of the step, reward.
     """
     working = directory.with_name(directory.name + ".tmp")
     columns = {
@@ -122,6 +124,8 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
         "reward": np.array([r.reward for r in rows], np.float64),
         "domain": np.array([r.domain for r in rows], np.int32),
         "truncated": np.array([r.truncated for r in rows], np.uint8),
+        **{f"step_{name}": np.array([step[i] for step in steps], dtype) for i, (name, dtype)
+           in enumerate((("row", np.int64), ("end", np.int64), ("reward", np.float64)))},
         **{f"component/{name}": values for name, values in (components or {}).items()},
     }
     train_checksum = write_columns(working / "train.safetensors", columns)
@@ -167,6 +171,7 @@ class SampleTable:
         self.group, self.update = np.array(train["group"]), np.array(train["update"])
         self.reward, self.domain = np.array(train["reward"]), np.array(train["domain"])
         self.truncated = np.array(train["truncated"], bool)
+        self.steps = tuple(np.array(train[f"step_{name}"]) for name in ("row", "end", "reward"))
         self.components = {name.partition("/")[2]: np.array(values)
                            for name, values in train.items() if name.startswith("component/")}
 

@@ -91,10 +91,10 @@ def batch_violations(o: ObjectiveConfig, group_size: int, updates: int,
         yield Violation("objective", size_key, group_size,
                         f"{o.preset} is defined for groups of {preset.group_size}",
                         nearest=(preset.group_size,), related=("objective.preset",))
-    if o.advantage in ("process", "gagpo"):
+    if o.advantage == "gagpo":
         yield Violation("objective", "objective.advantage", o.advantage,
-                        "rollouts record neither step rewards nor turns yet: there is nothing to "
-                        "compute it from (objective eval computes it on a case)",
+                        "rollouts have one turn: there are no states to compute it from "
+                        "(objective eval computes it on a case)",
                         nearest=("group",), related=("objective.preset",))
     if group_size == 1 and o.advantage not in ("reward", "gagpo", "process"):
         yield Violation("group_size", size_key, 1, f"advantage {o.advantage} of a group of one "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,15 @@ from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, V
 
 def record_step(directory: Path, groups: Sequence[ScoredGroup],
                 places: Sequence[tuple[int, int]], shards: Sequence[ShardInfo],
-                updates: np.ndarray, domains: Sequence[str], manifest: dict) -> None:
+                updates: np.ndarray, domains: Sequence[str], manifest: dict,
+                decode: Callable[[Sequence[int]], str]) -> None:
     """Finish a step whose shards are already in its working directory.
 
     Args:
         places: per group, (shard, index of its first sample in that shard).
         updates: int [Q], the optimizer step of each group.
         domains: the recipe's domains, in order.
+        decode: token ids to text, for the places of step rewards.
     """
     rows = []
     for number, (scored, (shard, first)) in enumerate(zip(groups, places, strict=True)):
@@ -36,7 +39,7 @@ def record_step(directory: Path, groups: Sequence[ScoredGroup],
                  for offset, (reward, completion)
                  in enumerate(zip(scored.rewards, scored.group.completions, strict=True))]
     finish_step(directory, shards, rows, {**manifest, "domains": list(domains)},
-                _components(groups))
+                _components(groups), _steps(groups, decode))
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
@@ -44,6 +47,23 @@ def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
     names = dict.fromkeys(name for group in groups for name in group.components)
     return {name: np.concatenate([np.asarray(g.components.get(
         name, np.full(len(g.rewards), np.nan)), np.float64) for g in groups]) for name in names}
+
+
+def _steps(groups: Sequence[ScoredGroup],
+           decode: Callable[[Sequence[int]], str]) -> list[tuple[int, int, float]]:
+    """Step rewards as (row, last token of the step, reward); steps without a token are left out."""
+    completions = [c for group in groups for c in group.group.completions]
+    per_row = [steps for g in groups for steps in (g.steps or [()] * len(g.rewards))]
+    return [(row, token_at(completion.token_ids, end, decode), reward)
+            for row, (completion, steps) in enumerate(zip(completions, per_row, strict=True))
+            for end, reward in steps if len(completion.token_ids)]
+
+
+def token_at(token_ids: np.ndarray, end: int, decode: Callable[[Sequence[int]], str]) -> int:
+    """The first token whose text reaches place `end`, else the last token."""
+    found = bisect.bisect_left(range(len(token_ids)), end,
+                               key=lambda t: len(decode(token_ids[:t + 1].tolist())))
+    return min(found, len(token_ids) - 1)
 
 
 def record_supervised(directory: Path, batches: Sequence[Sequence[tuple[Prompt, list[int]]]],

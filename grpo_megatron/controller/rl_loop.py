@@ -133,7 +133,8 @@ class RLLoop:
                     "sampler": state, "metrics": metrics, "extremes": shown}
         record_step(directory, groups, written.places, written.shards,
                     updates_of(len(groups), self.config.batch.updates_per_rollout),
-                    [d.name for d in self.config.domains], manifest)
+                    [d.name for d in self.config.domains], manifest,
+                    self.session.tokenizer.decode)
         seconds = {"rollout": rollout_s, "reward": time.perf_counter() - started - rollout_s}
         return RecordedStep(step, directory, version, state, metrics, shown, {}, seconds)
 

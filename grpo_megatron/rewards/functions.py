@@ -6,7 +6,9 @@
 
 It takes those of these keyword arguments that its signature names; others come from the recipe.
 NaN or None means "cannot be scored" (a bad reference answer), which is not the same as 0. An
-`async def` runs beside others of its kind: for rewards that wait for a server.
+`async def` runs beside others of its kind: for rewards that wait for a server. A process reward
+returns a list, `(end, reward)` for every step, `end` being the place in the completion where the
+step ends; its value is their sum, and `objective.advantage = "process"` credits each step's tokens.
 """
 
 from __future__ import annotations

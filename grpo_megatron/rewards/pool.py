@@ -119,9 +119,12 @@ class RewardPool:
         functions = [call[0] for call in calls]
         statuses = [PENDING] * len(calls)
         values = [np.nan] * len(calls)
+        steps: dict[int, list[tuple[int, float]]] = {}
         size = max(1, min(CHUNK_CALLS, -(-len(calls) // len(self._all_slots))))
-        tasks = [asyncio.ensure_future(self._score_chunk(calls, range(start, min(
-            start + size, len(calls))), statuses, values)) for start in range(0, len(calls), size)]
+        spans = (range(start, min(start + size, len(calls)))
+                 for start in range(0, len(calls), size))
+        tasks = [asyncio.ensure_future(self._score_chunk(calls, span, statuses, values, steps))
+                 for span in spans]
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -130,7 +133,7 @@ class RewardPool:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         self._check(functions, statuses)
-        return self._assembled(groups, values)
+        return self._assembled(groups, values, steps)
 
     def metrics(self) -> dict[str, float]:
         """Failures since the start, `reward/<domain>.<component>/<cause>`, and restarts."""
@@ -160,7 +163,8 @@ class RewardPool:
                 for completion in group.completions for index in self._by_domain[prompt.domain]]
 
     async def _score_chunk(self, calls: Sequence[Call], span: range, statuses: list[int],
-                           values: list[float]) -> None:
+                           values: list[float],
+                           steps: dict[int, list[tuple[int, float]]]) -> None:
         pending, idle_deaths = list(span), 0
         slot = await self._slots.get()
         try:
@@ -170,6 +174,7 @@ class RewardPool:
                 for i, status, value in zip(pending, *results, strict=True):
                     statuses[i], values[i] = status, value if status == SCORED else np.nan
                     self._count(calls[i][0], status)
+                steps |= {pending[call]: found for call, found in process.steps.items()}
                 self._keep_tracebacks(process)
                 left = [i for i in pending if statuses[i] == PENDING]
                 idle_deaths = idle_deaths + 1 if len(left) == len(pending) else 0
@@ -234,18 +239,23 @@ class RewardPool:
                            f"{self._limits['timeout_s']:g} s")
 
     def _assembled(self, groups: Sequence[RolloutGroup],
-                   values: Sequence[float]) -> list[ScoredGroup]:
+                   values: Sequence[float],
+                   steps: Mapping[int, list[tuple[int, float]]]) -> list[ScoredGroup]:
         scored, start = [], 0
         for group in groups:
             components = [self._components[i] for i in self._by_domain[group.prompt.domain]]
             shape = (len(group.completions), len(components))
             table = np.asarray(values[start:start + shape[0] * shape[1]],
                                dtype=np.float64).reshape(shape)
-            start += shape[0] * shape[1]
+            first, start = start, start + shape[0] * shape[1]
             weights = np.asarray([component.weight for component in components])
             scored.append(ScoredGroup(
                 group, {c.name: table[:, k].copy() for k, c in enumerate(components)},
-                weighted_sum(table, weights, self._clips[group.prompt.domain])))
+                weighted_sum(table, weights, self._clips[group.prompt.domain]),
+                tuple(tuple((end, reward * component.weight)
+                            for k, component in enumerate(components)
+                            for end, reward in steps.get(first + sample * shape[1] + k, ()))
+                      for sample in range(shape[0])) if steps else ()))
         return scored
 
 

@@ -26,12 +26,14 @@ class RewardProcess:
     Attributes:
         alive: Whether it can take another chunk.
         tracebacks: First traceback of each function that raised, by function index.
+        steps: Step rewards of the last chunk, by call: (end in the text, reward) each.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, board: Board, timeout_s: float):
         self._process, self._board, self._timeout_s = process, board, timeout_s
         self.alive = True
         self.tracebacks: dict[int, str] = {}
+        self.steps: dict[int, list[tuple[int, float]]] = {}
 
     @classmethod
     async def start(cls, functions: Sequence[tuple[str, Mapping[str, Any]]],
@@ -82,6 +84,7 @@ class RewardProcess:
         before the first call: no call is to blame.
         """
         self._board.reset()
+        self.steps = {}
         on_time = True
         try:
             await self._send(calls)
@@ -152,6 +155,8 @@ class RewardProcess:
             message = pickle.loads(await stdout.readexactly(size))
             if message[0] == "error":
                 self.tracebacks.setdefault(message[1], message[2])
+            elif message[0] == "steps":
+                self.steps[message[1]] = message[2]
             elif message[0] == "failed":
                 raise RewardError(f"a reward process cannot start: {message[1]}")
             elif message[0] == kind:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 import os
 import pickle
 import signal
@@ -47,7 +48,7 @@ def main() -> None:
     with asyncio.Runner() as loop:  # one for all chunks, so that rewards may keep connections
         while (calls := receive(requests)) is not None:
             raised = partial(_raised, calls, board, replies, known_failures)
-            waiting = _run(calls, rewards, board, raised)
+            waiting = _run(calls, rewards, board, raised, partial(send, replies))
             if waiting:
                 loop.run(score_all(waiting, board, raised=raised, **limits))
             board.begin(FINISHED)
@@ -75,8 +76,9 @@ def receive(stream: BinaryIO) -> Any:
 
 
 def _run(calls: Sequence[Call], rewards: Sequence[BoundReward], board: Board,
-         raised: Callable[[int], None]) -> dict[int, Callable[[], Any]]:
-    """Make the plain calls; returns the async ones by index."""
+         raised: Callable[[int], None],
+         tell: Callable[[tuple], None]) -> dict[int, Callable[[], Any]]:
+    """Make the plain calls; returns the async ones by index. Step rewards are told apart."""
     waiting = {}
     for index, (function, *arguments) in enumerate(calls):
         call = partial(rewards[function], *arguments)
@@ -85,7 +87,12 @@ def _run(calls: Sequence[Call], rewards: Sequence[BoundReward], board: Board,
             continue
         board.begin(index)
         try:
-            board.record(index, SCORED, to_float(call()))
+            value = call()
+            if isinstance(value, list):
+                steps = [(operator.index(end), to_float(reward)) for end, reward in value]
+                tell(("steps", index, steps))
+                value = sum(reward for _, reward in steps)
+            board.record(index, SCORED, to_float(value))
         except BaseException:  # SystemExit of a reward must not end the worker either
             raised(index)
     return waiting

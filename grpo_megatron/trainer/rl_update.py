@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 
 from grpo_megatron.algorithms.advantages import Advantages, needed_columns
 from grpo_megatron.algorithms.advantages.pipeline import select
-from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.algorithms.evaluate import batch_metrics
 from grpo_megatron.algorithms.monitors import derived
 from grpo_megatron.algorithms.objective import Objective, policy_loss
@@ -121,7 +121,8 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
         components={name: torch.from_numpy(v) for name, v in table.components.items()},
         component_weights={name: torch.tensor([weights[names[d]].get(name, 0.0)
                                                for d in table.domain.tolist()]).double()
-                           for name in table.components})
+                           for name in table.components},
+        events=Events(*map(torch.from_numpy, table.steps)) if len(table.steps[0]) else None)
     return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)
 
 

@@ -60,6 +60,7 @@ class Loop:
             session = SimpleNamespace(
                 config=self.config, run_dir=self.run_dir, worker=self, rewards=self,
                 publisher=self, trainer=self, stopping=asyncio.Event(), take_seconds=dict,
+                tokenizer=SimpleNamespace(decode=str),
                 splits=SimpleNamespace(train=self.prompts), event=lambda *_, **__: None,
                 phase=lambda name: contextlib.nullcontext())
             self.version = state.step

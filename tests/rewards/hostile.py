@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -12,6 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 not_a_function = 3
+
+
+def lines_right(completion: str, answer: str) -> Any:
+    """A process reward: 1 for every line that says right; NaN for one that says unknown."""
+    ends = [i + 1 for i, letter in enumerate(completion) if letter == "\n"]
+    return [(end, math.nan if line == "unknown" else float(line == "right"))
+            for end, line in zip(ends, completion.split("\n"), strict=False)]
 
 
 def obey(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, Any]) -> Any:

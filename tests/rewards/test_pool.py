@@ -123,6 +123,18 @@ def test_components_are_weighted_and_skipped():
     np.testing.assert_equal(weighted_sum(table, np.array([1.0, 1.0])), [math.nan, 1])
 
 
+def test_step_rewards_are_kept_beside_their_sum():
+    steps = {"function": f"{HOSTILE}:lines_right", "weight": 0.5, "name": "steps"}
+    texts = ["right\nno\nright\n", "", "right\nunknown\n"]
+    [scored, other], _ = score([domain(OBEY, steps)], [group(texts), group(["3"])],
+                               num_workers=2)
+    np.testing.assert_equal(scored.components["steps"], [2, 0, math.nan])
+    assert scored.steps[:2] == (((6, 0.5), (9, 0.0), (15, 0.5)), ())
+    assert other.steps == ((),)
+    [plain], _ = score([domain(OBEY)], [group(["3"])])
+    assert plain.steps == ()
+
+
 def test_the_sum_is_clipped():
     [scored], _ = score([domain(OBEY, reward_clip=5.0)], [group(["10", "-10", "2", "None"])])
     np.testing.assert_equal(scored.rewards, [5, -5, 2, math.nan])

@@ -53,6 +53,11 @@ def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
     rows = [SampleRow(0, i, group := i // num_samples, group * num_updates // num_groups,
                       float(rng.normal()), group % num_domains)
             for i in range(num_groups * num_samples)]
+    lengths = [len(c.token_ids) for group in writer._groups for c in group.completions]
+    steps = [(row, end, float(rng.normal())) for row, n in enumerate(lengths)
+             for end in sorted({n // 2, n - 1})]
     components = {"first": rng.normal(size=len(rows)), "second": rng.normal(size=len(rows))}
-    finish_step(directory, [writer.close()], rows, {"stale": stale, "step": 0}, components)
+    shard = writer.close()
+    finish_step(directory, [shard], rows, {"stale": stale, "step": 0}, components,
+                steps)
     return str(directory)

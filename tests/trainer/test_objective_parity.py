@@ -13,15 +13,13 @@ pytestmark = pytest.mark.engine
 BIG = {"max_tokens_per_microbatch": 512}  # few micro-batches: this is about objectives
 LAYOUTS = {"tp2_sp": {"tensor_parallel_size": 2}, "pp2": {"pipeline_parallel_size": 2},
            "ep2": {"expert_parallel_size": 2}, "small_microbatches": None}
-WITHOUT_EVENTS = [name for name in PRESETS if name not in ("deepseekmath_process", "gagpo")]
-"""Steps and turns are not recorded by rollouts."""
 EXTRA = {  # what the presets leave at zero, and choices that none of them makes
     "terms": {"preset": "grpo", "entropy_weight": 0.01, "kl": "k2", "kl_beta": 0.1,
               "llds_weight": 0.1, "preference_weight": 0.3},
     "sequence_weights": {"preset": "gspo", "mismatch": "mis_sequence", "mismatch_max": 1e9,
                          "denominator": "domain"},
 }
-NAMES = [*WITHOUT_EVENTS, *EXTRA]
+NAMES = [*(name for name in PRESETS if name != "gagpo"), *EXTRA]  # rollouts have one turn
 CASE = "tests.trainer.cases:train_objectives"
 
 
