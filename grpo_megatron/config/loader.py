@@ -21,6 +21,8 @@ from grpo_megatron.config.resolved import (
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_recipe_chain
 from grpo_megatron.config.validation import Check, validate
 
+_BELOW_RECIPE = ("default", "preset")
+
 __all__ = ["load_recipe", "read_resolved", "write_resolved"]
 
 
@@ -57,6 +59,9 @@ def read_resolved(path: Path, overrides: Sequence[str] = (), *,
     if not overrides:
         return resolved
     tree = resolved.config.model_dump(mode="json")
+    # another preset replaces what the old one had set
+    tree["objective"] = {key: value for key, value in tree["objective"].items() if
+                         resolved.provenance[f"objective.{key}"].kind not in _BELOW_RECIPE}
     layers = Layers(tree, {path: resolved.provenance.get(dotted(path), DEFAULT)
                            for path, _ in leaves(tree)})
     flags, problems = parse_overrides(overrides)

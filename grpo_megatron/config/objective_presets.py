@@ -58,7 +58,8 @@ PRESETS: dict[str, ObjectivePreset] = {
         "DAPO: clip-higher and token mean", "arXiv:2503.14476", "S",
         "long chains of thought on dense models; combine with dynamic sampling",
         {**_GROUP, **_TOKEN_MEAN, "clip_high": 0.28},
-        with_data={"batch.num_samples_per_prompt": 16, "optimizer.lr": 1e-6}),
+        with_data={"sampling.dynamic": "true", "batch.num_samples_per_prompt": 16,
+                   "optimizer.lr": 1e-6, "domains.rewards": "soft_overlong"}),
     "gspo": ObjectivePreset(
         "GSPO: length-normalised sequence ratio", "arXiv:2507.18071", "S",
         "Mixture-of-Experts policies: jumps of single-token ratios average out",

@@ -13,7 +13,7 @@ from grpo_megatron.config.keys import KeyPath, is_array_of_tables
 class Origin:
     """Who set a value: `Origin("recipe", "recipes/demo/gspo-moe-cpu.toml:12")`."""
 
-    kind: Literal["default", "model", "recipe", "flag"]
+    kind: Literal["default", "preset", "model", "recipe", "flag"]
     where: str = ""
 
     def __str__(self) -> str:

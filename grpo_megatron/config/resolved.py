@@ -13,6 +13,7 @@ from pydantic import ValidationError
 import grpo_megatron
 from grpo_megatron import assets
 from grpo_megatron.config.keys import dotted, leaves
+from grpo_megatron.config.objective_presets import PRESETS
 from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
@@ -39,9 +40,11 @@ class ResolvedConfig:
 def resolved_from(config: RunConfig, layers: Layers, recipe: str) -> ResolvedConfig:
     """Pair a configuration with the origins recorded while its tree was merged."""
     tree = config.model_dump(mode="json")
+    objective = Origin("preset", f"objective preset {config.objective.preset}")
+    below = {("objective", key): objective for key in PRESETS[config.objective.preset].values}
+    origins = {**below, **layers.origins}
     return ResolvedConfig(
-        config, {dotted(path): layers.origins.get(path, DEFAULT) for path, _ in leaves(tree)},
-        recipe)
+        config, {dotted(path): origins.get(path, DEFAULT) for path, _ in leaves(tree)}, recipe)
 
 
 def to_json(resolved: ResolvedConfig) -> str:

@@ -39,7 +39,7 @@ def test_every_leaf_has_an_origin():
     keys = {dotted(path) for path, _ in leaves(resolved.config.model_dump(mode="json"))}
     assert keys == set(resolved.provenance)
     assert {origin.kind for origin in resolved.provenance.values()} == {
-        "default", "recipe", "flag"}
+        "default", "preset", "recipe", "flag"}
 
 
 def test_recipe_lines_point_at_the_key():
@@ -60,6 +60,16 @@ def test_overrides_on_a_stored_run_keep_the_other_origins(tmp_path):
     assert after.provenance["num_steps"].where == "num_steps=500"
     assert after.provenance["seed"] == before.provenance["seed"]
     assert after.provenance["trainer.num_ranks"] == before.provenance["trainer.num_ranks"]
+
+
+def test_another_objective_on_a_stored_run_takes_its_own_values(tmp_path):
+    """What the old preset had set goes with it; what was set by hand stays."""
+    write_resolved(tmp_path / "config.json", load_recipe(DEMO, ["objective.dual_clip=4.0"]))
+    after = read_resolved(tmp_path, ["objective.preset=dapo"])
+    expected = load_recipe(DEMO, ["objective.dual_clip=4.0", "objective.preset=dapo"])
+    assert after.config.objective == expected.config.objective
+    assert after.config.objective.clip_high == 0.28
+    assert after.provenance["objective.clip_high"].where == "objective preset dapo"
 
 
 def test_wrong_overrides_on_a_stored_run(tmp_path):
