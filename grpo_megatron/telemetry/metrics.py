@@ -18,7 +18,8 @@ from grpo_megatron.rundir import RunDir
 logger = logging.getLogger(__name__)
 
 NORMALISERS = {"reward/": "samples", "response/": "samples", "prompt/": "groups",
-               "group/": "groups", "accuracy/": "groups", "time/": "step", "throughput/": "second"}
+               "group/": "groups", "accuracy/": "groups", "advantage/": "samples",
+               "time/": "step", "throughput/": "second"}
 """What metrics are normalised by whose origin does not say so, by the start of their names."""
 NONFINITE = "telemetry/nonfinite/count"
 """Metric of a step's line: how many of its values were not finite, written only if there are."""

@@ -213,7 +213,8 @@ def test_unknown_domains_and_failing_workers(tmp_path, monkeypatch):
 
 
 PARENT = f"""
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with it ignored
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
 from tests.rewards.cases import domain, group
 from grpo_megatron.rewards.pool import RewardPool
