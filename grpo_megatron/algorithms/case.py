@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_megatron.algorithms.advantages import Advantages
 from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import DataError
@@ -32,7 +33,7 @@ class Case:
     columns: Mapping[str, Tensor]  # [n] float64: logprobs, old_, rollout_, ref_logprobs, entropies
     mask: tuple[tuple[bool, ...], ...]  # of all tokens
     truncated: Tensor  # bool [N]
-    advantages: Sequence[Any] | None  # given instead of rewards
+    advantages: Advantages | None  # given instead of rewards
 
 
 def read_case(path: Path) -> Case:
@@ -85,7 +86,7 @@ def parse_case(document: Mapping[str, Any], *, where: str = "case") -> Case:
     truncated = document.get("truncated", [False] * len(counts))
     reader.length("truncated", truncated, len(counts))
     return Case(batch, names, flats, mask, torch.tensor(truncated).bool(),
-                document.get("advantages"))
+                reader.advantages(mask))
 
 
 def _rewards(reader: _Reader, components: Mapping[str, Tensor], weights: Mapping[str, Tensor],
@@ -97,7 +98,6 @@ def _rewards(reader: _Reader, components: Mapping[str, Tensor], weights: Mapping
         return sum(torch.nan_to_num(components[n]) * weights[n] for n in components)
     if "advantages" not in document:
         reader.fail("rewards", "is missing", "give rewards, components or advantages")
-    reader.length("advantages", document["advantages"], count)
     return torch.zeros(count, dtype=torch.float64)
 
 
@@ -167,6 +167,20 @@ class _Reader:
                         self.fail(f"{name}[{i}][{t}]", f"is {value!r}, not 0 or 1")
         return [[self.number(f"{name}[{i}][{t}]", int(v) if isinstance(v, bool) else v)
                  for t, v in enumerate(row)] for i, row in enumerate(rows)]
+
+    def advantages(self, mask: Sequence[Sequence[bool]]) -> Advantages | None:
+        """One number per sample, or a list per sample where they differ within samples."""
+        rows = self.document.get("advantages")
+        if rows is None:
+            return None
+        self.length("advantages", rows, len(mask))
+        if not any(isinstance(row, list) for row in rows):
+            found = [self.number(f"advantages[{i}]", row) for i, row in enumerate(rows)]
+            return Advantages(torch.tensor(found, dtype=torch.float64), per_token=False)
+        rows = self.ragged("advantages", [len(marks) for marks in mask])
+        kept = [v for row, marks in zip(rows, mask, strict=True)
+                for v, m in zip(row, marks, strict=True) if m]
+        return Advantages(torch.tensor(kept, dtype=torch.float64), per_token=True)
 
     def labels(self, name: str, count: int) -> tuple[tuple[str, ...], Tensor]:
         """Names in order of appearance, int64 [N] of indices; numbers are indices themselves."""

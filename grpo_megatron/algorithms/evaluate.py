@@ -70,9 +70,8 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
 def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
     """What `objective eval` prints."""
     batch = case.batch.without_truncated(case.truncated, objective.config.overlong)
-    advantages = None if case.advantages is None else _given(case)
     objective = replace(objective, domains=case.domains)
-    found = evaluate(objective, batch, case.columns, advantages=advantages,
+    found = evaluate(objective, batch, case.columns, advantages=case.advantages,
                      constant_length=objective.config.aggregation_length)
     metrics = derived(found.stats.result())
     for domain, distances in found.stats.samples.items():
@@ -120,24 +119,6 @@ def _require_columns(objective: Objective, columns: Mapping[str, Tensor]) -> Non
     if missing:
         raise DataError(f"{missing[0]} is missing", where="case",
                         remedy=f"objective {objective.config.preset} needs {', '.join(missing)}")
-
-
-def _given(case: Case) -> Advantages:
-    rows = case.advantages
-    where = "case"
-    if not any(isinstance(row, list) for row in rows):
-        for i, value in enumerate(rows):
-            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-                raise DataError(f"advantages[{i}] is {value!r}, not a number", where=where)
-        return Advantages(torch.tensor(rows, dtype=torch.float64), False)
-    flat = []
-    for i, (row, mask) in enumerate(zip(rows, case.mask, strict=True)):
-        row = row if isinstance(row, list) else [row] * len(mask)
-        if len(row) != len(mask):
-            raise DataError(f"advantages[{i}] has {len(row)} tokens, logprobs[{i}] has "
-                            f"{len(mask)}", where=where)
-        flat += [value for value, kept in zip(row, mask, strict=True) if kept]
-    return Advantages(torch.tensor(flat, dtype=torch.float64), True)
 
 
 def _ragged(values: Tensor, case: Case) -> list[list[float]]:

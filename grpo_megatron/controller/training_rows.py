@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grpo_megatron.algorithms.groups import ZERO_VARIANCE
 from grpo_megatron.types import ScoredGroup
 
 
@@ -47,4 +48,4 @@ def _mean(values: np.ndarray) -> float:
 def all_equal(rewards: np.ndarray) -> bool:
     """Whether the scored rewards of a group carry no signal."""
     valid = rewards[~np.isnan(rewards)]
-    return len(valid) == 0 or float(valid.max() - valid.min()) <= 1e-8
+    return len(valid) == 0 or float(valid.max() - valid.min()) <= ZERO_VARIANCE

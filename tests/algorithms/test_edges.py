@@ -174,6 +174,10 @@ BAD_CASES = [
     (variant(reward=[1, 0, 1, 0]), "reward", "did you mean rewards"),
     (variant(turns=[[[9, 1.0, "s"]], [], [], []]), "turns[0][0]", "token 9 of 2"),
     (variant(rewards=[]), "rewards", "0 entries"),
+    (variant(advantages=[1, None, 1, 0]), "advantages[1]", "not a number"),
+    (variant(advantages=[1, math.nan, 1, 0]), "advantages[1]", "NaN"),
+    (variant(advantages=[[1, math.nan], [1], [1] * 3, [1] * 2]), "advantages[0][1]", "NaN"),
+    (variant(advantages=[[1, 1], 1, [1] * 3, [1] * 2]), "advantages[1]", "not a list"),
     ({"logprobs": [[-1.0]], "group_ids": [0]}, "rewards", "missing"),
 ]
 
