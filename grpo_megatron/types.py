@@ -1,5 +1,5 @@
 """One record per arrow of the data flow. Shape legend: T_p prompt tokens, T completion tokens,
-L MoE layers, K experts per token, G samples per prompt.
+K experts per token, G samples per prompt.
 
 `PromptBatch -> RolloutGroup -> ScoredGroup -> SampleTable (batching.store) -> StepReport`
 """
@@ -54,7 +54,12 @@ class Completion:
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gaps
     finish_reason: str  # "stop" or "length"
     text: str
-    routes: np.ndarray | None = None  # uint8/uint16 [T_p + T - 1, L, K]; None: not recorded
+    routes: np.ndarray | None = None
+    """uint8/uint16 [T_p + T - 1, all layers, K]; None: not recorded. Row p is the forward of
+    position p, which sampled token p + 1; the last token has none."""
+    route_versions: tuple[VersionSpan, ...] = ()
+    """Rows `[start, end)` of `routes` were computed with weight version `version`; rows not
+    covered have no route."""
 
     @property
     def truncated(self) -> bool:

@@ -18,7 +18,8 @@ from safetensors.numpy import save
 from grpo_megatron.errors import DataError
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "I64": np.int64, "I32": np.int32,
-           "U8": np.uint8, "U16": np.uint16, "BOOL": np.bool_}
+           "U8": np.uint8, "U16": np.uint16, "U64": np.uint64,
+           "BOOL": np.bool_}
 
 
 def write_columns(path: Path, columns: dict[str, np.ndarray]) -> str:

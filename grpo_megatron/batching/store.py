@@ -2,6 +2,7 @@
 
     step_000123/manifest.json          step, counts, shards with checksums
     step_000123/rollout-0.safetensors  tokens, written by the worker beside replica 0
+    step_000123/rollout-0.routes       their experts, where recorded (`batching.route_file`)
     step_000123/train.safetensors      one row a sample: where it is, its rewards
 
 It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
@@ -21,7 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
+from grpo_megatron.batching.route_file import RouteFile, write_routes
 from grpo_megatron.errors import DataError
+from grpo_megatron.routing.shape import RouteShape, RouteStatus
 from grpo_megatron.types import RolloutGroup
 
 FORMAT = 2
@@ -36,6 +39,7 @@ class ShardInfo:
     num_groups: int
     num_samples: int
     num_tokens: int
+    routes: dict | None = None  # shape of `<shard>.routes`, see RouteShape.to_json
 
 
 class ShardWriter:
@@ -45,10 +49,13 @@ class ShardWriter:
     `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
     `group` int32 [N]; weight versions as spans `span_version|start|end` int32 with
     `span_offsets` int64 [N+1].
+
+    Args:
+        route_shape: Record routes too.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, route_shape: RouteShape | None = None):
+        self.path, self.route_shape = path, route_shape
         self._groups: list[RolloutGroup] = []
 
     def append(self, group: RolloutGroup) -> int:
@@ -72,9 +79,12 @@ class ShardWriter:
             "span_end": np.array([s.end for s in spans], np.int32),
             "span_offsets": _offsets([len(c.versions) for _, c in samples]),
         }
+        shape = self.route_shape
+        if shape is not None:
+            columns |= write_routes(self.path.with_suffix(".routes"), self._groups, shape)
         checksum = write_columns(self.path, columns)
         return ShardInfo(self.path.name, checksum, len(self._groups), len(samples),
-                         len(columns["completion_ids"]))
+                         len(columns["completion_ids"]), shape.to_json() if shape else None)
 
 
 def _concatenate(parts: Sequence, dtype) -> np.ndarray:
@@ -166,6 +176,10 @@ class SampleTable:
                 raise DataError(f"{name} is missing or its checksum differs from the manifest",
                                 where=str(directory), remedy="delete the step; it is sampled anew")
         self._shards = [read_columns(directory / s["name"]) for s in self.manifest["shards"]]
+        self._routes = [
+            RouteFile((directory / s["name"]).with_suffix(".routes"), columns,
+                      RouteShape.from_json(s["routes"])) if s.get("routes") else None
+            for s, columns in zip(self.manifest["shards"], self._shards, strict=True)]
         train = read_columns(directory / "train.safetensors")
         self.shard, self.index = np.array(train["shard"]), np.array(train["index"])
         self.group, self.update = np.array(train["group"]), np.array(train["update"])
@@ -226,3 +240,22 @@ class SampleTable:
         first, last = columns["span_offsets"][index:index + 2]
         lengths = columns["span_end"][first:last] - columns["span_start"][first:last]
         return np.repeat(columns["span_version"][first:last], lengths)
+
+    def routes(self, row: int, layers: Sequence[int],
+               shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
+        """Experts of a sample's tokens in some layers, each row with its RouteStatus.
+
+        Args:
+            layers: Layer numbers, from 0.
+            shape: Of the model that will replay them.
+
+        Returns:
+            ids [len(layers), T_p + T - 1, K], status uint8 [len(layers), T_p + T - 1].
+        """
+        file = self._routes[self.shard[row]]
+        if file is not None and file.shape == shape:
+            return file.read(int(self.index[row]), [shape.layers.index(i) for i in layers])
+        tokens = int(self.prompt_lengths[row] + self.completion_lengths[row]) - 1
+        why = RouteStatus.MISSING if file is None else RouteStatus.MISSHAPEN
+        return (np.zeros((len(layers), tokens, shape.experts_per_token), shape.dtype),
+                np.full((len(layers), tokens), why, np.uint8))

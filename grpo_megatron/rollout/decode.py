@@ -102,14 +102,22 @@ def _completion(
     routes = None
     if record_routes:
         routes = _routes(choice.routed_experts, num_prompt_tokens + num_tokens - 1, where)
+    versions = _spans(choice.weight_versions, num_tokens, where)
     return Completion(
         token_ids=np.array(choice.token_ids, np.int32),
         logprobs=logprobs,
-        versions=_spans(choice.weight_versions, num_tokens, where),
+        versions=versions,
         finish_reason=choice.finish_reason,
         text=decode(choice.token_ids) if decode is not None else "",
         routes=routes,
+        route_versions=() if routes is None else _route_spans(versions, num_prompt_tokens),
     )
+
+
+def _route_spans(versions: tuple[VersionSpan, ...], num_prompt: int) -> tuple[VersionSpan, ...]:
+    """Row T_p - 1 + t sampled token t; the prompt was computed by the first version."""
+    return tuple(VersionSpan(span.version, span.start and num_prompt - 1 + span.start,
+                             num_prompt - 1 + span.end) for span in versions)
 
 
 def _logprobs(choice: _Choice, where: str) -> np.ndarray:

@@ -1,0 +1,214 @@
+"""Expert routes of one shard: raw ids beside the shard's token columns.
+
+    rollout-0.routes   for every group: its prompts' routes (once, if all samples agree), then
+                       each sample's completion routes; each part is [layers, tokens, experts]
+
+A rank that holds a few layers reads just those. Sizes follow from the token counts, so nothing
+but ids is in the file; a checksum for every 64 KiB and the exceptions are columns of the shard:
+
+`route_checksums` uint64; `route_prompt` int32 [N], which of its group's prompt parts a sample has
+(absent: the only one); `route_exceptions` int32 [E, 4]: sample, first row, end row, weight version
+(-1: no route). A row without exception was computed by the version that sampled the next token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from grpo_megatron.errors import EngineError
+from grpo_megatron.routing.shape import RouteShape, RouteStatus, invalid
+from grpo_megatron.types import Completion, RolloutGroup
+
+BLOCK_BYTES = 1 << 16
+_NO_ROUTE = -1
+
+
+def write_routes(path: Path, groups: Sequence[RolloutGroup],
+                 shape: RouteShape) -> dict[str, np.ndarray]:
+    """Write a shard's routes durably; returns their columns."""
+    chosen, checksums = [], _BlockChecksums()
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        for group in groups:
+            parts, of_samples = _distinct_prompts(group, shape)
+            chosen += of_samples
+            num_prompt = len(group.prompt.token_ids)
+            parts += [_ids(c, num_prompt, num_prompt + max(len(c.token_ids) - 1, 0), shape)
+                      for c in group.completions]
+            for part in parts:
+                data = np.ascontiguousarray(part.transpose(1, 0, 2)).tobytes()
+                file.write(data)
+                checksums.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    exceptions = [(sample, *span) for sample, (group, completion) in enumerate(
+        (g, c) for g in groups for c in g.completions)
+        for span in _exceptions(completion, len(group.prompt.token_ids))]
+    columns = {"route_checksums": checksums.result()}
+    if any(chosen):
+        columns["route_prompt"] = np.array(chosen, np.int32)
+    if exceptions:
+        columns["route_exceptions"] = np.array(exceptions, np.int32)
+    return columns
+
+
+class _BlockChecksums:
+    """xxh3 of every BLOCK_BYTES of a stream."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._open, self._filled = xxhash.xxh3_64(), 0
+
+    def update(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            part = view[:BLOCK_BYTES - self._filled]
+            view = view[len(part):]
+            self._open.update(part)
+            self._filled += len(part)
+            if self._filled == BLOCK_BYTES:
+                self._close()
+
+    def _close(self) -> None:
+        self._done.append(self._open.intdigest())
+        self._open, self._filled = xxhash.xxh3_64(), 0
+
+    def result(self) -> np.ndarray:
+        """uint64, the last one of a shorter block."""
+        if self._filled:
+            self._close()
+        return np.array(self._done, np.uint64)
+
+
+def _ids(completion: Completion, start: int, end: int, shape: RouteShape) -> np.ndarray:
+    """Routes of rows [start, end), [tokens, layers, experts]; zeros where there are none."""
+    if completion.routes is None:
+        return np.zeros((end - start, len(shape.layers), shape.experts_per_token), shape.dtype)
+    _, num_layers, num_experts = completion.routes.shape
+    if num_layers <= max(shape.layers) or num_experts != shape.experts_per_token:
+        raise EngineError(f"the engine's routes have {num_layers} layers of {num_experts} experts "
+                          f"per token, the model has {shape}", where="routed experts",
+                          remedy="the engine serves another model than the trainer's")
+    return completion.routes[start:end, list(shape.layers)].astype(shape.dtype, copy=False)
+
+
+def _distinct_prompts(group: RolloutGroup,
+                      shape: RouteShape) -> tuple[list[np.ndarray], list[int]]:
+    """The different prompt routes of a group, and which each sample has."""
+    parts: list[np.ndarray] = []
+    chosen = []
+    for completion in group.completions:
+        ids = _ids(completion, 0, len(group.prompt.token_ids), shape)
+        found = next((i for i, part in enumerate(parts) if np.array_equal(part, ids)), None)
+        chosen.append(len(parts) if found is None else found)
+        if found is None:
+            parts.append(ids)
+    return parts, chosen
+
+
+def _exceptions(completion: Completion, num_prompt: int) -> Iterator[tuple[int, int, int]]:
+    """Spans of rows (first, end, version) without a route of the version that used them."""
+    num_rows = num_prompt + len(completion.token_ids) - 1
+    used = np.full(num_rows, completion.versions[0].version if completion.versions else 0)
+    for span in completion.versions:
+        used[num_prompt - 1 + span.start:num_prompt - 1 + span.end] = span.version
+    have = np.full(num_rows, _NO_ROUTE)
+    for span in completion.route_versions if completion.routes is not None else ():
+        have[span.start:span.end] = span.version
+    differs = np.where(have != used, have, np.iinfo(np.int32).max)
+    edges = np.flatnonzero(np.diff(differs, prepend=np.iinfo(np.int32).min))
+    for first, end in zip(edges, [*edges[1:], num_rows], strict=True):
+        if differs[first] != np.iinfo(np.int32).max:
+            yield int(first), int(end), int(differs[first])
+
+
+class RouteFile:
+    """Read access to one shard's routes; bytes stay on disk until they are sliced.
+
+    Args:
+        columns: The shard's.
+        shape: As the manifest has it.
+    """
+
+    def __init__(self, path: Path, columns: Mapping[str, np.ndarray], shape: RouteShape):
+        self.path, self.shape = path, shape
+        self._checksums = columns["route_checksums"]
+        self._state = np.zeros(len(self._checksums), np.int8)  # 0: not looked at, 1: good, 2: bad
+        size = path.stat().st_size if path.exists() else 0
+        self._bytes = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+        exceptions = columns.get("route_exceptions", np.empty((0, 4), np.int32))
+        self._exceptions = exceptions[np.argsort(exceptions[:, 0], kind="stable")]
+        self._place(columns)
+
+    def _place(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Where each sample's prompt and completion routes begin, in bytes."""
+        group = np.asarray(columns["group"])
+        prompt = np.asarray(columns.get("route_prompt", np.zeros(len(group), np.int32)))
+        self._num_prompt = np.diff(columns["prompt_offsets"])[group]
+        lengths = np.diff(columns["completion_offsets"])
+        self._num_completion = np.maximum(lengths - 1, 0)
+        num_groups = len(columns["prompt_offsets"]) - 1
+        parts = np.zeros(num_groups, np.int64)
+        np.maximum.at(parts, group, prompt + 1)
+        of_prompt = self.shape.num_bytes(np.diff(columns["prompt_offsets"]))
+        of_sample = self.shape.num_bytes(self._num_completion)
+        samples = np.bincount(group, of_sample, num_groups).astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(parts * of_prompt + samples)])
+        self._prompt_start = starts[group] + prompt * of_prompt[group]
+        before = np.concatenate([[0], np.cumsum(of_sample)])[:-1]
+        first = np.searchsorted(group, np.arange(num_groups))
+        within = before - before[first[group]] if len(group) else before
+        self._sample_start = starts[group] + (parts * of_prompt)[group] + within
+
+    def read(self, sample: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Routes of a sample in some layers.
+
+        Args:
+            layers: Positions in `shape.layers`.
+
+        Returns:
+            ids [len(layers), T_p + T - 1, K], and RouteStatus uint8 [len(layers), T_p + T - 1].
+        """
+        parts = [self._part(self._prompt_start[sample], self._num_prompt[sample], layers),
+                 self._part(self._sample_start[sample], self._num_completion[sample], layers)]
+        ids, status = (np.concatenate(x, 1) for x in zip(*parts, strict=True))
+        status[(status == RouteStatus.OK) & invalid(ids, self.shape.num_experts)] = (
+            RouteStatus.INVALID)
+        first, last = np.searchsorted(self._exceptions[:, 0], [sample, sample + 1])
+        for _, start, end, version in self._exceptions[first:last]:
+            status[:, start:end] = (RouteStatus.MISSING if version == _NO_ROUTE
+                                    else RouteStatus.STALE)
+        return ids, status
+
+    def _part(self, start: int, tokens: int,
+              layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        size = int(self.shape.num_bytes(tokens)) // max(len(self.shape.layers), 1)
+        row = self.shape.experts_per_token * self.shape.dtype.itemsize
+        ids = np.zeros((len(layers), tokens, self.shape.experts_per_token), self.shape.dtype)
+        status = np.full((len(layers), tokens), RouteStatus.OK, np.uint8)
+        for i, layer in enumerate(layers):
+            begin = int(start) + layer * size
+            data = np.asarray(self._bytes[begin:begin + size])
+            if len(data) == size:
+                ids[i] = data.view(self.shape.dtype).reshape(ids[i].shape)
+            for bad in self._bad_blocks(begin, begin + size):
+                low = max(bad * BLOCK_BYTES - begin, 0) // row
+                high = -(-min((bad + 1) * BLOCK_BYTES - begin, size) // row)
+                status[i, low:high] = RouteStatus.CORRUPT
+        return ids, status
+
+    def _bad_blocks(self, begin: int, end: int) -> list[int]:
+        """Blocks in a range of bytes whose checksum disagrees; each is read once."""
+        blocks = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)) if end > begin else ()
+        for block in blocks:
+            if self._state[block] == 0:
+                data = self._bytes[block * BLOCK_BYTES:(block + 1) * BLOCK_BYTES]
+                same = xxhash.xxh3_64_intdigest(data) == int(self._checksums[block])
+                self._state[block] = 1 if same else 2
+        return [block for block in blocks if self._state[block] == 2]

@@ -1,0 +1,60 @@
+"""What a route is: the experts that one token was sent to, in every MoE layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+
+class RouteStatus(IntEnum):
+    """Whether a token's route in one layer can be replayed, or why not."""
+
+    OK = 0
+    MISSING = 1  # the engine gave none
+    STALE = 2  # computed by other weights than the token was sampled with
+    CORRUPT = 3  # the file's checksum disagrees
+    INVALID = 4  # an expert that does not exist, or the same one twice
+    MISSHAPEN = 5  # recorded for a model of another shape
+
+
+@dataclass(frozen=True, slots=True)
+class RouteShape:
+    """Routes of one model are [layers, tokens, experts_per_token], of expert ids.
+
+    Attributes:
+        layers: Indices, from 0, of the layers with experts.
+    """
+
+    layers: tuple[int, ...]
+    experts_per_token: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+    def num_bytes(self, tokens: np.ndarray | int) -> np.ndarray | int:
+        """Size of the routes of so many tokens."""
+        return tokens * len(self.layers) * self.experts_per_token * self.dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> RouteShape:
+        return cls(**{**document, "layers": tuple(document["layers"])})
+
+    def __str__(self) -> str:
+        return (f"{len(self.layers)} MoE layers, {self.experts_per_token} of "
+                f"{self.num_experts} experts per token")
+
+
+def invalid(routes: np.ndarray, num_experts: int) -> np.ndarray:
+    """Which rows name an expert that does not exist, or one twice. [..., K] -> bool [...]"""
+    ordered = np.sort(routes, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    return twice | (ordered[..., -1] >= num_experts)
