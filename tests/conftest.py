@@ -38,6 +38,11 @@ def world4():
 
 
 @pytest.fixture(scope="session")
+def world8():
+    yield from _group(8)
+
+
+@pytest.fixture(scope="session")
 def moe_model(tmp_path_factory) -> str:
     from tests.trainer.models import MOE, write_model
 
@@ -74,3 +79,13 @@ def three_updates(tmp_path_factory) -> str:
 
     return write_samples(tmp_path_factory.mktemp("store") / "step_000001", num_updates=3,
                          num_domains=2)
+
+
+@pytest.fixture(scope="session")
+def routed(tmp_path_factory) -> tuple[str, str]:
+    """A model whose first and third layers are dense, and samples with random routes."""
+    from tests.trainer.models import INTERLEAVED, write_model, write_samples
+
+    directory = tmp_path_factory.mktemp("routed")
+    model = write_model(directory / "model", INTERLEAVED, 4)
+    return model, write_samples(directory / "step_000001", hf=INTERLEAVED)

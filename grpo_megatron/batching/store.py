@@ -241,6 +241,15 @@ class SampleTable:
         lengths = columns["span_end"][first:last] - columns["span_start"][first:last]
         return np.repeat(columns["span_version"][first:last], lengths)
 
+    @property
+    def route_shapes(self) -> list[RouteShape]:
+        """Of the shards with routes."""
+        return [file.shape for file in self._routes if file is not None]
+
+    @property
+    def has_routes(self) -> bool:
+        return bool(self.route_shapes)
+
     def routes(self, row: int, layers: Sequence[int],
                shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
         """Experts of a sample's tokens in some layers, each row with its RouteStatus.

@@ -19,8 +19,8 @@ _BFLOAT16_NOISE = 0.02
 
 def check_constraints(config: RunConfig) -> list[Violation]:
     """All violated rules, in the order of the schema."""
-    rules = (_model, _domains, _problem_counts, _objective, _batch, _sampling, _lengths, _staleness,
-             _publish, _validation, _optimizers)
+    rules = (_model, _domains, _problem_counts, _objective, _routing, _batch, _sampling, _lengths,
+             _staleness, _publish, _validation, _optimizers)
     return [violation for rule in rules for violation in rule(config)]
 
 
@@ -116,6 +116,23 @@ def _objective(config: RunConfig) -> Iterator[Violation]:
     if config.num_steps:
         yield from batch_violations(config.objective, batch.num_samples_per_prompt,
                                     batch.updates_per_rollout, batch.max_staleness)
+
+
+def _routing(config: RunConfig) -> Iterator[Violation]:
+    routing = config.routing
+    weights = [routing.keep_weight, *(d.keep_routing_weight or 0 for d in config.domains)]
+    if (routing.keep_loss != "none") != any(weights):
+        yield Violation("keep_routing", "routing.keep_loss", routing.keep_loss,
+                        "a keep-routing loss and its weight are set together",
+                        remedy="set routing.keep_weight, for example 1e-3" if not any(weights)
+                        else "set routing.keep_loss, for example set_mass",
+                        related=("routing.keep_weight",))
+    for key, on in (("routing.keep_loss", routing.keep_loss in ("set_mass", "cross_entropy")),
+                    ("routing.balance_weight", routing.balance_weight > 0)):
+        if on and routing.replay == "none":
+            yield Violation("routing_replay", "routing.replay", "none",
+                            f"{key} counts replayed experts, and none are replayed",
+                            nearest=("r3", "r2"), related=(key,))
 
 
 def _batch(config: RunConfig) -> Iterator[Violation]:

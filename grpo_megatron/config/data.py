@@ -62,6 +62,8 @@ class DomainConfig(Strict):
     """A completion is correct if that component is at least this."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Longest completion of this domain; default: `rollout.max_new_tokens`."""
+    keep_routing_weight: float | None = Field(None, ge=0)
+    """Weight of `routing.keep_loss` for this domain; default: `routing.keep_weight`."""
     reference: Path | None = None
     """Hugging Face checkpoint that this domain's KL refers to; default: the policy at the start
     of RL."""

@@ -12,6 +12,7 @@ from grpo_megatron.config.data import DataConfig, DomainConfig
 from grpo_megatron.config.model import ModelConfig
 from grpo_megatron.config.objective import BatchConfig, ObjectiveConfig
 from grpo_megatron.config.rollout import PublishConfig, RolloutConfig
+from grpo_megatron.config.routing import RoutingConfig
 from grpo_megatron.config.sampling import CurriculumConfig, SamplingConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 
@@ -79,6 +80,7 @@ class RunConfig(Strict):
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
     curriculum: CurriculumConfig | None = None
+    routing: RoutingConfig = RoutingConfig()
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -92,3 +94,8 @@ class RunConfig(Strict):
         """Longest completion of a prompt of `domain`."""
         own = next((d.max_new_tokens for d in self.domains if d.name == domain), None)
         return own or self.rollout.max_new_tokens
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether engines are asked for the experts of every token."""
+        return self.rollout.record_routes or self.routing.replay == "r3"

@@ -14,6 +14,7 @@ import json
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from grpo_megatron.controller.step_groups import GroupSource
 from grpo_megatron.controller.training_rows import rollout_metrics, updates_of
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.rollout.worker import write_shards
+from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors
 from grpo_megatron.telemetry.samples import Sample, extremes, write_samples
@@ -64,6 +66,7 @@ class RLLoop:
         if state.sampler:
             self.sampler.load_state_dict(state.sampler)
         self.source = GroupSource(session, self.sampler)
+        self.open_shard = partial(ShardWriter, route_shape=recorded_shape(self.config))
         self.lazy_displacement = LazyDisplacement()
         self.started = time.monotonic() - state.seconds
         self.phase_seconds: Counter[str] = Counter()
@@ -122,7 +125,7 @@ class RLLoop:
         chosen = await self.source.groups_of(step)
         groups, written_from = chosen.groups, time.perf_counter()
         written = await asyncio.to_thread(write_shards, [g.group for g in groups],
-                                          begin_step(directory), ShardWriter)
+                                          begin_step(directory), self.open_shard)
         rollout_s = chosen.rollout_s + time.perf_counter() - written_from
         metrics = rollout_metrics(chosen.sampled) | chosen.metrics
         best, worst = extremes(step, groups, self.config.telemetry.samples_per_step)

@@ -13,7 +13,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.layout import check_layout
 from grpo_megatron.plan.machine import installed_engines
-from grpo_megatron.plan.model_facts import model_facts
+from grpo_megatron.plan.model_facts import ModelFacts, model_facts
 
 
 def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
@@ -46,7 +46,7 @@ def check_plan(config: RunConfig) -> list[Violation]:
         key = "model.preset" if model.path is None else "model.path"
         return [Violation("model_unreadable", key, str(model.preset or model.path),
                           f"{error.message} ({error.where})", remedy=error.remedy or "")]
-    return [*_replicas(config),
+    return [*_replicas(config), *_routing(config, facts),
             *check_layout(config.trainer, config.rollout, facts, installed_engines())]
 
 
@@ -57,3 +57,13 @@ def _replicas(config: RunConfig) -> list[Violation]:
     return [Violation("num_replicas", "rollout.num_replicas", replicas,
                       f"{num_prompts} prompts a step leave {replicas - num_prompts} replica(s) "
                       "without work", nearest=(num_prompts,), related=("batch.num_prompts",))]
+
+
+def _routing(config: RunConfig, facts: ModelFacts) -> list[Violation]:
+    routing = config.routing
+    return [] if facts.is_moe else [
+        Violation("routing_experts", f"routing.{key}", getattr(routing, key),
+                  f"the model ({facts.model_type}) has no experts", nearest=(off,))
+        for key, off in (("replay", "none"), ("keep_loss", "none"), ("balance_weight", 0.0))
+        if getattr(routing, key) != off]
+

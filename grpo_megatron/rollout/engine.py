@@ -57,7 +57,7 @@ def serve_command(
         "--worker-extension-cls", _WORKER_EXTENSION,
         "--disable-log-stats", "--disable-uvicorn-access-log",
     ]
-    if rollout.record_routes:
+    if config.records_routes:
         argv.append("--enable-return-routed-experts")
     if on_cpu:
         argv += _cpu_arguments(config)

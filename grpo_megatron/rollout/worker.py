@@ -91,7 +91,7 @@ class RolloutWorker:
         samples, served_by = await self._sample(
             prompts, self._plan(step, prompts, group_size), group_size,
             max_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
-            record_routes=rollout.record_routes,
+            record_routes=self.config.records_routes,
         )
         groups = [
             RolloutGroup(prompt, tuple(completions), replica)

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.plan.model_facts import model_facts
+
 
 class RouteStatus(IntEnum):
     """Whether a token's route in one layer can be replayed, or why not."""
@@ -51,6 +54,14 @@ class RouteShape:
     def __str__(self) -> str:
         return (f"{len(self.layers)} MoE layers, {self.experts_per_token} of "
                 f"{self.num_experts} experts per token")
+
+
+def recorded_shape(config: RunConfig) -> RouteShape | None:
+    """Of the routes that a run's engines record; None where they record none."""
+    if not config.records_routes:
+        return None
+    facts = model_facts(config.model)
+    return RouteShape(facts.moe_layers, facts.num_experts_per_token, facts.num_experts)
 
 
 def invalid(routes: np.ndarray, num_experts: int) -> np.ndarray:

@@ -22,6 +22,7 @@ class MicroBatch:
 
     index: int  # position in this rank's plan
     table_rows: np.ndarray  # int64 [S]
+    lengths: tuple[int, ...]  # [S], prompt and completion tokens; padding follows
     tokens: torch.Tensor  # int64 [1, T]
     position_ids: torch.Tensor  # int64 [1, T]
     packed: PackedSeqParams
@@ -34,6 +35,11 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return self.tokens.size(1)
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Without padding."""
+        return sum(self.lengths)
 
 
 def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, pad_to: int,
@@ -60,7 +66,8 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
         return torch.as_tensor(joined).to(device=device, dtype=dtype)
 
     return MicroBatch(
-        index=index, table_rows=table_rows, tokens=flat(sequences, torch.int64)[None],
+        index=index, table_rows=table_rows, lengths=tuple(lengths[:len(table_rows)]),
+        tokens=flat(sequences, torch.int64)[None],
         position_ids=flat([np.arange(n) for n in lengths], torch.int64)[None],
         packed=_packed(lengths, device), rows=flat(rows, torch.int64),
         targets=flat(targets, torch.int64),

@@ -15,6 +15,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
@@ -22,6 +23,7 @@ from grpo_megatron.trainer.megatron_fixes import mark_expert_parameters
 from grpo_megatron.trainer.model_config import transformer_config
 from grpo_megatron.trainer.platform import HAS_CUDA
 from grpo_megatron.trainer.policy_model import PolicyModel, build_chunk
+from grpo_megatron.trainer.router_replay import RouteReplay
 from grpo_megatron.weights.layout import AttentionShape
 from grpo_megatron.weights.shards import unwrap
 
@@ -34,6 +36,7 @@ class Policy:
     config: TransformerConfig
     chunks: list[DistributedDataParallel]
     optimizer: Any
+    replay: RouteReplay
 
     @property
     def models(self) -> list[PolicyModel]:
@@ -74,16 +77,24 @@ class Policy:
             group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
-def build_policy(hf: dict[str, Any], layout: TrainerConfig,
-                 optimizer: OptimizerConfig) -> Policy:
-    """Model with random weights, wrapped for data parallelism, and its optimizer."""
+def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: OptimizerConfig,
+                 router_policy: str = "freeze_bias") -> Policy:
+    """Model with random weights, wrapped for data parallelism, and its optimizer.
+
+    Args:
+        router_policy: see `RoutingConfig.router_policy`.
+    """
     config = transformer_config(hf, layout)
+    if router_policy != "none":
+        config.moe_router_bias_update_rate = 0.0
     distributed = layout.distributed_optimizer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed,
         overlap_grad_reduce=HAS_CUDA, overlap_param_gather=HAS_CUDA and distributed)
     chunks = []
     for index, model in enumerate(_build_models(config, hf, layout)):
+        if router_policy == "freeze_weights":
+            _freeze_routers(model)
         wrapped = Float16Module(config, model) if config.bf16 else model
         chunks.append(DistributedDataParallel(config, ddp_config, wrapped,
                                               disable_bucketing=index > 0))
@@ -103,7 +114,14 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig,
         config.no_sync_func = _one_or_list([c.no_sync for c in chunks])
     if ddp_config.overlap_param_gather:
         config.param_sync_func = _one_or_list([c.start_param_sync for c in chunks])
-    return Policy(hf, config, chunks, megatron_optimizer)
+    return Policy(hf, config, chunks, megatron_optimizer,
+                  RouteReplay([unwrap(chunk) for chunk in chunks], config))
+
+
+def _freeze_routers(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.requires_grad_(False)
 
 
 def _one_or_list(items: list):

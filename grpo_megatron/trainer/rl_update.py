@@ -33,6 +33,8 @@ from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy
 from grpo_megatron.trainer.reference import References
+from grpo_megatron.trainer.route_source import RouteSource, merged
+from grpo_megatron.trainer.router_replay import Routes, RoutingPass
 from grpo_megatron.trainer.schedule import learning_rate
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
 
@@ -45,6 +47,8 @@ class Update:
     batch: PreparedBatch
     old: list[torch.Tensor] | None = None  # per micro-batch fp32 [2, n]; None: current is old
     ref: list[torch.Tensor] | None = None  # per micro-batch fp32 [n]
+    routes: list[Routes] | None = None  # the engine's, per micro-batch
+    old_routing: RoutingPass | None = None  # what the old-policy pass found
 
 
 def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
@@ -72,7 +76,10 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
     batch = sample_batch(config, table)
     needs = needed_columns(objective.config)
     updates = _plan(config, table, batch, objective, everything=bool(needs))
-    _passes(policy, references, table, objective, updates, needs)
+    source = RouteSource(config, policy.replay, table)
+    for update in updates:
+        update.routes = source.from_store(update.batch)
+    routing = _passes(policy, references, table, objective, updates, needs, source)
     old_s = time.perf_counter() - started
     batch = replace(batch, tokens=_token_columns(table, batch, updates, needs))
     advantages = advantages_of(objective, batch)
@@ -83,10 +90,14 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
         terms = step_terms(objective, batch, advantages, update.rows,
                            config.objective.aggregation_length or config.rollout.max_new_tokens)
         if config.objective.preference_weight > 0:
-            terms = terms.with_margins(objective, _margins(policy, batch, update))
+            terms = terms.with_margins(objective, _margins(policy, batch, update, source))
         rates.append(learning_rate(config.optimizer, first_update + number, num_updates))
         policy.set_learning_rate(rates[-1])
-        stats = train_step(policy, update.batch, _loss_function(objective, terms, update))
+        run = source.training_pass(update.batch, update.routes, update.old_routing, objective,
+                                   terms)
+        stats = train_step(policy, update.batch, _loss_function(objective, terms, update), run)
+        if run is not None:
+            routing.append(policy.replay.finish(run, update.batch.microbatches))
         stats.means["loss/value"][1] = 1.0  # the mean over updates
         stats.units["loss/value"] = "update"
         objective = replace(objective, state=_learned(objective, stats))
@@ -96,6 +107,7 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
     if rates:
         metrics["optimizer/lr"] = float(np.mean(rates))
     metrics |= {f"objective/{name}": value for name, value in objective.state.items()}
+    metrics |= merged(routing) | source.metrics()
     metrics["batch/skipped_updates"] = float(int(table.update.max(initial=-1)) + 1 - len(updates))
     return {"metrics": metrics, "normalisers": total.units, "state": dict(objective.state),
             "updates": len(updates), "old_logprobs_s": old_s,
@@ -143,16 +155,23 @@ def _plan(config: RunConfig, table: SampleTable, batch: SampleBatch, objective: 
 
 
 def _passes(policy: Policy, references: References, table: SampleTable, objective: Objective,
-            updates: Sequence[Update], needs: frozenset[str]) -> None:
-    """Old log-probs, unless the first loss pass has them; reference log-probs, if they weigh."""
+            updates: Sequence[Update], needs: frozenset[str],
+            source: RouteSource) -> list[dict[str, float]]:
+    """Old log-probs, unless the first loss pass has them; reference log-probs, if they weigh.
+    Returns routing metrics of the old-policy passes."""
     on_policy = len(updates) == 1 and not table.manifest["stale"]
+    routing = []
     for update in updates:
-        if not on_policy or needs & {"old_logprobs", "entropies"}:
-            update.old = logprob_pass(policy, update.batch)
+        if not on_policy or needs & {"old_logprobs", "entropies"} or source.needs_old_pass:
+            update.old_routing = run = source.old_pass(update.routes)
+            update.old = logprob_pass(policy, update.batch, run)
+            if run is not None:
+                routing.append(policy.replay.finish(run, update.batch.microbatches))
     if objective.wants_reference:
         for update, found in zip(updates, references.logprobs(
                 policy, [u.batch for u in updates], objective, table.domain), strict=True):
             update.ref = found
+    return routing
 
 
 def _token_columns(table: SampleTable, batch: SampleBatch, updates: Sequence[Update],
@@ -185,11 +204,13 @@ def _gathered(batch: SampleBatch,
     return flat.cpu()
 
 
-def _margins(policy: Policy, batch: SampleBatch, update: Update) -> torch.Tensor:
+def _margins(policy: Policy, batch: SampleBatch, update: Update,
+             source: RouteSource) -> torch.Tensor:
     """`sum_t log pi_theta - log pi_old` of every sample at the current weights, float64 [N]."""
     if update.old is None:
         return torch.zeros(len(batch), dtype=torch.float64)
-    now = logprob_pass(policy, update.batch)
+    now = logprob_pass(policy, update.batch, source.margin_pass(
+        update.batch, update.routes, update.old_routing))
     return batch.sums(_gathered(batch, [
         (microbatch, new[0] - old[0]) for microbatch, new, old
         in zip(update.batch.microbatches, now, update.old, strict=True)])).double()

@@ -45,7 +45,8 @@ class TrainerService:
     def __init__(self, config: RunConfig, model_path: Path):
         self.config, self.model_path = config, model_path
         self.hf = json.loads((model_path / "config.json").read_text())
-        self.policy = build_policy(self.hf, config.trainer, config.optimizer)
+        self.policy = build_policy(self.hf, config.trainer, config.optimizer,
+                                   config.routing.router_policy)
         self.policy.set_temperature(config.rollout.temperature)
         self.rules = rules_for(self.hf["model_type"])
         self.shards = list(local_shards(self.policy.chunks, self.policy.num_experts,

@@ -25,6 +25,8 @@ from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer.microbatch import MicroBatch, build_microbatch
 from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy
+from grpo_megatron.trainer.router_replay import RoutingPass
+from grpo_megatron.weights.shards import unwrap
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Stats]]
 """Micro-batch and the model's fp32 [2, n] (log-probs, entropies) to its part of the loss."""
@@ -38,6 +40,11 @@ class PreparedBatch:
     num_samples: int
     num_tokens: int  # prompt and policy tokens, all ranks
     num_policy_tokens: int  # all ranks
+
+    @property
+    def loss_scale(self) -> float:
+        """Undoes the averages over micro-batches (Megatron) and over data parallelism."""
+        return len(self.microbatches) * parallel_state.get_data_parallel_world_size()
 
 
 def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> PreparedBatch:
@@ -56,9 +63,10 @@ def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> Prep
                          int(table.completion_lengths[rows].sum()))
 
 
-def logprob_pass(policy: Policy, batch: PreparedBatch) -> list[torch.Tensor]:
+def logprob_pass(policy: Policy, batch: PreparedBatch,
+                 routing: RoutingPass | None = None) -> list[torch.Tensor]:
     """Log-probs and entropies of the policy tokens per micro-batch, fp32 [2, n]; [2, 0] off the
-    last pipeline stage."""
+    last pipeline stage. Without `routing` every token goes where the live router sends it."""
     found: list[torch.Tensor] = [torch.empty(2, 0)] * len(batch.microbatches)
 
     def collect(microbatch: MicroBatch, output: torch.Tensor):
@@ -66,29 +74,29 @@ def logprob_pass(policy: Policy, batch: PreparedBatch) -> list[torch.Tensor]:
         return output.new_zeros(()), {}
 
     with torch.no_grad():
-        _run_schedule(policy, batch, collect, forward_only=True)
+        _run_schedule(policy, batch, collect, routing, forward_only=True)
     return found
 
 
-def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction) -> Stats:
+def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction,
+               routing: RoutingPass | None = None) -> Stats:
     """Forward, backward and one optimizer step; returns metrics, equal on all ranks.
 
     Raises:
         TrainerError: the loss or the gradient norm is not finite. Weights are unusable then.
     """
     stats = Stats()
-    scale = len(batch.microbatches) * parallel_state.get_data_parallel_world_size()
 
     def loss_of(microbatch: MicroBatch, output: torch.Tensor):
         loss, part = loss_function(microbatch, output)
         part.mean("loss/value", loss, 0.0, "sum")
         stats.add(part)
-        return loss * scale, {}
+        return loss * batch.loss_scale, {}
 
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()
-    _run_schedule(policy, batch, loss_of, forward_only=False)
+    _run_schedule(policy, batch, loss_of, routing, forward_only=False)
     stats = reduce_stats(stats)
     _require_finite("loss", stats.result()["loss/value"])
     _, grad_norm, _ = policy.optimizer.step()
@@ -103,25 +111,30 @@ def _require_finite(what: str, value: float) -> None:
                            remedy="resume from the last checkpoint with a lower learning rate")
 
 
-def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable, *,
-                  forward_only: bool) -> None:
+def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable,
+                  routing: RoutingPass | None, *, forward_only: bool) -> None:
     """Run Megatron's pipeline schedule; `on_output` sees what the last stage computed."""
+    replay = policy.replay
+
     def forward_step(iterator: Iterator[MicroBatch], model, return_schedule_plan=False):
         microbatch = next(iterator)
+        replay.enter(unwrap(model), microbatch.index)
         output = model(microbatch.tokens, microbatch.position_ids, None,
                        labels=microbatch.targets, loss_mask=microbatch.rows,
                        packed_seq_params=microbatch.packed)
+        replay.leave(unwrap(model), microbatch.index, output)
         return output, lambda tensor: on_output(microbatch, tensor)
 
     iterators = [iter(batch.microbatches) for _ in policy.chunks]
     many = len(policy.chunks) > 1
     for chunk in policy.chunks:
         chunk.train(not forward_only)
-    get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iterators if many else iterators[0],
-        model=policy.chunks if many else policy.chunks[0],
-        num_microbatches=len(batch.microbatches), micro_batch_size=1,
-        seq_length=max(m.num_tokens for m in batch.microbatches), forward_only=forward_only)
+    with replay.during(routing, batch.microbatches):
+        get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iterators if many else iterators[0],
+            model=policy.chunks if many else policy.chunks[0],
+            num_microbatches=len(batch.microbatches), micro_batch_size=1,
+            seq_length=max(m.num_tokens for m in batch.microbatches), forward_only=forward_only)
 
 
 def reduce_stats(stats: Stats) -> Stats:

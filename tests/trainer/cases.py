@@ -14,6 +14,7 @@ from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
+from grpo_megatron.config.routing import RoutingConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
@@ -80,6 +81,9 @@ class Setup:
             "name": "case", "model": {"preset": "tiny-qwen3-moe"}, "optimizer": OPTIMIZER,
             "trainer": self.layout, "objective": objective,
             "domains": [{"name": "even", **domain}, {"name": "odd", **domain}]})
+
+    def routing(self, settings: dict[str, Any]) -> RoutingConfig:
+        return RoutingConfig(**settings)
 
     def gather(self, shards: list[Shard]) -> dict[str, np.ndarray] | None:
         """Full tensors under Hugging Face names, on rank 0."""

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.batching.store import SampleRow, ShardWriter, begin_step, finish_step
+from grpo_megatron.plan.model_facts import facts_from_hf
+from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
 
 VOCAB = 93  # not divisible by 2: tensor ranks pad it
@@ -24,6 +26,10 @@ DENSE = {k: v for k, v in MOE.items() if "expert" not in k and "moe" not in k
          and k not in ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob")} | {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 
+INTERLEAVED = MOE | {"num_hidden_layers": 6, "mlp_only_layers": [0, 2], "num_experts": 8,
+                     "num_experts_per_tok": 3}
+"""Dense layers between MoE layers."""
+
 
 def write_model(directory: Path, hf: dict, seed: int) -> str:
     """A random checkpoint with Hugging Face's per-expert names."""
@@ -35,19 +41,35 @@ def write_model(directory: Path, hf: dict, seed: int) -> str:
     return str(directory)
 
 
+def route_shape(hf: dict) -> RouteShape:
+    facts = facts_from_hf(hf)
+    return RouteShape(facts.moe_layers, facts.num_experts_per_token, facts.num_experts)
+
+
+def random_routes(num_rows: int, hf: dict, rng: np.random.Generator) -> np.ndarray:
+    shape = route_shape(hf)
+    order = np.argsort(rng.random((num_rows, hf["num_hidden_layers"], shape.num_experts)), -1)
+    return order[..., :shape.experts_per_token].astype(shape.dtype)
+
+
 def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
                   vocab_size: int = VOCAB, seed: int = 0, num_updates: int = 1,
-                  stale: bool = False, num_domains: int = 1) -> str:
-    """Ragged samples with random rewards and plausible behaviour log-probs."""
+                  stale: bool = False, num_domains: int = 1, hf: dict | None = None) -> str:
+    """Ragged samples with random rewards, plausible behaviour log-probs and, where the model `hf`
+    is given, random routes."""
     rng, working = np.random.default_rng(seed), begin_step(directory)
-    writer = ShardWriter(working / "rollout-0.safetensors")
+    shape = hf and route_shape(hf)
+    writer = ShardWriter(working / "rollout-0.safetensors", shape)
     for group in range(num_groups):
         completions = []
         for _ in range(num_samples):
             n = int(rng.integers(1, 20))
             ids = rng.integers(0, vocab_size, n).astype(np.int32)
             logprobs = -rng.exponential(3.0, n).astype(np.float32)
-            completions.append(Completion(ids, logprobs, (VersionSpan(0, 0, n),), "stop", ""))
+            routes = shape and random_routes(5 + n - 1, hf, rng)
+            completions.append(Completion(
+                ids, logprobs, (VersionSpan(0, 0, n),), "stop", "", routes,
+                (VersionSpan(0, 0, 5 + n - 1),) if shape else ()))
         prompt = Prompt(str(group), "d", "", tuple(rng.integers(0, vocab_size, 5).tolist()), "")
         writer.append(RolloutGroup(prompt, tuple(completions), 0))
     rows = [SampleRow(0, i, group := i // num_samples, group * num_updates // num_groups,

@@ -1,0 +1,89 @@
+"""How far two routings agree, and how the load spreads: sums that add up over ranks.
+
+Shape legend: n tokens, K experts per token, E experts, L MoE layers of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+AGREEMENT = ("slot_flip_rate", "token_flip_rate", "jaccard")
+
+
+def agreement(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Per token: the share of `a`'s slots that `b` lacks and the Jaccard index, fp32 [n] each.
+
+    Args:
+        a, b: expert ids [n, K] in any order, without repeats.
+    """
+    common = (a[:, :, None] == b[:, None, :]).any(-1).sum(-1).float()
+    size = a.size(-1)
+    return 1 - common / size, common / (2 * size - common)
+
+
+class RoutingSums:
+    """One row of sums per MoE layer; ranks that lack a layer leave its row at zero.
+
+    Args:
+        layers: Numbers of the model's MoE layers.
+        comparisons: Names of what the applied routing is compared with.
+    """
+
+    def __init__(self, layers: Sequence[int], num_experts: int, comparisons: Sequence[str],
+                 device: torch.device):
+        self.layers, self.comparisons = layers, tuple(comparisons)
+        self.load = torch.zeros(len(layers), num_experts, dtype=torch.float64, device=device)
+        self.entropy = torch.zeros(len(layers), 2, dtype=torch.float64, device=device)
+        self.compared = torch.zeros(len(self.comparisons), len(layers), 4, dtype=torch.float64,
+                                    device=device)
+        self.any_layer = torch.zeros(len(self.comparisons), 2, dtype=torch.float64, device=device)
+        """Per comparison: tokens with a flip in any layer, tokens compared."""
+
+    def add_load(self, row: int, chosen: Tensor, entropy: Tensor) -> None:
+        """chosen: [n, K] of real tokens; entropy: [n] of the live router."""
+        self.load[row] += torch.bincount(chosen.flatten(), minlength=self.load.size(1))
+        self.entropy[row] += torch.stack([entropy.sum().double(),
+                                          entropy.new_tensor(len(entropy)).double()])
+
+    def add_comparison(self, name: str, row: int, flips: Tensor, jaccard: Tensor) -> None:
+        """flips, jaccard: what `agreement` found, [n]."""
+        parts = (flips.sum(), (flips > 0).sum(), jaccard.sum(), flips.new_tensor(len(flips)))
+        self.compared[self.comparisons.index(name), row] += torch.stack(
+            [part.double() for part in parts])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What has to be added up over ranks."""
+        return self.load, self.entropy, self.compared, self.any_layer
+
+    def result(self) -> dict[str, float]:
+        """Metrics of all layers together and, as `name/layer_N`, of each."""
+        out: dict[str, float] = {}
+        for name, sums, tokens in zip(self.comparisons, self.compared, self.any_layer,
+                                      strict=True):
+            for i, quantity in enumerate(AGREEMENT):
+                self._put(out, f"routing/{name}_{quantity}", sums[:, i], sums[:, 3])
+            if tokens[1] > 0:
+                out[f"routing/{name}_any_layer_flip_rate"] = float(tokens[0] / tokens[1])
+        self._put(out, "routing/entropy", self.entropy[:, 0], self.entropy[:, 1])
+        mean = self.load.mean(1)
+        spread = (self.load.std(1, correction=0), self.load.amax(1))
+        for quantity, values in zip(("load_cv", "load_max_ratio"), spread, strict=True):
+            self._put(out, f"routing/{quantity}", values, mean)
+        dead = (self.load == 0).sum(1).double() * (mean > 0)
+        self._put(out, "routing/dead_experts", dead, (mean > 0).double())
+        if bool((mean > 0).any()):
+            out["routing/load_max_ratio"] = float((spread[1] / mean.clamp_min(1e-9)).max())
+        return out
+
+    def _put(self, out: dict[str, float], name: str, totals: Tensor, counts: Tensor) -> None:
+        seen = counts > 0
+        if not bool(seen.any()):
+            return
+        summed = name.rpartition("/")[2] in ("load_cv", "dead_experts", "load_max_ratio")
+        by_layer = totals / counts.clamp_min(1e-30)
+        out[name] = float(by_layer[seen].mean() if summed else totals.sum() / counts.sum())
+        out |= {f"{name}/layer_{layer}": float(value) for layer, value, has
+                in zip(self.layers, by_layer, seen, strict=True) if has}
