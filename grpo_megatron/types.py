@@ -52,7 +52,7 @@ class Completion:
     token_ids: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T], processed (after temperature)
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gaps
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" or "length"; "abort" only of a segment, see rollout.segments
     text: str
     routes: np.ndarray | None = None
     """uint8/uint16 [T_p + T - 1, all layers, K]; None: not recorded. Row p is the forward of

@@ -188,6 +188,12 @@ def _staleness(config: RunConfig) -> Iterator[Violation]:
 
 def _publish(config: RunConfig) -> Iterator[Violation]:
     publish, num_ranks = config.publish, config.trainer.num_ranks
+    if publish.pause != "wait" and not config.batch.max_staleness:
+        yield Violation("pause_in_flight", "publish.pause", publish.pause,
+                        "nothing is in flight while weights are published: with max_staleness=0 a "
+                        "step is sampled, trained and published in turn", nearest=("wait",),
+                        remedy="set publish.pause=wait or batch.max_staleness=1",
+                        related=("batch.max_staleness",))
     if publish.num_senders > num_ranks:
         yield Violation("num_senders", "publish.num_senders", publish.num_senders,
                         f"only {num_ranks} trainer rank(s) can send", nearest=(num_ranks,),

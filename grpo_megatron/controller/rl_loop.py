@@ -85,7 +85,7 @@ class RLLoop:
                 pending = asyncio.create_task(self.collect(step + 1))
             try:
                 report = await self.train(recorded)
-                if pending:
+                if pending and self.config.publish.pause == "wait":
                     await asyncio.wait([pending])  # engines finish before their weights change
                 with self.session.phase("publish"):
                     await self.session.publisher.publish(step + 1)

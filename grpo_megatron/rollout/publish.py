@@ -29,9 +29,9 @@ class WeightPublisher:
     Args:
         clients: All replicas, in order.
         timeout_s: Limit of each wait of sender and worker for the other.
-        pause_mode: What happens to requests in flight: `wait` for their end, or `keep` them, so
-            that they go on under the new weights (with spans that say so) after their keys and
-            values were computed anew.
+        pause_mode: What happens to requests in flight: `wait` for their end, `abort` them (the
+            client continues them, see `segments`), or `keep` them, so that they go on under the
+            new weights (with spans that say so) after their keys and values were computed anew.
     """
 
     def __init__(
