@@ -47,7 +47,8 @@ class CheckpointConfig(Strict):
     keep: int = Field(2, ge=1)
     """Complete checkpoints kept."""
     keep_steps: int = Field(4, ge=1)
-    """Recorded steps kept in the store (never fewer than since the last checkpoint)."""
+    """Recorded steps kept after each older checkpoint, for `replay` and `mismatch`; those since
+    the newest are kept always."""
 
 
 class TelemetryConfig(Strict):

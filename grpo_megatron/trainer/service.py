@@ -23,6 +23,7 @@ from grpo_megatron.checkpoints.hf_export import export_checkpoint
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.distributed import model_groups
+from grpo_megatron.trainer.gaps import logprob_gaps
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.platform import peak_memory_bytes
 from grpo_megatron.trainer.policy import build_policy
@@ -61,8 +62,8 @@ class TrainerService:
             self.references.read_files(self.policy, self.load_hf)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        return {"train": self.train, "supervise": self.supervise, "logprobs": self.logprobs,
-                "reset_optimizer": self.reset_optimizer,
+        return {"train": self.train, "gaps": self.gaps, "supervise": self.supervise,
+                "logprobs": self.logprobs, "reset_optimizer": self.reset_optimizer,
                 "take_reference": self.take_reference, "save": self.save, "load": self.load,
                 "export": self.export, "publish_open": self.publisher.open,
                 "publish_join": self.publisher.join, "publish_send": self.publisher.send}
@@ -77,16 +78,21 @@ class TrainerService:
         self.policy.reload_main_parameters()
 
     def train(self, directory: str, first_update: int, num_updates: int,
-              state: dict[str, float]) -> dict[str, Any]:
+              state: dict[str, float], replayed: bool = False) -> dict[str, Any]:
         """Train all updates of a recorded step (see `train_rollouts`)."""
         table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
         report = train_rollouts(self.config, self.policy, self.references, table, first_update,
-                                num_updates, state)
+                                num_updates, state, replayed)
         interval = self.config.objective.reference_interval
         if interval and self.references.wanted and (table.manifest["step"] + 1) % interval == 0:
             self.references.refresh(self.policy)
         report["metrics"]["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
         return report
+
+    def gaps(self, directory: str, to: str, by_layer: bool) -> dict[str, Any]:
+        """Log-probs of a recorded step under several routings, written to `to`."""
+        table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
+        return logprob_gaps(self.config, self.policy, table, Path(to), by_layer=by_layer)
 
     def take_reference(self) -> dict[str, Any]:
         """RL begins: the policy as it is now is its own reference."""
