@@ -10,8 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from grpo_megatron.errors import CheckpointError
+from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.weights.layout import AttentionShape, merge, shard, split
-from grpo_megatron.weights.rules import Rule, resolve
+from grpo_megatron.weights.rules import Rule, carried_names, resolve
 from grpo_megatron.weights.shards import Shard
 
 
@@ -98,7 +99,8 @@ def import_weights(shards: Sequence[Shard], rules: tuple[Rule, ...], shape: Atte
 
 def check_all_used(directory: Path, used: set[str]) -> None:
     """`used`: names read by any rank. Raises CheckpointError for tensors nobody wanted."""
-    extra = HFReader(directory).names() - used
+    names = HFReader(directory).names()
+    extra = names - used - carried_names(read_config(directory), names)
     if extra:
         raise CheckpointError(f"{len(extra)} tensors have no place in the model, for example "
                               f"{sorted(extra)[:3]}", where=str(directory))

@@ -33,6 +33,7 @@ def install() -> None:
         report_te_absent_in_mla()
         checkpoint_without_output_is_not_fp8()
         reduce_contiguous_tensors()
+        score_groups_as_deepseek()
         rotate_packed_sequences_at_once()
         save_torch_adam_without_step()
         save_without_helper_processes()
@@ -80,6 +81,35 @@ def reduce_contiguous_tensors() -> None:
     def reduce(tensor, group):
         return original(tensor.contiguous(), group)
     mappings._reduce = reduce
+
+
+def score_groups_as_deepseek() -> None:
+    """moe_utils.py:553 scores a group of experts by its best `topk // group_topk` of them.
+
+    DeepSeek-V3 (sigmoid) takes the best two, DeepSeek-V2 (softmax) the best one, whatever top-k is.
+    """
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.router as router
+
+    original_route, original_topk = (moe_utils.topk_routing_with_score_function,
+                                     moe_utils.group_limited_topk)
+
+    def route(*args, score_function="softmax", **kwargs):
+        best = 1 if score_function == "softmax" else 2
+
+        def group_limited_topk(scores, topk, num_tokens, num_experts, num_groups, group_topk):
+            groups = scores.view(num_tokens, num_groups, -1)
+            totals = groups.topk(min(best, groups.size(-1)), dim=-1)[0].sum(-1)
+            chosen = torch.zeros_like(totals, dtype=torch.bool).scatter_(
+                1, totals.topk(group_topk, dim=-1)[1], True)
+            return groups.masked_fill(~chosen[..., None], -torch.inf).flatten(1).topk(topk, dim=-1)
+
+        moe_utils.group_limited_topk = group_limited_topk
+        try:
+            return original_route(*args, score_function=score_function, **kwargs)
+        finally:
+            moe_utils.group_limited_topk = original_topk
+    router.topk_routing_with_score_function = route
 
 
 def rotate_packed_sequences_at_once() -> None:
