@@ -10,6 +10,8 @@ from grpo_megatron.plan.case import Case
 _RANKS = "trainer.num_ranks"
 _TP = "trainer.tensor_parallel_size"
 _PP = "trainer.pipeline_parallel_size"
+_FIRST = "trainer.first_stage_layers"
+_LAST = "trainer.last_stage_layers"
 _VPP = "trainer.virtual_pipeline_parallel_size"
 _CP = "trainer.context_parallel_size"
 _EP = "trainer.expert_parallel_size"
@@ -91,19 +93,38 @@ def widths_divide(case: Case) -> Iterator[Violation]:
 
 
 def layers_divide(case: Case) -> Iterator[Violation]:
-    pp = case.trainer.pipeline_parallel_size
-    vpp, layers = case.trainer.virtual_pipeline_parallel_size or 1, case.facts.num_layers
+    t, layers = case.trainer, case.facts.num_layers
+    pp, vpp = t.pipeline_parallel_size, t.virtual_pipeline_parallel_size or 1
     if vpp > 1 and pp == 1:
         yield case.violation("virtual_pipeline", _VPP,
                              "virtual pipeline stages need pipeline_parallel_size > 1", _PP,
                              remedy=f"remove {_VPP} (or set it to null), or raise {_PP}")
+    elif t.first_stage_layers is not None or t.last_stage_layers is not None:
+        yield from _uneven_stages(case)
     elif layers % pp:
         yield case.violation("layers_divide", _PP,
-                             f"the model's {layers} layers must be divisible by PP = {pp}")
+                             f"the model's {layers} layers must be divisible by PP = {pp}",
+                             _FIRST, _LAST)
     elif layers % (pp * vpp):
         yield case.violation("layers_divide", _VPP,
                              f"the model's {layers} layers must be divisible by PP x VPP = "
                              f"{pp} x {vpp} = {pp * vpp}", _PP)
+
+
+def _uneven_stages(case: Case) -> Iterator[Violation]:
+    t, layers = case.trainer, case.facts.num_layers
+    pp, vpp = t.pipeline_parallel_size, t.virtual_pipeline_parallel_size or 1
+    ends = [n for n in (t.first_stage_layers, t.last_stage_layers) if n is not None]
+    key = _FIRST if t.first_stage_layers is not None else _LAST
+    left, stages = layers - sum(ends), pp - len(ends)
+    if pp < 2 or left < stages or (left % stages if stages else left):
+        yield case.violation("layers_divide", key,
+                             f"of the model's {layers} layers, {left} are left for {stages} other "
+                             f"pipeline stages and must be divisible by them", _PP,
+                             remedy=f"remove {key}" if pp < 2 else "")
+    elif any(n % vpp for n in (*ends, left // stages if stages else 0)):
+        yield case.violation("layers_divide", _VPP,
+                             f"every stage's layers must be divisible by VPP = {vpp}", key)
 
 
 def sequence_parallel(case: Case) -> Iterator[Violation]:

@@ -73,6 +73,8 @@ def _parallel(layout: TrainerConfig) -> dict[str, Any]:
         tensor_model_parallel_size=layout.tensor_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=vpp,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,

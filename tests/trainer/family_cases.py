@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Me
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from grpo_megatron.trainer.policy_model import PolicyModel
-from grpo_megatron.trainer.step import logprob_pass
-from tests.trainer.cases import Setup
+from grpo_megatron.trainer.step import logprob_pass, train_step
+from tests.trainer.cases import OPTIMIZER, Setup, loss_of
 
 
 class LogitsModel(PolicyModel):
@@ -57,6 +58,17 @@ def parity(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any]:
              or not np.array_equal(tensors[name], reader.tensor(name).float().numpy())]
     return {"error": max(e for part in world for e in part), "wrong": wrong,
             "num_tensors": len(tensors)}
+
+
+def gradients(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """One step: loss, pre-clip gradient norm and, on rank 0, the averaged gradients."""
+    setup = Setup(model, {**layout, "distributed_optimizer": False})
+    batch = setup.batch(samples)
+    stats = train_step(setup.policy, batch, loss_of(setup, samples)).result()
+    scale = max(stats["grad/norm"] / OPTIMIZER.clip_grad, 1.0)  # undo the clipping
+    return {"losses": [stats["loss/value"]], "norms": [stats["grad/norm"]],
+            "tensors": setup.gather([replace(s, tensor=s.tensor.main_grad * scale)
+                                     for s in setup.shards if hasattr(s.tensor, "main_grad")])}
 
 
 def _counts(samples: str) -> np.ndarray:

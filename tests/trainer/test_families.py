@@ -1,14 +1,60 @@
-"""Every family: transformers' logits, and its tensors back bit for bit, at every kind of layout."""
+"""Every family: transformers' logits, and its tensors back bit for bit, at every kind of layout.
+
+A selection runs with all tests; `make test-families` runs every model at every layout.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.layout import check_layout
+from grpo_megatron.plan.machine import Engines
+from grpo_megatron.plan.model_facts import facts_from_hf
 from tests.trainer.families import MODELS, write_family
+from tests.trainer.test_layout_parity import assert_same
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
 
-PARITY = "tests.trainer.family_cases:parity"
+CASES = "tests.trainer.family_cases:"
+
+_SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size",
+          "vpp": "virtual_pipeline_parallel_size", "ep": "expert_parallel_size",
+          "etp": "expert_tensor_parallel_size", "first": "first_stage_layers"}
+LAYOUTS = {name: (ranks, {_SHORT[key]: size for key, size in sizes.items()})
+           for name, (ranks, sizes) in {
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "pp2_uneven": (2, {"pp": 2, "first": 1}),
+    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
+    "ep2": (2, {"ep": 2}),
+    "tp2_etp1": (2, {"tp": 2, "etp": 1}),
+    "etp2": (2, {"etp": 2}),
+    "etp2_ep2": (4, {"tp": 2, "etp": 2, "ep": 2}),
+    "tp2_pp2_ep2": (4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+}.items()}
+
+SELECTED = [
+    ("qwen2", "tp2"), ("qwen2", "pp2_vpp2"), ("llama_odd", "pp2"), ("qwen3_yarn", "tp2"),
+    ("qwen3_moe_mixed", "tp2_etp1"), ("mixtral", "ep2"), ("mixtral", "pp2_uneven"),
+    ("deepseek_v2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "pp2_vpp2"),
+    ("moonlight", "ep2"), ("glm4_moe", "tp2"), ("glm4_moe_air", "etp2"),
+    ("deepseek_v3", "etp2_ep2"), ("deepseek_v3", "tp2_pp2_ep2"), ("glm4_moe", "tp2_pp2_ep2"),
+    ("mixtral", "etp2_ep2"),
+]
+GRADIENTS = [("deepseek_v2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "ep2"),
+             ("glm4_moe", "tp2_etp1")]
+
+
+def _refusals(model: str, layout: str) -> list[str]:
+    ranks, sizes = LAYOUTS[layout]
+    found = check_layout(TrainerConfig(num_ranks=ranks, **sizes), RolloutConfig(),
+                         facts_from_hf(MODELS[model]), Engines(False, False))
+    return [v.message for v in found if v.key.startswith("trainer.")]
+
+
+ALL = [(model, layout) for model in MODELS for layout in LAYOUTS if not _refusals(model, layout)]
 
 
 @pytest.fixture(scope="session")
@@ -23,12 +69,46 @@ def family_model(tmp_path_factory, samples):
     return get
 
 
-def assert_parity(group, model: str, samples: str, **layout: int) -> None:
-    found = group.run(PARITY, model=model, samples=samples, layout=layout)
+def _assert_parity(request, model: str, samples: str, ranks: int, layout: dict) -> None:
+    found = request.getfixturevalue(f"world{ranks}").run(CASES + "parity", model=model,
+                                                         samples=samples, layout=layout)
     assert found["wrong"] == []
     assert found["error"] < 2e-5
 
 
+def _assert_gradients(request, model: str, samples: str, layout: str) -> None:
+    ranks, sizes = LAYOUTS[layout]
+    one, many = (request.getfixturevalue(f"world{n}").run(
+        CASES + "gradients", model=model, samples=samples, layout=layout)
+        for n, layout in ((1, {}), (ranks, sizes)))
+    assert_same(many, one)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_one_rank(world1, family_model, samples, name):
-    assert_parity(world1, family_model(name), samples)
+def test_one_rank(request, family_model, samples, name):
+    _assert_parity(request, family_model(name), samples, 1, {})
+
+
+@pytest.mark.parametrize(("name", "layout"), SELECTED)
+def test_layouts(request, family_model, samples, name, layout):
+    _assert_parity(request, family_model(name), samples, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize(("name", "layout"), GRADIENTS)
+def test_gradients(request, family_model, samples, name, layout):
+    _assert_gradients(request, family_model(name), samples, layout)
+
+
+@pytest.mark.families
+@pytest.mark.parametrize(("name", "layout"), ALL)
+def test_all_layouts(request, family_model, samples, name, layout):
+    _assert_parity(request, family_model(name), samples, *LAYOUTS[layout])
+    _assert_gradients(request, family_model(name), samples, layout)
+
+
+def test_heads_that_cannot_be_split_are_refused():
+    (message,) = _refusals("qwen2_tied_mqa", "tp2")
+    assert "3 attention heads and 1 key-value heads" in message and "TP = 2" in message
+    (message,) = _refusals("deepseek_v3_odd", "tp2")
+    assert "3 attention heads" in message and "TP = 2" in message
+    assert ("qwen2_tied_mqa", "pp2") in ALL
