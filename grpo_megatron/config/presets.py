@@ -12,7 +12,7 @@ from grpo_megatron.config.suggest import nearest
 from grpo_megatron.config.toml_file import read_toml
 from grpo_megatron.errors import ConfigError
 
-_TABLES = ("name", "hf", "tokenizer", "defaults")
+_TABLES = ("name", "hf", "hf_null", "tokenizer", "defaults", "checkpoint", "layouts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,10 @@ class ModelPreset:
     """Settings below the recipe's, in the shape of a recipe."""
     lines: dict[KeyPath, int]
     """Line of every key in the file, `("defaults", …)` included."""
+    checkpoint: dict[str, Any]
+    """Of a released model: repository, parameters, stop tokens, chat template."""
+    layouts: list[dict[str, Any]]
+    """Recommended `[trainer]` and `[rollout]` settings, with the GPUs of both together."""
 
 
 def preset_names() -> list[str]:
@@ -53,6 +57,8 @@ def load_preset(name: str) -> ModelPreset:
             f"{'unknown key ' + wrong[0] if wrong else 'no [hf] table'} in a model preset",
             where=f"{document.display}:{line}",
             remedy="a model preset has the keys " + ", ".join(_TABLES))
-    return ModelPreset(name, document.path, document.values["hf"],
-                       document.values.get("tokenizer", {}), document.values.get("defaults", {}),
-                       document.lines)
+    values = document.values
+    hf = values["hf"] | dict.fromkeys(values.get("hf_null", ()))
+    return ModelPreset(name, document.path, hf, values.get("tokenizer", {}),
+                       values.get("defaults", {}), document.lines, values.get("checkpoint", {}),
+                       values.get("layouts", []))

@@ -24,8 +24,10 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
+    """Must be written, be it as null: transformers takes something else where it is missing."""
     null: tuple[str, ...] = ()
-    """Must be there and be null."""
+    """May be null only."""
     rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     default: dict[str, Any] = {}
@@ -34,9 +36,9 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def known(self) -> set[str]:
-        return {name.split(".")[0] for part in (
-            self.required, self.optional, self.null, self.rope, self.ignored, self.default,
-            self.fixed) for name in part}
+        parts = (self.required, self.optional, self.present, self.null, self.rope, self.ignored,
+                 self.default, self.fixed)
+        return {name.split(".")[0] for part in parts for name in part}
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -131,6 +131,10 @@ def _refuse_values(fields: Mapping[str, Any], family: Family) -> None:
             raise ConfigError(f"{name} = {wrong[0]!r} is not supported for {family.name}",
                               remedy=f"supported: {', '.join(map(str, allowed))}")
     for name in family.fields.null:
-        if name not in fields or fields[name] is not None:
-            raise ConfigError(f"{name} = {fields.get(name, 'missing')!r} is not supported for "
-                              f"{family.name}", remedy=f"supported: {name} = null")
+        if fields.get(name) is not None:
+            raise ConfigError(f"{name} = {fields[name]!r} is not supported for {family.name}",
+                              remedy=f"supported: {name} = null")
+    for name in family.fields.present:
+        if name not in fields:
+            raise ConfigError(f"{name} is missing in the configuration of {family.name}",
+                              remedy=f"write it, as {name} = null if the model has none")

@@ -109,7 +109,7 @@ def test_refusals_of_single_families(name, changes, message):
 def test_a_missing_window_is_not_no_window():
     """transformers' Mistral takes one of 4096 tokens then."""
     plain = {key: value for key, value in MODELS["mistral"].items() if key != "sliding_window"}
-    assert "sliding_window = 'missing'" in _refusal(plain)
+    assert "sliding_window = null if the model has none" in _refusal(plain)
 
 
 @pytest.mark.parametrize("rope", [

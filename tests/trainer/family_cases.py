@@ -15,6 +15,8 @@ from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Me
 # isort: split
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.trainer.model_config import transformer_config
 from grpo_megatron.trainer.policy_model import PolicyModel
 from grpo_megatron.trainer.step import logprob_pass, train_step
 from tests.trainer.cases import OPTIMIZER, Setup, loss_of
@@ -69,6 +71,28 @@ def gradients(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any
     return {"losses": [stats["loss/value"]], "norms": [stats["grad/norm"]],
             "tensors": setup.gather([replace(s, tensor=s.tensor.main_grad * scale)
                                      for s in setup.shards if hasattr(s.tensor, "main_grad")])}
+
+
+def selection_biases(model: str, samples: str) -> dict[str, list[str]]:
+    """Selection biases of a bfloat16 model that are not those of the checkpoint."""
+    setup = Setup(model, {"precision": "bfloat16"})
+
+    def wrong() -> list[str]:
+        reader, tensors = HFReader(Path(model)), setup.gather(setup.shards)
+        biases = [name for name in tensors if name.endswith("correction_bias")]
+        assert biases
+        return [name for name in biases
+                if not np.array_equal(tensors[name], reader.tensor(name).numpy())]
+
+    found = {"imported": wrong()}
+    train_step(setup.policy, setup.batch(samples), loss_of(setup, samples))
+    return found | {"trained": wrong()}
+
+
+def build_configs(presets: list[tuple[dict, dict]]) -> list[str]:
+    """Megatron's own checks of released models at their recommended layouts."""
+    return [type(transformer_config(hf, TrainerConfig(**layout))).__name__
+            for hf, layout in presets]
 
 
 def _counts(samples: str) -> np.ndarray:

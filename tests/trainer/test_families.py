@@ -5,8 +5,15 @@ A selection runs with all tests; `make test-families` runs every model at every 
 
 from __future__ import annotations
 
-import pytest
+import json
+import shutil
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import check_layout
@@ -104,6 +111,36 @@ def test_gradients(request, family_model, samples, name, layout):
 def test_all_layouts(request, family_model, samples, name, layout):
     _assert_parity(request, family_model(name), samples, *LAYOUTS[layout])
     _assert_gradients(request, family_model(name), samples, layout)
+
+
+def test_selection_biases_stay_fp32(world1, family_model, samples):
+    """And training does not move them."""
+    found = world1.run(CASES + "selection_biases", model=family_model("glm4_moe"),
+                       samples=samples)
+    assert found == {"imported": [], "trained": []}
+
+
+def test_layers_for_multi_token_prediction_need_no_place(world1, family_model, tmp_path):
+    directory = Path(shutil.copytree(family_model("deepseek_v3"), tmp_path / "mtp"))
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(48, 96)
+    save_file(tensors, directory / "model.safetensors")
+
+    def refusal() -> str | None:
+        return world1.run("tests.checkpoints.cases:import_refusal", model=str(directory),
+                          directory=str(directory))
+
+    assert "1 tensors have no place in the model" in refusal()
+    hf = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(hf))
+    assert refusal() is None
+
+
+def test_megatron_takes_released_models_at_their_layouts(world1):
+    presets = [load_preset(name) for name in preset_names()]
+    found = world1.run(CASES + "build_configs", presets=[
+        (preset.hf, layout["trainer"]) for preset in presets for layout in preset.layouts])
+    assert found.count("MLATransformerConfig") == 4 and len(found) == len(presets) - 1
 
 
 def test_heads_that_cannot_be_split_are_refused():
