@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from grpo_megatron.algorithms.ratios import bounded
 from grpo_megatron.algorithms.stats import Meter
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor,
     if batch.ref_logprobs is not None:
         difference = (batch.ref_logprobs - batch.logprobs.detach()).double()
         meter.mean("reference/k1", -difference)
-        meter.mean("reference/k3", torch.expm1(difference) - difference)
+        meter.mean("reference/k3", torch.expm1(bounded(difference)) - difference)
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
@@ -65,12 +66,12 @@ def _mismatch(meter: Meter, batch: LossBatch) -> None:
     k1 and k3 estimate KL(engine || trainer), chi2 is `E[rho^2] - 1`."""
     # k3 of a rounding difference is far below fp32's resolution of e^d
     difference = (batch.old_logprobs.detach() - batch.rollout_logprobs).double()
-    rho = difference.exp()
+    rho = bounded(difference).exp()
     meter.mean("mismatch/k1", -difference)
-    meter.mean("mismatch/k3", torch.expm1(difference) - difference)
+    meter.mean("mismatch/k3", torch.expm1(bounded(difference)) - difference)
     meter.mean("mismatch/abs_mean", difference.abs())
     meter.maximum("mismatch/abs_max", difference.abs())
-    meter.mean("mismatch/exp_abs_mean", difference.abs().exp())
+    meter.mean("mismatch/exp_abs_mean", bounded(difference.abs()).exp())
     meter.mean("mismatch/chi2", rho**2 - 1)
     meter.mean("mismatch/rho/mean", rho)
     meter.mean("mismatch/rho/square", rho**2)

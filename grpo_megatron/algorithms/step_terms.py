@@ -56,8 +56,10 @@ class StepTerms:
                         else self.preference[:, rows].to(**like)))
 
     def with_margins(self, objective: Objective, margins: Tensor) -> StepTerms:
-        """Fix the preference loss at the current weights. margins: float64 [N]."""
-        parts = preference_coefficients(objective.config, self.batch, self.batch.rewards, margins)
+        """Fix the preference loss, of the samples of this step, at the current weights.
+        margins: float64 [N]."""
+        batch = replace(self.batch, trained=self.weights > 0)
+        parts = preference_coefficients(objective.config, batch, batch.rewards, margins)
         return replace(self, preference=torch.stack(parts))
 
 

@@ -18,7 +18,7 @@ _SEQUENCE_RATIOS = ("sequence_geo", "sequence_product", "sequence_mean")
 def token_level(objective: ObjectiveConfig) -> bool:
     """Whether advantages differ within a sample."""
     return (objective.advantage in TOKEN_LEVEL or objective.shaping in TOKEN_SHAPINGS
-            or (objective.kl == "reward_k1" and objective.kl_beta > 0))
+            or objective.kl == "reward_k1")
 
 
 def objective_violations(o: ObjectiveConfig, prefix: str = "objective") -> Iterator[Violation]:

@@ -24,6 +24,7 @@ from grpo_megatron.algorithms.evaluate import batch_metrics
 from grpo_megatron.algorithms.monitors import derived
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.off_policy import calibrated_delta
+from grpo_megatron.algorithms.ratios import log_ratio
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.algorithms.step_terms import StepTerms, advantages_of, step_terms
 from grpo_megatron.batching.store import SampleTable
@@ -74,7 +75,7 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
     started = time.perf_counter()
     objective = objective_of(config, state)
     batch = sample_batch(config, table)
-    needs = needed_columns(objective.config)
+    needs = needed_columns(objective.config, reference=objective.wants_reference)
     updates = _plan(config, table, batch, objective, everything=bool(needs))
     source = RouteSource(config, policy.replay, table)
     for update in updates:
@@ -132,7 +133,8 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
         trained=torch.ones(len(table), dtype=torch.bool),
         components={name: torch.from_numpy(v) for name, v in table.components.items()},
         component_weights={name: torch.tensor([weights[names[d]].get(name, 0.0)
-                                               for d in table.domain.tolist()]).double()
+                                               for d in table.domain.tolist()],
+                                              dtype=torch.float64)
                            for name in table.components},
         events=Events(*map(torch.from_numpy, table.steps)) if len(table.steps[0]) else None)
     return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)
@@ -212,7 +214,7 @@ def _margins(policy: Policy, batch: SampleBatch, update: Update,
     now = logprob_pass(policy, update.batch, source.margin_pass(
         update.batch, update.routes, update.old_routing))
     return batch.sums(_gathered(batch, [
-        (microbatch, new[0] - old[0]) for microbatch, new, old
+        (microbatch, log_ratio(new[0], old[0])) for microbatch, new, old
         in zip(update.batch.microbatches, now, update.old, strict=True)])).double()
 
 
