@@ -76,6 +76,7 @@ class References:
             self.take(policy, path)
         for tensor, kept in zip(_tensors(policy), self._weights.pop("aside"), strict=True):
             tensor.copy_(kept)
+        policy.reload_main_parameters()  # `load` made them the last reference's
 
     def refresh(self, policy: Policy) -> None:
         """`reference = ema * reference + (1 - ema) * policy`; without ema, the policy."""
