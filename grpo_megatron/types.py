@@ -7,7 +7,8 @@ K experts per token, G samples per prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,9 @@ class Completion:
     """Rows `[start, end)` of `routes` were computed with weight version `version`; rows not
     covered have no route."""
 
+    context: tuple[int, ...] = ()
+    """Token ids between the group's prompt and these: of a guided retry, never trained."""
+
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
@@ -73,6 +77,12 @@ class RolloutGroup:
     prompt: Prompt
     completions: tuple[Completion, ...]
     replica: int
+
+    def by_context(self) -> list[RolloutGroup]:
+        """Runs of completions that continue the same tokens, which become their prompt."""
+        return [RolloutGroup(replace(self.prompt, token_ids=self.prompt.token_ids + context),
+                             tuple(run), self.replica)
+                for context, run in groupby(self.completions, lambda c: c.context)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,10 @@ class Masks:
 def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor,
             masks: Masks) -> None:
     """Fill `meter`. ratio, log_diff: [n], detached."""
-    for side, clipped in masks.clipped.items():
+    clip = dict(masks.clipped)
+    if clip:
+        clip["region"] = torch.stack(list(clip.values())).any(0)
+    for side, clipped in clip.items():
         meter.mean(f"clip/{side}_fraction", clipped)
         meter.mean(f"clip/{side}_sample_fraction", _any(clipped, batch), "samples")
     meter.mean("ratio/mean", ratio)
@@ -46,9 +49,14 @@ def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor,
     _mismatch(meter, batch)
     _update(meter, batch, log_diff)
     if batch.ref_logprobs is not None:
-        difference = (batch.ref_logprobs - batch.logprobs.detach()).double()
-        meter.mean("reference/k1", -difference)
-        meter.mean("reference/k3", torch.expm1(bounded(difference)) - difference)
+        measure_reference(meter, batch.logprobs.detach(), batch.ref_logprobs)
+
+
+def measure_reference(meter: Meter, logprobs: Tensor, ref: Tensor) -> None:
+    """KL(policy || reference). [n] each."""
+    difference = (ref - logprobs).double()
+    meter.mean("reference/k1", -difference)
+    meter.mean("reference/k3", torch.expm1(bounded(difference)) - difference)
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:

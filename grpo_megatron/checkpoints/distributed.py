@@ -2,6 +2,7 @@
 
     step_000100/weights/       distributed checkpoint: model, optimizer
     step_000100/complete.json  written last: without it the checkpoint does not exist
+    reference_step_000100/     reference weights, written when new; checkpoints name theirs
 """
 
 from __future__ import annotations
@@ -25,20 +26,14 @@ COMPLETE = "complete.json"
 
 
 def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
-                    state: dict[str, Any],
-                    more: Callable[[Path], None] = lambda working: None) -> None:
-    """Write model and optimizer, then `state` and the mark that it is complete. Collective.
-
-    Args:
-        more: writes what else belongs to it into the working directory.
-    """
+                    state: dict[str, Any]) -> None:
+    """Write model and optimizer, then `state` and the mark that it is complete. Collective."""
     working = directory.with_name(directory.name + ".tmp")
     if dist.get_rank() == 0:
         shutil.rmtree(working, ignore_errors=True)
         (working / "weights").mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
-    more(working)
     dist.barrier()
     if dist.get_rank() == 0:
         with open(working / COMPLETE, "w") as file:
@@ -69,11 +64,18 @@ def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
 
 
 def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Write the model's weights alone. Collective."""
+    """Write the model's weights alone; the directory appears when it is whole. Collective."""
+    working = directory.with_name(directory.name + ".tmp")
     if dist.get_rank() == 0:
-        directory.mkdir(parents=True)
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_model_state(chunks, _metadata()), str(directory))
+    dist_checkpointing.save(_model_state(chunks, _metadata()), str(working))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.replace(working, directory)
+    dist.barrier()
 
 
 def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:

@@ -13,7 +13,7 @@ from grpo_megatron.config.model import ModelConfig
 from grpo_megatron.config.objective import BatchConfig, ObjectiveConfig
 from grpo_megatron.config.rollout import PublishConfig, RolloutConfig
 from grpo_megatron.config.routing import RoutingConfig
-from grpo_megatron.config.sampling import CurriculumConfig, SamplingConfig
+from grpo_megatron.config.sampling import CorrectionConfig, CurriculumConfig, SamplingConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 
 
@@ -81,6 +81,7 @@ class RunConfig(Strict):
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
     curriculum: CurriculumConfig | None = None
+    correction: CorrectionConfig | None = None
     routing: RoutingConfig = RoutingConfig()
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -74,6 +74,7 @@ class RolloutWorker:
     async def rollouts(
         self, step: int, prompts: Sequence[Prompt], *, directory: Path | None = None,
         open_shard: Callable[[Path], Shard] | None = None, num_samples: int | None = None,
+        max_tokens: int | None = None,
     ) -> StepRollouts:
         """Sample G completions of every prompt.
 
@@ -83,6 +84,7 @@ class RolloutWorker:
             directory: Where shards `rollout-<replica>.safetensors` go.
             open_shard: `ShardWriter`, or None to write nothing.
             num_samples: G; default: the recipe's.
+            max_tokens: Longest completion; default: the recipe's.
 
         Raises:
             EngineError: No replica is alive, or a request failed for good.
@@ -91,7 +93,7 @@ class RolloutWorker:
         group_size = num_samples or self.config.batch.num_samples_per_prompt
         samples, served_by = await self._sample(
             prompts, self._plan(step, prompts, group_size), group_size,
-            max_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
+            max_tokens=max_tokens or rollout.max_new_tokens, temperature=rollout.temperature,
             record_routes=self.config.records_routes,
         )
         groups = [
@@ -180,7 +182,8 @@ def write_shards(
     num_samples, places = [0] * len(names), []
     for group in groups:
         shard = names.index(group.replica)
-        writers[shard].append(group)
+        for part in group.by_context():
+            writers[shard].append(part)
         places.append((shard, num_samples[shard]))
         num_samples[shard] += len(group.completions)
     return StepRollouts(groups, places, [writer.close() for writer in writers])

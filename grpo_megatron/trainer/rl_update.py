@@ -89,6 +89,8 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
     if objective.config.shuffle_advantages:
         advantages = _shuffled(advantages, f"{config.seed}/{table.manifest.get('step')}")
     total, rates, by_update, decided = Stats(), [], [], Decided(table, replayed)
+    if updates and references.wanted and not objective.wants_reference:
+        total = references.measure(policy, table, objective)
     for number, update in enumerate(updates):
         terms = step_terms(objective, batch, advantages, update.rows,
                            config.objective.aggregation_length or config.rollout.max_new_tokens)

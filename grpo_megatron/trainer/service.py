@@ -13,12 +13,7 @@ import torch.distributed as dist
 from grpo_megatron.algorithms.objective import supervised_loss
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.distributed import (
-    load_checkpoint,
-    load_model,
-    save_checkpoint,
-    save_model,
-)
+from grpo_megatron.checkpoints.distributed import load_checkpoint, read_state, save_checkpoint
 from grpo_megatron.checkpoints.hf_export import export_checkpoint
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
 from grpo_megatron.config.run import RunConfig
@@ -142,16 +137,19 @@ class TrainerService:
 
     def save(self, directory: str, state: dict[str, Any]) -> dict[str, Any]:
         create_adam_state(self.policy.optimizer)  # it has none before its first step
-        save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer, state,
-                        self._save_reference)
+        reference = self.references.save(self.policy, Path(directory))
+        save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
+                        {**state, "reference": reference})
         return {}
 
     def load(self, directory: str) -> dict[str, Any]:
-        if (reference := Path(directory) / "reference").exists():
-            load_model(reference, self.policy.chunks)
+        if reference := read_state(Path(directory)).get("reference"):
+            self.references.load(self.policy, Path(directory), reference)
+        state = load_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
+                                create_adam_state)
+        if self.references.wanted and not reference:  # the objective is another one since
             self.references.take(self.policy)
-        return load_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
-                               create_adam_state)
+        return {name: value for name, value in state.items() if name != "reference"}
 
     def export(self, directory: str) -> dict[str, Any]:
         """Write a Hugging Face checkpoint on rank 0."""
@@ -161,8 +159,3 @@ class TrainerService:
         for _ in stream:
             pass
         return {}
-
-    def _save_reference(self, working: Path) -> None:
-        if self.references.taken:
-            with self.references.exchanged(self.policy):
-                save_model(working / "reference", self.policy.chunks)

@@ -16,10 +16,12 @@ from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoi
 from grpo_megatron.checkpoints.hf_export import export_checkpoint
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
 from grpo_megatron.config.rollout import PublishConfig
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.publish import WeightPublisher
 from grpo_megatron.trainer.step import logprob_pass, train_step
+from tests.integration import trainer_side
 from tests.trainer.cases import Setup, loss_of
 
 
@@ -110,3 +112,39 @@ def export_after_training(model: str, samples: str, layout: dict[str, Any], dire
     world: list = [None] * dist.get_world_size()
     dist.all_gather_object(world, mine)
     return {row: logprobs for part in world for row, logprobs in part.items()}
+
+
+def resume_with_reference(model: str, samples: str, layout: dict[str, Any], root: str,
+                          interval: int) -> dict[str, Any]:
+    """Train, save twice, train on; then load the second checkpoint in a fresh trainer and save."""
+    config = RunConfig.model_validate({
+        "name": "case", "model": {"preset": "tiny-qwen3-moe"}, "optimizer": {"lr": 1e-3},
+        "trainer": {"precision": "float32", "num_threads": 1, **layout},
+        "objective": {"preset": "grpo", "kl": "k3", "kl_beta": 0.1,
+                      "reference_interval": interval,
+                      "reference_ema": 0.5 if interval else None},
+        "domains": [{"name": name, "source": "file", "path": "x",
+                     "rewards": [{"function": "a:b"}]} for name in ("even", "odd")]})
+    training = {"directory": samples, "first_update": 0, "num_updates": 9, "state": {}}
+    state = {"step": 1, "sampler": {}}
+
+    def timeless(report: dict[str, Any]) -> dict[str, float]:
+        return {name: value for name, value in report["metrics"].items()
+                if name != "trainer/peak_memory_gib"}
+
+    def save(step: int) -> None:
+        trainer_side.command("save", {"directory": f"{root}/step_{step:06d}", "state": state})
+
+    trainer_side.start(config, model)
+    trainer_side.command("take_reference", {})
+    trainer_side.command("train", training)
+    save(1)
+    trainer_side.command("train", training)
+    save(2)
+    expected = timeless(trainer_side.command("train", training))
+    trainer_side.start(config, model)
+    loaded = trainer_side.command("load", {"directory": f"{root}/step_000002"})
+    save(3)
+    found = timeless(trainer_side.command("train", training))
+    return {"files": sorted(path.name for path in Path(root).iterdir()), "loaded": loaded,
+            "state": state, "found": found, "expected": expected}
