@@ -73,12 +73,12 @@ def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_model_state(chunks, _metadata()), str(directory))
+    dist_checkpointing.save(model_state(chunks), str(directory))
 
 
 def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Fill the model from `save_model`'s files. Collective."""
-    _fill(chunks, _load(_model_state(chunks, _metadata()), directory))
+    _fill(chunks, _load(model_state(chunks), directory))
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -110,13 +110,16 @@ def _chunk_key(index: int, chunks: Sequence[torch.nn.Module]) -> str:
 def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer: Any, *,
                    is_loading: bool = False) -> dict[str, Any]:
     metadata = _metadata()
-    state = _model_state(chunks, metadata)
+    state = model_state(chunks, metadata)
     state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading,
                                                       metadata=metadata)
     return state
 
 
-def _model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+def model_state(chunks: Sequence[torch.nn.Module],
+                metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Megatron's description of every parameter, by model chunk."""
+    metadata = metadata or _metadata()
     return {_chunk_key(index, chunks): unwrap(chunk).sharded_state_dict(metadata=metadata)
             for index, chunk in enumerate(chunks)}
 

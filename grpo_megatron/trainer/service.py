@@ -19,8 +19,10 @@ from grpo_megatron.checkpoints.distributed import (
     save_checkpoint,
     save_model,
 )
-from grpo_megatron.checkpoints.hf_export import export_checkpoint
+from grpo_megatron.checkpoints.durable import copy_side_files
+from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
+from grpo_megatron.checkpoints.torch_dist import is_torch_dist
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.distributed import model_groups
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
@@ -67,7 +69,14 @@ class TrainerService:
                 "publish_join": self.publisher.join, "publish_send": self.publisher.send}
 
     def load_hf(self, directory: Path) -> None:
-        """Read a Hugging Face checkpoint; refuse tensors that no rank wanted."""
+        """Read a Hugging Face checkpoint; refuse tensors that no rank wanted.
+
+        A converted checkpoint, or one of a run, serves as well.
+        """
+        if is_torch_dist(directory):
+            load_model(directory / "weights", self.policy.chunks)
+            self.policy.reload_main_parameters()
+            return
         used = import_weights(self.shards, self.rules, self.policy.attention_shape, directory,
                               vocab_size=self.hf["vocab_size"], tied_embeddings=self.tied)
         world: list = [None] * dist.get_world_size()
@@ -136,7 +145,7 @@ class TrainerService:
     def save(self, directory: str, state: dict[str, Any]) -> dict[str, Any]:
         create_adam_state(self.policy.optimizer)  # it has none before its first step
         save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer, state,
-                        self._save_reference)
+                        self._save_more)
         return {}
 
     def load(self, directory: str) -> dict[str, Any]:
@@ -147,15 +156,15 @@ class TrainerService:
                                create_adam_state)
 
     def export(self, directory: str) -> dict[str, Any]:
-        """Write a Hugging Face checkpoint on rank 0."""
-        stream = self.publisher.stream_to(0)
-        if dist.get_rank() == 0:
-            return {"bytes": export_checkpoint(stream, Path(directory), self.model_path)}
-        for _ in stream:
-            pass
-        return {}
+        """Write a Hugging Face checkpoint and read it back (see `export_model`)."""
+        return {"bytes": export_model(
+            self.publisher.gather_plan, self.shards, self.policy.attention_shape,
+            Path(directory), self.model_path, vocab_size=self.hf["vocab_size"])}
 
-    def _save_reference(self, working: Path) -> None:
+    def _save_more(self, working: Path) -> None:
+        """What makes the checkpoint a model of its own, and the reference."""
+        if dist.get_rank() == 0:
+            copy_side_files(self.model_path, working)
         if self.references.taken:
             with self.references.exchanged(self.policy):
                 save_model(working / "reference", self.policy.chunks)
