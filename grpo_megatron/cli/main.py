@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import grpo_megatron
-from grpo_megatron.cli import config_commands, objective_commands, run_commands
+from grpo_megatron.cli import config_commands, convert_commands, objective_commands, run_commands
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("train")(run_commands.train)
 app.command("resume")(run_commands.resume)
 app.add_typer(config_commands.app, name="config")
+app.add_typer(convert_commands.app, name="convert")
 app.add_typer(objective_commands.app, name="objective")
 
 
