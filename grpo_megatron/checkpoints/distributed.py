@@ -26,8 +26,13 @@ COMPLETE = "complete.json"
 
 
 def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
-                    state: dict[str, Any]) -> None:
-    """Write model and optimizer, then `state` and the mark that it is complete. Collective."""
+                    state: dict[str, Any],
+                    add_files: Callable[[Path], None] = lambda _: None) -> None:
+    """Write model and optimizer, then `state` and the mark that it is complete. Collective.
+
+    Args:
+        add_files: Puts more into the directory, on rank 0.
+    """
     working = directory.with_name(directory.name + ".tmp")
     if dist.get_rank() == 0:
         shutil.rmtree(working, ignore_errors=True)
@@ -36,6 +41,7 @@ def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
     dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
     dist.barrier()
     if dist.get_rank() == 0:
+        add_files(working)
         with open(working / COMPLETE, "w") as file:
             json.dump(state, file, indent=1)
             file.flush()
@@ -70,7 +76,7 @@ def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
         shutil.rmtree(working, ignore_errors=True)
         working.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_model_state(chunks, _metadata()), str(working))
+    dist_checkpointing.save(model_state(chunks), str(working))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(directory, ignore_errors=True)
@@ -80,7 +86,7 @@ def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
 
 def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Fill the model from `save_model`'s files. Collective."""
-    _fill(chunks, _load(_model_state(chunks, _metadata()), directory))
+    _fill(chunks, _load(model_state(chunks), directory))
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -112,13 +118,16 @@ def _chunk_key(index: int, chunks: Sequence[torch.nn.Module]) -> str:
 def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer: Any, *,
                    is_loading: bool = False) -> dict[str, Any]:
     metadata = _metadata()
-    state = _model_state(chunks, metadata)
+    state = model_state(chunks, metadata)
     state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading,
                                                       metadata=metadata)
     return state
 
 
-def _model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+def model_state(chunks: Sequence[torch.nn.Module],
+                metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Megatron's description of every parameter, by model chunk."""
+    metadata = metadata or _metadata()
     return {_chunk_key(index, chunks): unwrap(chunk).sharded_state_dict(metadata=metadata)
             for index, chunk in enumerate(chunks)}
 

@@ -12,6 +12,7 @@ import typer
 import grpo_megatron
 from grpo_megatron.cli import (
     config_commands,
+    convert_commands,
     objective_commands,
     offline_commands,
     run_commands,
@@ -27,6 +28,7 @@ app.command("resume")(run_commands.resume)
 app.command("replay")(offline_commands.replay)
 app.command("mismatch")(offline_commands.mismatch)
 app.add_typer(config_commands.app, name="config")
+app.add_typer(convert_commands.app, name="convert")
 app.add_typer(objective_commands.app, name="objective")
 
 

@@ -13,9 +13,16 @@ import torch.distributed as dist
 from grpo_megatron.algorithms.objective import supervised_loss
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.distributed import load_checkpoint, read_state, save_checkpoint
-from grpo_megatron.checkpoints.hf_export import export_checkpoint
+from grpo_megatron.checkpoints.distributed import (
+    load_checkpoint,
+    load_model,
+    read_state,
+    save_checkpoint,
+)
+from grpo_megatron.checkpoints.durable import copy_side_files
+from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
+from grpo_megatron.checkpoints.torch_dist import is_torch_dist
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.distributed import model_groups
 from grpo_megatron.trainer.gaps import logprob_gaps
@@ -64,7 +71,14 @@ class TrainerService:
                 "publish_join": self.publisher.join, "publish_send": self.publisher.send}
 
     def load_hf(self, directory: Path) -> None:
-        """Read a Hugging Face checkpoint; refuse tensors that no rank wanted."""
+        """Read a Hugging Face checkpoint; refuse tensors that no rank wanted.
+
+        A converted checkpoint, or one of a run, serves as well.
+        """
+        if is_torch_dist(directory):
+            load_model(directory / "weights", self.policy.chunks)
+            self.policy.reload_main_parameters()
+            return
         used = import_weights(self.shards, self.rules, self.policy.attention_shape, directory,
                               vocab_size=self.hf["vocab_size"], tied_embeddings=self.tied)
         world: list = [None] * dist.get_world_size()
@@ -139,7 +153,8 @@ class TrainerService:
         create_adam_state(self.policy.optimizer)  # it has none before its first step
         reference = self.references.save(self.policy, Path(directory))
         save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
-                        {**state, "reference": reference})
+                        {**state, "reference": reference},
+                        lambda working: copy_side_files(self.model_path, working))
         return {}
 
     def load(self, directory: str) -> dict[str, Any]:
@@ -152,10 +167,7 @@ class TrainerService:
         return {name: value for name, value in state.items() if name != "reference"}
 
     def export(self, directory: str) -> dict[str, Any]:
-        """Write a Hugging Face checkpoint on rank 0."""
-        stream = self.publisher.stream_to(0)
-        if dist.get_rank() == 0:
-            return {"bytes": export_checkpoint(stream, Path(directory), self.model_path)}
-        for _ in stream:
-            pass
-        return {}
+        """Write a Hugging Face checkpoint and read it back (see `export_model`)."""
+        return {"bytes": export_model(
+            self.publisher.gather_plan, self.shards, self.policy.attention_shape,
+            Path(directory), self.model_path, vocab_size=self.hf["vocab_size"])}

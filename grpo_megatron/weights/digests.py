@@ -1,5 +1,7 @@
 """Digests of tensors: a fast position-dependent one for every publish, sha256 on demand.
 
+`file_digest` (XXH3, 3 GB/s a core) is for files, which are read and written on the CPU only.
+
 The fast digest splits a tensor's bytes into blocks of `BLOCK_WORDS` little-endian 64-bit words w_i
 and computes for each block, with a fixed key k_i per position and wrapping 64-bit arithmetic,
 
@@ -20,6 +22,7 @@ import hashlib
 from functools import lru_cache
 
 import torch
+import xxhash
 
 BLOCK_WORDS = 1 << 15
 """64-bit words a block; 256 KiB of data, small enough for a core's second-level cache."""
@@ -53,6 +56,13 @@ def digest_tensor(tensor: torch.Tensor) -> str:
         padded[: rest.numel()] = rest
         sums.update(_block_sums(padded.view(torch.int64).view(1, -1)))
     return sums.hexdigest()
+
+
+def file_digest(tensor: torch.Tensor) -> str:
+    """XXH3-128 of dtype, shape and bytes of a CPU tensor: 32 hexadecimal digits."""
+    state = xxhash.xxh3_128(_header(tensor))
+    state.update(memoryview(_bytes_of(tensor).numpy()))
+    return state.hexdigest()
 
 
 def sha256_tensor(tensor: torch.Tensor) -> str:

@@ -13,14 +13,13 @@ from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Me
 
 # isort: split
 from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint
-from grpo_megatron.checkpoints.hf_export import export_checkpoint
+from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
-from grpo_megatron.config.rollout import PublishConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
-from grpo_megatron.trainer.publish import WeightPublisher
 from grpo_megatron.trainer.step import logprob_pass, train_step
+from grpo_megatron.weights.gather import plan_gather
 from tests.integration import trainer_side
 from tests.trainer.cases import Setup, loss_of
 
@@ -94,14 +93,9 @@ def export_after_training(model: str, samples: str, layout: dict[str, Any], dire
     """Train two steps and export; returns the policy's log-probs by row of `samples`."""
     setup = Setup(model, layout)
     _train(setup, samples, 2)
-    publisher = WeightPublisher(setup.shards, setup.rules, setup.policy.attention_shape,
-                                setup.hf["vocab_size"], PublishConfig(),
-                                tied_embeddings=setup.tied)
-    tensors = publisher.stream_to(0)
-    if dist.get_rank() == 0:
-        export_checkpoint(tensors, Path(directory), Path(model), shard_bytes=shard_bytes)
-    for _ in tensors:
-        pass
+    export_model(plan_gather(setup.shards, setup.rules, tied_embeddings=setup.tied),
+                 setup.shards, setup.policy.attention_shape, Path(directory), Path(model),
+                 vocab_size=setup.hf["vocab_size"], shard_bytes=shard_bytes)
     batch, mine = setup.batch(samples), {}
     for microbatch, found in zip(batch.microbatches, logprob_pass(setup.policy, batch),
                                  strict=True):
