@@ -49,5 +49,5 @@ class CorrectionConfig(Strict):
     """What is appended to the wrong completion."""
     answer_cue: str = "\n\nWait, the answer should be {answer}. Let me check it step by step.\n"
     """The same for a retry that is told the answer."""
-    max_new_tokens: int = Field(256, ge=1)
+    max_retry_tokens: int = Field(256, ge=1)
     """Longest retry (and never longer than the domain's completions)."""

@@ -37,7 +37,7 @@ class Correction:
         if not retries:
             return list(groups)
         found = await session.worker.rollouts(step, list(retries.values()), num_samples=1,
-                                              max_tokens=self._settings.max_new_tokens)
+                                              max_tokens=self._settings.max_retry_tokens)
         scored = await session.rewards.score([
             replace(retry, prompt=groups[number].group.prompt)
             for (number, _), retry in zip(retries, found.groups, strict=True)])
@@ -70,7 +70,7 @@ class Correction:
             hint = settings.answer_cue.replace("{answer}", prompt.answer)
             cue = tokenizer.encode(hint, where="correction.answer_cue")
         context = (*prompt.token_ids, *ids, *cue)
-        budget = min(settings.max_new_tokens, config.max_new_tokens_of(prompt.domain))
+        budget = min(settings.max_retry_tokens, config.max_new_tokens_of(prompt.domain))
         if len(context) + budget > config.rollout.max_model_len:
             self._no_room += 1
             return None

@@ -9,7 +9,7 @@ from tests.controller.cases import recipe
 from tests.controller.loops import Loop
 
 CORRECTION = {"probability": 1.0, "answer_share": 0.5, "cue": "?", "answer_cue": "={answer}",
-              "max_new_tokens": 4}
+              "max_retry_tokens": 4}
 
 
 class Retrying(Loop):
