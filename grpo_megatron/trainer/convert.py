@@ -85,14 +85,14 @@ def say(**message: Any) -> None:
     print(json.dumps(message), flush=True)
 
 
-def run(job: Job, info: RankInfo) -> None:
-    """Everything that one rank does."""
+def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
+    """Everything that one rank does. `store`: rendezvous, default that of the environment."""
     source = Path(job.source)
     hf = read_config(source)
     table = parameter_table(hf)
     layout = TrainerConfig(**{"num_ranks": info.world_size, "precision": "float32",
                               "command_timeout_s": _TIMEOUT_S, **job.layout})
-    initialize(layout, info)
+    initialize(layout, info, store)
     seed_everything(0)
     if job.target is None:
         _check(table, source)

@@ -19,7 +19,8 @@ def main(directory: str, dtype: str) -> None:
     tokens = torch.tensor([json.load(sys.stdin)])
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32,
                                                  local_files_only=True).eval()
-    model = model.to(getattr(torch, dtype)).float()
+    for parameter in model.parameters():  # not the buffers: rotary frequencies stay as they are
+        parameter.data = parameter.data.to(getattr(torch, dtype)).float()
     with torch.no_grad():
         logprobs = model(tokens).logits[0, :-1].float().log_softmax(-1)
     print(json.dumps(logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist()))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -12,16 +15,19 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint
+from grpo_megatron.checkpoints.distributed import load_checkpoint, load_model, save_checkpoint
 from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.errors import CheckpointError, GrpoMegatronError
+from grpo_megatron.trainer.convert import Job, run
+from grpo_megatron.trainer.distributed import RankInfo
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.step import logprob_pass, train_step
 from grpo_megatron.weights.gather import plan_gather
 from tests.integration import trainer_side
-from tests.trainer.cases import Setup, loss_of
+from tests.trainer.cases import Setup, _earlier, loss_of, release
+from tests.trainer.worker_group import fresh_store
 
 
 def _train(setup: Setup, samples: str, steps: int) -> list[dict[str, float]]:
@@ -86,6 +92,46 @@ def import_refusal(model: str, directory: str) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def convert(job: dict[str, Any], file_limit: int | None = None,
+            free_bytes: int | None = None) -> tuple[str, int, str] | None:
+    """Run one conversion; returns the class, exit code and text of its error.
+
+    Args:
+        file_limit: largest file that this process may write, as if the disk were full.
+        free_bytes: what the disk is said to have.
+    """
+    while _earlier:
+        release(_earlier.pop())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit or limits[0], limits[1]))
+    usage = shutil.disk_usage
+    if free_bytes is not None:
+        shutil.disk_usage = lambda path: usage(path)._replace(free=free_bytes)
+    try:
+        run(msgspec.convert(job, Job), RankInfo.from_environment(), fresh_store())
+    except GrpoMegatronError as error:
+        return type(error).__name__, error.exit_code, str(error)
+    finally:
+        shutil.disk_usage = usage
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return None
+
+
+def imported(model: str, layout: dict[str, Any]) -> dict[str, np.ndarray] | None:
+    """All tensors of a model that was read at `layout`."""
+    setup = Setup(model, layout)
+    return setup.gather(setup.shards)
+
+
+def loaded(model: str, layout: dict[str, Any], directory: str) -> dict[str, np.ndarray] | None:
+    """All tensors of a model that was loaded from a converted checkpoint at `layout`."""
+    setup = Setup(model, layout)
+    for part in setup.shards:
+        part.tensor.data.fill_(torch.nan)
+    load_model(Path(directory) / "weights", setup.policy.chunks)
+    return setup.gather(setup.shards)
 
 
 def export_after_training(model: str, samples: str, layout: dict[str, Any], directory: str,
