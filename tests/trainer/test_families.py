@@ -9,6 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -111,6 +112,23 @@ def test_gradients(request, family_model, samples, name, layout):
 def test_all_layouts(request, family_model, samples, name, layout):
     _assert_parity(request, family_model(name), samples, *LAYOUTS[layout])
     _assert_gradients(request, family_model(name), samples, layout)
+
+
+@pytest.mark.parametrize(("before", "after"), [("tp2", "pp2_uneven"), ("pp2_uneven", "ep2")])
+def test_checkpoints_with_a_stage_without_experts(world2, family_model, samples, tmp_path, before,
+                                                  after):
+    """The first stage is one dense layer: its expert optimizer holds nothing."""
+    directory = str(tmp_path / "step_000002")
+    arguments = {"model": family_model("deepseek_v3"), "samples": samples, "directory": directory}
+    saved = world2.run("tests.checkpoints.cases:save_after", layout=LAYOUTS[before][1], steps=2,
+                       **arguments)
+    found = world2.run("tests.checkpoints.cases:resume_from", layout=LAYOUTS[after][1],
+                       **arguments)
+    assert all(np.array_equal(found["saved"][name], tensor)
+               for name, tensor in saved["saved"].items())
+    for ours, theirs in zip(found["metrics"], saved["metrics"], strict=True):
+        assert ours["loss/value"] == pytest.approx(theirs["loss/value"], abs=1e-6)
+        assert ours["grad/norm"] == pytest.approx(theirs["grad/norm"], rel=1e-5)
 
 
 def test_selection_biases_stay_fp32(world1, family_model, samples):
