@@ -166,11 +166,7 @@ class RLLoop:
         self.state = replace(self.state, step=step + 1, updates=self.state.updates
                              + report["updates"], sampler=recorded.sampler,
                              seconds=self.elapsed_s(), objective=report["state"])
-        metrics["alarm/lazy_displacement"] = float(self.lazy_displacement(metrics))
-        if metrics["alarm/lazy_displacement"]:
-            show("message", text=f"step {step}: right answers become less likely while the "
-                                 "gradient grows (lazy likelihood displacement); "
-                                 "see objective.llds_weight")
+        metrics |= self._alarms(step, metrics)
         interval = self.config.evaluation.interval
         if interval and (step + 1) % interval == 0:
             metrics["evaluation/accuracy"] = await greedy_accuracy(
@@ -183,6 +179,20 @@ class RLLoop:
         every = self.config.checkpoint.interval
         if every and (step + 1) % every == 0:
             await self.checkpoint()
+
+    def _alarms(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        alarms = {"alarm/lazy_displacement": self.lazy_displacement(metrics)}
+        load, limit = metrics.get("routing/load_max_ratio"), self.config.routing.load_alarm
+        if load is not None:
+            alarms["alarm/expert_load"] = load > limit
+        for name, text in (
+                ("alarm/lazy_displacement", "right answers become less likely while the gradient "
+                 "grows (lazy likelihood displacement); see objective.llds_weight"),
+                ("alarm/expert_load", f"an expert has {load or 0:.1f} times its layer's mean load "
+                 f"(routing.load_alarm = {limit:g}); see routing.balance_weight")):
+            if alarms.get(name):
+                show("message", text=f"step {step}: {text}")
+        return {name: float(on) for name, on in alarms.items()}
 
     def elapsed_s(self) -> float:
         """Wall time of the run, earlier attempts included."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 ScoreKind = Literal["logits", "softmax", "sigmoid"]
@@ -15,12 +16,12 @@ _TINY = 1e-20
 
 
 def log_probs(scores: Tensor, kind: ScoreKind, bias: Tensor | None = None) -> Tensor:
-    """Log-probabilities of the experts, fp32 [n, E]; sigmoid scores are normalised to sum to 1.
+    """Log-probabilities of the experts, at least fp32 [n, E]; sigmoid scores are normalised to sum to 1.
 
     Args:
         bias: What was added to sigmoid scores for the selection, [E]; it is no probability.
     """
-    scores = scores.float()
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if kind == "logits":
         return scores.log_softmax(-1)
     if bias is not None:

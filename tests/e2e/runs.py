@@ -18,10 +18,11 @@ TIMEOUT_S = 300
 TIMED = ("time", "throughput", "trainer/peak", "canary/seconds")
 
 
-def command(*arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess:
+def command(*arguments: str, timeout_s: float = TIMEOUT_S,
+            environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """Run to the end."""
-    return subprocess.run([*COMMAND, *arguments], env=_environment(), capture_output=True,
-                          text=True, timeout=timeout_s)
+    return subprocess.run([*COMMAND, *arguments], env=_environment() | (environment or {}),
+                          capture_output=True, text=True, timeout=timeout_s)
 
 
 def start(*arguments: str) -> subprocess.Popen:
