@@ -16,7 +16,7 @@ _TINY = 1e-20
 
 
 def log_probs(scores: Tensor, kind: ScoreKind, bias: Tensor | None = None) -> Tensor:
-    """Log-probabilities of the experts, at least fp32 [n, E]; sigmoid scores are normalised to sum to 1.
+    """Log-probabilities of the experts, at least fp32 [n, E]; sigmoid scores are normalised.
 
     Args:
         bias: What was added to sigmoid scores for the selection, [E]; it is no probability.
