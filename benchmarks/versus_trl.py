@@ -8,7 +8,8 @@ TRL's generation, scoring, forward, backward and optimizer; our rollout through 
 reward, sample store, canary, Megatron step, weight publishing and metrics. Start-up and warm-up
 are left out. TRL gets the fastest of its settings on this machine, tried first. Prints each
 pair's medians, and the median over pairs of TRL's time / ours; exit code 1 when that misses a
-case's required ratio.
+case's required ratio. For information, it also prints our seconds when rollouts run one step ahead
+of training; the ratio is strictly on-policy.
 
 TRL is no dependency of this project. It needs an environment of its own, which may look into
 this project's for the rest:
@@ -153,6 +154,9 @@ async def compare(case: Case, ours: OurSide, trl: TrlSide,
         medians = {k: statistics.median(p.get(k, 0.0) for p in parts) for k in parts[0]}
         print(f"  {side}, seconds by phase: "
               + ", ".join(f"{k} {v:.3f}" for k, v in medians.items()))
+    ahead = statistics.median((await ours.run_ahead(options.steps + 1))[1:])
+    print(f"  ours when rollouts run one step ahead (max_staleness 1): {ahead:.3f} s a step, "
+          f"last pair's TRL / that {theirs / ahead:.2f}")
     ratio = statistics.median(ratios)
     print(f"{case.name}: median ratio TRL / ours {ratio:.2f} of {len(ratios)} pairs, required "
           f"{case.required_ratio}; TRL with {trl.settings}", flush=True)

@@ -153,6 +153,25 @@ class OurSide:
         await loop.finish(recorded, report)
         return phases
 
+    async def run_ahead(self, num_steps: int) -> list[float]:
+        """Seconds of steps during which the next step's rollout runs (`max_staleness` 1)."""
+        loop, seconds = self.loop, []
+        loop.ahead = True
+        self._set_lengths(loop.state.step)
+        pending = asyncio.create_task(loop.collect(loop.state.step))
+        for _ in range(num_steps):
+            recorded, started = await pending, time.perf_counter()
+            self._set_lengths(recorded.step + 1)
+            pending = asyncio.create_task(loop.collect(recorded.step + 1))
+            report = await loop.train(recorded)
+            await asyncio.wait([pending])
+            await self.session.publisher.publish(recorded.step + 1)
+            await loop._canary()
+            await loop.finish(recorded, report)
+            seconds.append(time.perf_counter() - started)
+        await pending
+        return seconds
+
     def _set_lengths(self, step: int) -> None:
         sampler, size = self.loop.sampler, self.case.num_samples
         before = sampler.state_dict()

@@ -60,7 +60,7 @@ class PublishConfig(Strict):
     num_senders: int = Field(1, ge=1)
     """Trainer ranks that send, each its own part of the tensors."""
     bucket_mib: int = Field(256, ge=1)
-    """Tensors are packed up to this size."""
+    """Tensors are packed up to this size, or an eighth of the model where that is less."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |trainer - engine| log-prob difference over the canary's tokens; default:
     1e-4 where both compute in float32, else 0.1 (bfloat16 MoE: 0.02 is usual)."""

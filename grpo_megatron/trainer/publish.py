@@ -28,6 +28,8 @@ from grpo_megatron.weights.shards import Shard
 from grpo_megatron.weights.transfer import TransferPlan, WeightSender
 from grpo_megatron.weights.transfer_plan import TensorEntry
 
+_MIN_BUCKETS = 8
+
 
 class WeightPublisher:
     """Streams the model of all ranks under Hugging Face names. Every method is collective."""
@@ -60,8 +62,11 @@ class WeightPublisher:
         order = sorted(range(len(receivers)), key=lambda i: ranks.index(receivers[i]))
         self._entries = [self.gather_plan[i] for i in order]
         self._receivers = [receivers[i] for i in order]
-        self.plan = TransferPlan(tuple(self._wire_entries(ranks)), num_senders=count,
-                                 bucket_bytes=self.config.bucket_mib << 20)
+        wire = tuple(self._wire_entries(ranks))
+        # Small models go in several buckets too: engines load one while the next is gathered.
+        part = max(sum(entry.num_bytes for entry in wire) // _MIN_BUCKETS, 1 << 20)
+        self.plan = TransferPlan(wire, num_senders=count,
+                                 bucket_bytes=min(self.config.bucket_mib << 20, part))
         mine = None
         if dist.get_rank() in ranks:
             address = os.environ.get("GRPO_MEGATRON_NODE_ADDRESS", host)
