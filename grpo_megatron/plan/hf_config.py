@@ -51,7 +51,9 @@ def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
     for name, others in base_tables()["aliases"].items():
         for other in others:
             value = fields.pop(other, None)
-            if value is not None and fields.setdefault(name, value) != value:
+            if fields.get(name) is None and value is not None:
+                fields[name] = value
+            elif value is not None and fields[name] != value:
                 raise ConfigError(f"{name} = {fields[name]!r} and {other} = {value!r} disagree")
     return fields
 

@@ -59,6 +59,9 @@ def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("latent attention takes rope type 'default', or 'yarn' without "
                           "attention_factor and with truncate", where="config.json")
     both = rope["mscale"] and rope["mscale_all_dim"]
+    if rope["mscale_all_dim"] and not both:
+        raise ConfigError("rope type 'yarn' with mscale_all_dim needs mscale too",
+                          where="config.json")
     return settings | dict(
         rope_type="yarn", rotary_scaling_factor=rope["factor"],
         original_max_position_embeddings=rope["original_max_position_embeddings"],
