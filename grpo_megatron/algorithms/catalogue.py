@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algorithms.advantages.after import SHAPINGS
@@ -27,31 +28,7 @@ AXES: dict[str, Registry] = {
     "mismatch": MISMATCH}
 """Choices whose functions are registered; `none` needs no function."""
 
-_HEAD = """# Objectives
-
-An objective is a product of independent choices: reward shaping × subset × advantage × shaping ×
-ratio × clip × aggregation × KL × mismatch correction × off-policy mask. A preset is a fixed
-combination with the values of its paper; every choice can be set on top of it
-(`objective.clip_high=0.3`), and combinations that are wrong are refused with the reason.
-
-The loss of an optimizer step is `-Σ w_i · factor · term + β · KL - entropy_weight · H + …`, over
-the policy tokens of all ranks and micro-batches. The weights `w_i` hold global denominators that
-are fixed before the first micro-batch, so neither the split nor the layout changes the result.
-Denominators count every trained sample, also where a mask rejects it; truncated samples
-(`overlong`) and samples outside of the subset are left out before counting.
-
-Statistics over the batch (`batch_raw`, `batch_residual`, `whiten`, the leading groups of
-`length_switch`, the quartiles of `adaptive`, OPSM's threshold) are taken per domain; with
-`statistics_scope = "global"` domains influence each other. Clip distances, `kl_beta`,
-`entropy_weight`, `opsm_delta` (`[domains.objective]`) and the reference (`domains.reference`) can
-be set per domain and hold for its samples.
-
-What differs from other libraries on purpose is in [differences.md](differences.md).
-
-Evidence: **S** strong (frontier use or several independent replications with ablations),
-**M** moderate, **E** emerging (one paper). This file is generated from the registry:
-`python -m grpo_megatron.algorithms.catalogue > docs/objectives.md`.
-"""
+_HEAD = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
 
 
 def describe(name: str) -> str:

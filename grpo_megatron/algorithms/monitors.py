@@ -47,9 +47,12 @@ def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor,
         meter.mean("weight/mean", masks.factor)
         meter.mean("weight/square", masks.factor.double() ** 2)
     _mismatch(meter, batch)
-    _update(meter, batch, log_diff)
+    measure_move(meter, "update", log_diff, batch.advantages)
+    logprobs = batch.logprobs.detach()
+    meter.mean("policy/logprob_positive", logprobs, where=batch.advantages > 0)
+    meter.mean("policy/logprob_negative", logprobs, where=batch.advantages < 0)
     if batch.ref_logprobs is not None:
-        measure_reference(meter, batch.logprobs.detach(), batch.ref_logprobs)
+        measure_reference(meter, logprobs, batch.ref_logprobs)
 
 
 def measure_reference(meter: Meter, logprobs: Tensor, ref: Tensor) -> None:
@@ -57,6 +60,16 @@ def measure_reference(meter: Meter, logprobs: Tensor, ref: Tensor) -> None:
     difference = (ref - logprobs).double()
     meter.mean("reference/k1", -difference)
     meter.mean("reference/k3", torch.expm1(bounded(difference)) - difference)
+
+
+def measure_move(meter: Meter, area: str, log_diff: Tensor, advantages: Tensor) -> None:
+    """The old policy against the new one, and by how much right and wrong answers became likelier,
+    which falls below 0 for right ones in lazy likelihood displacement (arXiv:2512.04220).
+    log_diff: [n], new less old."""
+    meter.mean(f"{area}/k1", -log_diff)
+    meter.mean(f"{area}/k2", log_diff**2 / 2)
+    meter.mean(f"{area}/logprob_gain_positive", log_diff, where=advantages > 0)
+    meter.mean(f"{area}/logprob_gain_negative", log_diff, where=advantages < 0)
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
@@ -83,18 +96,6 @@ def _mismatch(meter: Meter, batch: LossBatch) -> None:
     meter.mean("mismatch/chi2", rho**2 - 1)
     meter.mean("mismatch/rho/mean", rho)
     meter.mean("mismatch/rho/square", rho**2)
-
-
-def _update(meter: Meter, batch: LossBatch, log_diff: Tensor) -> None:
-    """Old against new policy; and by how much right and wrong answers became likelier, which
-    falls below 0 for right ones in lazy likelihood displacement (arXiv:2512.04220)."""
-    meter.mean("update/k1", -log_diff)
-    meter.mean("update/k2", log_diff**2 / 2)
-    meter.mean("update/logprob_gain_positive", log_diff, where=batch.advantages > 0)
-    meter.mean("update/logprob_gain_negative", log_diff, where=batch.advantages < 0)
-    logprobs = batch.logprobs.detach()
-    meter.mean("policy/logprob_positive", logprobs, where=batch.advantages > 0)
-    meter.mean("policy/logprob_negative", logprobs, where=batch.advantages < 0)
 
 
 def _any(tokens: Tensor, batch: LossBatch) -> Tensor:

@@ -1,7 +1,7 @@
 """Metrics that stay exact when they are added over micro-batches and ranks.
 
 A mean is carried as (sum, count), a maximum as itself; they become numbers only at the end.
-With several domains every mean also exists as `name@domain`.
+With several domains every one also exists as `name@domain`.
 """
 
 from __future__ import annotations
@@ -84,4 +84,7 @@ class Meter:
             self.stats.mean(f"{name}@{label}", values[here].sum(), counts[here].sum(), unit)
 
     def maximum(self, name: str, values: Tensor) -> None:
+        """Largest of `values` [n]."""
         self.stats.maximum(name, values)
+        for number, label in enumerate(self._domains):
+            self.stats.maximum(f"{name}@{label}", values[self._domain["tokens"] == number])

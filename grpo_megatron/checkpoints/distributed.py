@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,31 @@ def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
     Args:
         add_files: Puts more into the directory, on rank 0.
     """
+    with _appearing_whole(directory) as working:
+        if dist.get_rank() == 0:
+            (working / "weights").mkdir()
+        dist.barrier()
+        dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            add_files(working)
+            with open(working / COMPLETE, "w") as file:
+                json.dump(state, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+@contextmanager
+def _appearing_whole(directory: Path) -> Iterator[Path]:
+    """A working directory that takes the place of `directory` in the end. Collective."""
     working = directory.with_name(directory.name + ".tmp")
     if dist.get_rank() == 0:
         shutil.rmtree(working, ignore_errors=True)
-        (working / "weights").mkdir(parents=True)
+        working.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
+    yield working
     dist.barrier()
     if dist.get_rank() == 0:
-        add_files(working)
-        with open(working / COMPLETE, "w") as file:
-            json.dump(state, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(working, directory)
     dist.barrier()
@@ -70,18 +83,9 @@ def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
 
 
 def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Write the model's weights alone; the directory appears when it is whole. Collective."""
-    working = directory.with_name(directory.name + ".tmp")
-    if dist.get_rank() == 0:
-        shutil.rmtree(working, ignore_errors=True)
-        working.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(model_state(chunks), str(working))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.replace(working, directory)
-    dist.barrier()
+    """Write the model's weights alone. Collective."""
+    with _appearing_whole(directory) as working:
+        dist_checkpointing.save(model_state(chunks), str(working))
 
 
 def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:

@@ -11,11 +11,8 @@ NUM_WINDOWS = 3
 
 class LazyDisplacement:
     """Right answers become less likely while the gradient grows (lazy likelihood displacement,
-    arXiv:2512.04220): `update/logprob_gain_positive` has a negative mean in three consecutive
+    arXiv:2512.04220): `step/logprob_gain_positive` has a negative mean in three consecutive
     windows of five steps, and the mean `grad/norm` rises from window to window.
-
-    It needs two or more updates per rollout, or stale samples: the only update of an on-policy
-    batch has displaced nothing when it is measured.
     """
 
     def __init__(self):
@@ -23,7 +20,7 @@ class LazyDisplacement:
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
         """Take a step's metrics; whether the alarm is on."""
-        gain, norm = (metrics.get(n) for n in ("update/logprob_gain_positive", "grad/norm"))
+        gain, norm = (metrics.get(n) for n in ("step/logprob_gain_positive", "grad/norm"))
         if gain is None or norm is None or gain != gain:
             return False
         self._steps.append((gain, norm))

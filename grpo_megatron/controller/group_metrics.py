@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_megatron.controller.selection import Selection
+from grpo_megatron.controller.training_rows import by_domain
 from grpo_megatron.types import ScoredGroup
 
 
@@ -16,12 +17,7 @@ def group_metrics(groups: Sequence[ScoredGroup], selection: Selection) -> dict[s
     pass_at_1 is the mean success rate of a prompt, pass_at_group the fraction of prompts with a
     correct completion. What cannot be told (nothing correct, nothing scored) is left out.
     """
-    metrics = _metrics_of(groups, selection)
-    domains = sorted({g.group.prompt.domain for g in groups})
-    for domain in domains if len(domains) > 1 else ():
-        own = _metrics_of([g for g in groups if g.group.prompt.domain == domain], selection)
-        metrics |= {f"{name}@{domain}": value for name, value in own.items()}
-    return metrics
+    return by_domain(lambda part: _metrics_of(part, selection), groups)
 
 
 def _metrics_of(groups: Sequence[ScoredGroup], selection: Selection) -> dict[str, float]:
@@ -36,5 +32,7 @@ def _metrics_of(groups: Sequence[ScoredGroup], selection: Selection) -> dict[str
         "response/length_correct_mean": lengths[flat == 1],
         "response/length_incorrect_mean": lengths[flat == 0],
     }
-    return {"response/length_p95": float(np.percentile(lengths, 95)),
+    tails = {"p95": lengths, "correct_p95": lengths[flat == 1], "incorrect_p95": lengths[flat == 0]}
+    return {**{f"response/length_{name}": float(np.percentile(values, 95))
+               for name, values in tails.items() if len(values)},
             **{name: float(values.mean()) for name, values in means.items() if len(values)}}

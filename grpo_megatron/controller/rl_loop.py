@@ -28,7 +28,12 @@ from grpo_megatron.controller.selection import not_older
 from grpo_megatron.controller.session import Session
 from grpo_megatron.controller.state import RunState
 from grpo_megatron.controller.step_groups import GroupSource
-from grpo_megatron.controller.training_rows import rollout_metrics, updates_of
+from grpo_megatron.controller.training_rows import (
+    by_domain,
+    rollout_metrics,
+    staleness,
+    updates_of,
+)
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.rollout.worker import write_shards
 from grpo_megatron.routing.shape import recorded_shape
@@ -127,7 +132,8 @@ class RLLoop:
         written = await asyncio.to_thread(write_shards, [g.group for g in groups],
                                           begin_step(directory), self.open_shard)
         rollout_s = chosen.rollout_s + time.perf_counter() - written_from
-        metrics = rollout_metrics(chosen.sampled) | chosen.metrics
+        metrics = by_domain(rollout_metrics, chosen.sampled) | chosen.metrics
+        metrics |= by_domain(lambda part: staleness(part, step), groups)
         best, worst = extremes(step, groups, self.config.telemetry.samples_per_step)
         shown = [asdict(sample) for sample in (*best, *worst)]
         state = self.sampler.state_dict()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,6 +14,26 @@ from grpo_megatron.types import ScoredGroup
 def updates_of(num_groups: int, updates: int) -> np.ndarray:
     """Which optimizer step trains each group: contiguous parts of nearly equal size, int [Q]."""
     return np.arange(num_groups) * min(updates, num_groups) // num_groups
+
+
+def by_domain(metrics_of: Callable[[Sequence[ScoredGroup]], dict[str, float]],
+              groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Metrics of all groups and, where there are several domains, `name@domain` of each."""
+    metrics = metrics_of(groups)
+    domains = sorted({g.group.prompt.domain for g in groups})
+    for domain in domains if len(domains) > 1 else ():
+        own = metrics_of([g for g in groups if g.group.prompt.domain == domain])
+        metrics |= {f"{name}@{domain}": value for name, value in own.items()}
+    return metrics
+
+
+def staleness(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
+    """`staleness/<n>`: share of the tokens that were sampled n weight versions before `step`."""
+    tokens: Counter[int] = Counter()
+    for completion in (c for group in groups for c in group.group.completions):
+        for span in completion.versions:
+            tokens[step - span.version] += span.end - span.start
+    return {f"staleness/{lag}": n / tokens.total() for lag, n in sorted(tokens.items())}
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -31,13 +52,9 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "batch/num_samples": float(len(rewards)), "batch/num_tokens": float(lengths.sum()),
         "group/all_equal_fraction": float(np.mean([all_equal(g.rewards) for g in groups])),
     }
-    for name in groups[0].components:
+    for name in dict.fromkeys(name for g in groups for name in g.components):
         values = np.concatenate([g.components[name] for g in groups if name in g.components])
         metrics[f"reward/{name}/mean"] = _mean(values[~np.isnan(values)])
-    domains = sorted({g.group.prompt.domain for g in groups})
-    for domain in domains if len(domains) > 1 else ():
-        values = np.concatenate([g.rewards for g in groups if g.group.prompt.domain == domain])
-        metrics[f"reward/mean@{domain}"] = _mean(values[~np.isnan(values)])
     return {name: float(value) for name, value in metrics.items()}
 
 

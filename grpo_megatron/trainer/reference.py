@@ -12,15 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_megatron.algorithms.monitors import measure_reference
 from grpo_megatron.algorithms.objective import Objective
-from grpo_megatron.algorithms.stats import Meter, Stats
-from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import load_model, save_model
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.platform import HAS_CUDA
 from grpo_megatron.trainer.policy import Policy
-from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, reduce_stats
+from grpo_megatron.trainer.step import PreparedBatch, logprob_pass
 
 START = "start"
 """The policy as it was when RL began (or at the last refresh)."""
@@ -42,7 +39,7 @@ class References:
         o = self.config.objective
         own = {d.name: d.objective for d in self.config.domains if d.objective is not None}
         return (Objective(o, list(self._name_of_domain), own).wants_reference
-                or (o.kl != "none" and o.reference_samples > 0))
+                or (o.kl != "none" and o.monitor_samples > 0))
 
     def take(self, policy: Policy, name: str = START) -> None:
         """Make the current weights a reference."""
@@ -117,21 +114,6 @@ class References:
                         chosen = chosen.to(news[i].device)[microbatch.sample]
                         olds[i] = torch.where(chosen, news[i], olds[i])
         return found
-
-    def measure(self, policy: Policy, table: SampleTable, objective: Objective) -> Stats:
-        """`reference/k1` and `k3` before the update, on samples spread over the step."""
-        count = min(self.config.objective.reference_samples, len(table))
-        rows = np.linspace(0, len(table) - 1, count).astype(np.int64)
-        batch, stats = prepare(self.config.trainer, table, rows), Stats()
-        [found] = self.logprobs(policy, [batch], objective, table.domain)
-        for part, now, ref in zip(batch.microbatches, logprob_pass(policy, batch), found,
-                                  strict=True):
-            if len(ref):
-                domain = torch.from_numpy(table.domain[part.table_rows]).to(ref.device)
-                meter = Meter(domain[part.sample], domain, objective.domains)
-                measure_reference(meter, now[0], ref)
-                stats.add(meter.stats)
-        return reduce_stats(stats)
 
     def _exchange(self, policy: Policy, name: str) -> None:
         for tensor, kept in zip(_tensors(policy), self._weights[name], strict=True):

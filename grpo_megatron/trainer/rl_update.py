@@ -39,6 +39,7 @@ from grpo_megatron.trainer.route_source import RouteSource, merged
 from grpo_megatron.trainer.router_replay import Routes, RoutingPass
 from grpo_megatron.trainer.schedule import learning_rate
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
+from grpo_megatron.trainer.watch import Watch
 
 
 @dataclass
@@ -89,8 +90,10 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
     if objective.config.shuffle_advantages:
         advantages = _shuffled(advantages, f"{config.seed}/{table.manifest.get('step')}")
     total, rates, by_update, decided = Stats(), [], [], Decided(table, replayed)
-    if updates and references.wanted and not objective.wants_reference:
-        total = references.measure(policy, table, objective)
+    watch = (Watch(config, policy, table, objective)
+             if updates and config.objective.monitor_samples else None)
+    if watch and references.wanted and not objective.wants_reference:
+        total = watch.reference(references)
     for number, update in enumerate(updates):
         terms = step_terms(objective, batch, advantages, update.rows,
                            config.objective.aggregation_length or config.rollout.max_new_tokens)
@@ -110,6 +113,8 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
         by_update.append(stats.result())
         total.add(stats)
     decided.write()
+    if watch:
+        total.add(watch.step(batch, advantages))
     metrics = {**derived(total.result()), **batch_metrics(objective, batch, advantages)}
     if rates:
         metrics["optimizer/lr"] = float(np.mean(rates))

@@ -1,4 +1,4 @@
-"""KL to the reference is measured where it weighs nothing, too."""
+"""What is measured by passes of its own: KL to a reference without weight, the step's effect."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 pytestmark = pytest.mark.engine
 OBJECTIVES = {
     "measured": {"preset": "deepseek_v3_2"},
-    "on some": {"preset": "deepseek_v3_2", "reference_samples": 5},
-    "not at all": {"preset": "deepseek_v3_2", "reference_samples": 0},
+    "on some": {"preset": "deepseek_v3_2", "monitor_samples": 5},
+    "not at all": {"preset": "deepseek_v3_2", "monitor_samples": 0},
     "weighed": {"preset": "deepseek_v3_2", "kl_beta": 1e-12},
     "no estimator": {"preset": "gspo"},
 }
@@ -27,6 +27,11 @@ def test_a_reference_without_weight_is_measured(request, moe_model, samples_of_t
         assert name not in metrics["not at all"] and name not in metrics["no estimator"]
     assert 0 < metrics["on some"]["reference/k3"] != metrics["measured"]["reference/k3"]
     assert found["measured"]["losses"] == found["not at all"]["losses"]
+    for name in ("measured", "no estimator"):
+        gains = [metrics[name][f"step/logprob_gain_{sign}"] for sign in ("positive", "negative")]
+        assert gains[0] > 0 > gains[1] and metrics[name]["step/k2"] > 0
+        assert metrics[name]["update/k2"] == 0  # the only update starts from the old policy
+    assert not any(name.startswith("step/") for name in metrics["not at all"])
 
 
 @pytest.fixture(scope="module")
