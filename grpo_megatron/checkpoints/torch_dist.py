@@ -132,10 +132,10 @@ class TorchDistFile:
             count = math.prod(piece.sizes) // math.prod(tensor.shape[1:])
             part = tensor[start : start + count].reshape(piece.sizes)
             start += count
+            begin = self._file.raw.tell()
             with disk_errors(self.path):
-                begin = self._file.raw.tell()
-                torch.save(_own_storage(part), self._file)
-                length = self._file.raw.tell() - begin
+                self._file.save(_own_storage(part))
+            length = self._file.raw.tell() - begin
             self.items.append([piece.key, piece.global_shape, piece.offset, piece.sizes,
                                str(part.dtype).removeprefix("torch."), begin, length])
 
@@ -147,10 +147,23 @@ class _Stream(io.RawIOBase):
     """What `torch.save` writes to; large blocks begin their way to the disk at once."""
 
     def __init__(self, raw):
-        self.raw = raw
+        self.raw, self._error = raw, None
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """`torch.save`, which hides an OSError behind a RuntimeError of its own."""
+        try:
+            torch.save(tensor, self)
+        except RuntimeError:
+            if self._error is None:
+                raise
+            raise self._error from None
 
     def write(self, data) -> int:
-        return write_all(self.raw, memoryview(data))
+        try:
+            return write_all(self.raw, memoryview(data))
+        except OSError as error:
+            self._error = error
+            raise
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
