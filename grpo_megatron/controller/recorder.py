@@ -93,6 +93,8 @@ def prune_store(store: Path, checkpoints: Sequence[int], keep: int) -> None:
     Kept are the steps since the newest of `checkpoints` (steps, ascending), and the first `keep`
     after each of the others: those can be computed again from there.
     """
+    if not checkpoints:
+        return
     for path in store.glob("step_*"):
         if not path.name[5:].isdigit():
             continue
