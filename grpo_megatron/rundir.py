@@ -6,68 +6,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True, slots=True)
-class RunDir:
-    """`runs/<name>/`: everything a run writes.
+class _Entry:
+    def __init__(self, name: str):
+        self._name = name
 
-    config.json        resolved configuration with provenance
-    metrics.jsonl      one line per step: the truth that mirrors copy
-    metrics_normalisers.json  what each metric is a mean over
-    events.jsonl       starts, deaths, checkpoints, publishes
-    store/step_000123/ immutable, checksummed samples of one step
-    samples/           best and worst completions per step, readable
-    checkpoints/       step_000100/: Megatron distributed checkpoint and run state
-    logs/              one file per process
-    endpoints/         addresses that processes publish for each other
-    model/             the initial Hugging Face checkpoint, when the run made it
-    export/            the final Hugging Face checkpoint
-    """
+    def __get__(self, run_dir: RunDir, _: object = None) -> Path:
+        return run_dir.root / self._name
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """`runs/<name>/`: everything a run writes."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def store(self) -> Path:
-        return self.root / "store"
-
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def endpoints(self) -> Path:
-        return self.root / "endpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def export(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / ".lock"
+    config = _Entry("config.json")  # resolved configuration with provenance
+    metrics = _Entry("metrics.jsonl")  # one line per step: the truth that mirrors copy
+    metrics_normalisers = _Entry("metrics_normalisers.json")  # what each metric is a mean over
+    events = _Entry("events.jsonl")  # starts, deaths, checkpoints, publishes
+    store = _Entry("store")  # step_000123/: immutable, checksummed samples of one step
+    samples = _Entry("samples")  # best and worst completions per step, readable
+    checkpoints = _Entry("checkpoints")  # step_000100/: Megatron checkpoint and run state
+    logs = _Entry("logs")  # one file per process
+    endpoints = _Entry("endpoints")  # addresses that processes publish for each other
+    model = _Entry("model")  # the initial Hugging Face checkpoint, when the run made it
+    export = _Entry("export")  # the final Hugging Face checkpoint
+    lock = _Entry(".lock")  # held by the process that writes here
 
     def step_store(self, step: int) -> Path:
         return self.store / f"step_{step:06d}"

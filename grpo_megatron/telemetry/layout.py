@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_megatron.telemetry.verdicts import PLAIN_LABELS, ROWS, Row, judge
+from grpo_megatron.telemetry.verdicts import PLAIN_LABELS, ROWS, judge
 
 _HISTORY_STEPS = 500
 _TREND_STEPS = 24
@@ -26,54 +26,37 @@ class ScreenState:
     """Values so far, the phases of the current step, and the last step's samples.
 
     Args:
-        run_name: Name of the run.
-        num_steps: Steps of the whole run.
         clock: Seconds, for phases.
     """
 
     def __init__(self, run_name: str, num_steps: int, clock: Callable[[], float]):
-        self.run_name, self.num_steps, self._clock = run_name, num_steps, clock
+        self.run_name, self.num_steps, self.clock = run_name, num_steps, clock
         self.steps_done = 0
         self.best: Mapping[str, Any] | None = None
         self.worst: Mapping[str, Any] | None = None
         self.history: dict[str, deque[float | None]] = {}  # by label
         self.latest: dict[str, float | None] = {}  # of the last step alone, by label
         self.current_phase: str | None = None
-        self._started_s = clock()
-        self._phase_started_s = 0.0
-        self._phases: dict[str, float] = {}
-        self._step_complete = False
+        self.started_s = self._phase_started_s = clock()
+        self._ended_phases: dict[str, float] = {}
 
     def begin_phase(self, name: str) -> None:
         """End the running phase; a phase after a complete step begins the next step."""
-        self.end_phase(self.current_phase)
-        if self._step_complete:
-            self._phases, self._step_complete = {}, False
-        self.current_phase, self._phase_started_s = name, self._clock()
-
-    def end_phase(self, name: str | None) -> None:
-        """End phase `name` if it is the running one."""
-        if name is not None and name == self.current_phase:
-            self._phases = self.phase_seconds()
-            self.current_phase = None
+        self._ended_phases = self.phase_seconds() if self.current_phase else {}
+        self.current_phase, self._phase_started_s = name, self.clock()
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds by phase of the current step, the running phase included."""
-        seconds = dict(self._phases)
+        seconds = dict(self._ended_phases)
         if self.current_phase is not None:
-            passed = self._clock() - self._phase_started_s
+            passed = self.clock() - self._phase_started_s
             seconds[self.current_phase] = seconds.get(self.current_phase, 0.0) + passed
         return seconds
-
-    def elapsed_s(self) -> float:
-        """Seconds since the screen was made."""
-        return self._clock() - self._started_s
 
     def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None,
              worst: Mapping[str, Any] | None) -> None:
         """Take the record of a complete step."""
-        self.end_phase(self.current_phase)
-        self._step_complete = True
+        self._ended_phases, self.current_phase = self.phase_seconds(), None
         self.steps_done = int(metrics["step"]) + 1  # steps count from 0
         self.best, self.worst = best, worst
         self.latest = {row.label: metrics[name] for row in ROWS
@@ -91,13 +74,9 @@ def plain_line(state: ScreenState) -> str:
 
 def render(state: ScreenState) -> RenderableType:
     """The whole screen."""
-    parts: list[RenderableType] = [_header(state), _phase_bar(state)]
-    if state.history:
-        parts.append(_metrics_table(state))
-    for name, sample in (("best", state.best), ("worst", state.worst)):
-        if sample:
-            parts.append(_sample(name, sample))
-    return Group(*parts)
+    samples = (("best", state.best), ("worst", state.worst))
+    return Group(_header(state), _phase_bar(state), _metrics_table(state),
+                 *(_sample(name, sample) for name, sample in samples if sample))
 
 
 def format_value(value: float | None) -> str:
@@ -121,7 +100,7 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 
 def _header(state: ScreenState) -> Text:
-    minutes, seconds = divmod(int(state.elapsed_s()), 60)
+    minutes, seconds = divmod(int(state.clock() - state.started_s), 60)
     return Text.assemble((state.run_name, "bold"), f"  step {state.steps_done}/{state.num_steps}"
                          f"  {minutes}:{seconds:02d}", no_wrap=True, overflow="ellipsis")
 
@@ -144,25 +123,17 @@ def _metrics_table(state: ScreenState) -> Table:
     for justify in ("left", "right", "left", "left"):
         table.add_column(justify=justify, no_wrap=True)
     for row in ROWS:
-        if row.label in state.history:
-            table.add_row(*_metric_cells(row, list(state.history[row.label])))
+        if values := list(state.history.get(row.label, ())):
+            level, reason = judge(row, values)
+            table.add_row(row.label, format_value(values[-1]), sparkline(values[-_TREND_STEPS:]),
+                          Text.assemble((level, _LEVEL_STYLES[level]), f" {reason}"))
     return table
 
 
-def _metric_cells(row: Row, values: list[float | None]) -> tuple[RenderableType, ...]:
-    level, reason = judge(row, values)
-    verdict = Text.assemble((level, _LEVEL_STYLES[level]), f" {reason}" if reason else "")
-    return (Text(row.label), Text(format_value(values[-1])),
-            Text(sparkline(values[-_TREND_STEPS:])), verdict)
-
-
 def _sample(name: str, sample: Mapping[str, Any]) -> Text:
-    reward = sample.get("reward")
-    text = Text.assemble((f"{name} ", "bold"), (f"{format_value(reward)}  ", "bold"),
+    return Text.assemble((f"{name} {format_value(sample.get('reward'))}  ", "bold"),
                          (_one_line(sample.get("prompt", "")), "dim"), " → ",
-                         _one_line(sample.get("completion", "")))
-    text.no_wrap, text.overflow = False, "fold"
-    return text
+                         _one_line(sample.get("completion", "")), overflow="fold")
 
 
 def _one_line(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import ScoredGroup
 
@@ -57,11 +58,8 @@ def write_samples(run_dir: RunDir, step: int, samples: Iterable[Sample]) -> Path
     """Write samples/step_000123.jsonl, whole or not at all; replaces the step's earlier file."""
     path = run_dir.samples / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
-    # A sampled text may hold half of a surrogate pair, which UTF-8 cannot write.
-    partial.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    partial.replace(path)
+    write_atomically(path, "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n"
+                                   for sample in samples))
     return path
 
 

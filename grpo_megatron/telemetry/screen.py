@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Protocol
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -18,26 +16,11 @@ from grpo_megatron.telemetry.layout import ScreenState, plain_line, render
 _REFRESHES_PER_S = 4
 
 
-class Phase:
-    """What `phase` returns: already begun; ends with the `with` block or with the next phase."""
-
-    def __init__(self, end: Callable[[], None]):
-        self._end = end
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self._end()
-
-
 class Screen(Protocol):
     """The interface of both screens."""
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> None:
         """Phase `name` of the current step begins, and the phase before it ends."""
-        ...
 
     def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None = None,
              worst: Mapping[str, Any] | None = None) -> None:
@@ -70,8 +53,8 @@ class PlainScreen:
         self._state = ScreenState(run_name, num_steps, time.monotonic)
         self._file = file or sys.stdout
 
-    def phase(self, name: str) -> Phase:
-        return Phase(lambda: None)
+    def phase(self, name: str) -> None:
+        pass
 
     def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None = None,
              worst: Mapping[str, Any] | None = None) -> None:
@@ -86,26 +69,20 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """Phases, chosen metrics, best and worst sample, redrawn in place.
-
-    What the process prints or logs meanwhile appears above the screen: the standard streams are
-    redirected, and so are log handlers that already hold them.
-    """
+    """Phases, chosen metrics, best and worst sample, redrawn in place; what the process prints
+    meanwhile appears above the screen."""
 
     def __init__(self, run_name: str, num_steps: int, console: Console,
                  clock: Callable[[], float] = time.monotonic):
         self._state = ScreenState(run_name, num_steps, clock)
         self._lock = threading.Lock()  # the refresh thread renders while a step comes in
-        before = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}
         self._live = Live(get_renderable=self._render, console=console,
                           refresh_per_second=_REFRESHES_PER_S, vertical_overflow="crop")
         self._live.start()
-        self._handlers = _redirect_handlers(before)
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> None:
         with self._lock:
             self._state.begin_phase(name)
-        return Phase(lambda: self._end_phase(name))
 
     def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None = None,
              worst: Mapping[str, Any] | None = None) -> None:
@@ -117,27 +94,8 @@ class LiveScreen:
         self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        for handler, stream in self._handlers:
-            handler.setStream(stream)
-        self._handlers = []
         self._live.stop()
-
-    def _end_phase(self, name: str) -> None:
-        with self._lock:
-            self._state.end_phase(name)
 
     def _render(self) -> RenderableType:
         with self._lock:
             return render(self._state)
-
-
-def _redirect_handlers(before: Mapping[int, str]) -> list[tuple[logging.StreamHandler[Any], Any]]:
-    """Point log handlers that hold a standard stream at what replaced it; returns the old ones."""
-    moved = []
-    loggers = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)]
-    for handler in {h for logger in loggers for h in logger.handlers}:
-        name = before.get(id(getattr(handler, "stream", None)))
-        if isinstance(handler, logging.StreamHandler) and name:
-            moved.append((handler, handler.stream))
-            handler.setStream(getattr(sys, name))
-    return moved

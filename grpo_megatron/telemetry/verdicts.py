@@ -1,19 +1,12 @@
-"""The ten metrics that the screen shows, and simple rules that say ok, watch or bad.
+"""The metrics that the screen shows, and simple rules that say ok, watch or bad.
 
-The rules are rules of thumb to draw the eye, nothing stops a run because of them:
-
-- above(watch, bad): the last value is over a fixed limit.
-- fallen: the mean of the last 10 steps is below the best such mean by more than 15 % (watch) or
-  40 % (bad) of the range that these means have covered. Needs 20 steps.
-- collapsed: the mean of the last 10 steps is below 20 % (watch) or 5 % (bad) of the first 10's.
-- jumped(watch, bad): the last value over the median of the 50 before it. Needs 10 steps.
-- dropped(watch, bad): the last value under that median, as a fraction of it.
-
-A value that is not finite is always bad.
+The rules are rules of thumb to draw the eye, nothing stops a run because of them. A value that is
+not finite is always bad.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,11 +21,24 @@ class Verdict(NamedTuple):
 
 
 OK = Verdict("ok")
-Values = Sequence[float | None]
-Rule = Callable[[Sequence[float]], Verdict]
+_WINDOW, _BASELINE = 10, 50
 
-_WINDOW = 10
-_BASELINE = 50
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Compares a measure of a metric's values with two limits; higher is worse, NaN is ok."""
+
+    measure: Callable[[Sequence[float]], float]
+    watch: float
+    bad: float
+    reason: str  # format of (|measure|, limit)
+
+    def __call__(self, values: Sequence[float]) -> Verdict:
+        value = self.measure(values)
+        for level, limit in (("bad", self.bad), ("watch", self.watch)):
+            if value > limit:
+                return Verdict(level, self.reason.format(abs(value), limit))
+        return OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,81 +47,60 @@ class Row:
 
     label: str
     names: tuple[str, ...]
-    rule: Rule
+    rule: Rule | None = None  # None: neither good nor bad
 
 
-def judge(row: Row, values: Values) -> Verdict:
+def judge(row: Row, values: Sequence[float | None]) -> Verdict:
     """The verdict on a metric's values so far, oldest first, None where not finite."""
-    if not values:
+    if not values or row.rule is None:
         return OK
     if values[-1] is None:
         return Verdict("bad", "not finite")
     return row.rule([value for value in values if value is not None])
 
 
-def always_ok(values: Sequence[float]) -> Verdict:
-    """For metrics that are neither good nor bad."""
-    return OK
-
-
 def above(watch: float, bad: float) -> Rule:
-    """Over a fixed limit."""
-    def rule(values: Sequence[float]) -> Verdict:
-        return _graded(values[-1], watch, bad, lambda limit: f"above {limit:g}")
-    return rule
-
-
-def fallen(values: Sequence[float]) -> Verdict:
-    """Lost a good part of what had been gained."""
-    means = _moving_means(values)
-    if len(means) <= _WINDOW or (span := max(means) - min(means)) <= 0:
-        return OK
-    lost = (max(means) - means[-1]) / span
-    return _graded(lost, 0.15, 0.40, lambda limit: f"{lost:.0%} of its range below its best")
-
-
-def collapsed(values: Sequence[float]) -> Verdict:
-    """Only a small part of what it was at the start."""
-    means = _moving_means(values)
-    if len(means) <= _WINDOW or means[0] <= 0:
-        return OK
-    left = means[-1] / means[0]
-    return _graded(-left, -0.20, -0.05, lambda limit: f"{left:.0%} of its start")
+    """The last value is over a fixed limit."""
+    return Rule(lambda values: values[-1], watch, bad, "above {1:g}")
 
 
 def jumped(watch: float, bad: float) -> Rule:
-    """Far over its recent median."""
-    def rule(values: Sequence[float]) -> Verdict:
-        return _against_median(values, lambda ratio: _graded(
-            ratio, watch, bad, lambda limit: f"{ratio:.1f}x its median"))
-    return rule
+    """The last value over the median of the 50 before it. Needs 10 steps."""
+    return Rule(_over_median, watch, bad, "{0:.1f}x its median")
 
 
 def dropped(watch: float, bad: float) -> Rule:
-    """Far under its recent median."""
-    def rule(values: Sequence[float]) -> Verdict:
-        return _against_median(values, lambda ratio: _graded(
-            -ratio, -watch, -bad, lambda limit: f"{ratio:.0%} of its median"))
-    return rule
+    """The last value under that median, as a fraction of it."""
+    return Rule(lambda values: -_over_median(values), -watch, -bad, "{0:.0%} of its median")
 
 
-def _against_median(values: Sequence[float], grade: Callable[[float], Verdict]) -> Verdict:
+def _over_median(values: Sequence[float]) -> float:
     before = values[-1 - _BASELINE:-1]
-    if len(before) < _WINDOW or (median := statistics.median(before)) <= 0:
-        return OK
-    return grade(values[-1] / median)
-
-
-def _graded(value: float, watch: float, bad: float, reason: Callable[[float], str]) -> Verdict:
-    if value > bad:
-        return Verdict("bad", reason(bad))
-    return Verdict("watch", reason(watch)) if value > watch else OK
+    median = statistics.median(before) if len(before) >= _WINDOW else 0.0
+    return values[-1] / median if median > 0 else math.nan
 
 
 def _moving_means(values: Sequence[float]) -> list[float]:
     return [sum(values[end - _WINDOW:end]) / _WINDOW
             for end in range(_WINDOW, len(values) + 1)]
 
+
+def _share_lost(values: Sequence[float]) -> float:
+    means = _moving_means(values)
+    span = max(means) - min(means) if len(means) > _WINDOW else 0.0
+    return (max(means) - means[-1]) / span if span > 0 else math.nan
+
+
+def _share_left(values: Sequence[float]) -> float:
+    means = _moving_means(values)
+    return means[-1] / means[0] if len(means) > _WINDOW and means[0] > 0 else math.nan
+
+
+fallen = Rule(_share_lost, 0.15, 0.40, "{0:.0%} of its range below its best")
+"""The mean of the last 10 steps is below the best such mean by more than this part of the range
+that these means have covered. Needs 20 steps."""
+collapsed = Rule(lambda values: -_share_left(values), -0.20, -0.05, "{0:.0%} of its start")
+"""The mean of the last 10 steps is below this part of the first 10's."""
 
 ROWS = (
     Row("reward", ("reward/mean",), fallen),
@@ -125,7 +110,7 @@ ROWS = (
     Row("kl engine-trainer", ("mismatch/k3",), above(1e-3, 1e-2)),
     Row("clipped", ("clip/high_fraction", "clip/fraction"), above(0.5, 0.9)),
     Row("grad norm", ("grad/norm",), jumped(5.0, 20.0)),
-    Row("length", ("response/length_mean",), always_ok),
+    Row("length", ("response/length_mean",)),
     Row("truncated", ("response/truncated_fraction",), above(0.1, 0.3)),
     Row("tokens/s", ("throughput/rollout_tokens_per_s",), dropped(0.7, 0.3)),
     Row("seconds", ("time/step_s",), jumped(1.5, 3.0)),

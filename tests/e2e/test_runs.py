@@ -107,7 +107,7 @@ def test_a_killed_controller_loses_no_recorded_step(whole):
 
 def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path):
     """Staleness 1, two updates per rollout, file publishing, offline wandb, TensorBoard."""
-    from grpo_megatron.telemetry.wandb_reader import read_offline_wandb
+    from tests.telemetry.wandb_reader import read_offline_wandb
 
     done = runs.command("train", runs.RECIPE, f"runs_dir={tmp_path}", "batch.max_staleness=1",
                         "batch.updates_per_rollout=2", "rollout.deterministic=false",

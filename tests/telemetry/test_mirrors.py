@@ -12,7 +12,7 @@ from grpo_megatron.errors import DataError, SetupError
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
 from grpo_megatron.telemetry.mirrors import Mirrors, make_mirrors
-from grpo_megatron.telemetry.wandb_reader import read_offline_wandb
+from tests.telemetry.wandb_reader import read_offline_wandb
 
 STEPS = 40
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import sys
 
 import pytest
@@ -64,44 +63,35 @@ def test_phases_metrics_verdicts_and_samples_are_drawn():
     assert state.phase_seconds() == {"rollout": 0.25}
 
 
-def test_a_phase_may_be_a_block_and_may_repeat_in_a_step():
+def test_a_phase_may_repeat_in_a_step():
     clock = Clock()
     screen = LiveScreen("demo", 3, terminal(), clock)
     for _ in range(2):
-        with screen.phase("rollout"):
-            clock.now += 1
-        clock.now += 10  # between phases
-    with screen.phase("rollout"):
-        clock.now += 1
-        screen.phase("train")
-        clock.now += 5
+        for name, seconds in (("rollout", 1.5), ("train", 2.5)):
+            screen.phase(name)
+            clock.now += seconds
     assert screen._state.phase_seconds() == {"rollout": 3.0, "train": 5.0}
     screen.close()
 
 
-def test_log_lines_stay_whole_above_the_live_screen(monkeypatch):
+def test_printed_lines_stay_whole_above_the_live_screen(monkeypatch):
     console = terminal()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     own = sys.stderr
-    handler = logging.StreamHandler()  # holds the stream from before the screen
-    logger = logging.getLogger("test.screen")
-    logger.addHandler(handler)
-    logger.propagate = False
     screen = LiveScreen("demo", 3, console)
     try:
         screen.step({"step": 0, **METRICS}, BEST, WORST)
-        logger.warning("a log line")
         print("a printed line")
+        print("a warning", file=sys.stderr)
         screen.message("a [bold]message[/bold]")
         screen.step({"step": 1, **METRICS}, BEST, WORST)
     finally:
         screen.close()
         screen.close()
-        logger.removeHandler(handler)
     told = console.file.getvalue().splitlines()
-    for line in ("a log line", "a printed line", "a [bold]message[/bold]"):
+    for line in ("a warning", "a printed line", "a [bold]message[/bold]"):
         assert sum(found.endswith(line) for found in told) == 1
-    assert handler.stream is own and own.getvalue() == ""
+    assert sys.stderr is own and own.getvalue() == ""
     assert sys.stdout is not None and "step 2/3" in console.file.getvalue()
 
 
@@ -109,8 +99,8 @@ def test_without_a_terminal_there_is_one_plain_line_a_step():
     file = io.StringIO()
     screen = make_screen("demo", 300, console=Console(file=file))
     assert isinstance(screen, PlainScreen)
-    with screen.phase("rollout"):
-        screen.message("note")
+    screen.phase("rollout")
+    screen.message("note")
     screen.step({"step": 6, **METRICS}, BEST, WORST)
     screen.step({"step": 7, "reward/mean": None})
     screen.close()
