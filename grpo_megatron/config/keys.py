@@ -53,3 +53,14 @@ def leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from leaves(item, (*prefix, index))
     else:
         yield prefix, value
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Value of a dotted key in a configuration; `None` where a table on the way is absent."""
+    node: Any = config
+    for part in key.split("."):
+        if isinstance(node, tuple):
+            node = node[int(part)]
+        else:
+            node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
+    return node

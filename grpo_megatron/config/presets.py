@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_megatron import assets
 from grpo_megatron.config.keys import KeyPath
-from grpo_megatron.config.suggest import nearest
+from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.config.toml_file import read_toml
 from grpo_megatron.errors import ConfigError
 
@@ -42,9 +42,8 @@ def load_preset(name: str) -> ModelPreset:
         ConfigError: No such preset, or a file that is not one.
     """
     if name not in preset_names():
-        known = nearest(name, preset_names()) or preset_names()
         raise ConfigError(f"no model preset is called {name!r}", where=str(assets.models()),
-                          remedy="use one of: " + ", ".join(known))
+                          remedy=did_you_mean(name, preset_names()))
     document = read_toml(assets.models() / f"{name}.toml")
     wrong = [key for key in document.values if key not in _TABLES]
     if wrong or not isinstance(document.values.get("hf"), dict):

@@ -10,12 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_megatron.config.constraints import check_constraints
-from grpo_megatron.config.keys import KeyPath, dotted
+from grpo_megatron.config.keys import KeyPath, dotted, value_at
 from grpo_megatron.config.messages import problem_of
 from grpo_megatron.config.problems import Problem, Violation, as_toml
 from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.config.suggest import nearest_keys
+from grpo_megatron.config.schema import nearest_keys
 
 Check = Callable[[RunConfig], list[Violation]]
 """A rule set over a whole, well-typed configuration."""
@@ -86,17 +86,6 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
         if isinstance(node, dict):
             node.pop(path[-1], None)
     return tree
-
-
-def value_at(config: RunConfig, key: str) -> Any:
-    """Value of a dotted key in a configuration; `None` where a table on the way is absent."""
-    node: Any = config
-    for part in key.split("."):
-        if isinstance(node, tuple):
-            node = node[int(part)]
-        else:
-            node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
-    return node
 
 
 def _problem_of_violation(violation: Violation, config: RunConfig, layers: Layers) -> Problem:

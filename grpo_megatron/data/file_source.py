@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
-from grpo_megatron.config.suggest import nearest
+from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.data.problems import Problem
 from grpo_megatron.errors import DataError
 
@@ -49,9 +49,6 @@ def load_file(domain: DomainConfig) -> list[Problem]:
 
 def _checked_path(domain: DomainConfig) -> Path:
     where = f"[[domains]] {domain.name}"
-    if domain.path is None:
-        raise DataError("a file domain needs `path`", where=where,
-                        remedy="path of a .jsonl or .parquet file")
     for key in domain.arguments:
         if key not in _KNOWN_ARGUMENTS:
             raise DataError(f"a file domain has no argument {key!r}", where=where,
@@ -122,10 +119,8 @@ def _problems(domain: DomainConfig, rows: Iterator[_Row]) -> Iterator[Problem]:
 
 def _text(row: _Row, name: str) -> str:
     if name not in row.fields:
-        close = nearest(name, row.fields, count=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         raise DataError(f"no field {name!r}", where=row.where,
-                        remedy=f"{hint}fields: {', '.join(row.fields)}")
+                        remedy=did_you_mean(name, row.fields))
     value = row.fields[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"field {name!r} is {type(value).__name__}, expected text or a number",

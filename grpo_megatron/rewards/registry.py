@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _signature_remedy(signature: inspect.Signature, arguments: Mapping[str, Any]
     known = [name for name in signature.parameters if name not in CONTEXT][2:]
     for key in arguments:
         if key not in signature.parameters:
-            return f"{key!r} is not an argument of it. {_suggest(key, known)}"
+            return f"{key!r} is not an argument of it. {did_you_mean(key, known)}"
     return f"a reward is {_SIGNATURE}"
 
 
@@ -168,7 +169,7 @@ def _imported(reference: str, where: str | None) -> Callable[..., Any]:
         known = [key for key, value in vars(module).items()
                  if inspect.isfunction(value) and not key.startswith("_")]
         raise RewardError(f"module {module_name} has no function {name!r}", where=where,
-                          remedy=_suggest(name, known))
+                          remedy=did_you_mean(name, known))
     if not callable(function):
         raise RewardError(f"{reference} is {type(function).__name__}, not a function",
                           where=where, remedy=f"a reward is {_SIGNATURE}")
@@ -192,13 +193,3 @@ def _import_needed(reference: str, modules: Sequence[str], where: str | None) ->
         except Exception as error:
             raise RewardError(f"reward {reference} needs {module}: {error}", where=where,
                               remedy=f"install {module}") from error
-
-
-def _suggest(word: str, known: Sequence[str]) -> str:
-    # Imported here: workers must not pay for the configuration schema.
-    from grpo_megatron.config.suggest import nearest
-
-    close = nearest(word, known)
-    if close:
-        return f"did you mean {' or '.join(repr(c) for c in close)}?"
-    return f"it has: {', '.join(known) or 'none'}"

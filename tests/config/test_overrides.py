@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_megatron.config.keys import value_at
 from grpo_megatron.config.loader import load_recipe
 from grpo_megatron.config.problems import InvalidConfigError
-from grpo_megatron.config.validation import value_at
 from tests.config.conftest import DEMO
 
 
