@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron import assets
-from grpo_megatron.config.keys import KeyPath
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.config.toml_file import read_toml
+from grpo_megatron.config.toml_file import TomlFile, read_toml
 from grpo_megatron.errors import ConfigError
 
 _TABLES = ("name", "hf", "tokenizer", "defaults")
@@ -20,14 +19,17 @@ class ModelPreset:
     """An architecture, its tokenizer and the settings that suit it."""
 
     name: str
-    path: Path
+    file: TomlFile
     hf: dict[str, Any]
     """Becomes `config.json` of the model."""
     tokenizer: dict[str, Any]
     defaults: dict[str, Any]
     """Settings below the recipe's, in the shape of a recipe."""
-    lines: dict[KeyPath, int]
-    """Line of every key in the file, `("defaults", …)` included."""
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self.file.path
 
 
 def preset_names() -> list[str]:
@@ -47,11 +49,9 @@ def load_preset(name: str) -> ModelPreset:
     document = read_toml(assets.models() / f"{name}.toml")
     wrong = [key for key in document.values if key not in _TABLES]
     if wrong or not isinstance(document.values.get("hf"), dict):
-        line = document.lines.get((wrong[0],), 1) if wrong else 1
         raise ConfigError(
             f"{'unknown key ' + wrong[0] if wrong else 'no [hf] table'} in a model preset",
-            where=f"{document.display}:{line}",
+            where=document.where(tuple(wrong[:1])),
             remedy="a model preset has the keys " + ", ".join(_TABLES))
-    return ModelPreset(name, document.path, document.values["hf"],
-                       document.values.get("tokenizer", {}), document.values.get("defaults", {}),
-                       document.lines)
+    return ModelPreset(name, document, document.values["hf"],
+                       document.values.get("tokenizer", {}), document.values.get("defaults", {}))

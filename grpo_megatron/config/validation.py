@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from grpo_megatron.config.constraints import check_constraints
 from grpo_megatron.config.keys import KeyPath, dotted, value_at
 from grpo_megatron.config.messages import problem_of
-from grpo_megatron.config.problems import Problem, Violation, as_toml
+from grpo_megatron.config.problems import InvalidConfigError, Problem, Violation, as_toml
 from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.schema import nearest_keys
@@ -21,7 +21,7 @@ Check = Callable[[RunConfig], list[Violation]]
 """A rule set over a whole, well-typed configuration."""
 
 
-def validate(layers: Layers, checks: Sequence[Check]) -> tuple[RunConfig | None, list[Problem]]:
+def _validate(layers: Layers, checks: Sequence[Check]) -> tuple[RunConfig | None, list[Problem]]:
     """Type-check the tree and apply all rules.
 
     Rules run even when some keys are wrong, on what is left without these keys; what a rule
@@ -43,6 +43,20 @@ def validate(layers: Layers, checks: Sequence[Check]) -> tuple[RunConfig | None,
                  if not any(_is_at_or_below(key, unsure)
                             for key in (violation.key, *violation.related))]
     return (None if errors else config), problems
+
+
+def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
+          source: str) -> RunConfig:
+    """The configuration of `layers`, where nothing is wrong with it and `problems` are none.
+
+    Raises:
+        ConfigError: Everything that is wrong, at once.
+    """
+    config, found = _validate(layers, checks)
+    if found := [*problems, *found]:
+        count = f"{len(found)} problem" + "s" * (len(found) > 1)
+        raise InvalidConfigError(f"{count} in {source}; nothing was started", problems=found)
+    return config
 
 
 def _parse(tree: dict[str, Any]) -> tuple[RunConfig | None, list[dict[str, Any]]]:
