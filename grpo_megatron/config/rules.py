@@ -22,7 +22,7 @@ class _Text(Strict):
 
     key: str
     message: str
-    nearest: tuple[str, ...] = ()
+    nearest: tuple[Any, ...] = ()
     remedy: str = ""
     related: tuple[str, ...] = ()
 
@@ -32,18 +32,25 @@ _TEXTS = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding
 
 def broken(conditions: Conditions, known: Mapping[str, Any], *subject: Any) -> Iterator[Violation]:
     """The rules that do not hold for `subject`; `known` are the values of fields."""
+    for name, details in cases_of(conditions, *subject):
+        yield _violation(name, {**known, **details})
+
+
+def cases_of(conditions: Conditions, *subject: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Name and details of every broken rule."""
     for name, is_broken in conditions.items():
         found = is_broken(*subject)
         for details in found if isinstance(found, list) else [found] if found else []:
-            yield _violation(name, {**known, **(details if isinstance(details, Mapping) else {})})
+            yield name, details if isinstance(details, Mapping) else {}
 
 
 def _violation(name: str, known: dict[str, Any]) -> Violation:
     rule, _, variant = name.partition(".")
     text = _Text(**(_TEXTS[rule][variant] if variant else _TEXTS[rule]))
 
-    def filled(name: str) -> tuple[str, ...]:
-        return tuple(known.get(name) or (part.format(**known) for part in getattr(text, name)))
+    def filled(name: str) -> tuple[Any, ...]:
+        parts = known.get(name) or getattr(text, name)
+        return tuple(part.format(**known) if isinstance(part, str) else part for part in parts)
 
     key, nearest = text.key.format(**known), filled("nearest")
     remedy = "" if known.get("nearest") else text.remedy.format(**known)

@@ -7,17 +7,20 @@ ETP x EP x PP x EDP; both products are the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.rules import broken, cases_of
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan import rollout_rules, trainer_rules
 from grpo_megatron.plan.case import Case
 from grpo_megatron.plan.machine import Engines
 from grpo_megatron.plan.model_facts import ModelFacts
+
+_RULES = {**trainer_rules.RULES, **rollout_rules.RULES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +61,26 @@ def check_layout(trainer: TrainerConfig, rollout: RolloutConfig, facts: ModelFac
                  engines: Engines) -> list[Violation]:
     """All violated layout rules of trainer and engine, each with the nearest valid values."""
     case = Case(trainer, rollout, facts, engines)
-    violations = list(_violations(case))
-    broken = {violation.rule for violation in violations}
-    return [_with_nearest(case, violation, broken) for violation in violations]
+    violations = broken(_RULES, {"c": case, "t": trainer, "f": facts}, case)
+    return [_with_nearest(case, violation) for violation in violations]
 
 
-def _violations(case: Case) -> Iterator[Violation]:
-    for rule in (*trainer_rules.RULES, *rollout_rules.RULES):
-        yield from rule(case)
+def _broken_rules(case: Case) -> set[str]:
+    return {name.partition(".")[0] for name, _ in cases_of(_RULES, case)}
 
 
-def _with_nearest(case: Case, violation: Violation, broken: set[str]) -> Violation:
+def _with_nearest(case: Case, violation: Violation) -> Violation:
     """Search values of the key that mend this rule and break no other; failing that, mend it."""
     if violation.nearest or type(violation.value) is not int:
         return violation
 
+    others = _broken_rules(case) - {violation.rule}
+
     def breaks_no_other(candidate: Case) -> bool:
-        return all(other.rule in broken and other.rule != violation.rule
-                   for other in _violations(candidate))
+        return _broken_rules(candidate) <= others
 
     def keeps_this(candidate: Case) -> bool:
-        return all(other.rule != violation.rule for other in _violations(candidate))
+        return violation.rule not in _broken_rules(candidate)
 
     for accepts in (breaks_no_other, keeps_this):
         if found := _search(case, violation.key, violation.value, accepts):

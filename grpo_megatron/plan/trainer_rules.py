@@ -1,135 +1,89 @@
-"""Layouts that Megatron-Core refuses, hangs on, or computes wrong without saying so."""
+"""Layouts that Megatron-Core refuses, hangs on, or computes wrong without saying so. What is said
+about each: `config/rules.toml`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
-from grpo_megatron.config.problems import Violation
+from grpo_megatron.config.rules import Conditions
 from grpo_megatron.plan.case import Case
 
-_RANKS = "trainer.num_ranks"
-_TP = "trainer.tensor_parallel_size"
-_PP = "trainer.pipeline_parallel_size"
-_VPP = "trainer.virtual_pipeline_parallel_size"
-_CP = "trainer.context_parallel_size"
-_EP = "trainer.expert_parallel_size"
-_ETP = "trainer.expert_tensor_parallel_size"
-_SP = "trainer.sequence_parallel"
+_Found = Mapping[str, Any] | None
 
 
-def attention_world(case: Case) -> Iterator[Violation]:
-    t = case.trainer
+def _attention_world(c: Case) -> _Found:
+    t = c.trainer
     size = t.tensor_parallel_size * t.pipeline_parallel_size * t.context_parallel_size
-    if t.num_ranks % size:
-        above = -(-t.num_ranks // size) * size
-        below = t.num_ranks // size * size
-        yield case.violation(
-            "attention_world", _RANKS,
-            f"num_ranks must be a multiple of TP x PP x CP = {t.tensor_parallel_size} x "
-            f"{t.pipeline_parallel_size} x {t.context_parallel_size} = {size}", _TP, _PP, _CP,
-            nearest=tuple(value for value in (below, above) if value))
+    if t.num_ranks % size == 0:
+        return None
+    below = t.num_ranks // size * size
+    return {"size": size, "nearest": [value for value in (below, below + size) if value]}
 
 
-def expert_world(case: Case) -> Iterator[Violation]:
-    t = case.trainer
-    size = case.etp * t.expert_parallel_size * t.pipeline_parallel_size
+def _expert_world(c: Case) -> _Found:
+    t = c.trainer
+    size = c.etp * t.expert_parallel_size * t.pipeline_parallel_size
     if (t.expert_parallel_size == 1 and t.expert_tensor_parallel_size is None) or (
             t.num_ranks % size == 0):
-        return  # without EP and ETP this is the rule of attention_world
-    remedy = f"change {_EP} or {_RANKS}"
-    if t.num_ranks % (t.expert_parallel_size * t.pipeline_parallel_size) == 0:
-        remedy = f"set {_ETP}=1, so that experts are not split by TP as well; or {remedy}"
-    key = _ETP if t.expert_parallel_size == 1 else _EP
-    yield case.violation(
-        "expert_world", key,
-        f"ETP x EP x PP = {case.etp} x {t.expert_parallel_size} x {t.pipeline_parallel_size} = "
-        f"{size} must divide num_ranks = {t.num_ranks}", _RANKS, _ETP, _TP, _PP, remedy=remedy)
+        return None  # without EP and ETP this is the rule of attention_world
+    fits_alone = t.num_ranks % (t.expert_parallel_size * t.pipeline_parallel_size) == 0
+    return {"size": size, "hint": "set trainer.expert_tensor_parallel_size=1, so that experts are "
+            "not split by TP as well; or " if fits_alone else "",
+            "field": "expert_tensor_parallel_size" if t.expert_parallel_size == 1 else
+            "expert_parallel_size"}
 
 
-def experts_divide(case: Case) -> Iterator[Violation]:
-    size, experts = case.trainer.expert_parallel_size, case.facts.num_experts
-    if size > 1 and not experts:
-        yield case.violation("experts_needed", _EP,
-                             f"the model ({case.facts.model_type}) has no experts to split",
-                             nearest=(1,))
-    elif experts and experts % size:
-        yield case.violation("experts_divide", _EP,
-                             f"the model's {experts} experts must be divisible by EP = {size}")
+def _splits_experts_unevenly(c: Case) -> bool:
+    return c.facts.is_moe and c.facts.moe_intermediate_size % c.etp != 0
 
 
-def expert_tensor(case: Case) -> Iterator[Violation]:
-    size, facts = case.trainer.expert_tensor_parallel_size, case.facts
-    if size is not None and size > 1 and not facts.is_moe:
-        yield case.violation("experts_needed", _ETP,
-                             f"the model ({facts.model_type}) has no experts to split",
-                             nearest=(1,))
-    elif facts.is_moe and facts.moe_intermediate_size % case.etp:
-        yield case.violation("expert_width", _TP if size is None else _ETP,
-                             f"the experts' width {facts.moe_intermediate_size} must be divisible "
-                             f"by ETP = {case.etp}", *([_ETP] if size is None else []))
+def _heads_divide(c: Case) -> _Found:
+    size, f = c.trainer.tensor_parallel_size, c.facts
+    kv_heads = f.num_heads if f.is_mla else f.num_kv_heads
+    return {"kv_heads": kv_heads} if f.num_heads % size or kv_heads % size else None
 
 
-def heads_divide(case: Case) -> Iterator[Violation]:
-    size, facts = case.trainer.tensor_parallel_size, case.facts
-    kv_heads = facts.num_heads if facts.is_mla else facts.num_kv_heads
-    if facts.num_heads % size or kv_heads % size:
-        yield case.violation("heads_divide", _TP,
-                             f"the model's {facts.num_heads} attention heads and {kv_heads} "
-                             f"key-value heads must both be divisible by TP = {size}")
+def _chunks_divide(c: Case) -> _Found:
+    pp, vpp = c.trainer.pipeline_parallel_size, c.trainer.virtual_pipeline_parallel_size or 1
+    fits = pp == 1 or c.facts.num_layers % pp or c.facts.num_layers % (pp * vpp) == 0
+    return None if fits else {"size": pp * vpp}
 
 
-def widths_divide(case: Case) -> Iterator[Violation]:
-    size, facts = case.trainer.tensor_parallel_size, case.facts
-    if facts.has_dense_layers and facts.intermediate_size % size:
-        yield case.violation("mlp_width", _TP,
-                             f"the MLP width {facts.intermediate_size} must be divisible by "
-                             f"TP = {size}")
-    if facts.shared_expert_intermediate_size % size:
-        yield case.violation("shared_expert_width", _TP,
-                             f"the shared experts' width {facts.shared_expert_intermediate_size} "
-                             f"must be divisible by TP = {size}")
+def _needs_sequence_parallel(c: Case) -> _Found:
+    if c.trainer.tensor_parallel_size == 1 or c.sequence_parallel:
+        return None
+    layers = "MoE layers" if c.facts.is_moe else "latent attention (MLA)"
+    return {"layers": layers} if c.facts.is_moe or c.facts.is_mla else None
 
 
-def layers_divide(case: Case) -> Iterator[Violation]:
-    pp = case.trainer.pipeline_parallel_size
-    vpp, layers = case.trainer.virtual_pipeline_parallel_size or 1, case.facts.num_layers
-    if vpp > 1 and pp == 1:
-        yield case.violation("virtual_pipeline", _VPP,
-                             "virtual pipeline stages need pipeline_parallel_size > 1", _PP,
-                             remedy=f"remove {_VPP} (or set it to null), or raise {_PP}")
-    elif layers % pp:
-        yield case.violation("layers_divide", _PP,
-                             f"the model's {layers} layers must be divisible by PP = {pp}")
-    elif layers % (pp * vpp):
-        yield case.violation("layers_divide", _VPP,
-                             f"the model's {layers} layers must be divisible by PP x VPP = "
-                             f"{pp} x {vpp} = {pp * vpp}", _PP)
-
-
-def sequence_parallel(case: Case) -> Iterator[Violation]:
-    size, chosen = case.trainer.tensor_parallel_size, case.trainer.sequence_parallel
-    if chosen and size == 1:
-        yield case.violation("sequence_parallel", _SP,
-                             "sequence parallelism splits along TP and needs "
-                             "tensor_parallel_size > 1", _TP, nearest=(False,))
-    if size > 1 and not case.sequence_parallel and (case.facts.is_moe or case.facts.is_mla):
-        kind = "MoE layers" if case.facts.is_moe else "latent attention (MLA)"
-        yield case.violation("sequence_parallel", _SP,
-                             f"{kind} with TP = {size} need sequence parallelism", _TP,
-                             nearest=(True,))
-
-
-def context_parallel(case: Case) -> Iterator[Violation]:
-    size = case.trainer.context_parallel_size
-    if size > 1 and not case.engines.transformer_engine:
-        yield case.violation("context_parallel", _CP,
-                             "context parallelism needs Transformer Engine, which is not "
-                             "installed", nearest=(1,), remedy=f"set {_CP}=1")
-    elif size > 1:  # it would train every sample `size` times, silently
-        yield case.violation("context_parallel", _CP,
-                             "packed samples are not split over context-parallel ranks yet",
-                             nearest=(1,), remedy=f"set {_CP}=1")
-
-
-RULES = (attention_world, expert_world, experts_divide, expert_tensor, heads_divide,
-         widths_divide, layers_divide, sequence_parallel, context_parallel)
+RULES: Conditions = {
+    "attention_world": _attention_world,
+    "expert_world": _expert_world,
+    "experts_needed.ep": lambda c: c.trainer.expert_parallel_size > 1 and not c.facts.num_experts,
+    "experts_divide": lambda c: (
+        c.facts.num_experts and c.facts.num_experts % c.trainer.expert_parallel_size),
+    "experts_needed.etp": lambda c: (
+        (c.trainer.expert_tensor_parallel_size or 1) > 1 and not c.facts.is_moe),
+    "expert_width.etp": lambda c: (
+        c.trainer.expert_tensor_parallel_size is not None and _splits_experts_unevenly(c)),
+    "expert_width.tp": lambda c: (
+        c.trainer.expert_tensor_parallel_size is None and _splits_experts_unevenly(c)),
+    "heads_divide": _heads_divide,
+    "mlp_width": lambda c: (
+        c.facts.has_dense_layers and c.facts.intermediate_size % c.trainer.tensor_parallel_size),
+    "shared_expert_width": lambda c: (
+        c.facts.shared_expert_intermediate_size % c.trainer.tensor_parallel_size),
+    "virtual_pipeline": lambda c: (
+        c.trainer.virtual_pipeline_parallel_size and c.trainer.pipeline_parallel_size == 1),
+    "layers_divide.pp": lambda c: c.facts.num_layers % c.trainer.pipeline_parallel_size,
+    "layers_divide.vpp": _chunks_divide,
+    "sequence_parallel.alone": lambda c: (
+        c.trainer.sequence_parallel and c.trainer.tensor_parallel_size == 1),
+    "sequence_parallel.needed": _needs_sequence_parallel,
+    "context_parallel.engine": lambda c: (
+        c.trainer.context_parallel_size > 1 and not c.engines.transformer_engine),
+    # it would train every sample several times, silently
+    "context_parallel.packed": lambda c: (
+        c.trainer.context_parallel_size > 1 and c.engines.transformer_engine),
+}
