@@ -86,14 +86,4 @@ def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
 
 def _finish(layers: Layers, problems: list[Problem], checks: Sequence[Check],
             recipe: str) -> ResolvedConfig:
-    _make_absolute(layers.tree)
     return resolved_from(valid(layers, problems, checks, recipe), layers, recipe)
-
-
-def _make_absolute(tree: dict[str, Any]) -> None:
-    """Paths of inputs are relative to the current directory; a resumed run may have another."""
-    domains = tree.get("domains")
-    tables = [tree.get("model"), *(domains if isinstance(domains, list) else ())]
-    for table in tables:
-        if isinstance(table, dict) and isinstance(table.get("path"), str):
-            table["path"] = str(Path(table["path"]).expanduser().absolute())

@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -36,8 +36,8 @@ def _walk(table: type[BaseModel], prefix: KeyPath) -> Iterator[tuple[KeyPath, Fi
 def _without_none(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
         options = [option for option in get_args(annotation) if option is not types.NoneType]
-        return options[0] if len(options) == 1 else annotation
-    return annotation
+        annotation = options[0] if len(options) == 1 else annotation
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _general(path: Sequence[str | int]) -> KeyPath:

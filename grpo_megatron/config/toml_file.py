@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_megatron import assets
 from grpo_megatron.config.keys import KeyPath
-from grpo_megatron.config.suggest import nearest
+from grpo_megatron.config.suggest import did_you_mean, nearest
 from grpo_megatron.config.toml_lines import key_lines
 from grpo_megatron.errors import ConfigError
 
@@ -75,11 +75,9 @@ def find_recipe(recipe: str | Path) -> Path:
         if candidate.is_file():
             return candidate
     names = assets.names(shipped)
-    wanted = Path(recipe).with_suffix("") if str(recipe).endswith(".toml") else Path(recipe)
     by_stem = {Path(name).name: name for name in names}
-    near = [*nearest(wanted.as_posix().removeprefix("recipes/"), names),
-            *(by_stem[stem] for stem in nearest(wanted.name, by_stem))]
-    listed = list(dict.fromkeys(near)) or names
+    wanted = Path(recipe).name.removesuffix(".toml")
+    listed = [by_stem[stem] for stem in nearest(wanted, by_stem)] or names
     raise ConfigError(f"no recipe at {str(recipe)!r}", where=str(Path.cwd()),
                       remedy="give a path to a .toml file or a shipped recipe: "
                       + ", ".join(listed[:5]))
@@ -113,8 +111,7 @@ def _base_of(file: TomlFile) -> Path | None:
     path = file.path.parent / base
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else file.path.parent
-        near = nearest(path.name, [other.name for other in folder.glob("*.toml")])
         raise ConfigError(f"extends names a file that does not exist: {base}", where=where,
-                          remedy=f"did you mean {near[0]}?" if near else
-                          "the path is relative to the recipe that extends it")
+                          remedy="the path is relative to the recipe that extends it; " +
+                          did_you_mean(path.name, sorted(o.name for o in folder.glob("*.toml"))))
     return path

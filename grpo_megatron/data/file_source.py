@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.data.problems import Problem
+from grpo_megatron.data.sources import Problem
 from grpo_megatron.errors import DataError
 
 _KNOWN_ARGUMENTS = ("answer_after", "domain_field")

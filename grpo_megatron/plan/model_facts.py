@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron import assets
-from grpo_megatron.config.model import ModelConfig
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.errors import ConfigError
 
 

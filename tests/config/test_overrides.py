@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from grpo_megatron.config.keys import value_at
@@ -16,6 +18,7 @@ from tests.config.conftest import DEMO
     ("optimizer.lr=1", "optimizer.lr", 1.0),
     ("optimizer.lr = 0.5", "optimizer.lr", 0.5),
     ("name=007", "name", "007"),
+    ("domains.0.reference=007", "domains.0.reference", Path.cwd() / "007"),
     ("name=a=b", "name", None),
     ('name="quoted"', "name", "quoted"),
     ("telemetry.wandb=offline", "telemetry.wandb", "offline"),

@@ -11,8 +11,7 @@ import pytest
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.templates import PromptTemplate
-from grpo_megatron.data.problems import Problem
-from grpo_megatron.data.sources import load_problems
+from grpo_megatron.data.sources import Problem, load_problems
 from grpo_megatron.errors import DataError
 
 REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
