@@ -46,8 +46,9 @@ def read_toml(path: Path) -> TomlFile:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        at = _AT_LINE.search(str(error))
         raise ConfigError(_AT_LINE.sub("", str(error)) + ": not valid TOML",
-                          where=_error_place(str(error), display, text),
+                          where=f"{display}:{at[1] if at else text.count(chr(10)) + 1}",
                           remedy="correct the syntax at this line") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 text: {error.reason} at byte {error.start}", where=display,
@@ -56,12 +57,6 @@ def read_toml(path: Path) -> TomlFile:
         raise ConfigError(f"cannot read the file: {error.strerror}", where=display,
                           remedy="check the path and its permissions") from None
     return TomlFile(path, display, values, key_lines(text))
-
-
-def _error_place(message: str, display: str, text: str) -> str:
-    match = _AT_LINE.search(message)
-    line = match[1] if match else str(text.count("\n") + 1)
-    return f"{display}:{line}"
 
 
 def find_recipe(recipe: str | Path) -> Path:

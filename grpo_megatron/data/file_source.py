@@ -39,11 +39,12 @@ def load_file(domain: DomainConfig) -> list[Problem]:
     """
     path = _checked_path(domain)
     rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
-    problems = itertools.islice(_problems(domain, rows), domain.num_problems)
-    result = list(problems)
+    result = list(itertools.islice(_problems(domain, rows), domain.num_problems))
     if not result:
         raise DataError(f"no problems for domain {domain.name!r}", where=str(path),
-                        remedy=_empty_remedy(domain))
+                        remedy=f"no row has {domain.arguments['domain_field']!r} equal to "
+                        f"{domain.name!r}" if "domain_field" in domain.arguments else
+                        "the file is empty")
     return result
 
 
@@ -53,7 +54,7 @@ def _checked_path(domain: DomainConfig) -> Path:
         if key not in _KNOWN_ARGUMENTS:
             raise DataError(f"a file domain has no argument {key!r}", where=where,
                             remedy=f"known: {', '.join(_KNOWN_ARGUMENTS)}")
-    path = domain.path.expanduser()
+    path = domain.path
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"unknown file type {path.suffix!r}", where=str(path),
                         remedy="convert it to .jsonl (one JSON object a line) or .parquet")
@@ -61,12 +62,6 @@ def _checked_path(domain: DomainConfig) -> Path:
         raise DataError("no such file", where=str(path),
                         remedy="paths are relative to the directory the command runs in")
     return path
-
-
-def _empty_remedy(domain: DomainConfig) -> str:
-    if "domain_field" in domain.arguments:
-        return f"no row has {domain.arguments['domain_field']!r} equal to {domain.name!r}"
-    return "the file is empty"
 
 
 def _jsonl_rows(path: Path) -> Iterator[_Row]:
