@@ -1,4 +1,4 @@
-# make setup | demo | demo-control | test-fast | test | test-learning | test-chaos | ... | lint
+# make setup | demo | demo-control | test-fast | test | test-learning | test-families | test-chaos | ... | lint
 #
 # Variables of the demo: seed=N, name=NAME, args="key=value ..."
 SHELL := bash
@@ -14,8 +14,8 @@ pytest := $(bin)/python -m pytest -q
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
 
-.PHONY: setup demo demo-control lint test-fast test test-learning test-chaos test-slurm test-gpu \
-	clean
+.PHONY: setup demo demo-control lint test-fast test test-learning test-families test-chaos \
+	test-slurm test-gpu clean
 
 setup:
 	@scripts/setup.sh
@@ -33,13 +33,17 @@ lint: setup
 	$(bin)/lint-imports
 
 test-fast: setup
-	$(pytest) -m "not engine and not learning and not chaos and not slurm and not gpu"
+	$(pytest) -m "not engine and not learning and not chaos and not slurm and not gpu and not families"
 
 test: lint
-	$(pytest) -m "not learning and not chaos and not slurm and not gpu"
+	$(pytest) -m "not learning and not chaos and not slurm and not gpu and not families"
 
 test-learning: setup
 	$(pytest) -m learning $(or_empty)
+
+# Every model family at every layout that it allows (make test runs a selection).
+test-families: setup
+	$(pytest) -m families
 
 test-chaos: setup
 	$(pytest) -m chaos $(or_empty)

@@ -104,7 +104,8 @@ def measured(name: str, batch: SampleBatch, columns: dict[str, torch.Tensor],
     """Seconds (best of several) and peak memory in copies of the token array."""
     settings = {"kl_beta": 0.01} if PRESETS[name].values.get("kl") else {}
     objective = Objective(ObjectiveConfig(preset=name, **settings))
-    parts, needed = microbatches(batch), needed_columns(objective.config)
+    parts, needed = microbatches(batch), needed_columns(
+        objective.config, reference=objective.wants_reference)
     batch = replace(batch, tokens={n: c for n, c in batch.tokens.items() if n in needed})
 
     def run() -> None:

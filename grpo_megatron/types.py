@@ -7,7 +7,8 @@ K experts per token, G samples per prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Completion:
     token_ids: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T], processed (after temperature)
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gaps
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" or "length"; "abort" only of a segment, see rollout.segments
     text: str
     routes: np.ndarray | None = None
     """uint8/uint16 [T_p + T - 1, all layers, K]; None: not recorded. Row p is the forward of
@@ -60,6 +61,9 @@ class Completion:
     route_versions: tuple[VersionSpan, ...] = ()
     """Rows `[start, end)` of `routes` were computed with weight version `version`; rows not
     covered have no route."""
+
+    context: tuple[int, ...] = ()
+    """Token ids between the group's prompt and these: of a guided retry, never trained."""
 
     @property
     def truncated(self) -> bool:
@@ -73,6 +77,12 @@ class RolloutGroup:
     prompt: Prompt
     completions: tuple[Completion, ...]
     replica: int
+
+    def by_context(self) -> list[RolloutGroup]:
+        """Runs of completions that continue the same tokens, which become their prompt."""
+        return [RolloutGroup(replace(self.prompt, token_ids=self.prompt.token_ids + context),
+                             tuple(run), self.replica)
+                for context, run in groupby(self.completions, lambda c: c.context)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ _TOKEN_FIELDS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"
 _SAMPLE_FIELDS = ("rewards", "advantages", "group_ids", "domains", "truncated", "sample_ids",
                   "steps", "turns")
 _OTHER_FIELDS = ("logprobs", "components", "component_weights")
+_LARGEST = 1e150  # squares stay finite
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,7 @@ def parse_case(document: Mapping[str, Any], *, where: str = "case") -> Case:
     names, domains = reader.labels("domains", len(counts))
     _, groups = reader.labels("group_ids", len(counts))
     _same_domain(reader, groups, domains)
-    components = {name: reader.numbers(f"components.{name}", values, len(counts))
-                  for name, values in document.get("components", {}).items()}
-    weights = document.get("component_weights", {})
-    weights = {name: torch.full((len(counts),), float(weights.get(name, 1.0))).double()
-               for name in components}
+    components, weights = reader.components(len(counts))
     batch = SampleBatch(
         rewards=_rewards(reader, components, weights, len(counts)), group_ids=groups,
         token_counts=torch.tensor([sum(m) for m in mask]),
@@ -85,6 +82,8 @@ def parse_case(document: Mapping[str, Any], *, where: str = "case") -> Case:
         events=reader.events(mask))
     truncated = document.get("truncated", [False] * len(counts))
     reader.length("truncated", truncated, len(counts))
+    for i, value in enumerate(truncated):
+        reader.flag(f"truncated[{i}]", value)
     return Case(batch, names, flats, mask, torch.tensor(truncated).bool(),
                 reader.advantages(mask))
 
@@ -131,22 +130,47 @@ class _Reader:
             self.fail(name, f"has {len(values)} entries, logprobs has {count}",
                       "one entry per sample")
 
-    def number(self, place: str, value: Any, *, nan: bool = False) -> float:
+    def number(self, place: str, value: Any, *, nan: bool = False,
+               infinite: bool = False) -> float:
         if value is None and nan:
             return math.nan
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.fail(place, f"is {value!r}, not a number")
-        if math.isnan(value) and not nan:
+        if value != value and not nan:
             self.fail(place, "is NaN", "null and NaN are for rewards (unscorable) only")
+        endless = value in (math.inf, -math.inf)
+        if abs(value) > _LARGEST and not (endless and infinite):
+            self.fail(place, "is infinite" if endless else "is too large")
         return float(value)
+
+    def whole(self, place: str, value: Any) -> int:
+        if type(value) is not int or not 0 <= value < 2**31:
+            self.fail(place, f"is {value!r}, not a whole number of at least 0 (32 bit)")
+        return value
+
+    def flag(self, place: str, value: Any) -> None:
+        if value not in (0, 1):
+            self.fail(place, f"is {value!r}, not 0 or 1")
 
     def numbers(self, name: str, values: Any, count: int) -> Tensor:
         self.length(name, values, count)
         found = [self.number(f"{name}[{i}]", v, nan=True) for i, v in enumerate(values)]
-        for i, value in enumerate(found):
-            if math.isinf(value):
-                self.fail(f"{name}[{i}]", "is infinite")
         return torch.tensor(found, dtype=torch.float64)
+
+    def components(self, count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Values and weights by component, float64 [N] each."""
+        values, weights = (self.document.get(name, {}) for name in (
+            "components", "component_weights"))
+        for name, table in (("components", values), ("component_weights", weights)):
+            if not isinstance(table, dict):
+                self.fail(name, "is not an object", "give names with their values")
+        for name in weights:
+            if name not in values:
+                self.fail(f"component_weights.{name}", "belongs to no component")
+        return ({n: self.numbers(f"components.{n}", v, count) for n, v in values.items()},
+                {n: torch.full((count,), self.number(f"component_weights.{n}",
+                                                     weights.get(n, 1.0)), dtype=torch.float64)
+                 for n in values})
 
     def ragged(self, name: str, counts: Sequence[int] | None = None) -> list[list[float]]:
         rows = self.document.get(name)
@@ -160,13 +184,16 @@ class _Reader:
                 self.fail(f"{name}[{i}]", "is not a list")
             if counts is not None and len(row) != counts[i]:
                 self.fail(f"{name}[{i}]", f"has {len(row)} tokens, logprobs[{i}] has {counts[i]}")
-        if name == "loss_mask":
-            for i, row in enumerate(rows):
-                for t, value in enumerate(row):
-                    if value not in (0, 1):
-                        self.fail(f"{name}[{i}][{t}]", f"is {value!r}, not 0 or 1")
-        return [[self.number(f"{name}[{i}][{t}]", int(v) if isinstance(v, bool) else v)
-                 for t, v in enumerate(row)] for i, row in enumerate(rows)]
+        def entry(place: str, value: Any) -> float:
+            if name == "loss_mask":
+                self.flag(place, value)
+                return float(value)
+            if name == "token_ids":
+                return self.whole(place, value)
+            return self.number(place, value, infinite=name.endswith("logprobs"))
+
+        return [[entry(f"{name}[{i}][{t}]", v) for t, v in enumerate(row)]
+                for i, row in enumerate(rows)]
 
     def advantages(self, mask: Sequence[Sequence[bool]]) -> Advantages | None:
         """One number per sample, or a list per sample where they differ within samples."""
@@ -204,7 +231,7 @@ class _Reader:
     def sample_ids(self, count: int) -> Tensor:
         values = self.document.get("sample_ids", list(range(count)))
         self.length("sample_ids", values, count)
-        if len(set(values)) < count:
+        if len({self.whole(f"sample_ids[{i}]", v) for i, v in enumerate(values)}) < count:
             self.fail("sample_ids", "are not unique")
         return torch.tensor(values, dtype=torch.int64)
 
@@ -214,26 +241,36 @@ class _Reader:
         rows = self.document.get(name)
         if rows is None:
             return None
+        if name == "steps" and "turns" in self.document:
+            self.fail("turns", "and steps exclude each other")
         self.length(name, rows, len(mask))
+        keys = ("end", "reward", "state") if name == "turns" else ("end", "reward")
         found: list[tuple[int, int, float, str]] = []
         for i, row in enumerate(rows):
-            for k, item in enumerate(row):
-                place = f"{name}[{i}][{k}]"
-                keys = ("end", "reward", "state") if name == "turns" else ("end", "reward")
-                if isinstance(item, dict):
-                    item = [item.get(key) for key in keys]
-                if len(item) != len(keys) or not isinstance(item[0], int):
-                    self.fail(place, f"is not {', '.join(keys)}")
-                if not 0 <= item[0] < len(mask[i]):
-                    self.fail(place, f"ends at token {item[0]} of {len(mask[i])}")
-                policy_tokens = sum(mask[i][:item[0] + 1])
-                if not policy_tokens:
-                    self.fail(place, "has no policy token")
-                reward = self.number(f"{place}.reward", item[1])
-                found.append((i, policy_tokens - 1, reward, str(item[-1])))
+            if not isinstance(row, list):
+                self.fail(f"{name}[{i}]", "is not a list")
+            found += [self._event(f"{name}[{i}][{k}]", keys, item, i, mask[i])
+                      for k, item in enumerate(row)]
+        if name == "turns" and len({event[:2] for event in found}) < len(found):
+            self.fail(name, "has two turns that end with the same policy token")
         sample, end, reward, state = zip(*found, strict=True) if found else ((), (), (), ())
         states = {s: number for number, s in enumerate(dict.fromkeys(state))}
         return Events(torch.tensor(sample, dtype=torch.int64),
                       torch.tensor(end, dtype=torch.int64),
                       torch.tensor(reward, dtype=torch.float64),
-                      torch.tensor([states[s] for s in state], dtype=torch.int64))
+                      torch.tensor([states[s] for s in state], dtype=torch.int64)
+                      if name == "turns" else None)
+
+    def _event(self, place: str, keys: Sequence[str], item: Any, sample: int,
+               mask: Sequence[bool]) -> tuple[int, int, float, str]:
+        if isinstance(item, dict):
+            item = [item.get(key) for key in keys]
+        if not isinstance(item, list) or len(item) != len(keys) or type(item[0]) is not int:
+            self.fail(place, f"is not {', '.join(keys)}")
+        if not 0 <= item[0] < len(mask):
+            self.fail(place, f"ends at token {item[0]} of {len(mask)}")
+        policy_tokens = sum(mask[:item[0] + 1])
+        if not policy_tokens:
+            self.fail(place, "has no policy token")
+        return (sample, policy_tokens - 1, self.number(f"{place}.reward", item[1]),
+                str(item[-1]))

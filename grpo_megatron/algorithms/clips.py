@@ -6,6 +6,7 @@ Shape legend: n policy tokens; `log_ratio` [n] with gradient, at the level of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +108,12 @@ def clip_status(o: ObjectiveConfig, log_ratio: Tensor, advantages: Tensor,
             found["dual"] = down & (ratio > o.dual_clip)
         return found
     return {}
+
+
+def clipped_as(decisions: Mapping[str, Tensor], status: Mapping[str, Tensor]) -> Tensor:
+    """Who was clipped on any side by recorded decisions, by the present `status` where none are
+    recorded. bool [n]"""
+    return torch.stack([decisions.get(side, now) for side, now in status.items()]).any(0)
 
 
 def _as(like: Tensor, value: float | Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from grpo_megatron.algorithms.case import Case
 from grpo_megatron.algorithms.monitors import derived
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.off_policy import calibrated_delta
+from grpo_megatron.algorithms.ratios import log_ratio
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
 from grpo_megatron.errors import DataError
@@ -43,14 +44,15 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
         parts: int64 rows of each micro-batch; default: all samples in one.
         constant_length: For `aggregation = "constant"`; default: the longest sample.
     """
-    _require_columns(objective, columns)
+    _require_columns(objective, batch, columns, given=advantages is not None)
     logprobs = columns["logprobs"]
     advantages = advantages or advantages_of(objective, batch)
     rows = select(objective.config, batch).nonzero()[:, 0]
     longest = int(batch.token_counts.max()) if len(batch) else 1
     terms = step_terms(objective, batch, advantages, rows, constant_length or max(longest, 1))
     if objective.config.preference_weight > 0:
-        terms = terms.with_margins(objective, batch.sums(logprobs - columns["old_logprobs"]))
+        old = columns["old_logprobs"]
+        terms = terms.with_margins(objective, batch.sums(log_ratio(logprobs, old)))
     gradient, stats, loss = torch.zeros_like(logprobs), Stats(), 0.0
     for part in [torch.arange(len(batch))] if parts is None else parts:
         index = batch.flat_index(part)
@@ -109,13 +111,18 @@ def batch_metrics(objective: Objective, batch: SampleBatch,
     return metrics
 
 
-def _require_columns(objective: Objective, columns: Mapping[str, Tensor]) -> None:
-    needed = set(needed_columns(objective.config)) - {"token_ids"}
+def _require_columns(objective: Objective, batch: SampleBatch,
+                     columns: Mapping[str, Tensor], *, given: bool) -> None:
+    needed = set()
+    if not given:
+        needed |= needed_columns(objective.config, reference=objective.wants_reference)
+        if objective.config.advantage == "components" and not batch.components:
+            needed.add("components")
     if objective.wants_reference:
         needed.add("ref_logprobs")
     if any(w for w in objective.by_domain("entropy_weight")):
         needed.add("entropies")
-    missing = sorted(needed - set(columns))
+    missing = sorted(needed - set(columns) - set(batch.tokens))
     if missing:
         raise DataError(f"{missing[0]} is missing", where="case",
                         remedy=f"objective {objective.config.preset} needs {', '.join(missing)}")

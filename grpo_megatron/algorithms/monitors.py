@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from grpo_megatron.algorithms.ratios import bounded
 from grpo_megatron.algorithms.stats import Meter
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ class Masks:
 def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor,
             masks: Masks) -> None:
     """Fill `meter`. ratio, log_diff: [n], detached."""
-    for side, clipped in masks.clipped.items():
+    clip = dict(masks.clipped)
+    if clip:
+        clip["region"] = torch.stack(list(clip.values())).any(0)
+    for side, clipped in clip.items():
         meter.mean(f"clip/{side}_fraction", clipped)
         meter.mean(f"clip/{side}_sample_fraction", _any(clipped, batch), "samples")
     meter.mean("ratio/mean", ratio)
@@ -45,9 +49,14 @@ def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor,
     _mismatch(meter, batch)
     _update(meter, batch, log_diff)
     if batch.ref_logprobs is not None:
-        difference = (batch.ref_logprobs - batch.logprobs.detach()).double()
-        meter.mean("reference/k1", -difference)
-        meter.mean("reference/k3", torch.expm1(difference) - difference)
+        measure_reference(meter, batch.logprobs.detach(), batch.ref_logprobs)
+
+
+def measure_reference(meter: Meter, logprobs: Tensor, ref: Tensor) -> None:
+    """KL(policy || reference). [n] each."""
+    difference = (ref - logprobs).double()
+    meter.mean("reference/k1", -difference)
+    meter.mean("reference/k3", torch.expm1(bounded(difference)) - difference)
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
@@ -65,12 +74,12 @@ def _mismatch(meter: Meter, batch: LossBatch) -> None:
     k1 and k3 estimate KL(engine || trainer), chi2 is `E[rho^2] - 1`."""
     # k3 of a rounding difference is far below fp32's resolution of e^d
     difference = (batch.old_logprobs.detach() - batch.rollout_logprobs).double()
-    rho = difference.exp()
+    rho = bounded(difference).exp()
     meter.mean("mismatch/k1", -difference)
-    meter.mean("mismatch/k3", torch.expm1(difference) - difference)
+    meter.mean("mismatch/k3", torch.expm1(bounded(difference)) - difference)
     meter.mean("mismatch/abs_mean", difference.abs())
     meter.maximum("mismatch/abs_max", difference.abs())
-    meter.mean("mismatch/exp_abs_mean", difference.abs().exp())
+    meter.mean("mismatch/exp_abs_mean", bounded(difference.abs()).exp())
     meter.mean("mismatch/chi2", rho**2 - 1)
     meter.mean("mismatch/rho/mean", rho)
     meter.mean("mismatch/rho/square", rho**2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.clips import CLIPS, Bounds, clip_status, gmpo_clip
+from grpo_megatron.algorithms.clips import CLIPS, Bounds, clip_status, clipped_as, gmpo_clip
 from grpo_megatron.algorithms.kl import KL
 from grpo_megatron.algorithms.monitors import Masks, measure
 from grpo_megatron.algorithms.off_policy import MISMATCH, off_policy_distance
@@ -39,6 +39,9 @@ class LossBatch:
     turn: Tensor | None = None  # int64 [n], 0..: the turn of each token (GAGPO)
     weight_slopes: Tensor | None = None  # [n], by the exponent of lambda_grpo
     preference: Tensor | None = None  # [2, S]: coefficient of the margin, loss
+    decisions: Mapping[str, Tensor] | None = None
+    """Who was clipped or rejected when this batch was trained, bool [n] by name: to be followed,
+    because rounding decides otherwise at a bound."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     bounds = Bounds(objective.value("clip_low", batch), objective.value("clip_high", batch))
     log_ratio = _log_ratio(o, log_diff, bounds, batch)
     term = CLIPS[o.clip](o, log_ratio, batch.advantages, bounds, batch.logprobs)
+    status = clip_status(o, (log_diff if o.clip == "gmpo" else log_ratio).detach(),
+                         batch.advantages, bounds)
+    if batch.decisions is not None and o.clip in ("ppo", "upper"):
+        followed = clipped_as(batch.decisions, status)
+        term = torch.where(followed, term.detach(), log_ratio.exp() * batch.advantages)
     factor, masks = _off_policy_factor(objective, batch)
     losses = -term if factor is None else -(term * factor)
     meter = Meter(batch.domain[batch.sample], batch.domain, objective.domains)
@@ -98,10 +106,15 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     loss = (batch.weights * losses).sum()
     if batch.preference is not None:
         loss = loss + _preference(batch, log_diff)
-    status = clip_status(o, (log_diff if o.clip == "gmpo" else log_ratio).detach(),
-                         batch.advantages, bounds)
     measure(meter, batch, log_ratio.detach().exp(), log_diff.detach(),
             Masks(status, factor, masks, infinite))
+    meter.stats.mean("loss/abs_terms", (batch.weights * losses).abs().sum(), 0.0, "sum")
+    meter.stats.decisions = {**status, **masks}
+    if batch.decisions is not None:
+        differs = [now != batch.decisions[name] for name, now in meter.stats.decisions.items()
+                   if name in batch.decisions]
+        meter.mean("replay/decisions_changed", torch.stack(differs).any(0) if differs
+                   else torch.zeros_like(infinite))
     if batch.weight_slopes is not None:
         meter.stats.mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
     if o.off_policy_mask == "opsm":
@@ -118,7 +131,11 @@ def supervised_loss(logprobs: Tensor, weight: float) -> tuple[Tensor, Stats]:
 
 def _log_ratio(o: ObjectiveConfig, log_diff: Tensor, bounds: Bounds, batch: LossBatch) -> Tensor:
     if o.clip == "gmpo":
-        log_diff = gmpo_clip(log_diff, batch.advantages, bounds)
+        held = gmpo_clip(log_diff, batch.advantages, bounds)
+        if batch.decisions is not None:
+            status = clip_status(o, log_diff.detach(), batch.advantages, bounds)
+            held = torch.where(clipped_as(batch.decisions, status), held.detach(), log_diff)
+        log_diff = held
     if o.ratio == "turn_geo" and batch.turn is not None:
         return RATIOS[o.ratio](log_diff, batch.turn, torch.bincount(batch.turn))
     return RATIOS[o.ratio](log_diff, batch.sample, batch.token_counts)
@@ -133,12 +150,19 @@ def _off_policy_factor(objective: Objective,
         sums = log_rho.new_zeros(len(batch.token_counts)).index_add(0, batch.sample, log_rho)
         factor = MISMATCH[o.mismatch](o, log_rho, sums, batch.token_counts, batch.sample)
         masks["mismatch"] = factor == 0
+        if batch.decisions is not None and "mismatch" in batch.decisions:
+            wide = o.model_copy(update={"mismatch_min": 0.0, "mismatch_max": torch.inf})
+            free = MISMATCH[o.mismatch](wide, log_rho, sums, batch.token_counts, batch.sample)
+            at_bound = masks["mismatch"] & ~batch.decisions["mismatch"]
+            factor = torch.where(at_bound, free, factor).masked_fill(
+                batch.decisions["mismatch"], 0.0)
     if o.off_policy_mask == "opsm":
         distance = off_policy_distance(batch.rollout_logprobs, batch.logprobs, batch.sample,
                                        batch.token_counts)[batch.sample]
         delta = _at_tokens([torch.inf if d is None else d for d in objective.deltas()], batch)
         masks["opsm"] = (batch.advantages < 0) & (distance > delta)
-        keep = (~masks["opsm"]).to(batch.logprobs.dtype)
+        rejected = (batch.decisions or {}).get("opsm", masks["opsm"])
+        keep = (~rejected).to(batch.logprobs.dtype)
         factor = keep if factor is None else factor * keep
     return factor, masks
 

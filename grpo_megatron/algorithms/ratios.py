@@ -6,6 +6,7 @@ the turn) of each token; `counts` int64 [S]. All return [n] with gradient.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.registry import Registry
@@ -49,6 +50,12 @@ def sequence_product(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tenso
 def sequence_mean(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`(1/T_i) sum_t r_t`: mean of the token ratios (GRPO-S, arXiv:2508.04349)."""
     return _mean(log_diff.exp(), segment, counts).clamp(min=1e-9).log()[segment]
+
+
+def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
+    """`log pi_theta - log pi_old`, bounded; 0 where one is infinite. [n]"""
+    difference = logprobs - old
+    return torch.where(torch.isinf(difference), 0.0, bounded(difference))
 
 
 def bounded(values: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ class Stats:
     """Values that are kept one by one, [S] each."""
     units: dict[str, str] = field(default_factory=dict)
     """What a metric is normalised by: tokens, samples, weight, or sum and max for neither."""
+    decisions: dict[str, Tensor] = field(default_factory=dict)
+    """Which tokens were clipped or rejected, bool [n] of this micro-batch; never added up."""
 
     def mean(self, name: str, total: Tensor, count: Tensor | float, unit: str = "tokens") -> None:
         total = total.detach().double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,12 +29,17 @@ class StepTerms:
     preference: Tensor | None = None  # float64 [2, N]
 
     def loss_batch(self, rows: Tensor, logprobs: Tensor, old: Tensor, rollout: Tensor,
-                   entropies: Tensor, ref: Tensor | None = None) -> LossBatch:
-        """The loss's view of the samples `rows` (int64 [S]) and of their tokens ([n])."""
+                   entropies: Tensor, ref: Tensor | None = None,
+                   decisions: Mapping[str, Tensor] | None = None) -> LossBatch:
+        """The loss's view of the samples `rows` (int64 [S]) and of their tokens ([n]).
+
+        Args:
+            decisions: Of the whole batch, to be followed; bool by name.
+        """
         counts = self.batch.token_counts[rows]
         like = {"dtype": logprobs.dtype, "device": logprobs.device}
-        index = (self.batch.flat_index(rows)
-                 if self.advantages.per_token or self.turns is not None else None)
+        wanted = self.advantages.per_token or self.turns is not None or decisions is not None
+        index = self.batch.flat_index(rows) if wanted else None
 
         def spread(values: Tensor) -> Tensor:
             return values[rows].to(**like).repeat_interleave(counts.to(logprobs.device))
@@ -44,6 +50,8 @@ class StepTerms:
         return LossBatch(
             logprobs=logprobs, old_logprobs=old, rollout_logprobs=rollout, entropies=entropies,
             ref_logprobs=ref,
+            decisions=None if decisions is None else {
+                name: flags[index].to(logprobs.device) for name, flags in decisions.items()},
             advantages=(self.advantages.values[index].to(**like) if self.advantages.per_token
                         else spread(self.advantages.values)),
             weights=spread(self.weights),
@@ -56,8 +64,10 @@ class StepTerms:
                         else self.preference[:, rows].to(**like)))
 
     def with_margins(self, objective: Objective, margins: Tensor) -> StepTerms:
-        """Fix the preference loss at the current weights. margins: float64 [N]."""
-        parts = preference_coefficients(objective.config, self.batch, self.batch.rewards, margins)
+        """Fix the preference loss, of the samples of this step, at the current weights.
+        margins: float64 [N]."""
+        batch = replace(self.batch, trained=self.weights > 0)
+        parts = preference_coefficients(objective.config, batch, batch.rewards, margins)
         return replace(self, preference=torch.stack(parts))
 
 

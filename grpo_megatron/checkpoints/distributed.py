@@ -2,6 +2,7 @@
 
     step_000100/weights/       distributed checkpoint: model, optimizer
     step_000100/complete.json  written last: without it the checkpoint does not exist
+    reference_step_000100/     reference weights, written when new; checkpoints name theirs
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ COMPLETE = "complete.json"
 
 def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
                     state: dict[str, Any],
-                    more: Callable[[Path], None] = lambda working: None) -> None:
+                    add_files: Callable[[Path], None] = lambda _: None) -> None:
     """Write model and optimizer, then `state` and the mark that it is complete. Collective.
 
     Args:
-        more: writes what else belongs to it into the working directory.
+        add_files: Puts more into the directory, on rank 0.
     """
     working = directory.with_name(directory.name + ".tmp")
     if dist.get_rank() == 0:
@@ -38,9 +39,9 @@ def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
         (working / "weights").mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
-    more(working)
     dist.barrier()
     if dist.get_rank() == 0:
+        add_files(working)
         with open(working / COMPLETE, "w") as file:
             json.dump(state, file, indent=1)
             file.flush()
@@ -69,16 +70,23 @@ def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
 
 
 def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Write the model's weights alone. Collective."""
+    """Write the model's weights alone; the directory appears when it is whole. Collective."""
+    working = directory.with_name(directory.name + ".tmp")
     if dist.get_rank() == 0:
-        directory.mkdir(parents=True)
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_model_state(chunks, _metadata()), str(directory))
+    dist_checkpointing.save(model_state(chunks), str(working))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.replace(working, directory)
+    dist.barrier()
 
 
 def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Fill the model from `save_model`'s files. Collective."""
-    _fill(chunks, _load(_model_state(chunks, _metadata()), directory))
+    _fill(chunks, _load(model_state(chunks), directory))
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -110,13 +118,16 @@ def _chunk_key(index: int, chunks: Sequence[torch.nn.Module]) -> str:
 def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer: Any, *,
                    is_loading: bool = False) -> dict[str, Any]:
     metadata = _metadata()
-    state = _model_state(chunks, metadata)
+    state = model_state(chunks, metadata)
     state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading,
                                                       metadata=metadata)
     return state
 
 
-def _model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+def model_state(chunks: Sequence[torch.nn.Module],
+                metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Megatron's description of every parameter, by model chunk."""
+    metadata = metadata or _metadata()
     return {_chunk_key(index, chunks): unwrap(chunk).sharded_state_dict(metadata=metadata)
             for index, chunk in enumerate(chunks)}
 

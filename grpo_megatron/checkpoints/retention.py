@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -18,9 +19,15 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def prune(directory: Path, keep: int) -> list[int]:
-    """Remove all but the newest `keep` complete checkpoints; returns the removed steps."""
+    """Remove all but the newest `keep` complete checkpoints, and reference weights that none of
+    these names; returns the removed steps."""
     steps = complete_steps(directory)
     removed = steps[:-keep]
     for step in removed:
         shutil.rmtree(directory / f"step_{step:06d}", ignore_errors=True)
+    named = {json.loads((directory / f"step_{step:06d}" / "complete.json").read_text()).get(
+        "reference") for step in steps[-keep:]}
+    for path in directory.glob("reference_*"):
+        if path.name not in named:
+            shutil.rmtree(path, ignore_errors=True)
     return removed

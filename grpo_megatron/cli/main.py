@@ -10,7 +10,13 @@ from typing import Annotated
 import typer
 
 import grpo_megatron
-from grpo_megatron.cli import config_commands, objective_commands, run_commands
+from grpo_megatron.cli import (
+    config_commands,
+    convert_commands,
+    objective_commands,
+    offline_commands,
+    run_commands,
+)
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
 app = typer.Typer(
@@ -19,7 +25,10 @@ app = typer.Typer(
     help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
 app.command("train")(run_commands.train)
 app.command("resume")(run_commands.resume)
+app.command("replay")(offline_commands.replay)
+app.command("mismatch")(offline_commands.mismatch)
 app.add_typer(config_commands.app, name="config")
+app.add_typer(convert_commands.app, name="convert")
 app.add_typer(objective_commands.app, name="objective")
 
 

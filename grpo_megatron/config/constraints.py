@@ -88,6 +88,7 @@ _OF_RUN: Conditions = {
         "most": c.rollout.max_model_len - 1},
     "microbatch_length": lambda c: c.trainer.max_tokens_per_microbatch < c.rollout.max_model_len,
     "deterministic_staleness": lambda c: c.batch.max_staleness and c.rollout.deterministic,
+    "pause_in_flight": lambda c: c.publish.pause != "wait" and not c.batch.max_staleness,
     "num_senders": lambda c: c.publish.num_senders > c.trainer.num_ranks,
     "canary_tolerance": _canary_tolerance,
     "validation_prompts": lambda c: not c.data.num_validation and (

@@ -96,6 +96,9 @@ class ObjectiveConfig(Strict):
     """RL steps after which the reference becomes the policy; 0: never."""
     reference_ema: float | None = Field(None, gt=0, lt=1)
     """Every `reference_interval` steps: reference = ema * reference + (1 - ema) * policy."""
+    reference_samples: int = Field(64, ge=0)
+    """Where `kl` is set and `kl_beta` is 0: samples a step on which KL to the reference is measured
+    all the same; 0: none."""
     entropy_weight: float = 0.0
     """Entropy bonus: the loss has `-entropy_weight * H`."""
 

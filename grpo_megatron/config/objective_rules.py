@@ -17,7 +17,7 @@ _SEQUENCE_RATIOS = ("sequence_geo", "sequence_product", "sequence_mean")
 def token_level(o: ObjectiveConfig) -> bool:
     """Whether advantages differ within a sample."""
     return (o.advantage in TOKEN_LEVEL or o.shaping in TOKEN_SHAPINGS
-            or (o.kl == "reward_k1" and o.kl_beta > 0))
+            or o.kl == "reward_k1")
 
 
 WITHIN_OBJECTIVE: Conditions = {

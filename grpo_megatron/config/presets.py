@@ -11,7 +11,7 @@ from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.config.toml_file import TomlFile, read_toml
 from grpo_megatron.errors import ConfigError
 
-_TABLES = ("name", "hf", "tokenizer", "defaults")
+_TABLES = ("name", "hf", "hf_null", "tokenizer", "defaults", "checkpoint", "layouts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,10 @@ class ModelPreset:
     tokenizer: dict[str, Any]
     defaults: dict[str, Any]
     """Settings below the recipe's, in the shape of a recipe."""
+    checkpoint: dict[str, Any]
+    """Of a released model: repository, parameters, stop tokens, chat template."""
+    layouts: list[dict[str, Any]]
+    """Recommended `[trainer]` and `[rollout]` settings, with the GPUs of both together."""
 
     @property
     def path(self) -> Path:
@@ -53,5 +57,7 @@ def load_preset(name: str) -> ModelPreset:
             f"{'unknown key ' + wrong[0] if wrong else 'no [hf] table'} in a model preset",
             where=document.where(tuple(wrong[:1])),
             remedy="a model preset has the keys " + ", ".join(_TABLES))
-    return ModelPreset(name, document, document.values["hf"],
-                       document.values.get("tokenizer", {}), document.values.get("defaults", {}))
+    values = document.values
+    hf = values["hf"] | dict.fromkeys(values.get("hf_null", ()))
+    return ModelPreset(name, document, hf, values.get("tokenizer", {}), values.get("defaults", {}),
+                       values.get("checkpoint", {}), values.get("layouts", []))

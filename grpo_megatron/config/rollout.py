@@ -22,6 +22,9 @@ class RolloutConfig(Strict):
     """Longest completion."""
     max_model_len: int = Field(2048, ge=2)
     """Longest prompt plus completion."""
+    segment_tokens: int | None = Field(None, ge=1)
+    """Completions are chains of requests of so many tokens, so that a server that dies costs one
+    of them; default: one request."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer's log-probs use the same."""
     deterministic: bool = False
@@ -51,6 +54,9 @@ class PublishConfig(Strict):
 
     method: Literal["gloo", "file"] = "gloo"
     """`gloo`: streamed through process groups; `file`: safetensors and `reload_weights`."""
+    pause: Literal["wait", "abort", "keep"] = "wait"
+    """Requests in flight: `wait` for their end; with batch.max_staleness >= 1 also `abort` them
+    and continue with new requests, or let the engine `keep` them, both under the new weights."""
     num_senders: int = Field(1, ge=1)
     """Trainer ranks that send, each its own part of the tensors."""
     bucket_mib: int = Field(256, ge=1)

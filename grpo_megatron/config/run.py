@@ -12,7 +12,7 @@ from grpo_megatron.config.data import DataConfig, DomainConfig
 from grpo_megatron.config.objective import BatchConfig, ObjectiveConfig
 from grpo_megatron.config.rollout import PublishConfig, RolloutConfig
 from grpo_megatron.config.routing import RoutingConfig
-from grpo_megatron.config.sampling import CurriculumConfig, SamplingConfig
+from grpo_megatron.config.sampling import CorrectionConfig, CurriculumConfig, SamplingConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 
 
@@ -55,7 +55,8 @@ class CheckpointConfig(Strict):
     keep: int = Field(2, ge=1)
     """Complete checkpoints kept."""
     keep_steps: int = Field(4, ge=1)
-    """Recorded steps kept in the store (never fewer than since the last checkpoint)."""
+    """Recorded steps kept after each older checkpoint, for `replay` and `mismatch`; those since
+    the newest are kept always."""
 
 
 class TelemetryConfig(Strict):
@@ -88,6 +89,7 @@ class RunConfig(Strict):
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
     curriculum: CurriculumConfig | None = None
+    correction: CorrectionConfig | None = None
     routing: RoutingConfig = RoutingConfig()
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

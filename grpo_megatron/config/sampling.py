@@ -1,4 +1,4 @@
-"""`[sampling]` and `[curriculum]`: which prompts, groups and samples a step trains on."""
+"""`[sampling]`, `[curriculum]`, `[correction]`: which prompts, groups, samples a step trains."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ class CurriculumConfig(Strict):
     """A prompt is drawn in proportion to p (1 - p) + floor."""
     replay_share: float = Field(0.05, ge=0, lt=1)
     """Share of the draws that go to mastered prompts."""
+
+
+class CorrectionConfig(Strict):
+    """Guided retries of wrong completions (docs/sampling.md, EDGE-GRPO, arXiv:2507.21848)."""
+
+    probability: float = Field(0.75, gt=0, le=1)
+    """Share of the wrong completions that a retry replaces."""
+    answer_share: float = Field(1 / 3, ge=0, le=1)
+    """Share of the retries that are told the answer."""
+    cue: str = "\n\nWait, something is wrong here. Let me check it step by step.\n"
+    """What is appended to the wrong completion."""
+    answer_cue: str = "\n\nWait, the answer should be {answer}. Let me check it step by step.\n"
+    """The same for a retry that is told the answer."""
+    max_retry_tokens: int = Field(256, ge=1)
+    """Longest retry (and never longer than the domain's completions)."""

@@ -78,7 +78,7 @@ class Publisher:
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
         """Form the transfer groups among the trainer and these engines."""
-        self._publisher = WeightPublisher(clients)
+        self._publisher = WeightPublisher(clients, pause_mode=self.config.publish.pause)
         if self.config.publish.method == "gloo":
             workers = await self._publisher.num_workers()
             opened = await self.trainer.call("publish_open", num_workers=workers)

@@ -87,10 +87,18 @@ def record_completions(directory: Path, pairs: Sequence[tuple[Prompt, Completion
     finish_step(directory, [writer.close()], rows, {"kind": "completions", "stale": False})
 
 
-def prune_store(store: Path, keep_from: int) -> None:
-    """Remove recorded steps before `keep_from`."""
+def prune_store(store: Path, checkpoints: Sequence[int], keep: int) -> None:
+    """Remove recorded steps that neither a resume nor a replay needs.
+
+    Kept are the steps since the newest of `checkpoints` (steps, ascending), and the first `keep`
+    after each of the others: those can be computed again from there.
+    """
     for path in store.glob("step_*"):
-        if path.name[5:].isdigit() and int(path.name[5:]) < keep_from:
+        if not path.name[5:].isdigit():
+            continue
+        step = int(path.name[5:])
+        before = [c for c in checkpoints if c <= step]
+        if not before or (before[-1] != checkpoints[-1] and step >= before[-1] + keep):
             shutil.rmtree(path, ignore_errors=True)
 
 

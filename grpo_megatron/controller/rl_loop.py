@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.batching.store import ShardWriter, begin_step
-from grpo_megatron.checkpoints.retention import prune
+from grpo_megatron.checkpoints.retention import complete_steps, prune
 from grpo_megatron.controller.alarms import LazyDisplacement
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.evaluation import greedy_accuracy
@@ -85,7 +85,7 @@ class RLLoop:
                 pending = asyncio.create_task(self.collect(step + 1))
             try:
                 report = await self.train(recorded)
-                if pending:
+                if pending and self.config.publish.pause == "wait":
                     await asyncio.wait([pending])  # engines finish before their weights change
                 with self.session.phase("publish"):
                     await self.session.publisher.publish(step + 1)
@@ -199,7 +199,8 @@ class RLLoop:
         self._checkpointed = self.state.step
         self.session.event("checkpoint", step=self.state.step)
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
-        prune_store(self.run_dir.store, self.state.step - self.config.checkpoint.keep_steps)
+        prune_store(self.run_dir.store, complete_steps(self.run_dir.checkpoints),
+                    self.config.checkpoint.keep_steps)
 
 
 def _throughput(metrics: dict[str, float], seconds: dict[str, float],

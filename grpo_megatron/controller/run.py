@@ -37,7 +37,9 @@ async def run(config: RunConfig, run_dir: RunDir, engine_urls: Sequence[str],
         spent = ", ".join(f"{name} {s:.0f}" for name, s in loop.phase_seconds.most_common())
         show("message", text=f"seconds by phase of {state.step} RL steps: {spent}")
         after = await _heldout(session)
-        await session.trainer.call("export", directory=str(run_dir.export))
+        exported = await session.trainer.call("export", directory=str(run_dir.export))
+        show("message", text=f"exported {exported['bytes'] / 1e9:.3f} GB, read back whole: "
+                             f"{run_dir.export}")
         seconds = loop.elapsed_s()
         session.event("finished", before=state.heldout_before, after=after, seconds=seconds)
         show("result", text=f"held-out accuracy before {state.heldout_before:.2f} "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.group_metrics import group_metrics
 from grpo_megatron.controller.refill import fill_batch
@@ -22,7 +23,7 @@ class StepGroups:
     """What a step trains, and what was sampled for it."""
 
     groups: list[ScoredGroup]  # to train; may be none
-    sampled: list[ScoredGroup]  # before any selection; what metrics describe
+    sampled: list[ScoredGroup]  # before any correction and selection; what metrics describe
     metrics: dict[str, float]
     rollout_s: float
 
@@ -38,12 +39,14 @@ class GroupSource:
         self._session, self._sampler = session, sampler
         self._selection = Selection(session.config)
         self._surplus: list[ScoredGroup] = []
+        self._correction = (Correction(session, self._selection)
+                            if session.config.correction else None)
 
     async def groups_of(self, step: int) -> StepGroups:
         """Sample `step`; moves the sampler and its curriculum."""
         session, sampler, selection = self._session, self._sampler, self._selection
         batch, settings = session.config.batch, session.config.sampling
-        rollout_s = 0.0
+        rollout_s, first_tries = 0.0, []
 
         async def score(prompts: Sequence[Prompt]) -> list[ScoredGroup]:
             nonlocal rollout_s
@@ -52,7 +55,9 @@ class GroupSource:
             rollouts = await session.worker.rollouts(step, prompts)
             rollout_s += time.perf_counter() - started
             show("phase", name="reward")
-            return await session.rewards.score(rollouts.groups)
+            scored = await session.rewards.score(rollouts.groups)
+            first_tries.extend(scored)
+            return await self._correction(step, scored) if self._correction else scored
 
         kept, sampled, num_rounds = await fill_batch(
             settings, batch.num_prompts, sampler.acceptance, self._surplus,
@@ -62,15 +67,20 @@ class GroupSource:
         # decided now, not when they are due: a resumed run then counts the same
         oldest = step + 1 - batch.max_staleness - settings.surplus_staleness
         self._surplus = not_older(surplus, oldest)
-        for group in sampled:
+        for group in first_tries:
             if not np.isnan(correct := selection.correct(group)).all():
                 sampler.observe(group.group.prompt, float(np.nanmean(correct)))
-        metrics = group_metrics(sampled or groups, selection) | sampler.metrics() | {
+        described = first_tries or groups
+        metrics = group_metrics(described, selection) | sampler.metrics() | {
             "sampling/rounds": num_rounds, "sampling/surplus": len(surplus),
             "sampling/stale_dropped": len(surplus) - len(self._surplus),
             "sampling/missing": batch.num_prompts - len(groups),
             "sampling/skipped_steps": not groups}
+        if self._correction:  # acceptance is that of the corrected groups
+            metrics |= self._correction.take_metrics() | {
+                name: value for name, value in group_metrics(sampled or groups, selection).items()
+                if name.startswith("sampling/")}
         if sampled:
             sampler.acceptance = metrics["sampling/acceptance_rate"]
-        return StepGroups(groups, sampled or groups,
+        return StepGroups(groups, described,
                           {name: float(value) for name, value in metrics.items()}, rollout_s)

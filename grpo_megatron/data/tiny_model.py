@@ -28,6 +28,10 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     Raises:
         DataError: The preset describes no tokenizer that can be made.
     """
+    if preset.checkpoint:
+        raise DataError(f"{preset.name} is a released checkpoint, not a model to start at random",
+                        where=str(preset.path), remedy="download "
+                        f"{preset.checkpoint['repository']} and set model.path to its directory")
     try:
         tokenizer = CharacterTokenizerConfig.model_validate(preset.tokenizer)
     except ValidationError as error:

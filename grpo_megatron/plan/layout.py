@@ -7,6 +7,7 @@ ETP x EP x PP x EDP; both products are the number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +16,10 @@ from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.rules import broken, cases_of
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan import rollout_rules, trainer_rules
 from grpo_megatron.plan.case import Case
-from grpo_megatron.plan.machine import Engines
+from grpo_megatron.plan.machine import Engines, installed_engines
 from grpo_megatron.plan.model_facts import ModelFacts
 
 _RULES = {**trainer_rules.RULES, **rollout_rules.RULES}
@@ -63,6 +65,23 @@ def check_layout(trainer: TrainerConfig, rollout: RolloutConfig, facts: ModelFac
     case = Case(trainer, rollout, facts, engines)
     violations = broken(_RULES, {"c": case, "t": trainer, "f": facts}, case)
     return [_with_nearest(case, violation) for violation in violations]
+
+
+def smallest_world(trainer: TrainerConfig) -> int:
+    """The fewest ranks that can hold the layout."""
+    etp = trainer.expert_tensor_parallel_size or trainer.tensor_parallel_size
+    pp = trainer.pipeline_parallel_size
+    return math.lcm(trainer.tensor_parallel_size * pp * trainer.context_parallel_size,
+                    etp * trainer.expert_parallel_size * pp)
+
+
+def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
+    """For commands without rollout. Raises ConfigError with every rule that is violated."""
+    case = Case(trainer, RolloutConfig(), facts, installed_engines())
+    found = list(broken(trainer_rules.RULES, {"c": case, "t": trainer, "f": facts}, case))
+    if found:
+        raise ConfigError("\n".join(f"{v.key}: {v.message}" for v in found),
+                          where="command line", remedy=found[0].remedy)
 
 
 def _broken_rules(case: Case) -> set[str]:

@@ -1,20 +1,18 @@
-"""What the layout rules need to know of a model, from any dialect of Hugging Face `config.json`.
-
-The dialects: `num_experts` (Qwen) / `num_local_experts` (Mixtral, and Qwen3-MoE as written by
-transformers 5) / `n_routed_experts` (DeepSeek, GLM); `rope_theta` / `rope_parameters`.
-"""
+"""What the layout rules need to know of a model, from any dialect of Hugging Face `config.json`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.hf_config import derived, model_fields, unified
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,6 @@ class ModelFacts:
     vocab_size: int | None
     """`None` for a preset whose tokenizer decides."""
     max_position_embeddings: int | None
-    rope_theta: float
     is_mla: bool
     """Multi-head latent attention (DeepSeek)."""
 
@@ -54,18 +51,31 @@ class ModelFacts:
 
 
 def model_facts(model: ModelConfig) -> ModelFacts:
-    """Facts of the configured model.
+    """Facts of the configured model, of which every field must be known.
 
     Raises:
-        ConfigError: Unknown preset, no `config.json` at the path, or one without a needed key.
+        ConfigError: Unknown preset, no `config.json` at the path, or a model that the trainer
+            does not compute.
     """
     if model.preset is not None:
         preset = load_preset(model.preset)
-        return facts_from_hf(preset.hf, where=assets.display(preset.path))
-    if model.path is None:
+        hf, where = preset.hf, assets.display(preset.path)
+    elif model.path is not None:
+        hf, where = read_config(model.path), str(model.path / "config.json")
+    else:
         raise ConfigError("neither model.preset nor model.path is set",
                           remedy="set one of them in [model]")
-    file = model.path / "config.json"
+    model_fields(hf, where=where)
+    return facts_from_hf(hf, where=where)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The `config.json` of a checkpoint.
+
+    Raises:
+        ConfigError: There is none, or it is not a JSON object.
+    """
+    file = directory / "config.json"
     try:
         hf = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -75,7 +85,7 @@ def model_facts(model: ModelConfig) -> ModelFacts:
     except ValueError as error:
         raise ConfigError(f"the model's config.json is not valid: {error}", where=str(file),
                           remedy="download the checkpoint again") from None
-    return facts_from_hf(hf, where=str(file))
+    return hf
 
 
 def facts_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelFacts:
@@ -97,48 +107,27 @@ def facts_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Model
                               remedy="only decoder-only language models are supported")
         return hf[key]
 
+    hf = unified(hf)
     num_layers, num_heads = needed("num_hidden_layers"), needed("num_attention_heads")
-    num_experts = _first(hf, "num_experts", "num_local_experts", "n_routed_experts") or 0
+    needed("hidden_size")
+    hf |= derived(hf)
+    num_experts = hf.get("num_experts") or 0
     intermediate = hf.get("intermediate_size") or 0
-    moe_intermediate = (hf.get("moe_intermediate_size") or intermediate) if num_experts else 0
     return ModelFacts(
         model_type=str(hf.get("model_type", "")),
-        hidden_size=needed("hidden_size"),
+        hidden_size=hf["hidden_size"],
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-        head_dim=hf.get("head_dim") or needed("hidden_size") // num_heads,
+        num_kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
         intermediate_size=intermediate,
         num_experts=num_experts,
-        num_experts_per_token=_first(hf, "num_experts_per_tok", "num_experts_per_token") or 0,
-        moe_intermediate_size=moe_intermediate,
-        shared_expert_intermediate_size=hf.get("shared_expert_intermediate_size")
-        or (hf.get("n_shared_experts") or 0) * moe_intermediate,
-        moe_layers=_moe_layers(hf, num_layers) if num_experts else (),
+        num_experts_per_token=hf.get("num_experts_per_tok") or 0,
+        moe_intermediate_size=(hf.get("moe_intermediate_size") or intermediate)
+        if num_experts else 0,
+        shared_expert_intermediate_size=hf["shared_expert_intermediate_size"] or 0,
+        moe_layers=tuple(i for i, is_moe in enumerate(hf["moe_layers"]) if is_moe),
         vocab_size=hf.get("vocab_size"),
         max_position_embeddings=hf.get("max_position_embeddings"),
-        rope_theta=_rope_theta(hf),
         is_mla=hf.get("kv_lora_rank") is not None,
     )
-
-
-def _first(hf: Mapping[str, Any], *keys: str) -> int | None:
-    return next((hf[key] for key in keys if hf.get(key) is not None), None)
-
-
-def _rope_theta(hf: Mapping[str, Any]) -> float:
-    parameters = hf.get("rope_parameters") or {}
-    return float(hf.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
-
-
-def _moe_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers with experts: every layer but those that the dialect's keys make dense."""
-    step = hf.get("decoder_sparse_step") or 1
-    frequency = hf.get("moe_layer_freq") or 1
-    dense = set(hf.get("mlp_only_layers") or ())
-    first = hf.get("first_k_dense_replace") or 0
-    if isinstance(frequency, list):
-        return tuple(index for index in range(num_layers) if frequency[index])
-    return tuple(index for index in range(num_layers)
-                 if index >= first and index not in dense and (index + 1) % step == 0
-                 and index % frequency == 0)

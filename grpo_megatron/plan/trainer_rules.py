@@ -44,10 +44,49 @@ def _heads_divide(c: Case) -> _Found:
     return {"kv_heads": kv_heads} if f.num_heads % size or kv_heads % size else None
 
 
+def _given_stages(c: Case) -> dict[str, int]:
+    """Layers of the first and the last pipeline stage where they are given."""
+    values = {field: getattr(c.trainer, field)
+              for field in ("first_stage_layers", "last_stage_layers")}
+    return {field: layers for field, layers in values.items() if layers is not None}
+
+
+def _stages_divide(c: Case) -> bool:
+    return (not _given_stages(c) and not _alone(c)
+            and c.facts.num_layers % c.trainer.pipeline_parallel_size != 0)
+
+
 def _chunks_divide(c: Case) -> _Found:
     pp, vpp = c.trainer.pipeline_parallel_size, c.trainer.virtual_pipeline_parallel_size or 1
     fits = pp == 1 or c.facts.num_layers % pp or c.facts.num_layers % (pp * vpp) == 0
-    return None if fits else {"size": pp * vpp}
+    return None if fits or _given_stages(c) else {"size": pp * vpp}
+
+
+def _ends_leave(c: Case) -> _Found:
+    """Where layers of end stages are given: what they leave does not fit the other stages."""
+    given, pp = _given_stages(c), c.trainer.pipeline_parallel_size
+    left, stages = c.facts.num_layers - sum(given.values()), pp - len(given)
+    misfit = pp < 2 or left < stages or (left % stages if stages else left)
+    if not given or _alone(c) or not misfit:
+        return None
+    field = next(iter(given))
+    return {"field": field, "left": left, "stages": stages,
+            "fix": f"remove trainer.{field}" if pp < 2 else ""}
+
+
+def _uneven_chunks(c: Case) -> _Found:
+    given, vpp = _given_stages(c), c.trainer.virtual_pipeline_parallel_size or 1
+    if not given or _alone(c) or _ends_leave(c):
+        return None
+    stages = c.trainer.pipeline_parallel_size - len(given)
+    inner = (c.facts.num_layers - sum(given.values())) // stages if stages else 0
+    return {"field": next(iter(given))} if any(n % vpp for n in (*given.values(), inner)) else None
+
+
+def _alone(c: Case) -> bool:
+    """Virtual stages without pipeline stages: told by a rule of its own."""
+    return (c.trainer.virtual_pipeline_parallel_size or 1) > 1 and (
+        c.trainer.pipeline_parallel_size == 1)
 
 
 def _needs_sequence_parallel(c: Case) -> _Found:
@@ -74,10 +113,11 @@ RULES: Conditions = {
         c.facts.has_dense_layers and c.facts.intermediate_size % c.trainer.tensor_parallel_size),
     "shared_expert_width": lambda c: (
         c.facts.shared_expert_intermediate_size % c.trainer.tensor_parallel_size),
-    "virtual_pipeline": lambda c: (
-        c.trainer.virtual_pipeline_parallel_size and c.trainer.pipeline_parallel_size == 1),
-    "layers_divide.pp": lambda c: c.facts.num_layers % c.trainer.pipeline_parallel_size,
+    "virtual_pipeline": _alone,
+    "layers_divide.pp": _stages_divide,
     "layers_divide.vpp": _chunks_divide,
+    "layers_divide.ends": _ends_leave,
+    "layers_divide.chunks": _uneven_chunks,
     "sequence_parallel.alone": lambda c: (
         c.trainer.sequence_parallel and c.trainer.tensor_parallel_size == 1),
     "sequence_parallel.needed": _needs_sequence_parallel,

@@ -60,7 +60,8 @@ class EngineClient:
     async def generate(
         self, prompt_token_ids: Sequence[int], *, max_tokens: int, n: int = 1,
         temperature: float = 1.0, stop_token_ids: Sequence[int] = (), seed: int | None = None,
-        record_routes: bool = False, decode: Decoder | None = None,
+        record_routes: bool = False, require_routes: bool = True, routes_from: int = 0,
+        may_abort: bool = False, decode: Decoder | None = None,
     ) -> list[Completion]:
         """Sample `n` completions of one prompt.
 
@@ -72,6 +73,9 @@ class EngineClient:
             stop_token_ids: A completion ends after any of these, and of no other token.
             seed: Makes the request reproducible.
             record_routes: Ask for the experts of every token.
+            require_routes: Refuse an answer without them, or with others than asked for.
+            routes_from: First row of `Completion.routes`; rows before are not sent.
+            may_abort: Accept what a pause ended early (finish reason `abort`, maybe no tokens).
             decode: Token ids to text, for `Completion.text`.
 
         Raises:
@@ -85,13 +89,16 @@ class EngineClient:
         }
         if seed is not None:
             sampling["seed"] = seed
+        if routes_from:
+            sampling["routed_experts_prompt_start"] = routes_from
         request = {"token_ids": list(prompt_token_ids), "sampling_params": sampling}
         body = await self._call(
             "POST", "/inference/v1/generate", request, timeout_s=self._request_timeout_s
         )
         return decode_response(
             body, where=self.name, num_prompt_tokens=len(prompt_token_ids), num_completions=n,
-            max_tokens=max_tokens, record_routes=record_routes, decode=decode,
+            max_tokens=max_tokens, record_routes=record_routes, require_routes=require_routes,
+            routes_from=routes_from, may_abort=may_abort, decode=decode,
         )
 
     # -- health ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -54,7 +55,8 @@ _decoder = msgspec.json.Decoder(_Response)
 
 def decode_response(
     body: bytes, *, where: str, num_prompt_tokens: int, num_completions: int, max_tokens: int,
-    record_routes: bool, decode: Decoder | None = None,
+    record_routes: bool, require_routes: bool = True, routes_from: int = 0,
+    may_abort: bool = False, decode: Decoder | None = None,
 ) -> list[Completion]:
     """The completions of one request, ordered by index.
 
@@ -64,7 +66,10 @@ def decode_response(
         num_prompt_tokens: Length of the prompt.
         num_completions: How many were asked for.
         max_tokens: Longest completion asked for.
-        record_routes: Whether every completion must carry its routes.
+        record_routes: Whether routes were asked for.
+        require_routes: Refuse routes that are missing or misshapen; else the completion has none.
+        routes_from: The first row that was asked for.
+        may_abort: Accept completions that the engine ended early, even before their first token.
         decode: Fills `Completion.text`; without it texts are empty.
 
     Raises:
@@ -80,44 +85,49 @@ def decode_response(
             f"asked for {num_completions} completions, got {[c.index for c in choices]}",
             where=where,
         )
-    return [
-        _completion(choice, where, num_prompt_tokens, max_tokens, record_routes, decode)
-        for choice in choices
-    ]
+    completions = []
+    for choice in choices:
+        place = f"{where}, completion {choice.index}"
+        completion = _completion(choice, place, max_tokens, may_abort, decode)
+        if record_routes and len(completion.token_ids):
+            try:
+                completion = _with_routes(completion, choice, num_prompt_tokens, routes_from, place)
+            except EngineError:
+                if require_routes:
+                    raise
+        completions.append(completion)
+    return completions
 
 
 def _completion(
-    choice: _Choice, where: str, num_prompt_tokens: int, max_tokens: int, record_routes: bool,
-    decode: Decoder | None,
+    choice: _Choice, where: str, max_tokens: int, may_abort: bool, decode: Decoder | None,
 ) -> Completion:
-    num_tokens = len(choice.token_ids)
-    where = f"{where}, completion {choice.index}"
-    if choice.finish_reason not in ("stop", "length"):
+    num_tokens, aborted = len(choice.token_ids), may_abort and choice.finish_reason == "abort"
+    if choice.finish_reason not in ("stop", "length") and not aborted:
         raise EngineError(f"completion ended with {choice.finish_reason!r}", where=where,
                           remedy="requests must not be in flight while weights are published")
-    if not 1 <= num_tokens <= max_tokens:
+    if not (0 if aborted else 1) <= num_tokens <= max_tokens:
         raise EngineError(f"{num_tokens} tokens where 1 to {max_tokens} were asked for",
                           where=where)
-    logprobs = _logprobs(choice, where)
-    routes = None
-    if record_routes:
-        routes = _routes(choice.routed_experts, num_prompt_tokens + num_tokens - 1, where)
-    versions = _spans(choice.weight_versions, num_tokens, where)
     return Completion(
         token_ids=np.array(choice.token_ids, np.int32),
-        logprobs=logprobs,
-        versions=versions,
+        logprobs=_logprobs(choice, where),
+        versions=_spans(choice.weight_versions, num_tokens, where),
         finish_reason=choice.finish_reason,
         text=decode(choice.token_ids) if decode is not None else "",
-        routes=routes,
-        route_versions=() if routes is None else _route_spans(versions, num_prompt_tokens),
     )
 
 
-def _route_spans(versions: tuple[VersionSpan, ...], num_prompt: int) -> tuple[VersionSpan, ...]:
-    """Row T_p - 1 + t sampled token t; the prompt was computed by the first version."""
-    return tuple(VersionSpan(span.version, span.start and num_prompt - 1 + span.start,
-                             num_prompt - 1 + span.end) for span in versions)
+def _with_routes(
+    completion: Completion, choice: _Choice, num_prompt: int, first: int, where: str,
+) -> Completion:
+    """Row T_p - 1 + t sampled token t. What came before was computed by the first version: a
+    request that is held computes it anew, but the engine then returns later rows only."""
+    num_rows = num_prompt + len(completion.token_ids) - 1 - first
+    routes = _routes(choice.routed_experts, num_rows, where)
+    spans = tuple(VersionSpan(span.version, num_prompt - 1 + span.start if span.start else first,
+                              num_prompt - 1 + span.end) for span in completion.versions)
+    return replace(completion, routes=routes, route_versions=spans)
 
 
 def _logprobs(choice: _Choice, where: str) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Publishing weights to all replicas: drive their HTTP control calls while the trainer sends.
 
-    pause all → start all → (update all ∥ trainer sends) → finish all → compare → resume all
+    pause all → (start and update all ∥ trainer sends) → finish all → compare → resume all
 
 Whatever goes wrong, engines stay paused: none may sample from weights that nobody vouches for.
 """
@@ -29,9 +29,9 @@ class WeightPublisher:
     Args:
         clients: All replicas, in order.
         timeout_s: Limit of each wait of sender and worker for the other.
-        pause_mode: What happens to requests in flight: `wait` for their end, or `keep` them, so
-            that they go on under the new weights (with spans that say so) after their keys and
-            values were computed anew.
+        pause_mode: What happens to requests in flight: `wait` for their end, `abort` them (the
+            client continues them, see `segments`), or `keep` them, so that they go on under the
+            new weights (with spans that say so) after their keys and values were computed anew.
     """
 
     def __init__(
@@ -80,15 +80,17 @@ class WeightPublisher:
             Exception: What `send` raises, when nothing else went wrong before.
         """
         await _all(c.pause(self.pause_mode) for c in self.clients)
-        await _all(c.start_weight_update() for c in self.clients)
-        sent, *_ = await _all(
-            [send(), *(c.update_weights(plan, publish=version) for c in self.clients)]
-        )
-        await _all(c.finish_weight_update(version) for c in self.clients)
-        received = await _all(c.received_digests() for c in self.clients)
+        sent, *_ = await _all([send(), *(self._receive(c, version, plan) for c in self.clients)])
+        answers = await _all([*(c.finish_weight_update(version) for c in self.clients),
+                              *(c.received_digests() for c in self.clients)])
+        received = answers[len(self.clients):]
         self._check_digests(plan, sent, received)
         await self._check_replicas()
         await _all(c.resume() for c in self.clients)
+
+    async def _receive(self, client: EngineClient, version: int, plan: TransferPlan) -> None:
+        await client.start_weight_update()
+        await client.update_weights(plan, publish=version)
 
     async def publish_file(self, version: int, path: str) -> None:
         """The fallback: every replica reloads the checkpoint directory `path`.

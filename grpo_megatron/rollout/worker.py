@@ -17,6 +17,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.decode import Decoder
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.segments import complete, finish_or_cancel
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
 
 
@@ -73,6 +74,7 @@ class RolloutWorker:
     async def rollouts(
         self, step: int, prompts: Sequence[Prompt], *, directory: Path | None = None,
         open_shard: Callable[[Path], Shard] | None = None, num_samples: int | None = None,
+        max_tokens: int | None = None,
     ) -> StepRollouts:
         """Sample G completions of every prompt.
 
@@ -82,6 +84,7 @@ class RolloutWorker:
             directory: Where shards `rollout-<replica>.safetensors` go.
             open_shard: `ShardWriter`, or None to write nothing.
             num_samples: G; default: the recipe's.
+            max_tokens: Longest completion; default: the recipe's.
 
         Raises:
             EngineError: No replica is alive, or a request failed for good.
@@ -90,7 +93,7 @@ class RolloutWorker:
         group_size = num_samples or self.config.batch.num_samples_per_prompt
         samples, served_by = await self._sample(
             prompts, self._plan(step, prompts, group_size), group_size,
-            max_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
+            max_tokens=max_tokens or rollout.max_new_tokens, temperature=rollout.temperature,
             record_routes=self.config.records_routes,
         )
         groups = [
@@ -125,19 +128,26 @@ class RolloutWorker:
         served_by = [0] * len(prompts)
 
         async def serve(request: _Request, replica: Replica) -> None:
-            prompt = prompts[request.prompt]
-            completions, server = await self.pool.call(
-                lambda r: r.client.generate(
-                    prompt.token_ids, n=request.n,
-                    max_tokens=min(max_tokens, self.config.max_new_tokens_of(prompt.domain)),
-                    temperature=temperature, stop_token_ids=self._stop_token_ids,
-                    seed=request.seed, record_routes=record_routes, decode=self._decode,
-                ),
-                first=replica,
+            prompt, servers = prompts[request.prompt], [replica]
+
+            async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
+                completions, server = await self.pool.call(
+                    lambda r: r.client.generate(
+                        token_ids, temperature=temperature, stop_token_ids=self._stop_token_ids,
+                        record_routes=record_routes, may_abort=True, **settings,
+                    ),
+                    first=servers[-1],
+                )
+                servers.append(server)  # it has the keys and values of these tokens
+                return completions
+
+            samples[request.prompt][request.first : request.first + request.n] = await complete(
+                ask, prompt.token_ids, n=request.n, seed=request.seed, decode=self._decode,
+                max_tokens=min(max_tokens, self.config.max_new_tokens_of(prompt.domain)),
+                segment_tokens=self.config.rollout.segment_tokens,
             )
-            samples[request.prompt][request.first : request.first + request.n] = completions
             if request.first == 0:
-                served_by[request.prompt] = server.index
+                served_by[request.prompt] = servers[1].index
 
         await self._drain(deque(requests), serve)
         return samples, served_by
@@ -158,20 +168,9 @@ class RolloutWorker:
         while queue:
             width_now = min(width, -(-len(queue) // max(1, len(self.pool.alive))))
             self.pool.pick()  # raises when none is alive
-            await _finish_or_cancel(
+            await finish_or_cancel(
                 [take(replica) for replica in self.pool.alive for _ in range(width_now)]
             )
-
-
-async def _finish_or_cancel(coroutines: Sequence[Awaitable[None]]) -> None:
-    """Run all; on an error or cancellation, cancel the rest (which aborts their requests)."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def write_shards(
@@ -183,7 +182,8 @@ def write_shards(
     num_samples, places = [0] * len(names), []
     for group in groups:
         shard = names.index(group.replica)
-        writers[shard].append(group)
+        for part in group.by_context():
+            writers[shard].append(part)
         places.append((shard, num_samples[shard]))
         num_samples[shard] += len(group.completions)
     return StepRollouts(groups, places, [writer.close() for writer in writers])

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -34,6 +35,13 @@ class TorchNorm:
         for parameter in module.parameters():  # finalize_model_grads sums these over TP
             parameter.sequence_parallel = config.sequence_parallel
         return module
+
+
+class LatentNorm:
+    """Norm of a latent vector: transformers fixes its epsilon, whatever `rms_norm_eps` is."""
+
+    def __new__(cls, config, hidden_size, eps=1e-5, **_):
+        return TorchNorm(config, hidden_size, eps=1e-6)
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -69,8 +77,11 @@ def _torch_layer_spec(config: TransformerConfig):
     layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if hasattr(attention, name):
-                setattr(attention, name, TorchNorm)
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        # column-parallel ones lose the gradient of the keys' rotary part on all ranks but one
+        # (multi_latent_attention.py:618)
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
     return spec

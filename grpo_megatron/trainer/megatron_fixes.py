@@ -13,6 +13,8 @@ import torch
 
 TESTED_VERSION = "0.16.1"
 _installed = False
+_NO_PARAMETER = "no parameter"
+"""Key of an optimizer state that belongs to none; torch keeps such entries as they are."""
 
 
 def install() -> None:
@@ -33,6 +35,7 @@ def install() -> None:
         report_te_absent_in_mla()
         checkpoint_without_output_is_not_fp8()
         reduce_contiguous_tensors()
+        score_groups_as_deepseek()
         rotate_packed_sequences_at_once()
         save_torch_adam_without_step()
         save_without_helper_processes()
@@ -82,6 +85,35 @@ def reduce_contiguous_tensors() -> None:
     mappings._reduce = reduce
 
 
+def score_groups_as_deepseek() -> None:
+    """moe_utils.py:553 scores a group of experts by its best `topk // group_topk` of them.
+
+    DeepSeek-V3 (sigmoid) takes the best two, DeepSeek-V2 (softmax) the best one, whatever top-k is.
+    """
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.router as router
+
+    original_route, original_topk = (moe_utils.topk_routing_with_score_function,
+                                     moe_utils.group_limited_topk)
+
+    def route(*args, score_function="softmax", **kwargs):
+        best = 1 if score_function == "softmax" else 2
+
+        def group_limited_topk(scores, topk, num_tokens, num_experts, num_groups, group_topk):
+            groups = scores.view(num_tokens, num_groups, -1)
+            totals = groups.topk(min(best, groups.size(-1)), dim=-1)[0].sum(-1)
+            chosen = torch.zeros_like(totals, dtype=torch.bool).scatter_(
+                1, totals.topk(group_topk, dim=-1)[1], True)
+            return groups.masked_fill(~chosen[..., None], -torch.inf).flatten(1).topk(topk, dim=-1)
+
+        moe_utils.group_limited_topk = group_limited_topk
+        try:
+            return original_route(*args, score_function=score_function, **kwargs)
+        finally:
+            moe_utils.group_limited_topk = original_topk
+    router.topk_routing_with_score_function = route
+
+
 def rotate_packed_sequences_at_once() -> None:
     """rope_utils.py:178 copies the lengths from the device and slices sequence by sequence.
 
@@ -97,9 +129,12 @@ def rotate_packed_sequences_at_once() -> None:
     def apply(t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False,
               mscale=1.0, cp_group=None):
         by_position = freqs.size(0) != t.size(0) or len(cu_seqlens) == 2
-        plain = not (rotary_interleaved or multi_latent_attention) and mscale == 1.0
-        if by_position and plain and cp_group is not None and cp_group.size() == 1:
-            return rotate_packed(t, cu_seqlens, freqs)
+        whole = cp_group is not None and cp_group.size() == 1
+        if by_position and whole and not rotary_interleaved:
+            if multi_latent_attention:  # pairs of neighbours become two halves
+                size = freqs.size(-1)
+                t = torch.cat([t[..., :size:2], t[..., 1:size:2], t[..., size:]], -1)
+            return rotate_packed(t, cu_seqlens, freqs, mscale)
         return original(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale,
                         cp_group)
     rope_utils._apply_rotary_pos_emb_thd = apply
@@ -180,15 +215,23 @@ def mark_expert_parameters(model: torch.nn.Module) -> None:
 
 
 def create_adam_state(optimizer) -> None:
-    """distrib_optimizer.py:641 asserts on the state of an optimizer that has not stepped yet.
+    """distrib_optimizer.py:642 asserts on the state of an optimizer that has not stepped yet.
 
-    Call before building the state dict that a checkpoint is loaded into.
+    It does so as well where a rank holds none of its parameters (a pipeline stage of dense layers
+    has no experts): such a part counts the steps of the others. Call before building the state
+    dict that is saved, or that a checkpoint is loaded into.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        for group in inner.param_groups if inner is not None else ():
+    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])
+             if part.optimizer is not None]
+    for inner in parts:
+        for group in inner.param_groups:
             for parameter in group["params"]:
                 if not inner.state[parameter]:
                     inner.state[parameter].update(
                         step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter),
                         exp_avg_sq=torch.zeros_like(parameter))
+    steps = [state["step"] for inner in parts for key, state in inner.state.items()
+             if key != _NO_PARAMETER]
+    for inner in parts:
+        if not any(group["params"] for group in inner.param_groups):
+            inner.state[_NO_PARAMETER] = {"step": max(steps).clone()}

@@ -69,14 +69,15 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
         index=index, table_rows=table_rows, lengths=tuple(lengths[:len(table_rows)]),
         tokens=flat(sequences, torch.int64)[None],
         position_ids=flat([np.arange(n) for n in lengths], torch.int64)[None],
-        packed=_packed(lengths, device), rows=flat(rows, torch.int64),
+        packed=packed_sequences(lengths, device), rows=flat(rows, torch.int64),
         targets=flat(targets, torch.int64),
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
         token_counts=flat([counts], torch.int64),
         rollout_logprobs=flat(behaviour, torch.float32))
 
 
-def _packed(lengths: list[int], device: torch.device) -> PackedSeqParams:
+def packed_sequences(lengths: list[int], device: torch.device) -> PackedSeqParams:
+    """How Megatron is told of sequences that lie end to end."""
     cumulative = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32,
                               device=device)
     longest = max(lengths)

@@ -1,99 +1,70 @@
 """From a Hugging Face `config.json` and a layout to Megatron's TransformerConfig.
 
-Fields that change the model's mathematics and that we do not translate are refused by name: a
-default taken for one of them would train another model silently.
+What a family's fields mean to Megatron is in its table (`plan/families`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.family import family_of
+from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.trainer.platform import HAS_CUDA, HAS_TRANSFORMER_ENGINE
+from grpo_megatron.trainer.rope import attention_factor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# value that means "this model does not have it"; any other value is refused
-_MUST_BE = {
-    "attention_bias": (False, None), "use_sliding_window": (False, None),
-    "attention_dropout": (0.0, None), "hidden_act": ("silu",),
-}
-
 
 def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> TransformerConfig:
-    """Raises ConfigError for a family or a field that is not supported."""
-    family = hf.get("model_type")
-    if family not in _FAMILIES:
-        raise ConfigError(f"model_type {family!r} is not supported; known: {sorted(_FAMILIES)}",
-                          where="config.json")
-    for field, allowed in _MUST_BE.items():
-        if hf.get(field) not in allowed and field in hf:
-            raise ConfigError(f"{field} = {hf[field]!r} is not supported for {family}",
-                              where="config.json")
-    settings = _common(hf) | _FAMILIES[family](hf) | _parallel(layout) | _precision(layout)
+    """Raises ConfigError for a family, a field or a value that is not supported."""
+    fields = model_fields(hf)
+    settings = _of_family(hf["model_type"], fields) | _parallel(layout) | _precision(layout)
     if not HAS_CUDA:
         settings |= {"bias_activation_fusion": False, "bias_dropout_fusion": False,
                      "masked_softmax_fusion": False, "gradient_accumulation_fusion": False}
-    return TransformerConfig(**settings)
+    if settings.get("multi_latent_attention"):
+        return MLATransformerConfig(**settings, **_latent_rope(fields["rope"]))
+    config = TransformerConfig(**settings)
+    # what attention.py:1102 computes the factor of cosines and sines from; no fields of the class
+    config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = math.e, 0.0
+    config.yarn_mscale = 10.0 * (attention_factor(fields["rope"]) - 1.0)
+    return config
 
 
-def rope_theta(hf: dict[str, Any]) -> float:
-    """transformers 4 writes `rope_theta`, transformers 5 `rope_parameters`."""
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"rope type {kind!r} is not supported", where="config.json")
-    theta = hf.get("rope_theta") or parameters.get("rope_theta")
-    if theta is None:
-        raise ConfigError("neither rope_theta nor rope_parameters.rope_theta is set",
-                          where="config.json")
-    return float(theta)
+def _of_family(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The family's `[megatron]` table with its references replaced."""
+    settings: dict[str, Any] = {"activation_func": torch.nn.functional.silu}
+    for name, value in family_of(model_type).megatron.items():
+        negated, dollar, field = value.partition("$") if isinstance(value, str) else ("", "", "")
+        if dollar:
+            value = not fields[field] if negated else fields.get(field)
+        settings[name] = value
+    if settings.get("num_moe_experts"):
+        settings["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
+    return settings
 
 
-def _common(hf: dict[str, Any]) -> dict[str, Any]:
-    heads = hf["num_attention_heads"]
-    return dict(
-        num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"],
-        num_attention_heads=heads, num_query_groups=hf.get("num_key_value_heads") or heads,
-        kv_channels=hf.get("head_dim") or hf["hidden_size"] // heads,
-        ffn_hidden_size=hf["intermediate_size"], layernorm_epsilon=hf["rms_norm_eps"],
-        normalization="RMSNorm", add_bias_linear=False, gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, attention_dropout=0.0, hidden_dropout=0.0,
-        # the only dispatcher that takes packed micro-batches; dense models are checked too
-        moe_token_dispatcher_type="alltoall",
-        attention_softmax_in_fp32=True,
-    )
-
-
-def _qwen3(hf: dict[str, Any]) -> dict[str, Any]:
-    return {"qk_layernorm": True}
-
-
-def _qwen3_moe(hf: dict[str, Any]) -> dict[str, Any]:
-    step, dense = hf.get("decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
-    sparse = [int((i + 1) % step == 0 and i not in dense) for i in range(hf["num_hidden_layers"])]
-    if not hf.get("norm_topk_prob", False):
-        raise ConfigError("norm_topk_prob = false is not supported for qwen3_moe",
-                          where="config.json")
-    return dict(
-        qk_layernorm=True, moe_layer_freq=sparse,
-        num_moe_experts=hf.get("num_experts") or hf["num_local_experts"],
-        moe_router_topk=hf["num_experts_per_tok"],
-        moe_ffn_hidden_size=hf["moe_intermediate_size"],
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32", moe_router_pre_softmax=False,
-        moe_grouped_gemm=HAS_TRANSFORMER_ENGINE,
-    )
-
-
-_FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
-}
+def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Latent attention rotates by itself, as the configuration says."""
+    settings = {"rope_type": "rope", "rotary_base": rope["theta"], "apply_rope_fusion": False}
+    if rope["type"] == "default":
+        return settings | {"rotary_scaling_factor": 1.0}
+    if rope["type"] != "yarn" or rope["attention_factor"] or not rope["truncate"]:
+        raise ConfigError("latent attention takes rope type 'default', or 'yarn' without "
+                          "attention_factor and with truncate", where="config.json")
+    both = rope["mscale"] and rope["mscale_all_dim"]
+    return settings | dict(
+        rope_type="yarn", rotary_scaling_factor=rope["factor"],
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+        beta_fast=rope["beta_fast"], beta_slow=rope["beta_slow"],
+        # transformers looks at mscale only where both are set, and scales the softmax by the second
+        mscale=rope["mscale"] if both else 1.0, mscale_all_dim=rope["mscale_all_dim"])
 
 
 def _parallel(layout: TrainerConfig) -> dict[str, Any]:
@@ -102,6 +73,8 @@ def _parallel(layout: TrainerConfig) -> dict[str, Any]:
         tensor_model_parallel_size=layout.tensor_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=vpp,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,

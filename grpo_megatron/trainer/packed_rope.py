@@ -1,8 +1,8 @@
 """Rotary embedding of packed sequences, on torch.
 
 The angles of all packed tokens are the same in every layer, for queries and for keys: they are
-gathered once per micro-batch. The rotation's gradient is the rotation back, so nothing but cosines
-and sines is kept.
+gathered once per micro-batch. The rotation's gradient is the rotation back (times the scale), so
+nothing but cosines and sines is kept.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import torch
 
 
-def rotate_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+def rotate_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor,
+                  scale: float = 1.0) -> torch.Tensor:
     """Rotate the two halves of the leading `freqs.size(-1)` features of every head.
 
     Args:
         x: queries or keys, [T, heads, d].
         cu_seqlens: int32 [S + 1]; the angles are kept on it.
         freqs: angles by position, [longest, 1, 1, rotary d], both halves equal.
+        scale: factor of cosines and sines (YaRN); one value for the same `freqs`.
 
     Returns:
         [T, heads, d].
@@ -24,7 +26,8 @@ def rotate_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor
     kept = getattr(cu_seqlens, "rope", None)
     if kept is None or kept[0] is not freqs or kept[1].dtype != x.dtype:
         angles = freqs[_positions(cu_seqlens, x.size(0)), 0, :, :freqs.size(-1) // 2]
-        kept = cu_seqlens.rope = (freqs, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        kept = cu_seqlens.rope = (freqs, (angles.cos() * scale).to(x.dtype),
+                                  (angles.sin() * scale).to(x.dtype))
     return _Rotation.apply(x, kept[1], kept[2])
 
 

@@ -48,8 +48,7 @@ class Policy:
 
     @property
     def attention_shape(self) -> AttentionShape:
-        return AttentionShape(self.config.num_attention_heads, self.config.num_query_groups,
-                              self.config.kv_channels)
+        return attention_shape(self.config)
 
     def set_temperature(self, temperature: float) -> None:
         for model in self.models:
@@ -77,6 +76,10 @@ class Policy:
             group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
+def attention_shape(config: TransformerConfig) -> AttentionShape:
+    return AttentionShape(config.num_attention_heads, config.num_query_groups, config.kv_channels)
+
+
 def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: OptimizerConfig,
                  router_policy: str = "freeze_bias") -> Policy:
     """Model with random weights, wrapped for data parallelism, and its optimizer.
@@ -92,7 +95,7 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed,
         overlap_grad_reduce=HAS_CUDA, overlap_param_gather=HAS_CUDA and distributed)
     chunks = []
-    for index, model in enumerate(_build_models(config, hf, layout)):
+    for index, model in enumerate(build_models(config, hf, layout)):
         if router_policy == "freeze_weights":
             _freeze_routers(model)
         wrapped = Float16Module(config, model) if config.bf16 else model
@@ -128,8 +131,9 @@ def _one_or_list(items: list):
     return items if len(items) > 1 else items[0]
 
 
-def _build_models(config: TransformerConfig, hf: dict[str, Any],
-                  layout: TrainerConfig) -> list[PolicyModel]:
+def build_models(config: TransformerConfig, hf: dict[str, Any],
+                 layout: TrainerConfig) -> list[PolicyModel]:
+    """This rank's model chunks with random weights, neither wrapped nor with an optimizer."""
     models = []
     for chunk in range(layout.virtual_pipeline_parallel_size or 1):
         stage = chunk if layout.virtual_pipeline_parallel_size else None

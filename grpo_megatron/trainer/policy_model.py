@@ -8,9 +8,10 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.trainer.layer_specs import block_spec
 from grpo_megatron.trainer.logprobs import token_logprobs
-from grpo_megatron.trainer.model_config import rope_theta
+from grpo_megatron.trainer.rope import inverse_frequencies
 
 
 class PolicyModel(GPTModel):
@@ -44,12 +45,15 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
 def build_chunk(config: TransformerConfig, hf: dict[str, Any], *, pre_process: bool,
                 post_process: bool, vp_stage: int | None) -> PolicyModel:
     """One model chunk of this pipeline stage, randomly initialised."""
+    rope = model_fields(hf)["rope"]
     model = PolicyModel(
         config, block_spec(config, vp_stage),
         vocab_size=padded_vocab_size(hf["vocab_size"], config.tensor_model_parallel_size),
-        max_sequence_length=hf["max_position_embeddings"], pre_process=pre_process,
+        max_sequence_length=hf.get("max_position_embeddings", 0), pre_process=pre_process,
         post_process=post_process, position_embedding_type="rope",
-        rotary_base=rope_theta(hf), vp_stage=vp_stage,
+        rotary_base=rope["theta"], rotary_percent=rope["percent"], vp_stage=vp_stage,
         share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False))
+    if not config.multi_latent_attention:
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, config.kv_channels)
     model.real_vocab_size = hf["vocab_size"]
     return model

@@ -46,10 +46,6 @@ class WeightPublisher:
     def gather_plan(self) -> list[GatherEntry]:
         return plan_gather(self.shards, self.rules, tied_embeddings=self.tied)
 
-    def stream_to(self, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """All Hugging Face tensors on `rank`; other ranks must exhaust the empty iterator."""
-        return self._stream(self.gather_plan, [rank] * len(self.gather_plan))
-
     def open(self, num_workers: int, host: str = "127.0.0.1") -> dict[str, Any]:
         """Make this publish's plan and listen for `num_workers` engine workers per sender.
 

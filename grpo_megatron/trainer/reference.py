@@ -12,11 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from grpo_megatron.algorithms.monitors import measure_reference
 from grpo_megatron.algorithms.objective import Objective
+from grpo_megatron.algorithms.stats import Meter, Stats
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.checkpoints.distributed import load_model, save_model
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.platform import HAS_CUDA
 from grpo_megatron.trainer.policy import Policy
-from grpo_megatron.trainer.step import PreparedBatch, logprob_pass
+from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, reduce_stats
 
 START = "start"
 """The policy as it was when RL began (or at the last refresh)."""
@@ -28,23 +32,38 @@ class References:
     def __init__(self, config: RunConfig):
         self.config = config
         self._weights: dict[str, list[torch.Tensor]] = {}
+        self._saved: str | None = None  # directory that holds START as it is now
         self._name_of_domain = {d.name: str(d.reference) if d.reference else START
                                 for d in config.domains}
 
     @property
     def wanted(self) -> bool:
-        """Whether the objective looks at a reference at all."""
+        """Whether the objective looks at a reference at all, if only to measure."""
+        o = self.config.objective
         own = {d.name: d.objective for d in self.config.domains if d.objective is not None}
-        return Objective(self.config.objective, list(self._name_of_domain),
-                         own).wants_reference
-
-    @property
-    def taken(self) -> bool:
-        return START in self._weights
+        return (Objective(o, list(self._name_of_domain), own).wants_reference
+                or (o.kl != "none" and o.reference_samples > 0))
 
     def take(self, policy: Policy, name: str = START) -> None:
         """Make the current weights a reference."""
         self._weights[name] = [_to_host(tensor) for tensor in _tensors(policy)]
+        self._saved = self._saved if name != START else None
+
+    def save(self, policy: Policy, checkpoint: Path) -> str | None:
+        """Write `START` beside `checkpoint`, unless an earlier checkpoint has it; returns the
+        directory's name, for `load`. Collective."""
+        if START in self._weights and self._saved is None:
+            name = f"reference_{checkpoint.name}"
+            with self.exchanged(policy):
+                save_model(checkpoint.with_name(name), policy.chunks)
+            self._saved = name
+        return self._saved
+
+    def load(self, policy: Policy, checkpoint: Path, name: str) -> None:
+        """Read what `save` wrote; the policy is left with these weights. Collective."""
+        load_model(checkpoint.with_name(name), policy.chunks)
+        self.take(policy)
+        self._saved = name
 
     def read_files(self, policy: Policy, load: Callable[[Path], None]) -> None:
         """Read the references that are Hugging Face checkpoints; the policy stays as it is."""
@@ -57,10 +76,11 @@ class References:
             self.take(policy, path)
         for tensor, kept in zip(_tensors(policy), self._weights.pop("aside"), strict=True):
             tensor.copy_(kept)
+        policy.reload_main_parameters()  # `load` made them the last reference's
 
     def refresh(self, policy: Policy) -> None:
         """`reference = ema * reference + (1 - ema) * policy`; without ema, the policy."""
-        ema = self.config.objective.reference_ema
+        self._saved, ema = None, self.config.objective.reference_ema
         if ema is None:
             self.take(policy)
             return
@@ -80,9 +100,8 @@ class References:
     def logprobs(self, policy: Policy, batches: Sequence[PreparedBatch],
                  objective: Objective, domains: np.ndarray) -> list[list[torch.Tensor]]:
         """Reference log-probs per batch and micro-batch, fp32 [n], each domain by its own
-        reference; where the KL weighs nothing, by any. domains: int [N of the table]."""
-        betas = dict(zip(objective.domains, objective.by_domain("kl_beta"), strict=True))
-        names = sorted({self._name_of_domain[d] for d, beta in betas.items() if beta > 0})
+        reference. domains: int [N of the table]."""
+        names = sorted({self._name_of_domain[d] for d in objective.domains})
         found: list[list[torch.Tensor]] = []
         for number, name in enumerate(names):
             with self.exchanged(policy, name):
@@ -98,6 +117,21 @@ class References:
                         chosen = chosen.to(news[i].device)[microbatch.sample]
                         olds[i] = torch.where(chosen, news[i], olds[i])
         return found
+
+    def measure(self, policy: Policy, table: SampleTable, objective: Objective) -> Stats:
+        """`reference/k1` and `k3` before the update, on samples spread over the step."""
+        count = min(self.config.objective.reference_samples, len(table))
+        rows = np.linspace(0, len(table) - 1, count).astype(np.int64)
+        batch, stats = prepare(self.config.trainer, table, rows), Stats()
+        [found] = self.logprobs(policy, [batch], objective, table.domain)
+        for part, now, ref in zip(batch.microbatches, logprob_pass(policy, batch), found,
+                                  strict=True):
+            if len(ref):
+                domain = torch.from_numpy(table.domain[part.table_rows]).to(ref.device)
+                meter = Meter(domain[part.sample], domain, objective.domains)
+                measure_reference(meter, now[0], ref)
+                stats.add(meter.stats)
+        return reduce_stats(stats)
 
     def _exchange(self, policy: Policy, name: str) -> None:
         for tensor, kept in zip(_tensors(policy), self._weights[name], strict=True):

@@ -24,8 +24,10 @@ from grpo_megatron.algorithms.evaluate import batch_metrics
 from grpo_megatron.algorithms.monitors import derived
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.off_policy import calibrated_delta
+from grpo_megatron.algorithms.ratios import log_ratio
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.algorithms.step_terms import StepTerms, advantages_of, step_terms
+from grpo_megatron.batching.decisions import read_decisions, write_decisions
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
@@ -58,11 +60,12 @@ def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
 
 
 def train_rollouts(config: RunConfig, policy: Policy, references: References, table: SampleTable,
-                   first_update: int, num_updates: int,
-                   state: Mapping[str, float]) -> dict[str, Any]:
+                   first_update: int, num_updates: int, state: Mapping[str, float],
+                   replayed: bool = False) -> dict[str, Any]:
     """All optimizer steps of a recorded batch of rollouts.
 
     Args:
+        replayed: Follow the recorded clip and mask decisions instead of recording them.
         first_update: optimizer steps done before, which fixes the learning rate.
         num_updates: optimizer steps of the whole run.
         state: `Objective.state` after the step before.
@@ -74,7 +77,7 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
     started = time.perf_counter()
     objective = objective_of(config, state)
     batch = sample_batch(config, table)
-    needs = needed_columns(objective.config)
+    needs = needed_columns(objective.config, reference=objective.wants_reference)
     updates = _plan(config, table, batch, objective, everything=bool(needs))
     source = RouteSource(config, policy.replay, table)
     for update in updates:
@@ -85,7 +88,9 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
     advantages = advantages_of(objective, batch)
     if objective.config.shuffle_advantages:
         advantages = _shuffled(advantages, f"{config.seed}/{table.manifest.get('step')}")
-    total, rates, by_update = Stats(), [], []
+    total, rates, by_update, decided = Stats(), [], [], Decided(table, replayed)
+    if updates and references.wanted and not objective.wants_reference:
+        total = references.measure(policy, table, objective)
     for number, update in enumerate(updates):
         terms = step_terms(objective, batch, advantages, update.rows,
                            config.objective.aggregation_length or config.rollout.max_new_tokens)
@@ -95,14 +100,16 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
         policy.set_learning_rate(rates[-1])
         run = source.training_pass(update.batch, update.routes, update.old_routing, objective,
                                    terms)
-        stats = train_step(policy, update.batch, _loss_function(objective, terms, update), run)
+        stats = train_step(policy, update.batch,
+                           _loss_function(objective, terms, update, decided), run)
         if run is not None:
             routing.append(policy.replay.finish(run, update.batch.microbatches))
-        stats.means["loss/value"][1] = 1.0  # the mean over updates
-        stats.units["loss/value"] = "update"
+        for name in ("loss/value", "loss/abs_terms"):  # the mean over updates
+            stats.means[name][1], stats.units[name] = 1.0, "update"
         objective = replace(objective, state=_learned(objective, stats))
         by_update.append(stats.result())
         total.add(stats)
+    decided.write()
     metrics = {**derived(total.result()), **batch_metrics(objective, batch, advantages)}
     if rates:
         metrics["optimizer/lr"] = float(np.mean(rates))
@@ -132,7 +139,8 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
         trained=torch.ones(len(table), dtype=torch.bool),
         components={name: torch.from_numpy(v) for name, v in table.components.items()},
         component_weights={name: torch.tensor([weights[names[d]].get(name, 0.0)
-                                               for d in table.domain.tolist()]).double()
+                                               for d in table.domain.tolist()],
+                                              dtype=torch.float64)
                            for name in table.components},
         events=Events(*map(torch.from_numpy, table.steps)) if len(table.steps[0]) else None)
     return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)
@@ -184,14 +192,14 @@ def _token_columns(table: SampleTable, batch: SampleBatch, updates: Sequence[Upd
                "entropies": lambda u: [found[1] for found in u.old],
                "ref_logprobs": lambda u: u.ref}
     for name in sorted(needs & set(sources)):
-        columns[name] = _gathered(batch, [
+        columns[name] = gather_tokens(batch, [
             (microbatch, values) for update in updates
             for microbatch, values in zip(update.batch.microbatches, sources[name](update),
                                           strict=True)])
     return columns
 
 
-def _gathered(batch: SampleBatch,
+def gather_tokens(batch: SampleBatch,
               parts: Sequence[tuple[MicroBatch, torch.Tensor]]) -> torch.Tensor:
     """Put per-micro-batch tokens in the order of the table, on every rank. Collective."""
     flat = torch.zeros(batch.num_tokens, device=device())
@@ -211,19 +219,46 @@ def _margins(policy: Policy, batch: SampleBatch, update: Update,
         return torch.zeros(len(batch), dtype=torch.float64)
     now = logprob_pass(policy, update.batch, source.margin_pass(
         update.batch, update.routes, update.old_routing))
-    return batch.sums(_gathered(batch, [
-        (microbatch, new[0] - old[0]) for microbatch, new, old
+    return batch.sums(gather_tokens(batch, [
+        (microbatch, log_ratio(new[0], old[0])) for microbatch, new, old
         in zip(update.batch.microbatches, now, update.old, strict=True)])).double()
 
 
-def _loss_function(objective: Objective, terms: StepTerms, update: Update):
+class Decided:
+    """Clip and mask decisions of a step: collected and written, or read and followed."""
+
+    def __init__(self, table: SampleTable, replayed: bool):
+        self._directory = table.directory
+        self._rows: list[np.ndarray] = []
+        self._flags: list[dict[str, np.ndarray]] = []
+        self.recorded = None
+        if replayed:
+            found = read_decisions(table.directory, table.completion_lengths)
+            self.recorded = {name: torch.from_numpy(flags) for name, flags in found.items()}
+
+    def collect(self, microbatch: MicroBatch, flags: Mapping[str, torch.Tensor]) -> None:
+        self._rows.append(microbatch.table_rows)
+        self._flags.append({name: value.cpu().numpy() for name, value in flags.items()})
+
+    def write(self) -> None:
+        speaks = (self.recorded is None and self._rows
+                  and parallel_state.get_tensor_model_parallel_rank() == 0)
+        if speaks:
+            write_decisions(self._directory, parallel_state.get_data_parallel_rank(),
+                            parallel_state.get_data_parallel_world_size(), self._rows,
+                            self._flags)
+
+
+def _loss_function(objective: Objective, terms: StepTerms, update: Update, decided: Decided):
     def loss(microbatch: MicroBatch, output: torch.Tensor):
         logprobs, entropies = output.unbind(0)
         old = None if update.old is None else update.old[microbatch.index][0]
-        return policy_loss(objective, terms.loss_batch(
+        value, stats = policy_loss(objective, terms.loss_batch(
             torch.from_numpy(microbatch.table_rows), logprobs,
             logprobs.detach() if old is None else old, microbatch.rollout_logprobs, entropies,
-            None if update.ref is None else update.ref[microbatch.index]))
+            None if update.ref is None else update.ref[microbatch.index], decided.recorded))
+        decided.collect(microbatch, stats.decisions)
+        return value, stats
     return loss
 
 

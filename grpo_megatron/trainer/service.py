@@ -16,13 +16,16 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import (
     load_checkpoint,
     load_model,
+    read_state,
     save_checkpoint,
-    save_model,
 )
-from grpo_megatron.checkpoints.hf_export import export_checkpoint
+from grpo_megatron.checkpoints.durable import copy_side_files
+from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
+from grpo_megatron.checkpoints.torch_dist import is_torch_dist
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.distributed import model_groups
+from grpo_megatron.trainer.gaps import logprob_gaps
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.platform import peak_memory_bytes
 from grpo_megatron.trainer.policy import build_policy
@@ -61,14 +64,21 @@ class TrainerService:
             self.references.read_files(self.policy, self.load_hf)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        return {"train": self.train, "supervise": self.supervise, "logprobs": self.logprobs,
-                "reset_optimizer": self.reset_optimizer,
+        return {"train": self.train, "gaps": self.gaps, "supervise": self.supervise,
+                "logprobs": self.logprobs, "reset_optimizer": self.reset_optimizer,
                 "take_reference": self.take_reference, "save": self.save, "load": self.load,
                 "export": self.export, "publish_open": self.publisher.open,
                 "publish_join": self.publisher.join, "publish_send": self.publisher.send}
 
     def load_hf(self, directory: Path) -> None:
-        """Read a Hugging Face checkpoint; refuse tensors that no rank wanted."""
+        """Read a Hugging Face checkpoint; refuse tensors that no rank wanted.
+
+        A converted checkpoint, or one of a run, serves as well.
+        """
+        if is_torch_dist(directory):
+            load_model(directory / "weights", self.policy.chunks)
+            self.policy.reload_main_parameters()
+            return
         used = import_weights(self.shards, self.rules, self.policy.attention_shape, directory,
                               vocab_size=self.hf["vocab_size"], tied_embeddings=self.tied)
         world: list = [None] * dist.get_world_size()
@@ -77,16 +87,21 @@ class TrainerService:
         self.policy.reload_main_parameters()
 
     def train(self, directory: str, first_update: int, num_updates: int,
-              state: dict[str, float]) -> dict[str, Any]:
+              state: dict[str, float], replayed: bool = False) -> dict[str, Any]:
         """Train all updates of a recorded step (see `train_rollouts`)."""
         table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
         report = train_rollouts(self.config, self.policy, self.references, table, first_update,
-                                num_updates, state)
+                                num_updates, state, replayed)
         interval = self.config.objective.reference_interval
         if interval and self.references.wanted and (table.manifest["step"] + 1) % interval == 0:
             self.references.refresh(self.policy)
         report["metrics"]["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
         return report
+
+    def gaps(self, directory: str, to: str, by_layer: bool) -> dict[str, Any]:
+        """Log-probs of a recorded step under several routings, written to `to`."""
+        table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
+        return logprob_gaps(self.config, self.policy, table, Path(to), by_layer=by_layer)
 
     def take_reference(self) -> dict[str, Any]:
         """RL begins: the policy as it is now is its own reference."""
@@ -136,27 +151,23 @@ class TrainerService:
 
     def save(self, directory: str, state: dict[str, Any]) -> dict[str, Any]:
         create_adam_state(self.policy.optimizer)  # it has none before its first step
-        save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer, state,
-                        self._save_reference)
+        reference = self.references.save(self.policy, Path(directory))
+        save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
+                        {**state, "reference": reference},
+                        lambda working: copy_side_files(self.model_path, working))
         return {}
 
     def load(self, directory: str) -> dict[str, Any]:
-        if (reference := Path(directory) / "reference").exists():
-            load_model(reference, self.policy.chunks)
+        if reference := read_state(Path(directory)).get("reference"):
+            self.references.load(self.policy, Path(directory), reference)
+        state = load_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
+                                create_adam_state)
+        if self.references.wanted and not reference:  # the objective is another one since
             self.references.take(self.policy)
-        return load_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
-                               create_adam_state)
+        return {name: value for name, value in state.items() if name != "reference"}
 
     def export(self, directory: str) -> dict[str, Any]:
-        """Write a Hugging Face checkpoint on rank 0."""
-        stream = self.publisher.stream_to(0)
-        if dist.get_rank() == 0:
-            return {"bytes": export_checkpoint(stream, Path(directory), self.model_path)}
-        for _ in stream:
-            pass
-        return {}
-
-    def _save_reference(self, working: Path) -> None:
-        if self.references.taken:
-            with self.references.exchanged(self.policy):
-                save_model(working / "reference", self.policy.chunks)
+        """Write a Hugging Face checkpoint and read it back (see `export_model`)."""
+        return {"bytes": export_model(
+            self.publisher.gather_plan, self.shards, self.policy.attention_shape,
+            Path(directory), self.model_path, vocab_size=self.hf["vocab_size"])}

@@ -1,84 +1,85 @@
-"""One declarative table per family: which Hugging Face tensors a Megatron parameter is made of.
+"""Which Hugging Face tensors a Megatron parameter is made of, by the family's table.
 
-A rule maps a *global* Megatron name (layer and expert numbers of the whole model) to Hugging
-Face names. How a parameter is split over ranks is not in the table: it is read from the
-parameter itself (`weights.shards`).
+Names are *global* (layer and expert numbers of the whole model). How a parameter is split over
+ranks is not in the table: it is read from the parameter itself (`weights.shards`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.family import family_of
+from grpo_megatron.plan.hf_config import unified
+
+_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
+_KINDS = {".linear_qkv.": "qkv", ".linear_fc1.": "gate_up", "word_embeddings.": "vocab",
+          "output_layer.": "vocab"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`pattern` fully matches the Megatron name; its groups fill `{0}`, `{1}` … of `names`.
+    """`pattern` fully matches the Megatron name; its groups fill `{layer}`, `{expert}` of `names`.
 
     Kinds: `copy` 1:1; `qkv` q, k, v interleaved by query group; `gate_up` gate above up;
     `vocab` 1:1 with padded vocabulary rows.
     """
 
-    pattern: str
+    pattern: re.Pattern[str]
     names: tuple[str, ...]
     kind: str = "copy"
 
 
-_LAYER, _HF = r"decoder\.layers\.(\d+)\.", "model.layers.{0}."
-
-# Each Megatron name in both spellings: local layers and Transformer Engine's fused ones.
-_COMMON = (
-    Rule(r"embedding\.word_embeddings\.weight", ("model.embed_tokens.weight",), "vocab"),
-    Rule(r"output_layer\.weight", ("lm_head.weight",), "vocab"),
-    Rule(r"decoder\.final_layernorm\.weight", ("model.norm.weight",)),
-    Rule(_LAYER + r"(?:input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight)",
-         (_HF + "input_layernorm.weight",)),
-    Rule(_LAYER + r"(?:pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight)",
-         (_HF + "post_attention_layernorm.weight",)),
-    Rule(_LAYER + r"self_attention\.linear_proj\.weight", (_HF + "self_attn.o_proj.weight",)),
-    Rule(_LAYER + r"mlp\.linear_fc1\.weight",
-         (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), "gate_up"),
-    Rule(_LAYER + r"mlp\.linear_fc2\.weight", (_HF + "mlp.down_proj.weight",)),
-)
-
-_GROUPED_QUERY_ATTENTION = (
-    Rule(_LAYER + r"self_attention\.linear_qkv\.(weight|bias)",
-         tuple(_HF + f"self_attn.{x}_proj.{{1}}" for x in "qkv"), "qkv"),
-    Rule(_LAYER + r"self_attention\.([qk])_layernorm\.weight",
-         (_HF + "self_attn.{1}_norm.weight",)),
-)
-
-_EXPERT = (r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc{fc}\.weight"
-           r"|linear_fc{fc}\.weight(\d+))")
-
-_EXPERTS = (
-    Rule(_LAYER + r"mlp\.router\.weight", (_HF + "mlp.gate.weight",)),
-    Rule(_LAYER + _EXPERT.format(fc=1), (_HF + "mlp.experts.{1}.gate_proj.weight",
-                                         _HF + "mlp.experts.{1}.up_proj.weight"), "gate_up"),
-    Rule(_LAYER + _EXPERT.format(fc=2), (_HF + "mlp.experts.{1}.down_proj.weight",)),
-)
-
-FAMILIES: dict[str, tuple[Rule, ...]] = {
-    "qwen3": _COMMON + _GROUPED_QUERY_ATTENTION,
-    "qwen3_moe": _COMMON + _GROUPED_QUERY_ATTENTION + _EXPERTS,
-}
-
-
+@cache
 def rules_for(model_type: str) -> tuple[Rule, ...]:
-    """Raises ConfigError for a family without a table."""
-    if model_type not in FAMILIES:
-        raise ConfigError(f"no weight table for model_type {model_type!r}; "
-                          f"known: {sorted(FAMILIES)}", where="config.json")
-    return FAMILIES[model_type]
+    """The family's table, every parameter in both spellings: plain layers and fused ones.
+
+    Raises:
+        ConfigError: Unknown family, or one that Megatron-Core cannot compute.
+    """
+    family = family_of(model_type)
+    rules = [_rule(name, name, tensor) for name, tensor in family.model.items()]
+    for name, tensors in family.layer.items():
+        hf = [_HF_LAYER + t for t in ([tensors] if isinstance(tensors, str) else tensors)]
+        spellings = [name, *(fused for fused, plain in family.spellings.items() if plain == name)]
+        rules += [_rule(_LAYER + spelling, name, *hf) for spelling in spellings]
+    return tuple(rules)
+
+
+def _rule(spelling: str, name: str, *tensors: str) -> Rule:
+    kind = next((kind for part, kind in _KINDS.items() if part in name), "copy")
+    pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(spelling))
+    return Rule(re.compile(pattern), tensors, kind)
 
 
 def resolve(rules: tuple[Rule, ...], name: str) -> tuple[str, list[str]]:
     """(kind, Hugging Face names) of a global Megatron name. KeyError when no rule matches."""
     for rule in rules:
-        match = re.fullmatch(rule.pattern, name)
+        match = rule.pattern.fullmatch(name)
         if match:
-            groups = [group for group in match.groups() if group is not None]
-            return rule.kind, [template.format(*groups) for template in rule.names]
+            return rule.kind, [template.format(**match.groupdict()) for template in rule.names]
     raise KeyError(f"no Hugging Face name for Megatron parameter {name!r}")
+
+
+def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Tensors that belong to a checkpoint although the trainer has no parameter for them.
+
+    Multi-token-prediction layers (after the last layer) are not trained by an RL objective, and
+    rotary frequencies are computed: export may carry both along unchanged, or drop them.
+
+    Args:
+        hf: content of config.json.
+        names: of the checkpoint's tensors.
+    """
+    fields = unified(hf)
+    first = fields["num_hidden_layers"]
+    extra = range(first, first + (fields.get("num_nextn_predict_layers") or 0))
+    found = set()
+    for name in names:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer and (int(layer[1]) in extra or name.endswith(".rotary_emb.inv_freq")):
+            found.add(name)
+    return found

@@ -25,7 +25,7 @@ class ModelGroups:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One local parameter: `tensor` is part `rank` of `size` along `dim` (None: whole)."""
+    """One local weight: `tensor` is part `rank` of `size` along `dim` (None: whole)."""
 
     name: str
     tensor: torch.Tensor
@@ -44,15 +44,24 @@ class Shard:
 
 def local_shards(chunks: Sequence[torch.nn.Module], num_experts: int,
                  groups: ModelGroups) -> Iterator[Shard]:
-    """Every parameter of this rank's model chunks; layer and expert numbers made global."""
+    """Every parameter and selection bias of this rank's chunks; layers and experts made global."""
     first_expert = num_experts // groups.expert.size() * groups.expert.rank()
     for chunk in chunks:
         model = unwrap(chunk)
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        for name, parameter in model.named_parameters():
+        for name, parameter in _weights(model):
             name = _LAYER.sub(lambda m, n=numbers: f"decoder.layers.{n[int(m[1])]}.", name)
             name = _LOCAL_EXPERT.sub(lambda m: m[1] + str(int(m[2]) + first_expert), name)
             yield _describe(name, parameter, groups)
+
+
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith(".expert_bias"):
+            # Float16Module has rounded it; the router makes it fp32 again only when it is used
+            buffer.data = buffer.data.float()
+            yield name, buffer
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -62,7 +71,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _describe(name: str, parameter: torch.nn.Parameter, groups: ModelGroups) -> Shard:
+def _describe(name: str, parameter: torch.Tensor, groups: ModelGroups) -> Shard:
     group = groups.expert_tensor if ".experts." in name else groups.tensor
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return Shard(name, parameter, None, 1, 0, None)

@@ -7,8 +7,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
+from grpo_megatron.algorithms.advantages import needed_columns
 from grpo_megatron.algorithms.case import parse_case, read_case
+from grpo_megatron.algorithms.objective import Objective
+from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
 from grpo_megatron.config.objective_loader import load_objective
 from grpo_megatron.config.objective_presets import PRESETS
 from grpo_megatron.errors import ConfigError, DataError
@@ -46,6 +50,10 @@ EDGES = {
         old_logprobs=[[-math.inf, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]]),
     "an infinite engine log-prob": variant(
         rollout_logprobs=[[-1.0, -0.5], [-math.inf], [-0.3, -0.2, -0.1], [-1.5, -1.0]]),
+    "a far engine log-prob": variant(
+        rollout_logprobs=[[-900.0, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]]),
+    "a far reference": variant(
+        ref_logprobs=[[-1.1, -0.6], [-1200.0], [-0.3, -0.3, -0.1], [-1.4, -1.2]]),
     "far ratios": variant(old_logprobs=[[-90.0, -0.5], [-80.0], [-0.3, -70.0, -0.1],
                                         [-1.5, -1.0]]),
 }
@@ -128,6 +136,50 @@ def test_the_preference_loss_is_exact():
     assert gradient == pytest.approx((above - below) / 2e-6, rel=1e-6)
 
 
+def test_the_preference_loss_is_of_the_samples_of_its_step():
+    """Of two groups, one is trained in this step; a subset leaves out the worst sample."""
+    parsed = parse_case(BASE)
+    config, _ = load_objective("grpo", ["preference_weight=1.0"])
+    objective = Objective(config, parsed.domains)
+    advantages = advantages_of(objective, parsed.batch)
+    terms = step_terms(objective, parsed.batch, advantages, torch.tensor([0, 1]), 8)
+    slope, value = terms.with_margins(objective, torch.zeros(4).double()).preference
+    assert slope.tolist() == [-0.05, 0.05, 0, 0]
+    assert value.tolist() == [pytest.approx(math.log(2)), 0, 0, 0]
+    alone = evaluated("gfpo", ["subset_size=1"], **BASE)
+    found = evaluated("gfpo", ["subset_size=1", "preference_weight=1.0"], **BASE)
+    assert (found["loss"], found["grad_logprobs"]) == (alone["loss"], alone["grad_logprobs"])
+
+
+def test_an_infinite_log_prob_has_no_part_in_the_preference_loss():
+    found = evaluated("grpo", ["preference_weight=1.0"], **EDGES["an infinite log-prob"])
+    assert math.isfinite(found["loss"])
+    assert found["grad_logprobs"][0][0] == 0 != found["grad_logprobs"][0][1]
+
+
+def test_the_subset_is_chosen_by_shaped_rewards():
+    """The same samples count in the statistics and in the loss."""
+    case = {"rewards": [1, 1, 1, 0.9], "group_ids": [0] * 4,
+            "logprobs": [[-1.0] * n for n in (2, 3, 3, 2)]}
+    found = evaluated("gfpo", ["reward_shaping=per_token", "subset_size=2"], **case)
+    trained = [any(row) for row in found["grad_logprobs"]]
+    assert trained == [a != 0 for a in found["advantages"]] == [True, False, False, True]
+
+
+def test_component_weights_are_exact():
+    found = evaluated("mo_grpo", ["std_kind=population", "advantage_eps=0"], rewards=[0, 0],
+                      group_ids=[0, 0], logprobs=[[-1.0]] * 2, components={"a": [1, 0]},
+                      component_weights={"a": 0.7})
+    assert found["advantages"] == [0.7, -0.7]
+
+
+def test_a_kl_weight_of_one_domain_asks_for_its_columns():
+    config, own = load_objective("grpo", ["kl=reward_k1", "domain.a.kl_beta=0.1"], ("a", "b"))
+    objective = Objective(config, ("a", "b"), own)
+    assert needed_columns(config, reference=objective.wants_reference) == {
+        "old_logprobs", "ref_logprobs"}
+
+
 def test_gagpo_by_hand():
     """Two rollouts share the first state; V(s) is the mean of its returns."""
     case = {"rewards": [0, 0], "group_ids": [0, 0],
@@ -179,6 +231,24 @@ BAD_CASES = [
     (variant(advantages=[[1, math.nan], [1], [1] * 3, [1] * 2]), "advantages[0][1]", "NaN"),
     (variant(advantages=[[1, 1], 1, [1] * 3, [1] * 2]), "advantages[1]", "not a list"),
     ({"logprobs": [[-1.0]], "group_ids": [0]}, "rewards", "missing"),
+    (variant(rewards=[10**400, 0, 0, 1]), "rewards[0]", "too large"),
+    (variant(advantages=[math.inf, 1, 1, 0]), "advantages[0]", "infinite"),
+    (variant(entropies=[[math.inf, 0.2], [0.3], [0.1] * 3, [0.4] * 2]), "entropies[0][0]",
+     "infinite"),
+    (variant(token_ids=[[1.5, 2], [1], [2, 2, 3], [2, 3]]), "token_ids[0][0]", "whole number"),
+    (variant(sample_ids=["a", "b", "c", "d"]), "sample_ids[0]", "whole number"),
+    (variant(truncated=["yes", "no", "no", "no"]), "truncated[0]", "not 0 or 1"),
+    (variant(components=[1, 0, 1, 0]), "components", "not an object"),
+    (variant(component_weights=[1]), "component_weights", "not an object"),
+    (variant(component_weights={"a": "x"}), "component_weights.a", "not a number"),
+    (variant(component_weights={"a": math.nan}), "component_weights.a", "NaN"),
+    (variant(component_weights={"b": 2}), "component_weights.b", "no component"),
+    (variant(turns=[1, 2, 3, 4]), "turns[0]", "not a list"),
+    (variant(turns=[[1], [], [], []]), "turns[0][0]", "not end, reward, state"),
+    (variant(turns=[[[0, math.inf, "s"]], [], [], []]), "turns[0][0].reward", "infinite"),
+    (variant(turns=[[[0, 1, "s"], [0, 2, "t"]], [], [], []]), "turns", "same policy token"),
+    (variant(steps=[[], [], [], []]), "turns", "exclude"),
+    (variant(turns=None, steps=[[[True, 1.0]], [], [], []]), "steps[0][0]", "not end, reward"),
 ]
 
 
@@ -194,8 +264,13 @@ def test_missing_columns_and_files_are_named(tmp_path):
         case = {k: v for k, v in BASE.items() if k not in ("entropies", "ref_logprobs")}
         with pytest.raises(DataError, match=column):
             evaluated(preset, **case)
-    with pytest.raises(DataError, match="turns"):
-        evaluated("gagpo", **{k: v for k, v in BASE.items() if k != "turns"})
+    for preset, column in (("gagpo", "turns"), ("gtpo_conflict", "token_ids"),
+                           ("mo_grpo", "components")):
+        with pytest.raises(DataError, match=column):
+            evaluated(preset, **{k: v for k, v in BASE.items() if k != column})
+    with pytest.raises(DataError, match="no turns"):
+        evaluated("gagpo", **{k: v for k, v in BASE.items() if k != "turns"},
+                  steps=[[[0, 1.0]], [], [], []])
     with pytest.raises(DataError, match="cannot read"):
         read_case(tmp_path / "absent.json")
     (tmp_path / "bad.json").write_text("{")
@@ -212,6 +287,7 @@ REFUSED = [
     ("cispo", ["ratio=sequence_geo"], "objective.clip", "token ratios"),
     ("gmpo", ["ratio=token"], "objective.clip", "sequence_geo"),
     ("gspo", ["shaping=trace_recent"], "objective.ratio", "sequence_token"),
+    ("gspo", ["kl=reward_k1", "domain.all.kl_beta=0.1"], "objective.ratio", "sequence_token"),
     ("deepseekmath_process", ["shaping=eda"], "objective.shaping", "sample-level"),
     ("rloo", ["advantage_std=group"], "objective.advantage_std", "deviation"),
     ("sapo", ["dual_clip=3.0"], "objective.dual_clip", "no dual clip"),

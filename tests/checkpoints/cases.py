@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -12,15 +15,19 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints.distributed import load_checkpoint, save_checkpoint
-from grpo_megatron.checkpoints.hf_export import export_checkpoint
+from grpo_megatron.checkpoints.distributed import load_checkpoint, load_model, save_checkpoint
+from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
-from grpo_megatron.config.rollout import PublishConfig
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import CheckpointError, GrpoMegatronError
+from grpo_megatron.trainer.convert import Job, run
+from grpo_megatron.trainer.distributed import RankInfo
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
-from grpo_megatron.trainer.publish import WeightPublisher
 from grpo_megatron.trainer.step import logprob_pass, train_step
-from tests.trainer.cases import Setup, loss_of
+from grpo_megatron.weights.gather import plan_gather
+from tests.integration import trainer_side
+from tests.trainer.cases import Setup, _earlier, loss_of, release
+from tests.trainer.worker_group import fresh_store
 
 
 def _train(setup: Setup, samples: str, steps: int) -> list[dict[str, float]]:
@@ -87,19 +94,54 @@ def import_refusal(model: str, directory: str) -> str | None:
     return None
 
 
+def convert(job: dict[str, Any], file_limit: int | None = None,
+            free_bytes: int | None = None) -> tuple[str, int, str] | None:
+    """Run one conversion; returns the class, exit code and text of its error.
+
+    Args:
+        file_limit: largest file that this process may write, as if the disk were full.
+        free_bytes: what the disk is said to have.
+    """
+    while _earlier:
+        release(_earlier.pop())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit or limits[0], limits[1]))
+    usage = shutil.disk_usage
+    if free_bytes is not None:
+        shutil.disk_usage = lambda path: usage(path)._replace(free=free_bytes)
+    try:
+        run(msgspec.convert(job, Job), RankInfo.from_environment(), fresh_store())
+    except GrpoMegatronError as error:
+        return type(error).__name__, error.exit_code, str(error)
+    finally:
+        shutil.disk_usage = usage
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return None
+
+
+def imported(model: str, layout: dict[str, Any]) -> dict[str, np.ndarray] | None:
+    """All tensors of a model that was read at `layout`."""
+    setup = Setup(model, layout)
+    return setup.gather(setup.shards)
+
+
+def loaded(model: str, layout: dict[str, Any], directory: str) -> dict[str, np.ndarray] | None:
+    """All tensors of a model that was loaded from a converted checkpoint at `layout`."""
+    setup = Setup(model, layout)
+    for part in setup.shards:
+        part.tensor.data.fill_(torch.nan)
+    load_model(Path(directory) / "weights", setup.policy.chunks)
+    return setup.gather(setup.shards)
+
+
 def export_after_training(model: str, samples: str, layout: dict[str, Any], directory: str,
                           shard_bytes: int) -> dict[int, np.ndarray]:
     """Train two steps and export; returns the policy's log-probs by row of `samples`."""
     setup = Setup(model, layout)
     _train(setup, samples, 2)
-    publisher = WeightPublisher(setup.shards, setup.rules, setup.policy.attention_shape,
-                                setup.hf["vocab_size"], PublishConfig(),
-                                tied_embeddings=setup.tied)
-    tensors = publisher.stream_to(0)
-    if dist.get_rank() == 0:
-        export_checkpoint(tensors, Path(directory), Path(model), shard_bytes=shard_bytes)
-    for _ in tensors:
-        pass
+    export_model(plan_gather(setup.shards, setup.rules, tied_embeddings=setup.tied),
+                 setup.shards, setup.policy.attention_shape, Path(directory), Path(model),
+                 vocab_size=setup.hf["vocab_size"], shard_bytes=shard_bytes)
     batch, mine = setup.batch(samples), {}
     for microbatch, found in zip(batch.microbatches, logprob_pass(setup.policy, batch),
                                  strict=True):
@@ -110,3 +152,39 @@ def export_after_training(model: str, samples: str, layout: dict[str, Any], dire
     world: list = [None] * dist.get_world_size()
     dist.all_gather_object(world, mine)
     return {row: logprobs for part in world for row, logprobs in part.items()}
+
+
+def resume_with_reference(model: str, samples: str, layout: dict[str, Any], root: str,
+                          interval: int) -> dict[str, Any]:
+    """Train, save twice, train on; then load the second checkpoint in a fresh trainer and save."""
+    config = RunConfig.model_validate({
+        "name": "case", "model": {"preset": "tiny-qwen3-moe"}, "optimizer": {"lr": 1e-3},
+        "trainer": {"precision": "float32", "num_threads": 1, **layout},
+        "objective": {"preset": "grpo", "kl": "k3", "kl_beta": 0.1,
+                      "reference_interval": interval,
+                      "reference_ema": 0.5 if interval else None},
+        "domains": [{"name": name, "source": "file", "path": "x",
+                     "rewards": [{"function": "a:b"}]} for name in ("even", "odd")]})
+    training = {"directory": samples, "first_update": 0, "num_updates": 9, "state": {}}
+    state = {"step": 1, "sampler": {}}
+
+    def timeless(report: dict[str, Any]) -> dict[str, float]:
+        return {name: value for name, value in report["metrics"].items()
+                if name != "trainer/peak_memory_gib"}
+
+    def save(step: int) -> None:
+        trainer_side.command("save", {"directory": f"{root}/step_{step:06d}", "state": state})
+
+    trainer_side.start(config, model)
+    trainer_side.command("take_reference", {})
+    trainer_side.command("train", training)
+    save(1)
+    trainer_side.command("train", training)
+    save(2)
+    expected = timeless(trainer_side.command("train", training))
+    trainer_side.start(config, model)
+    loaded = trainer_side.command("load", {"directory": f"{root}/step_000002"})
+    save(3)
+    found = timeless(trainer_side.command("train", training))
+    return {"files": sorted(path.name for path in Path(root).iterdir()), "loaded": loaded,
+            "state": state, "found": found, "expected": expected}

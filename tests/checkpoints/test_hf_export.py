@@ -11,8 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.hf_export import export_checkpoint
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.checkpoints.hf_export import (
+    HFFiles,
+    finish_hf,
+    plan_hf_files,
+    read_back,
+    refuse_differences,
+)
+from grpo_megatron.errors import CheckpointError, MismatchError
+from grpo_megatron.weights.digests import file_digest
+from grpo_megatron.weights.transfer_plan import entry_of
 from tests.trainer.reference import reference_logprobs
 
 pytestmark = pytest.mark.timeout(200)
@@ -55,24 +63,44 @@ TENSORS = {f"layer.{i}.weight": torch.full((16, 16), float(i)) for i in range(5)
 def source(tmp_path) -> Path:
     directory = tmp_path / "source"
     directory.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin",
-                 "model.safetensors.index.json"):
+    (directory / "config.json").write_text('{ "odd":   "spacing" }')
+    for name in ("tokenizer.json", "model.safetensors", "pytorch_model.bin", "conversion.json",
+                 "model.safetensors.index.json", "chat_template.jinja"):
         (directory / name).write_text(f"of the source: {name}")
     return directory
 
 
+@pytest.fixture
+def written(source, tmp_path):
+    """Write `TENSORS` and what goes with them; returns their directory and files."""
+    def write(shard_bytes: int = 2048, tensors=TENSORS):
+        out = tmp_path / "export"
+        out.mkdir()
+        files = plan_hf_files([[entry_of(*item)] for item in tensors.items()], shard_bytes)
+        writer = HFFiles(out, files)
+        for name, tensor in tensors.items():
+            writer.put(name, tensor)
+        writer.close()
+        finish_hf(out, files, source)
+        return out, files
+    return write
+
+
 @pytest.mark.parametrize("shard_bytes", [1, 2048, 2049, 1 << 30])
 def test_all_tensors_arrive_and_no_file_of_the_source_is_taken_for_weights(
-        source, tmp_path, shard_bytes):
-    out = tmp_path / "export"
-    assert export_checkpoint(iter(TENSORS.items()), out, source, shard_bytes=shard_bytes) == 5120
+        source, written, shard_bytes):
+    out, planned = written(shard_bytes)
+    assert read_back(out, planned) == []
     files = sorted(out.glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     assert len(files) == {1: 5, 2048: 3, 2049: 3, 1 << 30: 1}[shard_bytes]
     assert not (out / "pytorch_model.bin").exists()
-    assert (out / "tokenizer.json").read_text() == "of the source: tokenizer.json"
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((out / "conversion.json").read_text())["tensors"] == {
+        name: file_digest(tensor) for name, tensor in TENSORS.items()}
     if len(files) > 1:
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == 5120
@@ -82,34 +110,41 @@ def test_all_tensors_arrive_and_no_file_of_the_source_is_taken_for_weights(
         assert not (out / "model.safetensors.index.json").exists()
 
 
-@pytest.mark.parametrize("before", [0, 3])
-def test_a_stream_that_raises_leaves_nothing_half_written(source, tmp_path, before):
-    def broken():
-        yield from list(TENSORS.items())[:before]
-        raise OSError("a rank died")
-
-    out = tmp_path / "export"
-    with pytest.raises(OSError, match="a rank died"):
-        export_checkpoint(broken(), out, source, shard_bytes=1024)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+def test_tensors_of_several_widths_stay_aligned(written):
+    tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(5),
+               "c": torch.ones(1, dtype=torch.float16), "d": torch.arange(12.0).view(3, 4).t()}
+    out, files = written(1 << 20, tensors)
+    assert read_back(out, files) == []
+    found = load_file(out / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert all(found[name].data_ptr() % tensor.itemsize == 0 for name, tensor in tensors.items())
 
 
-def test_a_failed_export_keeps_the_one_before(source, tmp_path):
-    out = tmp_path / "export"
-    export_checkpoint(iter(TENSORS.items()), out, source)
-    with pytest.raises(CheckpointError, match="no tensor to export"):
-        export_checkpoint(iter(()), out, source)
-    assert load_file(out / "model.safetensors").keys() == TENSORS.keys()
+def test_one_changed_bit_on_the_disk_is_found(written):
+    out, files = written()
+    with open(out / files[1].name, "r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    bad = read_back(out, files)
+    assert len(bad) == 1 and bad[0] in {entry.name for entry in files[1].entries}
+    with pytest.raises(MismatchError, match="1 tensors were read back as something else"):
+        refuse_differences(bad, out)
 
 
-def test_tensors_may_be_reused_by_the_stream(source, tmp_path):
-    """A gather may hand out views of one buffer."""
-    def stream():
-        buffer = torch.empty(16, 16)
-        for name, tensor in TENSORS.items():
-            buffer.copy_(tensor)
-            yield name, buffer.t()
+def test_a_tensor_that_does_not_come_or_is_another_is_refused(tmp_path):
+    file, = plan_hf_files([[entry_of("a", torch.ones(2)), entry_of("b", torch.ones(2))]], 100)
+    writer = HFFiles(tmp_path, [file])
+    writer.put("a", torch.ones(2))
+    with pytest.raises(CheckpointError, match=r"1 tensors did not come, for example \['b'\]"):
+        writer.close()
+    with pytest.raises(CheckpointError, match=r"'b' torch.float32 \(3,\) was not planned"):
+        writer.put("b", torch.ones(3))
 
-    export_checkpoint(stream(), tmp_path / "export", source)
-    found = load_file(tmp_path / "export" / "model.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+def test_a_config_that_says_quantised_loses_that(source, written):
+    config = {"model_type": "x", "quantization_config": {"quant_method": "fp8"}}
+    (source / "config.json").write_text(json.dumps(config))
+    out, _ = written()
+    assert json.loads((out / "config.json").read_text()) == {"model_type": "x"}

@@ -95,6 +95,22 @@ def test_an_optimizer_that_never_stepped(request, resume, moe_model, samples, tm
     assert_same_weights(found["tensors"], expected["tensors"])
 
 
+@pytest.mark.parametrize(("interval", "references"), [(0, [1]), (1, [1, 2])],
+                         ids=["never refreshed", "refreshed by every step"])
+def test_reference_weights_are_saved_once_and_resumed(world2, moe_model, samples, tmp_path,
+                                                      interval, references):
+    found = world2.run(CASES + "resume_with_reference", model=moe_model, samples=samples,
+                       layout={"num_ranks": 2, "pipeline_parallel_size": 2}, root=str(tmp_path),
+                       interval=interval)
+    assert found["files"] == [*(f"reference_step_{n:06d}" for n in references),
+                              *(f"step_{n:06d}" for n in (1, 2, 3))]
+    assert found["loaded"] == found["state"]
+    assert found["found"] == found["expected"] and found["found"]["reference/k3"] > 0
+    prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"reference_step_{references[-1]:06d}", "step_000003"]
+
+
 @pytest.fixture
 def copy(checkpoints, tmp_path) -> Path:
     directory, _ = checkpoints("w1")
@@ -146,7 +162,11 @@ def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
         if step != 100:
             (tmp_path / f"step_{step:06d}" / "complete.json").write_text("{}")
     (tmp_path / "step_000200.tmp").mkdir()
+    (tmp_path / "step_000010" / "complete.json").write_text('{"reference": "reference_step_2"}')
+    for name in ("reference_step_2", "reference_step_9", "reference_step_9.tmp"):
+        (tmp_path / name).mkdir()
     assert complete_steps(tmp_path) == [2, 10, 1000]
     assert prune(tmp_path, keep=2) == [2]
     assert complete_steps(tmp_path) == [10, 1000]
+    assert [path.name for path in tmp_path.glob("reference_*")] == ["reference_step_2"]
     assert complete_steps(tmp_path / "absent") == []

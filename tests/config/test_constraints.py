@@ -42,6 +42,7 @@ from tests.config.conftest import unchecked_config
     ("deterministic_surplus", ["sampling.surplus_staleness=1", "rollout.deterministic=true"]),
     ("microbatch_length", ["trainer.max_tokens_per_microbatch=63"]),
     ("deterministic_staleness", ["batch.max_staleness=1", "rollout.deterministic=true"]),
+    ("pause_in_flight", ["publish.pause=keep"]),
     ("num_senders", ["publish.num_senders=3"]),
     ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),
     ("validation_prompts", ["data.num_validation=0"]),
@@ -66,6 +67,7 @@ def test_every_rule_has_its_text_and_every_text_its_rule():
 
 @pytest.mark.parametrize("overrides", [
     [], ["batch.num_prompts=4", "batch.updates_per_rollout=4"], ["batch.max_staleness=1"],
+    ["batch.max_staleness=1", "publish.pause=abort"],
     ["rollout.deterministic=true"], ["rollout.max_new_tokens=63"],
     ["trainer.max_tokens_per_microbatch=64"], ["domains.0.num_problems=1537"],
     ["domains.0.num_problems=null"], ["data.num_validation=0", "cold_start=null"],

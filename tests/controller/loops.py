@@ -60,7 +60,9 @@ class Loop:
             session = SimpleNamespace(
                 config=self.config, run_dir=self.run_dir, worker=self, rewards=self,
                 publisher=self, trainer=self, stopping=asyncio.Event(), take_seconds=dict,
-                tokenizer=SimpleNamespace(decode=str),
+                tokenizer=SimpleNamespace(
+                    decode=str, stop_token_ids=(0,),
+                    encode=lambda text, where=None: [ord(c) for c in text]),
                 splits=SimpleNamespace(train=self.prompts), event=lambda *_, **__: None,
                 phase=lambda name: contextlib.nullcontext())
             self.version = state.step
@@ -77,9 +79,10 @@ class Loop:
                  and not name.startswith("throughput")}
                 for record in read_metrics(self.run_dir.metrics)]
 
-    async def rollouts(self, step: int, prompts) -> StepRollouts:
+    async def rollouts(self, step: int, prompts, *, num_samples: int | None = None,
+                       max_tokens: int | None = None) -> StepRollouts:
         self.sampled.append((step, len(prompts)))
-        size = self.config.batch.num_samples_per_prompt
+        size = num_samples or self.config.batch.num_samples_per_prompt
         return StepRollouts([RolloutGroup(p, tuple(
             completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3)
             for g in range(size)), 0) for p in prompts], [], [])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 
 from tests.e2e import runs
 
-pytestmark = pytest.mark.learning
+pytestmark = [pytest.mark.learning, pytest.mark.timeout(1300)]
 DEMO = "demo/gspo-moe-cpu"
 LAST_LINE = re.compile(r"held-out accuracy before (\d\.\d\d) after (\d\.\d\d) in \d+ s")
 
 
 def accuracies(*arguments: str) -> tuple[float, float]:
-    done = runs.command("train", DEMO, *arguments, timeout_s=1200)
+    return accuracies_of(runs.command("train", DEMO, *arguments, timeout_s=1200))
+
+
+def accuracies_of(done: subprocess.CompletedProcess) -> tuple[float, float]:
+    """Before and after, as the run's last line says."""
     assert done.returncode == 0, done.stdout + done.stderr
     match = LAST_LINE.fullmatch(done.stdout.splitlines()[-1])
     assert match, done.stdout

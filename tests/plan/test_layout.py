@@ -24,7 +24,7 @@ DENSE = replace(MOE, model_type="qwen3", num_experts=0, moe_layers=(), moe_inter
 SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size",
          "vpp": "virtual_pipeline_parallel_size", "cp": "context_parallel_size",
          "ep": "expert_parallel_size", "etp": "expert_tensor_parallel_size", "ranks": "num_ranks",
-         "sp": "sequence_parallel"}
+         "sp": "sequence_parallel", "first": "first_stage_layers", "last": "last_stage_layers"}
 
 
 def trainer(**sizes) -> TrainerConfig:
@@ -42,6 +42,8 @@ def check(facts: ModelFacts = MOE, rollout: dict | None = None, *, te: bool = Tr
     {"ranks": 4, "tp": 2, "ep": 2}, {"ranks": 4, "tp": 2, "etp": 1, "ep": 4},
     {"ranks": 4, "tp": 2, "etp": 1}, {"ranks": 4, "pp": 2, "vpp": 2, "ep": 2},
     {"ranks": 8, "tp": 2, "pp": 2, "ep": 2}, {"ranks": 2, "etp": 2},
+    {"ranks": 3, "pp": 3, "first": 2}, {"ranks": 3, "pp": 3, "first": 2, "last": 2},
+    {"ranks": 2, "pp": 2, "vpp": 2, "first": 6}, {"ranks": 2, "pp": 2, "last": 1},
 ])
 def test_valid_layouts(sizes):
     assert check(**sizes) == []
@@ -57,6 +59,10 @@ def test_valid_layouts(sizes):
     ("expert_width", "etp", (1,), {"ranks": 6, "etp": 3, "ep": 2}),
     ("heads_divide", "tp", (4,), {"ranks": 8, "tp": 8}),
     ("layers_divide", "pp", (2,), {"ranks": 6, "pp": 3}),
+    ("layers_divide", "first", (2, 4), {"ranks": 3, "pp": 3, "first": 3}),
+    ("layers_divide", "first", (1, 3), {"ranks": 4, "pp": 4, "first": 2, "last": 3}),
+    ("layers_divide", "last", (2, 4), {"ranks": 3, "pp": 3, "last": 3}),
+    ("layers_divide", "first", (), {"ranks": 1, "first": 3}),
     ("layers_divide", "vpp", (2, 4), {"ranks": 2, "pp": 2, "vpp": 3}),
     ("virtual_pipeline", "vpp", (), {"vpp": 2}),
     ("sequence_parallel", "sp", (False,), {"sp": True}),

@@ -45,6 +45,16 @@ def test_checkpoint_path(tmp_path):
     assert resolve(DEMO, [*flags, "trainer.expert_parallel_size=1"]).config.model.path == tmp_path
 
 
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model_type": "minimax_m2"}, "normalises queries and keys per head"),
+    ({"new_gate": 2}, "llama has no field 'new_gate'"),
+])
+def test_models_that_the_trainer_does_not_compute(tmp_path, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | changes))
+    with pytest.raises(InvalidConfigError, match=message):
+        resolve(DEMO, ["model.preset=null", f"model.path={tmp_path}"])
+
+
 def test_a_wrong_model_key_does_not_cascade():
     with pytest.raises(InvalidConfigError) as caught:
         resolve(DEMO, ["model.prest=x", "model.preset=null"])

@@ -13,7 +13,7 @@ from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.rollout.worker import RolloutWorker
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import Prompt, VersionSpan
 from grpo_megatron.weights.transfer import WeightSender
 from tests.rollout.engines import (
     VOCABULARY,
@@ -96,30 +96,49 @@ def test_publish_repeats_on_the_same_groups(servers, checkpoints, models):
     assert completion.versions[0].version == 5
 
 
-def test_version_spans_of_a_publish_in_flight(servers, checkpoints, models):
-    """With `keep`, a completion continues under the new weights and says from where on."""
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_publish_in_flight_is_told_token_by_token(servers, checkpoints, models, mode):
+    """Held or aborted and continued: log-probs and routes are those of the version they name."""
     weights = weights_of(checkpoints.other_moe)
+    config = make_long(servers.moe.config)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(
+        update={"deterministic": False})})
 
     async def run():
         async with servers.moe.client() as client:
             await _restore(client, checkpoints.moe)
             trainer = Trainer(weights)
             publisher = await trainer.connect([client])
-            publisher.pause_mode = "keep"
-            running = asyncio.ensure_future(client.generate(
-                PROMPT, n=32, max_tokens=200, record_routes=True))
-            await asyncio.sleep(0.3)
+            publisher.pause_mode = mode
+            worker = RolloutWorker(config, ReplicaPool.of([client]))
+            prompts = [Prompt(name, "d", "", tuple(PROMPT), "") for name in ("p", "q")]
+            running = asyncio.ensure_future(worker.rollouts(0, prompts, num_samples=36))
+            await asyncio.sleep(0.5)
             await publisher.publish(1, trainer.plan, lambda: trainer.send(weights, 1))
-            return await running
+            return [c for group in (await running).groups for c in group.completions]
 
     completions = asyncio.run(run())
-    for completion in completions[:4]:
+    assert {len(c.token_ids) for c in completions} == {200}
+    # 64 sequences run at once; the others wait, and see only the new weights
+    spans = [tuple(span.version for span in c.versions) for c in completions]
+    assert set(spans) == {(0, 1), (1,)} and spans.count((1,)) >= 8
+    for completion in [c for c in completions if len(c.versions) == 2][:6]:
         old, new = completion.versions
-        assert (old.version, new.version) == (0, 1) and old.end == new.start
-        for span, checkpoint in ((old, checkpoints.moe), (new, checkpoints.other_moe)):
+        rows = len(PROMPT) - 1
+        assert completion.route_versions == (VersionSpan(0, 0, rows + old.end),
+                                             VersionSpan(1, rows + new.start, rows + new.end))
+        for span, checkpoint, other in ((old, checkpoints.moe, checkpoints.other_moe),
+                                        (new, checkpoints.other_moe, checkpoints.moe)):
             part = slice(span.start, span.end)
-            error = _span_error(models[checkpoint], completion, part)
-            assert error < TOLERANCE
+            assert _span_error(models[checkpoint], completion, part) < TOLERANCE
+            assert _span_error(models[other], completion, part) > 1e-2
+        for span in completion.route_versions:
+            part = slice(span.start, span.end)
+            routes = np.sort(completion.routes[part], -1)
+            for version, checkpoint in enumerate((checkpoints.moe, checkpoints.other_moe)):
+                native = reference_routes(models[checkpoint], PROMPT, completion)[part]
+                same = (routes == native).all(-1).mean()
+                assert same == 1 if version == span.version else same < 0.5
 
 
 def _span_error(model, completion, part) -> float:
@@ -130,6 +149,41 @@ def _span_error(model, completion, part) -> float:
         logprobs = model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
     expected = logprobs.gather(-1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
     return float(np.abs(expected - completion.logprobs)[part].max())
+
+
+def test_segments_give_what_one_request_does(servers, checkpoints, models):
+    """Greedily the same completion bit by bit; sampled the same in every run."""
+    prompts = [Prompt(f"p{i}", "d", "", tuple(PROMPT[: 10 + 7 * i]), "") for i in range(4)]
+
+    def worker(client, segment_tokens):
+        rollout = servers.moe.config.rollout.model_copy(update={"segment_tokens": segment_tokens})
+        return RolloutWorker(servers.moe.config.model_copy(update={"rollout": rollout}),
+                             ReplicaPool.of([client]))
+
+    async def run():
+        async with servers.moe.client() as client:
+            await _restore(client, checkpoints.moe)
+            greedy = [await worker(client, size).greedy(prompts, 24) for size in (None, 3)]
+            sampled = []
+            for order in (prompts, prompts[::-1]):
+                groups = (await worker(client, 3).rollouts(3, order)).groups
+                sampled.append({g.prompt.prompt_id: g.completions for g in groups})
+            return greedy, sampled
+
+    (whole, chained), (first, again) = asyncio.run(run())
+    for a, b in zip(whole, chained, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+        assert (a.versions, a.finish_reason) == (b.versions, b.finish_reason)
+    for prompt in prompts:
+        for a, b in zip(first[prompt.prompt_id], again[prompt.prompt_id], strict=True):
+            np.testing.assert_array_equal(a.token_ids, b.token_ids)
+            np.testing.assert_array_equal(a.logprobs, b.logprobs)
+            np.testing.assert_array_equal(a.routes, b.routes)
+            assert len(a.token_ids) == 24 and len(a.versions) == len(a.route_versions) == 1
+            assert logprob_error(models[checkpoints.moe], prompt.token_ids, a) < TOLERANCE
+            native = reference_routes(models[checkpoints.moe], prompt.token_ids, a)
+            np.testing.assert_array_equal(np.sort(a.routes, -1), native)
 
 
 def test_routes_are_the_references(servers, checkpoints, models):

@@ -47,6 +47,12 @@ def test_tensors_that_are_not_contiguous_are_reduced(unfixed):
     assert after == [[2.0, 2.0]] * 3
 
 
+def test_groups_of_experts_are_scored_as_deepseek_does(unfixed):
+    before, after = unfixed("groups_of_experts")
+    assert before == ([0, 2, 3], [0, 2, 3])  # the best 3 // 2 = 1 of every group
+    assert after == ([2, 3, 4], [0, 2, 3])
+
+
 def test_state_of_an_optimizer_that_never_stepped(unfixed, dense_model):
     before, after = unfixed("state_of_an_unstepped_optimizer", model=dense_model)
     assert before == "AssertionError"

@@ -42,3 +42,11 @@ def test_kept_angles_belong_to_their_dtype_and_freqs():
     assert rotate_packed(x.bfloat16(), cu_seqlens, freqs).dtype == torch.bfloat16
     assert not torch.equal(rotate_packed(x, cu_seqlens, freqs + 1), first)
     assert torch.equal(rotate_packed(x, cu_seqlens, freqs), first)
+
+
+def test_the_scale_is_of_the_rotated_features_only():
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    freqs = torch.rand(3, 1, 1, 2).repeat(1, 1, 1, 2)
+    x = torch.rand(5, 2, 8)
+    expected = torch.cat([one_by_one(x, [2, 3], freqs)[..., :4] * 1.5, x[..., 4:]], -1)
+    torch.testing.assert_close(rotate_packed(x, cu_seqlens, freqs, 1.5), expected)

@@ -106,6 +106,26 @@ def reduce_of_a_transposed_tensor():
     return before, reduce()
 
 
+def groups_of_experts():
+    """Experts chosen for one token: top 3 of 6 in three groups, of which two may be used."""
+    import megatron.core.transformer.moe.router as router
+
+    def chosen(scores: list[float], **settings):
+        return router.topk_routing_with_score_function(
+            torch.tensor([scores]), 3, num_groups=3, group_topk=2,
+            **settings)[1][0].nonzero()[:, 0].tolist()
+
+    def both():
+        # the sums of the best two rank the groups 1, 2, 0, the best ones 0, 1, 2
+        scores = [3.0, -9.0, 2.0, 1.9, 1.95, 1.8]
+        return (chosen(scores, score_function="sigmoid"),
+                chosen(scores, score_function="softmax", use_pre_softmax=True))
+
+    before = both()
+    megatron_fixes.score_groups_as_deepseek()
+    return before, both()
+
+
 def _build(model: str):
     initialize(LAYOUT, RankInfo.from_environment(), fresh_store())
     seed_everything(1)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_megatron.weights import digests
 from grpo_megatron.weights.digests import BLOCK_WORDS, digest_tensor, sha256_tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64,
@@ -112,6 +113,18 @@ def test_golden_values():
     """Digests are compared between processes and machines: their definition must not drift."""
     assert digest_tensor(torch.arange(10, dtype=torch.float32)) == GOLDEN[0]
     assert digest_tensor(torch.arange(3 * BLOCK_WORDS, dtype=torch.int32).view(3, -1)) == GOLDEN[1]
+
+
+@given(num_bytes=st.integers(8, 3 * 8 * BLOCK_WORDS), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_both_ways_to_sum_blocks(num_bytes, seed):
+    """NumPy on a CPU, torch on an accelerator; here torch's runs on the CPU too."""
+    whole = random_bytes(num_bytes // 8 * 8, seed)
+    cut = whole.numel() // (8 * BLOCK_WORDS) * 8 * BLOCK_WORDS
+    parts = [whole[:cut].view(torch.int64).view(-1, BLOCK_WORDS),
+             whole[cut:].view(torch.int64).view(1, -1)]
+    by_torch = b"".join(digests._block_sums(part) for part in parts if part.numel())
+    assert digests._block_sums_cpu(whole.numpy()) == by_torch
 
 
 @pytest.mark.gpu

@@ -25,12 +25,16 @@ class Advantages:
     per_token: bool
 
 
-def needed_columns(o: ObjectiveConfig) -> frozenset[str]:
-    """Token columns that the objective's advantages are computed from."""
+def needed_columns(o: ObjectiveConfig, *, reference: bool) -> frozenset[str]:
+    """Token columns that the objective's advantages are computed from.
+
+    Args:
+        reference: Whether the KL weighs anything in any domain.
+    """
     needed = ESTIMATORS.needs[o.advantage]
     if o.shaping != "none":
         needed |= SHAPINGS.needs[o.shaping]
-    if o.kl == "reward_k1" and o.kl_beta > 0:
+    if o.kl == "reward_k1" and reference:
         needed |= {"old_logprobs", "ref_logprobs"}
     return needed
 
@@ -39,7 +43,7 @@ def select(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
     """Samples in the loss and in its denominators, bool [N]: the subset that is trained."""
     if o.subset == "none":
         return batch.trained
-    return batch.trained & SUBSETS[o.subset](o, batch, Groups(batch.group_ids, batch.valid))
+    return batch.trained & _rewarded(o, batch)[1].valid
 
 
 def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
@@ -49,11 +53,7 @@ def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
     Args:
         betas: float64 [N], weight of the KL in the reward (`kl = "reward_k1"`).
     """
-    groups = Groups(batch.group_ids, batch.valid)
-    if o.reward_shaping != "none":
-        batch = replace(batch, rewards=REWARD_SHAPINGS[o.reward_shaping](o, batch, groups))
-    if o.subset != "none":
-        groups = Groups(batch.group_ids, SUBSETS[o.subset](o, batch, groups))
+    batch, groups = _rewarded(o, batch)
     values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
     if betas is not None and bool((betas > 0).any()):
         betas = torch.where(groups.valid, betas, 0.0)
@@ -65,6 +65,16 @@ def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
         per_token = o.shaping in TOKEN_SHAPINGS
     valid = batch.spread(groups.valid) if per_token else groups.valid
     return Advantages(torch.where(valid, values, 0.0), per_token)
+
+
+def _rewarded(o: ObjectiveConfig, batch: SampleBatch) -> tuple[SampleBatch, Groups]:
+    """The batch with shaped rewards; its groups with the samples that count."""
+    groups = Groups(batch.group_ids, batch.valid)
+    if o.reward_shaping != "none":
+        batch = replace(batch, rewards=REWARD_SHAPINGS[o.reward_shaping](o, batch, groups))
+    if o.subset != "none":
+        groups = Groups(batch.group_ids, SUBSETS[o.subset](o, batch, groups))
+    return batch, groups
 
 
 def _less_future_kl(batch: SampleBatch, values: Tensor, betas: Tensor, *,

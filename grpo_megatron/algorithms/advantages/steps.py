@@ -64,7 +64,7 @@ def turn_index(batch: SampleBatch) -> Tensor:
 
 
 def _events(batch: SampleBatch, what: str) -> Events:
-    if batch.events is None:
+    if batch.events is None or (what == "turns" and batch.events.state is None):
         raise DataError(f"the samples have no {what}", where=what,
                         remedy=f"give {what}, or choose an outcome-level advantage")
     return batch.events

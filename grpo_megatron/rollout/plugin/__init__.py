@@ -24,15 +24,21 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from grpo_megatron.rollout.plugin import engine_orphans
+    from grpo_megatron.rollout.plugin import engine_orphans, whole_outputs
 
     WeightTransferEngineFactory.register_engine(
         "gloo", "grpo_megatron.rollout.plugin.gloo_engine", "GlooWeightTransferEngine"
     )
     engine_orphans.apply()
+    whole_outputs.apply()
     if current_platform.is_cpu():
-        from grpo_megatron.rollout.plugin import cpu_moe_update, cpu_routed_experts
+        from grpo_megatron.rollout.plugin import (
+            cpu_eager_layers,
+            cpu_moe_update,
+            cpu_routed_experts,
+        )
 
+        cpu_eager_layers.apply()
         cpu_moe_update.apply()
         cpu_routed_experts.apply()
     _registered = True

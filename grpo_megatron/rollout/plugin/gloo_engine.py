@@ -6,17 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
+from grpo_megatron.rollout.plugin.worker_extension import NamedTensors, noise_of_environment
 from grpo_megatron.weights.transfer import WeightReceiver
 from grpo_megatron.weights.transfer_plan import TransferPlan
-
-NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 @dataclass
@@ -64,6 +62,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.received = {}
+        self.before_load = self.before_load or noise_of_environment()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 import torch
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+NOISE_VARIABLE = "GRPO_MEGATRON_ENGINE_NOISE"
 
 
 class WorkerExtension:
@@ -32,15 +38,28 @@ class WorkerExtension:
             noise: Standard deviation of what is added; 0: negate the first element only.
             seed: Of the noise.
         """
-        generator = torch.Generator().manual_seed(seed)
+        self.weight_transfer_engine.before_load = noise_on(name_contains, noise, seed)
 
-        def change(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-            return [
-                (name, _changed(tensor, noise, generator) if name_contains in name else tensor)
-                for name, tensor in tensors
-            ]
 
-        self.weight_transfer_engine.before_load = change
+def noise_on(name_contains: str, noise: float, seed: int) -> Callable[[NamedTensors], NamedTensors]:
+    """Changes tensors by name before they are loaded."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(tensors: NamedTensors) -> NamedTensors:
+        return [(name, _changed(tensor, noise, generator) if name_contains in name else tensor)
+                for name, tensor in tensors]
+
+    return change
+
+
+def noise_of_environment() -> Callable[[NamedTensors], NamedTensors] | None:
+    """Fault injection for whole runs: `GRPO_MEGATRON_ENGINE_NOISE=mlp.gate:0.05` adds noise to the
+    engine's router weights at every publish, always the same, and to nobody else's."""
+    wanted = os.environ.get(NOISE_VARIABLE)
+    if not wanted:
+        return None
+    name, _, noise = wanted.rpartition(":")
+    return noise_on(name, float(noise), 0)
 
 
 def _changed(tensor: torch.Tensor, noise: float, generator: torch.Generator) -> torch.Tensor:

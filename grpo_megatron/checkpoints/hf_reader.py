@@ -1,0 +1,111 @@
+"""Tensors of a Hugging Face checkpoint, memory-mapped; block-fp8 ones are dequantised as read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.weights.fp8 import BLOCK, dequantise, scale_name
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class HFReader:
+    """What the index names (or the single file holds), read in slices.
+
+    Raises:
+        CheckpointError: no safetensors, a shard is missing, or a file is truncated.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._files: dict[str, safe_open] = {}
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            self.files = _read_index(index)
+            missing = {f for f in self.files.values() if not (directory / f).exists()}
+            if missing:
+                raise CheckpointError(f"missing shards: {sorted(missing)}", where=str(directory))
+        elif (directory / "model.safetensors").exists():
+            names = self._open("model.safetensors").keys()
+            self.files = dict.fromkeys(names, "model.safetensors")
+        else:
+            raise CheckpointError("no model.safetensors and no index", where=str(directory),
+                                  remedy="give a Hugging Face checkpoint in safetensors format")
+
+    def names(self) -> set[str]:
+        """Without the scales of block-quantised tensors."""
+        return set(self.files) - {scale_name(name) for name in self.files}
+
+    def check_index(self) -> None:
+        """Open every file. Raises CheckpointError where one holds other tensors than named."""
+        named = Counter(self.files.values())
+        for file in sorted(named):
+            held = set(self._open(file).keys())
+            wanted = {name for name, place in self.files.items() if place == file}
+            if held != wanted:
+                raise CheckpointError(
+                    f"{file} and the index disagree about {sorted(held ^ wanted)[:3]}",
+                    where=str(self.directory), remedy="download the checkpoint again")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the tensor as `rows` gives it. Raises CheckpointError for one that is no weight."""
+        stored = self._slice(name).get_dtype()
+        if scale_name(name) in self.files and stored == "F8_E4M3":
+            return torch.bfloat16
+        if stored not in _DTYPES:
+            raise CheckpointError(
+                f"tensor {name!r} is {stored}; weights are {', '.join(_DTYPES)}, or F8_E4M3 with "
+                f"a tensor {scale_name(name)!r}", where=str(self.directory))
+        return _DTYPES[stored]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.rows(name, 0, self.shape(name)[0])
+
+    def rows(self, name: str, start: int, end: int) -> torch.Tensor:
+        """`tensor[start:end]`: a view of the mapped file, except of a dequantised tensor."""
+        dtype = self.dtype(name)
+        if scale_name(name) not in self.files:
+            return self._slice(name)[start:end]
+        first = start // BLOCK
+        try:
+            scales = self._slice(scale_name(name))[first : -(-end // BLOCK)]
+            whole = dequantise(self._slice(name)[first * BLOCK : end], scales, dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{scale_name(name)}: {error}",
+                                  where=str(self.directory)) from error
+        return whole[start - first * BLOCK :]
+
+    def _slice(self, name: str):
+        if name not in self.files:
+            raise CheckpointError(f"tensor {name!r} is missing", where=str(self.directory))
+        file = self.files[name]
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"cannot read {name!r} from {file}: {error}",
+                                  where=str(self.directory)) from error
+
+    def _open(self, file: str):
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self.directory / file, "pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"unreadable shard {file}: {error}",
+                                      where=str(self.directory)) from error
+        return self._files[file]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"unreadable index: {error!r}", where=str(path)) from error

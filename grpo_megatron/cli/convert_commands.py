@@ -1,0 +1,99 @@
+"""`convert from-hf`, `convert to-hf`, `convert check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from grpo_megatron.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True,
+                  help="Hugging Face checkpoints to Megatron's and back; check either.")
+Source = Annotated[Path, typer.Argument(help="The checkpoint directory.", show_default=False)]
+Target = Annotated[Path, typer.Option("--to", help="Directory to make.", show_default=False)]
+Layout = Annotated[list[str] | None, typer.Argument(
+    metavar="KEY=VALUE", show_default=False,
+    help="Keys of [trainer]: the layout at which log-probs are compared; num_ranks processes "
+         "share the work.")]
+Dtype = Annotated[str | None, typer.Option(
+    "--dtype", help="float32, float16 or bfloat16; default: every tensor keeps its own.")]
+ShardGB = Annotated[float, typer.Option("--shard-gb", help="Largest size of a file, in GB.")]
+Compare = Annotated[bool, typer.Option(
+    "--probe/--no-probe", help="Compare log-probs by Megatron and by transformers at the end.")]
+
+
+@app.command("from-hf")
+def from_hf(source: Source, to: Target, layout: Layout = None, dtype: Dtype = None,
+            shard_gb: ShardGB = 5.0, probe: Compare = True) -> None:
+    """Make a checkpoint that Megatron loads at any layout (`model.path=…`)."""
+    _convert("megatron", source, to, layout, dtype, shard_gb, probe)
+
+
+@app.command("to-hf")
+def to_hf(source: Source, to: Target, layout: Layout = None, dtype: Dtype = None,
+          shard_gb: ShardGB = 5.0, probe: Compare = True) -> None:
+    """Make a Hugging Face checkpoint of a run's checkpoint or a converted one."""
+    _convert("hf", source, to, layout, dtype, shard_gb, probe)
+
+
+@app.command()
+def check(source: Source, layout: Layout = None) -> None:
+    """Read every tensor: names, shapes, finite numbers, digests where they were recorded."""
+    from grpo_megatron.launch.convert import convert
+
+    values = _layout(layout, source)
+    convert({"source": str(source), "target": None, "layout": values}, values["num_ranks"])
+    typer.echo(f"{source} is whole")
+
+
+def _convert(to: str, source: Path, target: Path, layout: list[str] | None, dtype: str | None,
+             shard_gb: float, probe: bool) -> None:
+    from grpo_megatron.launch.convert import convert
+
+    if dtype not in (None, "float32", "float16", "bfloat16"):
+        raise ConfigError(f"--dtype {dtype} is not a dtype of weights", where="command line",
+                          remedy="float32, float16 or bfloat16")
+    if shard_gb <= 0:
+        raise ConfigError(f"--shard-gb {shard_gb} is not positive", where="command line")
+    if target.exists():
+        raise ConfigError(f"{target} exists", where="command line",
+                          remedy="remove it, or choose another --to")
+    values = _layout(layout, source)
+    convert({"source": str(source.absolute()), "target": str(target.absolute()), "to": to,
+             "dtype": dtype, "shard_bytes": int(shard_gb * 1e9), "layout": values,
+             "probe": probe}, values["num_ranks"])
+    if not any((source / name).exists() for name in ("tokenizer.json", "tokenizer.model",
+                                                     "tokenizer_config.json", "vocab.json")):
+        typer.echo(f"warning: {source} has no tokenizer, so {target} has none", err=True)
+    typer.echo(f"{target} was read back and is what {source} says")
+
+
+def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:
+    """The `[trainer]` values that were given and `num_ranks`; what the model forbids is refused."""
+    from pydantic import ValidationError
+
+    from grpo_megatron.config.run import ModelConfig
+    from grpo_megatron.config.suggest import nearest
+    from grpo_megatron.config.trainer import TrainerConfig
+    from grpo_megatron.plan.layout import refuse_layout, smallest_world
+    from grpo_megatron.plan.model_facts import model_facts
+
+    values: dict[str, Any] = {}
+    for text in overrides or ():
+        key, _, value = text.removeprefix("trainer.").partition("=")
+        if key not in TrainerConfig.model_fields:
+            near = nearest(key, TrainerConfig.model_fields) or ["tensor_parallel_size"]
+            raise ConfigError(f"{text!r} is not a key=value of [trainer]", where="command line",
+                              remedy=f"for example {near[0]}=2")
+        values[key] = value
+    try:
+        layout = TrainerConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{first['loc'][0]}: {first['msg']}", where="command line") from error
+    if "num_ranks" not in values:
+        layout = layout.model_copy(update={"num_ranks": smallest_world(layout)})
+    refuse_layout(layout, model_facts(ModelConfig(path=source)))
+    return layout.model_dump(include={*values, "num_ranks"})

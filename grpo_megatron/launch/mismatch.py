@@ -1,0 +1,75 @@
+"""`grpo-megatron mismatch`: why trainer and engine disagree about a recorded step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.batching.columns import read_columns
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.checkpoints.retention import complete_steps
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.launch.offline import choose_step, offline_trainer, recorded_steps
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.gap_page import gap_page
+from grpo_megatron.telemetry.gap_parts import GapParts, split_gap
+
+Columns = dict[str, np.ndarray]
+
+
+def report_mismatch(path: Path, step: int | None, overrides: Sequence[str], page: Path | None, *,
+                    by_layer: bool) -> Iterator[str]:
+    """Lines of a table; the page with heat maps is written too."""
+    run_dir = RunDir(path)
+    step = choose_step(run_dir, step)
+    yield f"log-prob gap of step {step} of {path}: engine - trainer with live routing"
+    table = SampleTable(run_dir.step_store(step))
+    gap, metrics, notes = asyncio.run(_measure(run_dir, step, overrides, table, by_layer))
+    yield f"  {'cause':<14}  {'mean':>11}  {'mean |.|':>11}  {'max |.|':>11}"
+    for name, *numbers in gap.table():
+        yield f"  {name:<14}  " + "  ".join(f"{x:>11.3e}" for x in numbers)
+    yield f"  parts add up to the total within {gap.residual:.1e}"
+    for layer, values in gap.by_layer.items():
+        rate = metrics.get(f"routing/rollout_token_flip_rate/layer_{layer}", 0.0)
+        yield (f"  routing, layer {layer:<4}  {values.mean():>11.3e}  "
+               f"{np.abs(values).mean():>11.3e}  tokens routed elsewhere {rate:.3%}")
+    yield from (f"  note: {note}" for note in notes)
+    page = page or run_dir.root / f"mismatch-{step}.html"
+    page.write_text(gap_page(f"Mismatch of {run_dir.root.name}, step {step}", gap, metrics, notes))
+    yield f"heat maps: {page}"
+
+
+async def _measure(run_dir: RunDir, step: int, overrides: Sequence[str], table: SampleTable,
+                   by_layer: bool) -> tuple[GapParts, dict[str, float], list[str]]:
+    notes = []
+
+    async def columns(weights_of: int, flags: Sequence[str],
+                      layers: bool) -> tuple[Columns, dict[str, float], RunConfig]:
+        async with offline_trainer(run_dir, flags, f"mismatch-{step}") as trainer:
+            await trainer.go_to(weights_of)
+            to = trainer.scratch.root / "gaps.safetensors"
+            metrics = await trainer.call("gaps", directory=str(trainer.store(step)), to=str(to),
+                                         by_layer=layers)
+            return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics,
+                    trainer.config)
+
+    run, metrics, config = await columns(step, overrides, by_layer)
+    if not table.has_routes:
+        notes.append("the engine recorded no routes (rollout.record_routes): a routing part cannot "
+                     "be told from the rest")
+    precise, flags = None, [*overrides, f"trainer.precision={config.rollout.dtype}"]
+    if config.rollout.dtype != config.trainer.precision:
+        precise = (await columns(step, flags, False))[0]
+    versions = {int(v) for row in range(len(table)) for v in np.unique(table.versions(row))}
+    sampled_by, version = None, max(versions, default=step)
+    if versions not in ({step}, set()):
+        there = {*recorded_steps(run_dir), *complete_steps(run_dir.checkpoints)}
+        if len(versions) == 1 and version in there:
+            sampled_by = (await columns(version, flags, False))[0]
+        else:
+            notes.append(f"sampled by weight versions {sorted(versions)}, whose checkpoints are "
+                         "gone: staleness is within the rest")
+    return (split_gap(run, precise, sampled_by, table.completion_lengths), metrics, notes)

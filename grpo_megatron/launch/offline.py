@@ -1,0 +1,135 @@
+"""A trainer without engines, at any layout, on what a run recorded: for `replay`, `mismatch`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.checkpoints.retention import complete_steps
+from grpo_megatron.config.resolved import write_resolved
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.state import RunState
+from grpo_megatron.controller.trainer_link import TrainerLink
+from grpo_megatron.errors import ConfigError, DataError, TrainerError
+from grpo_megatron.launch.processes import ChildProcess, stop_all
+from grpo_megatron.launch.roles import trainer_ranks
+from grpo_megatron.plan.resolve import resolve_run
+from grpo_megatron.rundir import RunDir
+
+
+def recorded_steps(run_dir: RunDir) -> list[int]:
+    """Steps in the store that can be computed again: every step from a checkpoint on is there."""
+    stored = {int(p.parent.name[5:]) for p in run_dir.store.glob("step_*/manifest.json")}
+    found = set()
+    for step in complete_steps(run_dir.checkpoints):
+        while step in stored:
+            found.add(step)
+            step += 1
+    return sorted(found)
+
+
+def choose_step(run_dir: RunDir, step: int | None) -> int:
+    """`step`, or the newest one that can be computed again.
+
+    Raises:
+        ConfigError: not a run; DataError: the step cannot be, with the nearest that can.
+    """
+    if not run_dir.config.is_file():
+        raise ConfigError("not a run directory: config.json is missing", where=str(run_dir.root))
+    steps = recorded_steps(run_dir)
+    if not steps:
+        raise DataError("no recorded step of this run has its checkpoint any more",
+                        where=str(run_dir.store), remedy="raise checkpoint.keep and "
+                        "checkpoint.keep_steps, which retain steps after a checkpoint")
+    if step is None:
+        return steps[-1]
+    if step not in steps:
+        near = min(steps, key=lambda s: abs(s - step))
+        shown = ", ".join(map(str, steps if len(steps) < 9 else [*steps[:4], "…", *steps[-4:]]))
+        raise DataError(f"step {step} cannot be computed again; these can: {shown}",
+                        where=str(run_dir.root), remedy=f"take {run_dir.root}@{near}")
+    return step
+
+
+@dataclass
+class OfflineTrainer:
+    """Trainer ranks that compute a run's recorded steps; the run itself is not touched."""
+
+    config: RunConfig
+    run_dir: RunDir
+    scratch: RunDir
+    children: Sequence[ChildProcess]
+    link: TrainerLink
+
+    async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Raises TrainerError with the log's last lines when a rank dies."""
+        answer = asyncio.ensure_future(self.link.call(command, **arguments))
+        try:
+            while not (await asyncio.wait([answer], timeout=0.2))[0]:
+                for child in self.children:
+                    if child.exit_code:
+                        raise TrainerError(f"{child.name} ended with exit code {child.exit_code}\n"
+                                           f"{child.log_tail()}", where=str(child.log))
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    async def train(self, step: int, state: RunState, **options: Any) -> dict[str, Any]:
+        """Train a recorded step from `state`."""
+        return await self.call(
+            "train", directory=str(self.store(step)), first_update=state.updates,
+            num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
+            state=state.objective, **options)
+
+    async def go_to(self, step: int) -> RunState:
+        """Weights, optimizer and references as they were before `step`."""
+        start = max(s for s in complete_steps(self.run_dir.checkpoints) if s <= step)
+        directory = self.run_dir.step_checkpoint(start).absolute()
+        state = RunState(**await self.call("load", directory=str(directory)))
+        for earlier in range(start, step):
+            manifest = json.loads((self.store(earlier) / "manifest.json").read_text())
+            updates, objective = state.updates, state.objective
+            if not manifest["metrics"]["sampling/skipped_steps"]:
+                report = await self.train(earlier, state, replayed=True)
+                updates, objective = updates + report["updates"], report["state"]
+            state = RunState(**{**state.to_json(), "step": earlier + 1, "updates": updates,
+                                "objective": objective})
+        return state
+
+    def store(self, step: int) -> Path:
+        return self.run_dir.step_store(step).absolute()
+
+
+@asynccontextmanager
+async def offline_trainer(run_dir: RunDir, overrides: Sequence[str],
+                          name: str) -> AsyncIterator[OfflineTrainer]:
+    """Start trainer ranks in a scratch directory of the run, which is removed at the end.
+
+    Raises:
+        ConfigError: the overrides do not fit.
+    """
+    resolved = resolve_run(run_dir.config, overrides)
+    config = resolved.config
+    scratch = RunDir(run_dir.root.absolute() / "offline" / name)
+    shutil.rmtree(scratch.root, ignore_errors=True)
+    scratch.create()
+    write_resolved(scratch.config, resolved)
+    if run_dir.model.exists():
+        scratch.model.symlink_to(run_dir.model.absolute())
+    children = trainer_ranks(config, scratch)
+    link = TrainerLink(config.trainer.command_timeout_s)
+    try:
+        await link.listen(scratch.endpoints / "controller.json")
+        for child in children:
+            child.start()
+        yield OfflineTrainer(config, run_dir, scratch, children, link)
+        await link.close()
+    finally:
+        await asyncio.to_thread(stop_all, children)
+    shutil.rmtree(scratch.root, ignore_errors=True)

@@ -1,0 +1,140 @@
+"""One reading of `config.json`, whatever dialect wrote it; for families that we know, a strict one.
+
+Dialects: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`;
+authors call the number of experts `num_experts`, `num_local_experts` or `n_routed_experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.family import Family, base_tables, family_of
+
+
+def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str, Any]:
+    """All fields that decide what the model computes, under one name each.
+
+    Beside the family's own fields: `num_key_value_heads`, `head_dim`, `moe_layers` (per layer: 1
+    with experts, 0 dense), `shared_expert_intermediate_size` and `rope` (see `rope_fields`).
+
+    Raises:
+        ConfigError: Unknown family; a field that is missing, unknown, or has a value that the
+            trainer does not compute.
+    """
+    family = family_of(hf.get("model_type"))
+    try:
+        fields = unified(hf)
+        _refuse_unknown(fields, family)
+        _refuse_values(fields, family)
+        for name, value in family.fields.default.items():
+            if fields.get(name) is None:
+                fields[name] = value
+        for name in family.fields.required:
+            if fields.get(name) is None:
+                raise ConfigError(f"{name} is missing in the configuration of {family.name}")
+        fields["rope"] = rope_fields(fields, family)
+        return fields | derived(fields)
+    except ConfigError as error:
+        raise ConfigError(error.message, where=where, remedy=error.remedy) from None
+
+
+def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The same fields under one name each.
+
+    Raises:
+        ConfigError: Two names of one field disagree.
+    """
+    fields = dict(hf)
+    for name, others in base_tables()["aliases"].items():
+        for other in others:
+            value = fields.pop(other, None)
+            if value is not None and fields.setdefault(name, value) != value:
+                raise ConfigError(f"{name} = {fields[name]!r} and {other} = {value!r} disagree")
+    return fields
+
+
+def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from unified fields."""
+    heads, num_layers = fields["num_attention_heads"], fields["num_hidden_layers"]
+    shared = (fields.get("n_shared_experts") or 0) * (fields.get("moe_intermediate_size") or 0)
+    found = {
+        "num_key_value_heads": fields.get("num_key_value_heads") or heads,
+        "head_dim": fields.get("head_dim") or fields["hidden_size"] // heads,
+        "moe_layers": _moe_layers(fields, num_layers) if fields.get("num_experts") else [],
+        "shared_expert_intermediate_size":
+            fields.get("shared_expert_intermediate_size") or shared or None,
+    }
+    if fields.get("topk_method") == "greedy" or (fields.get("n_group") or 1) == 1:
+        found |= {"n_group": None, "topk_group": None}
+    return found
+
+
+def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
+    step, frequency = fields.get("decoder_sparse_step") or 1, fields.get("moe_layer_freq") or 1
+    dense, first = fields.get("mlp_only_layers") or (), fields.get("first_k_dense_replace") or 0
+    if isinstance(frequency, list):
+        return [int(bool(x)) for x in frequency]
+    return [int(i >= first and i not in dense and (i + 1) % step == 0 and i % frequency == 0)
+            for i in range(num_layers)]
+
+
+def rope_fields(fields: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:
+    """`type`, `theta`, `percent` (of the head that is rotated) and the type's own parameters.
+
+    Raises:
+        ConfigError: No theta; a type, or a parameter of it, that is not known.
+    """
+    given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    old, kind = given.pop("type", None), given.pop("rope_type", None)
+    kind = kind or old or "default"
+    found = {"type": kind, "theta": given.pop("rope_theta", None) or fields.get("rope_theta"),
+             "percent": given.pop("partial_rotary_factor", None)
+             or fields.get("partial_rotary_factor") or 1.0}
+    types = family.rope if family else base_tables()["rope"]
+    if kind not in types:
+        raise ConfigError(f"rope type {kind!r} is not supported",
+                          remedy=f"supported: {', '.join(types)}")
+    if family and found["percent"] != 1.0 and "partial_rotary_factor" not in family.fields.known:
+        raise ConfigError(f"{family.name} rotates whole heads, not {found['percent']} of one")
+    if found["theta"] is None:
+        raise ConfigError("neither rope_theta nor rope_parameters.rope_theta is set")
+    for name, default in types[kind].items():
+        value = given.pop(name, None)
+        if value is None and default == "required":
+            raise ConfigError(f"rope type {kind!r} needs {name}")
+        found[name] = default if value is None else value
+    if given:
+        raise ConfigError(f"rope type {kind!r} has an unknown parameter: {', '.join(given)}")
+    return found
+
+
+def _refuse_unknown(fields: Mapping[str, Any], family: Family) -> None:
+    unknown = [name for name in fields if name not in family.fields.known]
+    if unknown:
+        near = nearest(unknown[0], sorted(family.fields.known))
+        raise ConfigError(
+            f"{family.name} has no field {unknown[0]!r}; it may change what the model computes",
+            remedy=f"did you mean {near[0]!r}?" if near else "remove it if it changes nothing")
+
+
+def _refuse_values(fields: Mapping[str, Any], family: Family) -> None:
+    for name, allowed in family.fields.fixed.items():
+        value: Any = fields
+        for key in name.split("."):
+            value = value.get(key) if value else None
+        values = value if isinstance(value, list) and not isinstance(allowed[0], list) else [value]
+        wrong = [x for x in values if x is not None and x not in allowed]
+        if wrong:
+            raise ConfigError(f"{name} = {wrong[0]!r} is not supported for {family.name}",
+                              remedy=f"supported: {', '.join(map(str, allowed))}")
+    for name in family.fields.null:
+        if fields.get(name) is not None:
+            raise ConfigError(f"{name} = {fields[name]!r} is not supported for {family.name}",
+                              remedy=f"supported: {name} = null")
+    for name in family.fields.present:
+        if name not in fields:
+            raise ConfigError(f"{name} is missing in the configuration of {family.name}",
+                              remedy=f"write it, as {name} = null if the model has none")

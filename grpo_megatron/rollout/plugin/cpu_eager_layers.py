@@ -1,0 +1,97 @@
+"""CPU: less Python between the kernels of an eager forward pass.
+
+Gap (vLLM 0.32.0): without compilation a decode step of a small model on a CPU is mostly Python
+and dispatch (two thirds of the forward pass of a 4-layer MoE). RMSNorm runs as seven tensor
+operations though the CPU build has kernels for it (ir/ops/layernorm.py; kernels/vllm_c.py offers
+them to GPUs only), attention goes through the dispatcher twice (attention.py:548), and an
+unquantized expert layer through ten functions made for parallel layouts and quantization
+(fused_moe/runner/moe_runner.py, modular_kernel.py). Layers that need any of that keep it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def apply() -> None:
+    _norm_by_kernel()
+    _attention_without_dispatcher()
+    _plain_experts_directly()
+
+
+def _norm_by_kernel() -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    def forward_cpu(self, x, residual=None):
+        weight = self.weight.data
+        if (type(self) is not RMSNorm or not self.has_weight or weight.dtype != x.dtype
+                or self.variance_size_override is not None):
+            return self.forward_native(x, residual)
+        if residual is None:
+            x = x.contiguous()  # the kernel takes no strides
+            out = torch.empty_like(x)
+            torch.ops._C.rms_norm(out, x, weight, self.variance_epsilon)
+            return out
+        torch.ops._C.fused_add_rms_norm(x, residual, weight, self.variance_epsilon)  # in place
+        return x, residual
+
+    RMSNorm.forward_cpu = forward_cpu
+
+
+def _attention_without_dispatcher() -> None:
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    original = Attention.__init__
+
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.use_direct_call = True  # a custom op is of use to a compiler only
+
+    Attention.__init__ = __init__
+
+
+def _plain_experts_directly() -> None:
+    from vllm._custom_ops import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    original = MoERunner.forward
+
+    def forward(self, hidden_states, *args, **kwargs):
+        if not _is_plain(self):
+            return original(self, hidden_states, *args, **kwargs)
+        layer, router = self.routed_experts, self.router
+        kernel = layer.quant_method.moe_kernel.fused_experts
+        logits, _ = self.gate(hidden_states)
+        weights, ids = router.select_experts(hidden_states, logits)
+        out = torch.empty_like(hidden_states)
+        cpu_fused_moe(out, hidden_states, layer.w13_weight, layer.w2_weight, kernel.w1_bias,
+                      kernel.w2_bias, weights, ids, layer.activation.value, kernel.isa)
+        return out
+
+    MoERunner.forward = forward
+
+
+def _is_plain(runner) -> bool:
+    """Whether gate, top-k and one kernel are all there is to this layer; decided once."""
+    plain = runner.__dict__.get("_grpo_megatron_plain")
+    if plain is None:
+        plain = runner._grpo_megatron_plain = _find_plain(runner)
+    return plain
+
+
+def _find_plain(runner) -> bool:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    config, layer = runner.moe_config, runner.routed_experts
+    kernel = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
+    parts = (runner._shared_experts, runner.shared_expert_gate, runner.routed_input_transform,
+             runner.routed_output_transform, runner.router.eplb_state, layer.expert_map)
+    sizes = (config.tp_size, config.ep_size, config.dp_size, config.pcp_size)
+    return (type(runner) is MoERunner and type(runner.router) is CPURouter
+            and isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
+            and runner.gate is not None and all(part is None for part in parts)
+            and set(sizes) == {1} and not config.is_sequence_parallel
+            and runner.routed_scaling_factor == 1.0 and not layer.apply_router_weight_on_input
+            and config.hidden_dim == config.hidden_dim_unpadded)

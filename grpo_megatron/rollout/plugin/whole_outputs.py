@@ -1,0 +1,106 @@
+"""The engine core sends a completion whole where its client wants nothing before the end.
+
+vLLM 0.32.0 (v1/engine/core.py:1603) sends every token of every request to the API server, also
+for a client that asked for the final answer only: a message, two process switches and a loop over
+all requests in the API server per step, on the cores that generate. Here the engine core collects.
+What it holds leaves when a request ends, before a weight version is set (a message carries one),
+and before requests are aborted with an answer (`/pause?mode=abort` returns the tokens so far).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+
+def apply() -> None:
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    for name in ("step", "step_with_batch_queue"):
+        setattr(EngineCoreProc, name, _holding(getattr(EngineCoreProc, name)))
+    for name in ("set_weight_version", "_send_abort_outputs"):
+        setattr(EngineCoreProc, name, _releasing(getattr(EngineCoreProc, name)))
+    EngineCoreProc.abort_requests = _forgetting(EngineCore.abort_requests)
+
+
+def _holding(step):
+    @functools.wraps(step)
+    def holding(self):
+        outputs, executed = step(self)
+        for message in (outputs or {}).values():
+            message.outputs = [out for output in message.outputs
+                               if (out := _held_back(self, output)) is not None]
+        return {client: message for client, message in (outputs or {}).items()
+                if message.outputs or message.scheduler_stats or message.finished_requests
+                }, executed
+    return holding
+
+
+def _held_back(core, output):
+    """None while the request runs; then all that was held of it as one output."""
+    held = _held(core)
+    _, parts = held.get(output.request_id, (0, []))
+    if output.finish_reason is not None:
+        held.pop(output.request_id, None)
+        return _joined([*parts, output]) if parts else output
+    if not parts:
+        request = core.scheduler.requests.get(output.request_id)
+        if request is None or not _wants_end_only(request, output):
+            return output
+        held[output.request_id] = (request.client_index, parts)
+    parts.append(output)
+    return None
+
+
+def _wants_end_only(request, output) -> bool:
+    from vllm.sampling_params import RequestOutputKind
+
+    params = request.sampling_params
+    return (params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
+            and not params.stop  # the API server looks for these, and ends the request
+            and not request.resumable and output.new_sampling_mask is None)
+
+
+def _joined(parts: list):
+    """One output with the tokens of all; the others' remaining fields are those of a whole."""
+    first, whole = parts[0], parts[-1]
+    whole.new_token_ids = [token for part in parts for token in part.new_token_ids]
+    if first.new_logprobs is not None:
+        columns = zip(*(p.new_logprobs[:3] for p in parts if p.new_logprobs is not None),
+                      strict=True)
+        whole.new_logprobs = first.new_logprobs._make([*map(np.concatenate, columns), None])
+    routes = [part.routed_experts for part in parts if part.routed_experts is not None]
+    whole.routed_experts = np.concatenate(routes) if routes else None
+    whole.events = [event for part in parts for event in part.events or ()] or None
+    for name in ("prefill_stats", "new_prompt_logprobs_tensors", "prompt_token_id_logprobs"):
+        setattr(whole, name, getattr(first, name))  # of the prompt
+    return whole
+
+
+def _releasing(method):
+    @functools.wraps(method)
+    def releasing(self, *args, **kwargs):
+        from vllm.v1.engine import EngineCoreOutputs
+
+        held = _held(self)
+        for client, parts in held.values():
+            self.output_queue.put_nowait((client, EngineCoreOutputs(
+                outputs=[_joined(parts)], weight_version=self._weight_version)))
+        held.clear()
+        return method(self, *args, **kwargs)
+    return releasing
+
+
+def _forgetting(abort_requests):
+    @functools.wraps(abort_requests)
+    def forgetting(self, request_ids):
+        for request_id in request_ids:
+            _held(self).pop(request_id, None)
+        return abort_requests(self, request_ids)
+    return forgetting
+
+
+def _held(core) -> dict[str, tuple[int, list]]:
+    """By request: its client, and its outputs so far."""
+    return core.__dict__.setdefault("_grpo_megatron_held", {})

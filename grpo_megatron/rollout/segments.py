@@ -1,0 +1,128 @@
+"""A completion as a chain of segments: one request each, for the prompt and all tokens so far.
+
+A segment ends with its completion, after `rollout.segment_tokens`, or where a pause aborted it.
+A replica that dies costs one segment, and tokens sampled before new weights came are kept, with
+the version, log-probs and routes of their own time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from grpo_megatron.errors import EngineError
+from grpo_megatron.rollout.decode import Decoder
+from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.types import Completion, VersionSpan
+
+_MAX_EMPTY = 100
+"""Aborted segments without a token in a row: each is a publish that came before its turn."""
+Result = TypeVar("Result")
+
+
+class Ask(Protocol):
+    """One request, see `EngineClient.generate`."""
+
+    def __call__(self, token_ids: Sequence[int], *, n: int, max_tokens: int, seed: int | None,
+                 routes_from: int) -> Coroutine[Any, Any, list[Completion]]: ...
+
+
+async def complete(
+    ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int, segment_tokens: int | None = None,
+    seed: int | None = None, decode: Decoder | None = None,
+) -> list[Completion]:
+    """`n` whole completions of a prompt.
+
+    Args:
+        max_tokens: Longest completion.
+        segment_tokens: Longest segment; None: only aborted ones are continued.
+        seed: Of the first segment; those after it derive theirs from it and from their position,
+            because an engine cannot enter a seed's random numbers midway.
+
+    Raises:
+        EngineError: Segments are aborted without end; and what `ask` raises.
+    """
+    longest = segment_tokens or max_tokens
+    heads = await ask(prompt, n=n, max_tokens=min(longest, max_tokens), seed=seed, routes_from=0)
+
+    async def finish(child: int, whole: Completion) -> Completion:
+        num_empty = 0
+        while whole.finish_reason != "stop" and len(whole.token_ids) < max_tokens:
+            done = len(whole.token_ids)
+            tail, = await ask(
+                [*prompt, *whole.token_ids.tolist()], n=1,
+                max_tokens=min(longest, max_tokens - done),
+                seed=None if seed is None else derive_seed(seed + child, "segment", done),
+                routes_from=len(prompt) + done - 1 if done else 0,
+            )
+            num_empty = 0 if len(tail.token_ids) else num_empty + 1
+            if num_empty >= _MAX_EMPTY:
+                raise EngineError(f"a request was aborted {num_empty} times before its next token",
+                                  remedy="publish less often, or set publish.pause=keep")
+            whole = merge(whole, tail, len(prompt))
+        reason = "stop" if whole.finish_reason == "stop" else "length"
+        text = decode(whole.token_ids.tolist()) if decode is not None else ""
+        return replace(whole, finish_reason=reason, text=text)
+
+    return await finish_or_cancel([finish(i, head) for i, head in enumerate(heads)])
+
+
+def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
+    """`head` and the segment that continues it.
+
+    Rows of `head.routes` stay as they were computed; `tail.routes` begins with the row that
+    sampled its first token, [T, L, K]. A side without routes leaves its rows uncovered.
+    """
+    done = len(head.token_ids)
+    if not done:
+        return tail
+    if not len(tail.token_ids):
+        return replace(head, finish_reason=tail.finish_reason)
+    num_rows = (num_prompt + done - 1, len(tail.token_ids))
+    shifted = [VersionSpan(s.version, s.start + done, s.end + done) for s in tail.versions]
+    routes, spans = _merged_routes((head, tail), num_rows)
+    return Completion(
+        token_ids=np.concatenate([head.token_ids, tail.token_ids]),
+        logprobs=np.concatenate([head.logprobs, tail.logprobs]),
+        versions=_joined([*head.versions, *shifted]), finish_reason=tail.finish_reason, text="",
+        routes=routes, route_versions=spans)
+
+
+def _merged_routes(
+    parts: Sequence[Completion], num_rows: Sequence[int],
+) -> tuple[np.ndarray | None, tuple[VersionSpan, ...]]:
+    known = [part.routes for part in parts if part.routes is not None]
+    if not known:
+        return None, ()
+    if len({(routes.shape[1:], routes.dtype) for routes in known}) > 1:
+        raise EngineError(f"segments of one completion have routes of shapes "
+                          f"{[routes.shape[1:] for routes in known]}",
+                          remedy="all engines must serve the same model")
+    rows = [np.zeros((count, *known[0].shape[1:]), known[0].dtype) if part.routes is None
+            else part.routes for part, count in zip(parts, num_rows, strict=True)]
+    return np.concatenate(rows), _joined([s for part in parts for s in part.route_versions])
+
+
+def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version become one span."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version and joined[-1].end == span.start:
+            span = VersionSpan(span.version, joined.pop().start, span.end)
+        joined.append(span)
+    return tuple(joined)
+
+
+async def finish_or_cancel(coroutines: Sequence[Awaitable[Result]]) -> list[Result]:
+    """Run all; on an error or cancellation, cancel the rest (which aborts their requests)."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

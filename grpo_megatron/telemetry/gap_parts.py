@@ -1,0 +1,87 @@
+"""The trainer-engine log-prob gap, split into causes that add up. Numpy only.
+
+Shape legend: n completion tokens of a recorded step, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+POSITION_BINS = 16
+
+
+@dataclass(frozen=True)
+class GapParts:
+    """`total = engine - trainer` per token and its parts, fp64 [n] each; the parts add up to the
+    total exactly, because each is what one more correction changes.
+
+    Attributes:
+        parts: by cause, in the order of the corrections; the last is what none explains.
+        by_layer: the routing part by MoE layer number, [n] each.
+        flipped: [E, L] how often the engine used an expert that the trainer would not have.
+        position: int [n], place in its completion.
+    """
+
+    total: np.ndarray
+    parts: Mapping[str, np.ndarray]
+    by_layer: Mapping[int, np.ndarray]
+    flipped: np.ndarray | None
+    position: np.ndarray
+    layers: tuple[int, ...] = field(default=())
+
+    @property
+    def residual(self) -> float:
+        """Largest |total - sum of parts| of a token."""
+        return float(np.abs(self.total - sum(self.parts.values())).max(initial=0.0))
+
+    def table(self) -> list[tuple[str, float, float, float]]:
+        """(cause, mean, mean |.|, max |.|), the total last."""
+        rows = [*self.parts.items(), ("total", self.total)]
+        return [(name, float(v.mean()), float(np.abs(v).mean()), float(np.abs(v).max()))
+                for name, v in rows] if len(self.total) else []
+
+    def by_position(self) -> dict[str, np.ndarray]:
+        """Mean |part| in bins of the completion position, [POSITION_BINS]; NaN: no token."""
+        longest = int(self.position.max(initial=0)) + 1
+        bins = self.position * POSITION_BINS // longest
+        counts = np.bincount(bins, minlength=POSITION_BINS).astype(float)
+        counts[counts == 0] = np.nan
+        return {name: np.bincount(bins, np.abs(v), POSITION_BINS) / counts
+                for name, v in self.parts.items()}
+
+
+def split_gap(run: Mapping[str, np.ndarray], engine_precision: Mapping[str, np.ndarray] | None,
+              sampled_by: Mapping[str, np.ndarray] | None, lengths: np.ndarray) -> GapParts:
+    """Apply the corrections one after the other.
+
+    Args:
+        run: columns of `trainer.gaps` at the trainer's precision and the step's weights;
+            `unmasked` where sampling was truncated.
+        engine_precision: the same columns at the engine's precision; None: the same precision.
+        sampled_by: the same at the weights that sampled (and the engine's precision); None: the
+            samples are of the step's weights, or theirs are gone.
+        lengths: completion tokens by sample.
+    """
+    layers = tuple(sorted(int(n.removeprefix("through_")) for n in run if n.startswith("through_")))
+    parts: dict[str, np.ndarray] = {}
+    now = run["live"]
+    if "unmasked" in run:
+        parts["sampling mask"] = run["live"] - run["unmasked"]
+    by_layer = {}
+    for layer in layers:
+        by_layer[layer] = run[f"through_{layer}"] - now
+        now = run[f"through_{layer}"]
+    if layers:
+        parts["routing"] = now - run["live"]
+    last = f"through_{layers[-1]}" if layers else "live"
+    for cause, columns in (("precision", engine_precision), ("staleness", sampled_by)):
+        if columns is not None:
+            parts[cause] = columns[last] - now
+            now = columns[last]
+    parts["rest"] = run["rollout"] - now
+    position = np.concatenate([np.arange(0), *(np.arange(n) for n in lengths)])
+    return GapParts(run["rollout"] - run.get("unmasked", run["live"]), parts,
+                    by_layer if len(by_layer) > 1 else {}, run.get("flipped"), position, layers)

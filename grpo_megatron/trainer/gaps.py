@@ -1,0 +1,93 @@
+"""Log-probs of a recorded step under several routings, for the mismatch report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.batching.columns import write_columns
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.routing.agreement import agreement
+from grpo_megatron.trainer.platform import device
+from grpo_megatron.trainer.policy import Policy
+from grpo_megatron.trainer.rl_update import gather_tokens, sample_batch
+from grpo_megatron.trainer.route_source import RouteSource
+from grpo_megatron.trainer.router_replay import Routes, RoutingPass
+from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare
+
+
+def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path, *,
+                 by_layer: bool) -> dict[str, Any]:
+    """Passes over all samples at the present weights; collective.
+
+    Writes columns, fp64 [n] over the completion tokens of the table in order: `rollout` (the
+    engine's), `live` (the trainer's own routing), `through_N` (engine routes in MoE layers up to
+    number N, for every layer or just the last); `flipped` fp64 [E, L]: how often the engine used
+    an expert that the trainer would not have.
+
+    Returns:
+        Routing metrics; nothing of routes where the step has none.
+    """
+    batch = prepare(config.trainer, table, np.arange(len(table)))
+    rollouts, replay = sample_batch(config, table), policy.replay
+    source = RouteSource(config, replay, table)
+    routes = source.from_store(batch) if table.has_routes else None
+    run = None
+    if routes is not None:
+        run = RoutingPass(compared={"rollout": routes}, record=True, measure=True)
+
+    def gathered(routing: RoutingPass | None) -> np.ndarray:
+        passes = logprob_pass(policy, batch, routing)
+        return gather_tokens(rollouts, [(m, out[0]) for m, out in zip(
+            batch.microbatches, passes, strict=True)]).double().numpy()
+
+    columns = {"live": gathered(run), "rollout": np.concatenate(
+        [table.completion(row)[1] for row in range(len(table))]).astype(np.float64)}
+    if run is None:
+        _write(to, columns)
+        return {}
+    metrics = replay.finish(run, batch.microbatches) | source.metrics()
+    columns["flipped"] = _flipped_experts(policy, batch, routes, run)
+    layers = replay.shape.layers
+    for layer in layers if by_layer else layers[-1:]:
+        below = [_up_to(part, replay.layers, layer) for part in routes]
+        columns[f"through_{layer}"] = gathered(RoutingPass(replayed=below))
+    _write(to, columns)
+    return metrics
+
+
+def _write(to: Path, columns: dict[str, np.ndarray]) -> None:
+    if dist.get_rank() == 0:
+        write_columns(to, columns)
+
+
+def _up_to(routes: Routes, layers: Sequence[int], last: int) -> Routes:
+    """Replay in layers up to `last`, the live router above."""
+    below = torch.tensor([layer <= last for layer in layers], dtype=torch.bool)
+    return Routes(routes.ids, routes.known & below[:, None])
+
+
+def _flipped_experts(policy: Policy, batch: PreparedBatch, routes: Sequence[Routes],
+                     run: RoutingPass) -> np.ndarray:
+    """Counts by expert and layer, fp64 [E, L], of all ranks."""
+    shape = policy.replay.shape
+    counts = torch.zeros(shape.num_experts, len(shape.layers), dtype=torch.float64)
+    for microbatch, engine in zip(batch.microbatches, routes, strict=True):
+        for row, layer in enumerate(policy.replay.layers):
+            known = engine.known[row]
+            ids = engine.ids[row][known].long()
+            live = run.recorded[microbatch.index, row][known].long()
+            flips, _ = agreement(ids, live)
+            ids, live = ids[flips > 0], live[flips > 0]
+            absent = ~(ids[:, :, None] == live[:, None, :]).any(-1)
+            counts[:, shape.layers.index(layer)] += torch.bincount(
+                ids[absent], minlength=shape.num_experts)
+    counts = counts.to(device())
+    dist.all_reduce(counts)
+    return counts.cpu().numpy()

@@ -1,0 +1,108 @@
+"""Log-probs of a probe text by Megatron and by transformers, both in fp32."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from grpo_megatron.checkpoints.distributed import load_model
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.errors import MismatchError
+from grpo_megatron.trainer.microbatch import MicroBatch, packed_sequences
+from grpo_megatron.trainer.model_config import transformer_config
+from grpo_megatron.trainer.platform import device
+from grpo_megatron.trainer.policy import Policy, build_models
+from grpo_megatron.trainer.router_replay import RouteReplay
+from grpo_megatron.trainer.step import PreparedBatch, logprob_pass
+
+TOLERANCE = 1e-3
+"""fp32 rounding is 1e-5 on small models and grows with depth; a wrong tensor is off by 0.1."""
+_TEXT = ("A checkpoint that was converted right continues this sentence exactly as the original "
+         "does: 2 + 2 = 4, le chat dort, and def f(x): return x.")
+_MAX_TOKENS = 64
+
+
+def why_not(hf: dict[str, Any], num_elements: int, layout: TrainerConfig) -> str | None:
+    """Why the comparison cannot be made here; None: it can."""
+    if hf.get("quantization_config"):
+        return "transformers needs a GPU for block-fp8 weights"
+    copies = max(1, layout.num_ranks // (layout.tensor_parallel_size *
+                                         layout.pipeline_parallel_size))
+    needed, free = num_elements * 4 * copies * 1.2, psutil.virtual_memory().available
+    if needed > free:
+        return f"it takes {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
+    return None
+
+
+def largest_difference(hf: dict[str, Any], hf_directory: Path, weights: Path,
+                       layout: TrainerConfig, dtype: torch.dtype | None) -> float:
+    """Max |log-prob difference| between both checkpoints. Collective, at `layout`.
+
+    Args:
+        weights: of Megatron; dtype: what the conversion rounded to.
+    """
+    ids = [_probe_ids(hf, hf_directory, layout.tensor_parallel_size)
+           if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(ids)
+    expected = _by_transformers(hf_directory, ids[0], dtype) if dist.get_rank() == 0 else None
+    dist.barrier()
+    found = _by_megatron(hf, weights, layout, ids[0], dtype)
+    world: list = [None] * dist.get_world_size()
+    dist.all_gather_object(world, found)
+    worst = [float((next(f for f in world if f is not None) - expected).abs().max())
+             if expected is not None else 0.0]
+    dist.broadcast_object_list(worst)
+    return worst[0]
+
+
+def _probe_ids(hf: dict[str, Any], directory: Path, multiple_of: int) -> list[int]:
+    """Tokens of the probe text; without a tokenizer, numbers spread over the vocabulary."""
+    ids = [(i * 7919 + 13) % hf["vocab_size"] for i in range(_MAX_TOKENS)]
+    if (directory / "tokenizer.json").exists():
+        from tokenizers import Tokenizer
+
+        text = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(_TEXT).ids
+        ids = text[:_MAX_TOKENS] if len(text) > multiple_of else ids
+    return ids[: len(ids) // multiple_of * multiple_of]
+
+
+def _by_transformers(directory: Path, ids: list[int], dtype: torch.dtype | None) -> torch.Tensor:
+    name = str(dtype or torch.float32).removeprefix("torch.")
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_megatron.trainer.transformers_logprobs", str(directory), name],
+        input=json.dumps(ids), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MismatchError("transformers cannot compute with the checkpoint: "
+                            + (done.stderr.strip().splitlines() or ["it died"])[-1],
+                            where=str(directory), remedy="convert with --no-probe")
+    return torch.tensor(json.loads(done.stdout))
+
+
+def _by_megatron(hf: dict[str, Any], weights: Path, layout: TrainerConfig, ids: list[int],
+                 dtype: torch.dtype | None) -> torch.Tensor | None:
+    """On the last pipeline stage, elsewhere None."""
+    config = transformer_config(hf, layout)
+    models = build_models(config, hf, layout)
+    policy = Policy(hf, config, models, None, RouteReplay(models, config))
+    load_model(weights, policy.chunks)
+    if dtype is not None:
+        for tensor in (t for model in policy.models for t in model.parameters()):
+            tensor.data.copy_(tensor.data.to(dtype))
+    tokens, count = torch.tensor(ids, device=device()), len(ids) - 1
+    microbatch = MicroBatch(
+        0, np.zeros(1, np.int64), tokens[None], torch.arange(len(ids), device=device())[None],
+        packed_sequences([len(ids)], device()), torch.arange(count, device=device()), tokens[1:],
+        torch.zeros(count, dtype=torch.int64), torch.tensor([count]), torch.zeros(count))
+    many = tuple(replace(microbatch, index=i) for i in range(layout.pipeline_parallel_size))
+    found = logprob_pass(policy, PreparedBatch(many, 1, len(ids), count))[0][0]
+    return found.cpu() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None

@@ -1,0 +1,127 @@
+"""The inventories agree with transformers; what is not in them, or not computed, is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.family import family_names, family_of
+from grpo_megatron.plan.hf_config import derived, model_fields, rope_fields, unified
+from tests.trainer.families import MODELS
+
+LACKING = ("gpt_oss", "minimax_m2", "qwen3_next")
+FAMILIES = [name for name in family_names() if name not in (*LACKING, "kimi_k2")]
+"""Kimi-K2 is DeepSeek-V3 by another name, which transformers does not know."""
+LLAMA = MODELS["llama"]
+
+
+def _defaults(model_type: str) -> dict:
+    """What transformers' class of the family takes for every field."""
+    from transformers import CONFIG_MAPPING
+
+    return json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+
+
+def _refusal(hf: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        model_fields(hf)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_of_transformers_is_in_the_inventory(name):
+    fields = unified(_defaults(name))
+    assert set(fields) - family_of(name).fields.known == set()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_defaults_are_those_of_transformers(name):
+    inventory, theirs = family_of(name).fields, unified(_defaults(name))
+    partial = (theirs.get("rope_parameters") or {}).get("partial_rotary_factor")
+    theirs.setdefault("partial_rotary_factor", partial)
+    for field, value in inventory.default.items():
+        assert theirs[field] == value, field
+    for field, allowed in inventory.fixed.items():
+        value = theirs.get(field)
+        for item in value if isinstance(value, list) else [value]:
+            assert item is None or item in allowed, field
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if MODELS[n]["model_type"] in FAMILIES])
+def test_both_spellings_say_the_same(name):
+    """As authors write it, and as transformers 5 writes it after reading that."""
+    from transformers import AutoConfig
+
+    hf = MODELS[name]
+    config = AutoConfig.for_model(hf["model_type"], **{
+        key: value for key, value in hf.items() if key != "model_type"})
+    written = json.loads(config.to_json_string())
+    assert "rope_parameters" in written and "rope_theta" not in written
+    ours, theirs = model_fields(hf), model_fields(written)
+    known = family_of(hf["model_type"]).fields
+    for field in ours.keys() & theirs.keys() - {*known.ignored, *known.rope}:
+        assert ours[field] == theirs[field], field
+
+
+def test_unknown_families_and_those_that_megatron_lacks():
+    assert "known families: qwen3" in _refusal({"model_type": "qwen33"})
+    for name in LACKING:
+        assert "is not supported: " in _refusal({"model_type": name})
+    assert "packed sequences" in _refusal({"model_type": "qwen3_next"})
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"attention_biass": True}, "did you mean 'attention_bias'"),
+    ({"final_logit_softcapping": 30.0}, "may change what the model computes"),
+    ({"attention_bias": True}, "attention_bias = True is not supported for llama"),
+    ({"hidden_act": "gelu"}, "supported: silu"),
+    ({"num_experts": 4}, "llama has no field 'num_experts'"),
+    ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+    ({"partial_rotary_factor": 0.5}, "no field 'partial_rotary_factor'"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},
+     "weight_block_size = [64, 128]"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "needs original_max_position_embeddings"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "unknown parameter: beta"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+     "rotates whole heads"),
+    ({"rope_theta": None, "rope_scaling": None}, "neither rope_theta nor rope_parameters"),
+])
+def test_refusals(changes, message):
+    assert message in _refusal(LLAMA | changes)
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), [
+    ("mistral", {"sliding_window": 4096}, "sliding_window = 4096"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+    ("mixtral", {"num_experts": 8}, "num_experts = 8 and num_local_experts = 4 disagree"),
+])
+def test_refusals_of_single_families(name, changes, message):
+    assert message in _refusal(MODELS[name] | changes)
+
+
+def test_a_missing_window_is_not_no_window():
+    """transformers' Mistral takes one of 4096 tokens then."""
+    plain = {key: value for key, value in MODELS["mistral"].items() if key != "sliding_window"}
+    assert "sliding_window = null if the model has none" in _refusal(plain)
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+    {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default"}}])
+def test_spellings_of_the_rope_base(rope):
+    assert rope_fields(rope) == {"type": "default", "theta": 1e6, "percent": 1.0}
+
+
+def test_groups_of_experts_only_where_they_limit():
+    fields = unified(MODELS["deepseek_v2"])
+    assert derived(fields)["moe_layers"] == [0, 1, 1, 1]
+    assert "n_group" not in derived(fields)
+    for changes in ({"topk_method": "greedy"}, {"n_group": 1}):
+        assert derived(fields | changes)["topk_group"] is None

@@ -1,0 +1,70 @@
+"""Released models: the facts add up to the published size, and their layouts obey every rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.errors import DataError
+from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.plan.layout import check_layout
+from grpo_megatron.plan.machine import Engines
+from grpo_megatron.plan.model_facts import facts_from_hf
+
+RELEASED = [name for name in preset_names() if load_preset(name).checkpoint]
+
+
+def num_parameters(hf: dict) -> int:
+    """Of all weights and selection biases that are trained or used, from the sizes alone."""
+    f = model_fields(hf)
+    hidden, heads = f["hidden_size"], f["num_attention_heads"]
+    if "kv_lora_rank" in f:
+        query = heads * (f["qk_nope_head_dim"] + f["qk_rope_head_dim"])
+        rank, latent = f["q_lora_rank"], f["kv_lora_rank"]
+        attention = (hidden + 1 + query) * rank if rank else hidden * query
+        attention += hidden * (latent + f["qk_rope_head_dim"]) + latent
+        attention += heads * (latent * (f["qk_nope_head_dim"] + f["v_head_dim"])
+                              + f["v_head_dim"] * hidden)
+    else:
+        query, key = heads * f["head_dim"], f["num_key_value_heads"] * f["head_dim"]
+        attention = 2 * hidden * (query + key)
+        has_bias = f["model_type"] == "qwen2" or f.get("attention_bias")
+        has_norm = f["model_type"].startswith("qwen3") or f.get("use_qk_norm")
+        attention += (query + 2 * key if has_bias else 0) + (2 * f["head_dim"] if has_norm else 0)
+    experts, layers, num_moe = f.get("num_experts") or 0, f["num_hidden_layers"], sum(
+        f["moe_layers"])
+    width = f.get("moe_intermediate_size") or f["intermediate_size"]
+    sparse = 3 * hidden * (experts * width + (f["shared_expert_intermediate_size"] or 0))
+    sparse += experts * (hidden + ("routed_scaling_factor" in f))
+    tables = 1 if f["tie_word_embeddings"] else 2
+    return (num_moe * sparse + (layers - num_moe) * 3 * hidden * f["intermediate_size"]
+            + layers * (attention + 2 * hidden) + hidden + tables * f["vocab_size"] * hidden)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_sizes_give_the_number_of_parameters(name):
+    preset = load_preset(name)
+    assert num_parameters(preset.hf) == preset.checkpoint["parameters"]
+    assert preset.name == name
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_recommended_layouts_obey_every_rule(name):
+    preset = load_preset(name)
+    assert preset.layouts
+    for layout in preset.layouts:
+        trainer = TrainerConfig(**layout["trainer"])
+        rollout = RolloutConfig(**layout["rollout"])
+        facts = facts_from_hf(preset.hf)
+        assert check_layout(trainer, rollout, facts, Engines(False, True)) == []
+        assert layout["gpus"] == (trainer.num_ranks
+                                  + rollout.num_replicas * rollout.tensor_parallel_size)
+
+
+def test_a_released_model_is_not_started_at_random(tmp_path):
+    from grpo_megatron.data.tiny_model import write_tiny_model
+
+    with pytest.raises(DataError, match=r"download Qwen/Qwen3-8B and set model\.path"):
+        write_tiny_model(tmp_path, load_preset("qwen3-8b"))

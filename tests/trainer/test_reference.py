@@ -1,0 +1,36 @@
+"""KL to the reference is measured where it weighs nothing, too."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.engine
+OBJECTIVES = {
+    "measured": {"preset": "deepseek_v3_2"},
+    "on some": {"preset": "deepseek_v3_2", "reference_samples": 5},
+    "not at all": {"preset": "deepseek_v3_2", "reference_samples": 0},
+    "weighed": {"preset": "deepseek_v3_2", "kl_beta": 1e-12},
+    "no estimator": {"preset": "gspo"},
+}
+NAMES = [f"reference/{kind}{domain}" for kind in ("k1", "k3") for domain in ("", "@even", "@odd")]
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}], ids=["w1", "pp2"])
+def test_a_reference_without_weight_is_measured(request, moe_model, samples_of_two, layout):
+    world = request.getfixturevalue("world2" if layout else "world1")
+    found = world.run("tests.trainer.cases:train_objectives", model=moe_model,
+                      samples=samples_of_two, layout=layout, objectives=OBJECTIVES)
+    metrics = {name: report["metrics"] for name, report in found.items()}
+    for name in NAMES:
+        assert metrics["measured"][name] == pytest.approx(metrics["weighed"][name], rel=1e-5)
+        assert found["measured"]["normalisers"][name] == "tokens"
+        assert name not in metrics["not at all"] and name not in metrics["no estimator"]
+    assert 0 < metrics["on some"]["reference/k3"] != metrics["measured"]["reference/k3"]
+    assert found["measured"]["losses"] == found["not at all"]["losses"]
+
+
+@pytest.fixture(scope="module")
+def samples_of_two(tmp_path_factory):
+    from tests.trainer.models import write_samples
+
+    return write_samples(tmp_path_factory.mktemp("store") / "step_000001", num_domains=2)
