@@ -5,6 +5,8 @@ A message says what is wrong, where it was set, the nearest valid value and the 
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class GrpoMegatronError(Exception):
     """Root of all errors that a user can act on.
@@ -22,7 +24,7 @@ class GrpoMegatronError(Exception):
         self.message, self.where, self.remedy = message, where, remedy
 
     def __reduce__(self):
-        return _rebuild, (type(self), self.message, self.where, self.remedy)
+        return partial(type(self), where=self.where, remedy=self.remedy), (self.message,)
 
     def __str__(self) -> str:
         parts = [self.message]
@@ -31,10 +33,6 @@ class GrpoMegatronError(Exception):
         if self.remedy:
             parts.append(f"  remedy: {self.remedy}")
         return "\n".join(parts)
-
-
-def _rebuild(cls, message, where, remedy):
-    return cls(message, where=where, remedy=remedy)
 
 
 class ConfigError(GrpoMegatronError, ValueError):

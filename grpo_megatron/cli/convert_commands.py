@@ -74,7 +74,7 @@ def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:
     """The `[trainer]` values that were given and `num_ranks`; what the model forbids is refused."""
     from pydantic import ValidationError
 
-    from grpo_megatron.config.model import ModelConfig
+    from grpo_megatron.config.run import ModelConfig
     from grpo_megatron.config.suggest import nearest
     from grpo_megatron.config.trainer import TrainerConfig
     from grpo_megatron.plan.layout import refuse_layout, smallest_world

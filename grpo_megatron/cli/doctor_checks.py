@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-_GIB = 2**30
 _MIN_MEMORY_GIB, _MIN_DISK_GIB, _MIN_SHM_GIB = 8, 5, 1
 _TORCH_PROBE = """
 import json, torch
@@ -73,11 +72,10 @@ def packages(build: str) -> Iterator[Finding]:
                       "run `make setup`, or `pip install --no-deps -e .` in the checkout")
         return
     for requirement in map(Requirement, texts):
-        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if needed or requirement.marker.evaluate({"extra": build}):
-            optional = requirement.name == "transformer-engine"  # reported by gpu_extras
-            if not optional:
-                yield _package(requirement.name, requirement.specifier)
+        marker = requirement.marker
+        needed = marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", build))
+        if needed and requirement.name != "transformer-engine":  # that one: gpu_extras
+            yield _package(requirement.name, requirement.specifier)
 
 
 def _package(name: str, specifier) -> Finding:
@@ -151,6 +149,14 @@ def system_tools(*, on_gpu: bool) -> Iterator[Finding]:
                   "apt-get install util-linux")
 
 
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
 def code_sandbox() -> Finding:
     """Whether an isolated program runs; needed by the reward `code_tests` only."""
     from grpo_megatron.rewards import sandbox
@@ -160,28 +166,23 @@ def code_sandbox() -> Finding:
                    f"without it the reward code_tests is refused: {sandbox.REMEDY}")
 
 
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
-
-
 def memory() -> Finding:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
-    return Finding("memory", "ok" if total >= _MIN_MEMORY_GIB else "warning", f"{total:.0f} GiB",
-                   f"the demo wants {_MIN_MEMORY_GIB} GiB")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _room("memory", total, _MIN_MEMORY_GIB, f"the demo wants {_MIN_MEMORY_GIB} GiB")
 
 
 def shared_memory() -> Finding:
     path = Path("/dev/shm")
-    free = shutil.disk_usage(path).free / _GIB if path.is_dir() else 0.0
-    return Finding("/dev/shm", "ok" if free >= _MIN_SHM_GIB else "warning", f"{free:.1f} GiB free",
-                   "engines exchange tensors there; start the container with --shm-size=8g")
+    free = shutil.disk_usage(path).free if path.is_dir() else 0
+    return _room("/dev/shm", free, _MIN_SHM_GIB, "engines exchange tensors there; start the "
+                 "container with --shm-size=8g")
 
 
 def disk() -> Finding:
-    free = shutil.disk_usage(Path.cwd()).free / _GIB
-    return Finding("disk", "ok" if free >= _MIN_DISK_GIB else "warning",
-                   f"{free:.0f} GiB free here", "run directories and checkpoints need more room")
+    return _room("disk", shutil.disk_usage(Path.cwd()).free, _MIN_DISK_GIB,
+                 "run directories and checkpoints need more room")
+
+
+def _room(what: str, num_bytes: int, minimum: float, remedy: str) -> Finding:
+    gib = num_bytes / 2**30
+    return Finding(what, "ok" if gib >= minimum else "warning", f"{gib:.1f} GiB", remedy)

@@ -19,8 +19,8 @@ def list_objectives(as_json: Json = False) -> None:
     from grpo_megatron.config.objective_presets import PRESETS
 
     if as_json:
-        typer.echo(json.dumps({name: {"title": p.title, "source": p.source, "use": p.use,
-                                      "evidence": p.evidence} for name, p in PRESETS.items()},
+        fields = {"title", "source", "use", "evidence"}
+        typer.echo(json.dumps({name: p.model_dump(include=fields) for name, p in PRESETS.items()},
                               indent=2, ensure_ascii=False))
         return
     print_table(("name", "what", "evidence", "when"),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+InputPath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+"""Relative to the current directory; kept absolute, since a resumed run may have another."""
 
 
 class Strict(BaseModel):

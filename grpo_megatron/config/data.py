@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from grpo_megatron.config.base import Strict
+from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.objective import DomainObjective
 
 
@@ -40,7 +39,7 @@ class DomainConfig(Strict):
     """reasoning-gym data set, for example `chain_sum`."""
     arguments: dict[str, Any] = {}
     """Arguments of the reasoning-gym data set, for example `{min_digits = 2}`."""
-    path: Path | None = None
+    path: InputPath | None = None
     """JSONL or Parquet file."""
     prompt_field: str = "question"
     """Field that holds the question (reasoning-gym: `question`)."""
@@ -64,7 +63,7 @@ class DomainConfig(Strict):
     """Longest completion of this domain; default: `rollout.max_new_tokens`."""
     keep_routing_weight: float | None = Field(None, ge=0)
     """Weight of `routing.keep_loss` for this domain; default: `routing.keep_weight`."""
-    reference: Path | None = None
+    reference: InputPath | None = None
     """Hugging Face checkpoint that this domain's KL refers to; default: the policy at the start
     of RL."""
     objective: DomainObjective | None = None

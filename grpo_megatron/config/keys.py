@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 KeyPath = tuple[str | int, ...]
 
 _BARE = re.compile(r"[A-Za-z0-9_*-]+")
-_PART = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([A-Za-z0-9_*-]+))\s*(\.|$)""")
 
 
 def dotted(path: KeyPath) -> str:
@@ -23,13 +23,11 @@ def split_key(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: An empty part or characters that a bare key cannot have.
     """
-    parts, position, more = [], 0, True
-    while more:
-        match = _PART.match(text, position)
-        if not match:
-            raise ValueError(f"{text!r} is not a dotted key")
-        parts.append(next(group for group in match.groups()[:3] if group is not None))
-        position, more = match.end(), match[4] == "."
+    parts: list[str] = []
+    node: Any = tomllib.loads(f"{text} = 0")
+    while isinstance(node, dict):
+        [(part, node)] = node.items()
+        parts.append(part)
     return tuple(parts)
 
 
@@ -53,3 +51,14 @@ def leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from leaves(item, (*prefix, index))
     else:
         yield prefix, value
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Value of a dotted key in a configuration; `None` where a table on the way is absent."""
+    node: Any = config
+    for part in key.split("."):
+        if isinstance(node, tuple):
+            node = node[int(part)]
+        else:
+            node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
+    return node

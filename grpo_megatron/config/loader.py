@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron import assets
 from grpo_megatron.config.keys import dotted, leaves
-from grpo_megatron.config.overrides import Override, apply_override, parse_overrides
+from grpo_megatron.config.overrides import apply_overrides
 from grpo_megatron.config.presets import ModelPreset, load_preset, preset_names
-from grpo_megatron.config.problems import InvalidConfigError, Problem, headline
+from grpo_megatron.config.problems import Problem
 from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
 from grpo_megatron.config.resolved import (
     ResolvedConfig,
@@ -19,7 +18,7 @@ from grpo_megatron.config.resolved import (
     write_resolved,
 )
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_recipe_chain
-from grpo_megatron.config.validation import Check, validate
+from grpo_megatron.config.validation import Check, valid
 
 _BELOW_RECIPE = ("default", "preset")
 
@@ -39,11 +38,9 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
         ConfigError: Everything that is wrong, at once (`InvalidConfigError.problems`).
     """
     chain = read_recipe_chain(find_recipe(recipe))
-    flags, problems = parse_overrides(overrides)
-    layers, _ = _assemble(None, chain, flags)
-    preset = _preset_of(layers.tree)
-    layers, misplaced = _assemble(preset, chain, flags)
-    return _finish(layers, problems + misplaced, checks, chain[-1].display)
+    layers, _ = _assemble(None, chain, overrides)
+    layers, problems = _assemble(_preset_of(layers.tree), chain, overrides)
+    return _finish(layers, problems, checks, chain[-1].display)
 
 
 def read_resolved(path: Path, overrides: Sequence[str] = (), *,
@@ -64,24 +61,20 @@ def read_resolved(path: Path, overrides: Sequence[str] = (), *,
                          resolved.provenance[f"objective.{key}"].kind not in _BELOW_RECIPE}
     layers = Layers(tree, {path: resolved.provenance.get(dotted(path), DEFAULT)
                            for path, _ in leaves(tree)})
-    flags, problems = parse_overrides(overrides)
-    problems += [problem for flag in flags if (problem := apply_override(layers, flag))]
-    return _finish(layers, problems, checks, resolved.recipe)
+    return _finish(layers, apply_overrides(layers, overrides), checks, resolved.recipe)
 
 
 def _assemble(preset: ModelPreset | None, chain: Sequence[TomlFile],
-              flags: Sequence[Override]) -> tuple[Layers, list[Problem]]:
+              overrides: Sequence[str]) -> tuple[Layers, list[Problem]]:
     """Merge all layers, lowest first; returns also what could not be placed."""
     layers = Layers()
     if preset:
-        file = TomlFile(preset.path, assets.display(preset.path), {}, preset.lines)
         layers.merge(preset.defaults,
-                     lambda path: Origin("model", file.where(("defaults", *path))))
+                     lambda path: Origin("model", preset.file.where(("defaults", *path))))
     for document in chain:
         layers.merge(document.values,
                      lambda path, file=document: Origin("recipe", file.where(path)))
-    problems = [problem for flag in flags if (problem := apply_override(layers, flag))]
-    return layers, problems
+    return layers, apply_overrides(layers, overrides)
 
 
 def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
@@ -93,18 +86,4 @@ def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
 
 def _finish(layers: Layers, problems: list[Problem], checks: Sequence[Check],
             recipe: str) -> ResolvedConfig:
-    _make_absolute(layers.tree)
-    config, found = validate(layers, checks)
-    problems = problems + found
-    if problems or config is None:
-        raise InvalidConfigError(headline(problems, recipe), problems=problems)
-    return resolved_from(config, layers, recipe)
-
-
-def _make_absolute(tree: dict[str, Any]) -> None:
-    """Paths of inputs are relative to the current directory; a resumed run may have another."""
-    domains = tree.get("domains")
-    tables = [tree.get("model"), *(domains if isinstance(domains, list) else ())]
-    for table in tables:
-        if isinstance(table, dict) and isinstance(table.get("path"), str):
-            table["path"] = str(Path(table["path"]).expanduser().absolute())
+    return resolved_from(valid(layers, problems, checks, recipe), layers, recipe)

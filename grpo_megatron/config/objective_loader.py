@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
-from grpo_megatron.config.overrides import apply_override, parse_overrides
+from grpo_megatron.config.overrides import apply_overrides
 from grpo_megatron.config.presets import preset_names
-from grpo_megatron.config.problems import InvalidConfigError, headline
 from grpo_megatron.config.provenance import Layers, Origin
-from grpo_megatron.config.validation import validate
+from grpo_megatron.config.validation import valid
 
 
 def load_objective(preset: str, overrides: Sequence[str] = (), domains: Sequence[str] = ("all",),
@@ -28,12 +27,8 @@ def load_objective(preset: str, overrides: Sequence[str] = (), domains: Sequence
     layers.merge({"name": "objective", "num_steps": 0, "model": {"preset": preset_names()[0]},
                   "domains": tables, "objective": {"preset": preset}},
                  lambda path: Origin("flag", preset))
-    flags, problems = parse_overrides([_full_key(text, domains) for text in overrides])
-    problems += [problem for flag in flags if (problem := apply_override(layers, flag))]
-    config, found = validate(layers, ())
-    if problems + found or config is None:
-        raise InvalidConfigError(headline(problems + found, "objective"),
-                                 problems=problems + found)
+    problems = apply_overrides(layers, [_full_key(text, domains) for text in overrides])
+    config = valid(layers, problems, (), "objective")
     return config.objective, {d.name: d.objective for d in config.domains if d.objective}
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron import assets
-from grpo_megatron.config.keys import KeyPath
-from grpo_megatron.config.suggest import nearest
-from grpo_megatron.config.toml_file import read_toml
+from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.config.toml_file import TomlFile, read_toml
 from grpo_megatron.errors import ConfigError
 
 _TABLES = ("name", "hf", "hf_null", "tokenizer", "defaults", "checkpoint", "layouts")
@@ -20,18 +19,21 @@ class ModelPreset:
     """An architecture, its tokenizer and the settings that suit it."""
 
     name: str
-    path: Path
+    file: TomlFile
     hf: dict[str, Any]
     """Becomes `config.json` of the model."""
     tokenizer: dict[str, Any]
     defaults: dict[str, Any]
     """Settings below the recipe's, in the shape of a recipe."""
-    lines: dict[KeyPath, int]
-    """Line of every key in the file, `("defaults", …)` included."""
     checkpoint: dict[str, Any]
     """Of a released model: repository, parameters, stop tokens, chat template."""
     layouts: list[dict[str, Any]]
     """Recommended `[trainer]` and `[rollout]` settings, with the GPUs of both together."""
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self.file.path
 
 
 def preset_names() -> list[str]:
@@ -46,19 +48,16 @@ def load_preset(name: str) -> ModelPreset:
         ConfigError: No such preset, or a file that is not one.
     """
     if name not in preset_names():
-        known = nearest(name, preset_names()) or preset_names()
         raise ConfigError(f"no model preset is called {name!r}", where=str(assets.models()),
-                          remedy="use one of: " + ", ".join(known))
+                          remedy=did_you_mean(name, preset_names()))
     document = read_toml(assets.models() / f"{name}.toml")
     wrong = [key for key in document.values if key not in _TABLES]
     if wrong or not isinstance(document.values.get("hf"), dict):
-        line = document.lines.get((wrong[0],), 1) if wrong else 1
         raise ConfigError(
             f"{'unknown key ' + wrong[0] if wrong else 'no [hf] table'} in a model preset",
-            where=f"{document.display}:{line}",
+            where=document.where(tuple(wrong[:1])),
             remedy="a model preset has the keys " + ", ".join(_TABLES))
     values = document.values
     hf = values["hf"] | dict.fromkeys(values.get("hf_null", ()))
-    return ModelPreset(name, document.path, hf, values.get("tokenizer", {}),
-                       values.get("defaults", {}), document.lines, values.get("checkpoint", {}),
-                       values.get("layouts", []))
+    return ModelPreset(name, document, hf, values.get("tokenizer", {}), values.get("defaults", {}),
+                       values.get("checkpoint", {}), values.get("layouts", []))

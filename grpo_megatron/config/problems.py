@@ -69,12 +69,6 @@ class InvalidConfigError(ConfigError):
         self.problems = tuple(problems)
 
 
-def headline(problems: Sequence[Problem], recipe: str) -> str:
-    """`3 problems in recipes/x.toml; nothing was started`."""
-    count = f"{len(problems)} problem" + "s" * (len(problems) > 1)
-    return f"{count} in {recipe}; nothing was started"
-
-
 def as_toml(value: Any) -> str:
     """A value as it would stand in a recipe; `null` where TOML has no word for it."""
     if isinstance(value, dict):

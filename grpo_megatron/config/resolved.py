@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 import grpo_megatron
 from grpo_megatron import assets
+from grpo_megatron.config.base import Strict
 from grpo_megatron.config.keys import dotted, leaves
 from grpo_megatron.config.objective_presets import PRESETS
 from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
+from grpo_megatron.files import write_atomically
 
-_FORMAT = 1
 
-
-@dataclass(frozen=True, slots=True)
-class ResolvedConfig:
+class ResolvedConfig(Strict):
     """A valid configuration and where each of its values comes from."""
 
-    config: RunConfig
-    provenance: Mapping[str, Origin]
-    """Origin of every leaf, by dotted key."""
+    format: Literal[1] = 1
+    """Of the file."""
+    version: str = Field(grpo_megatron.__version__, alias="grpo_megatron")
+    """Of the package that wrote it."""
     recipe: str
     """The recipe it was made from, as messages show it."""
+    config: RunConfig
+    provenance: dict[str, Origin]
+    """Origin of every leaf, by dotted key."""
 
     @property
     def run_path(self) -> Path:
@@ -43,29 +43,18 @@ def resolved_from(config: RunConfig, layers: Layers, recipe: str) -> ResolvedCon
     objective = Origin("preset", f"objective preset {config.objective.preset}")
     below = {("objective", key): objective for key in PRESETS[config.objective.preset].values}
     origins = {**below, **layers.origins}
-    return ResolvedConfig(
-        config, {dotted(path): origins.get(path, DEFAULT) for path, _ in leaves(tree)}, recipe)
+    return ResolvedConfig(recipe=recipe, config=config, provenance={
+        dotted(path): origins.get(path, DEFAULT) for path, _ in leaves(tree)})
 
 
 def to_json(resolved: ResolvedConfig) -> str:
     """The text of `config.json`: stable key order, exact numbers."""
-    return json.dumps({
-        "format": _FORMAT,
-        "grpo_megatron": grpo_megatron.__version__,
-        "recipe": resolved.recipe,
-        "config": resolved.config.model_dump(mode="json"),
-        "provenance": {key: asdict(origin) for key, origin in resolved.provenance.items()},
-    }, indent=2, ensure_ascii=False) + "\n"
+    return resolved.model_dump_json(indent=2, by_alias=True) + "\n"
 
 
 def write_resolved(path: Path, resolved: ResolvedConfig) -> None:
     """Write `config.json` atomically; `loader.read_resolved` gives back an equal record."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(to_json(resolved))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomically(path, to_json(resolved))
 
 
 def read_stored(path: Path) -> ResolvedConfig:
@@ -77,22 +66,13 @@ def read_stored(path: Path) -> ResolvedConfig:
     file = path / "config.json" if path.is_dir() else path
     where = assets.display(file)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if data["format"] != _FORMAT:
-            raise ConfigError(f"config.json has format {data['format']}, not {_FORMAT}",
-                              where=where, remedy="use the version of grpo-megatron that wrote it")
-        config = RunConfig.model_validate_json(json.dumps(data["config"]), strict=True)
-        provenance = {key: Origin(**origin) for key, origin in data["provenance"].items()}
-        return ResolvedConfig(config, provenance, data["recipe"])
+        return ResolvedConfig.model_validate_json(file.read_text(encoding="utf-8"), strict=True)
     except OSError as error:
         raise ConfigError(f"cannot read the run's configuration: {error.strerror}", where=where,
                           remedy="give the directory of a run, for example runs/demo") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ConfigError(f"{dotted(first['loc'])}: {first['msg']}", where=where,
-                          remedy="use the version of grpo-megatron that wrote it") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"the run's configuration is damaged: {error!r}", where=where,
-                          remedy="start the run again from its recipe") from None
+        raise ConfigError(f"the run's configuration is damaged: {dotted(first['loc'])}: "
+                          f"{first['msg']}", where=where,
+                          remedy="use the version of grpo-megatron that wrote it, or start the run "
+                          "again from its recipe") from None

@@ -7,14 +7,22 @@ from typing import Literal
 
 from pydantic import Field
 
-from grpo_megatron.config.base import Strict
+from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.data import DataConfig, DomainConfig
-from grpo_megatron.config.model import ModelConfig
 from grpo_megatron.config.objective import BatchConfig, ObjectiveConfig
 from grpo_megatron.config.rollout import PublishConfig, RolloutConfig
 from grpo_megatron.config.routing import RoutingConfig
 from grpo_megatron.config.sampling import CorrectionConfig, CurriculumConfig, SamplingConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
+
+
+class ModelConfig(Strict):
+    """Exactly one of `preset` and `path`."""
+
+    preset: str | None = None
+    """Name of a file in `models/` whose architecture is initialised at random (from `seed`)."""
+    path: InputPath | None = None
+    """Hugging Face checkpoint directory to start from."""
 
 
 class ColdStartConfig(Strict):

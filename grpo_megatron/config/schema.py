@@ -2,97 +2,108 @@
 
 from __future__ import annotations
 
+import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from grpo_megatron.config.keys import KeyPath, dotted
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.suggest import nearest, plain
 
 
-def _bare(annotation: Any) -> Any:
-    """The annotation without `| None`."""
+@cache
+def _fields() -> dict[KeyPath, FieldInfo]:
+    """Every key with fixed meaning; list elements are `*`."""
+    return dict(_walk(RunConfig, ()))
+
+
+def _walk(table: type[BaseModel], prefix: KeyPath) -> Iterator[tuple[KeyPath, FieldInfo]]:
+    for name, info in table.model_fields.items():
+        path, annotation = (*prefix, name), _without_none(info.annotation)
+        yield path, info
+        if get_origin(annotation) is tuple:
+            path, annotation = (*path, "*"), _without_none(get_args(annotation)[0])
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _walk(annotation, path)
+
+
+def _without_none(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
         options = [option for option in get_args(annotation) if option is not types.NoneType]
-        return options[0] if len(options) == 1 else annotation
-    return annotation
+        annotation = options[0] if len(options) == 1 else annotation
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def _general(path: Sequence[str | int]) -> KeyPath:
+    return tuple("*" if str(part).isdigit() else part for part in path)
 
 
-def annotation_at(path: KeyPath) -> Any:
+def all_keys() -> list[str]:
+    """Every dotted key; list elements show as `*`."""
+    return list(map(dotted, _fields()))
+
+
+def type_of(path: KeyPath) -> Any:
     """Type at `path` without `| None`; `None` where the schema knows no such key."""
-    annotation: Any = RunConfig
-    for part in path:
-        if _is_model(annotation) and part in annotation.model_fields:
-            annotation = _bare(annotation.model_fields[part].annotation)
-        elif get_origin(annotation) is tuple and str(part).isdigit():
-            annotation = _bare(get_args(annotation)[0])
-        else:
-            return None
-    return annotation
-
-
-def field_at(path: KeyPath) -> FieldInfo | None:
-    """The pydantic field at `path`, if it is one."""
-    table = annotation_at(path[:-1]) if path else None
-    return table.model_fields.get(path[-1]) if _is_model(table) else None
+    info = _fields().get(_general(path))
+    return info and _without_none(info.annotation)
 
 
 def meaning_of(path: KeyPath) -> str:
     """The help text of the key at `path`, or nothing."""
-    info = field_at(path)
-    return (info.description or "") if info else ""
+    info = _fields().get(_general(path))
+    return (info.description if info else None) or ""
 
 
-def keys_of(path: KeyPath) -> list[str]:
+def keys_of(path: Sequence[str | int]) -> list[str]:
     """Keys of the table at `path`; empty where it is no table with fixed keys."""
-    table = annotation_at(path)
-    return list(table.model_fields) if _is_model(table) else []
+    return [str(key[-1]) for key in _fields() if key[:-1] == _general(path)]
 
 
 def is_list(path: KeyPath) -> bool:
     """Whether the schema has a list at `path`."""
-    return get_origin(annotation_at(path)) is tuple
+    return get_origin(type_of(path)) is tuple
 
 
 def takes_text(path: KeyPath) -> bool:
     """Whether the value at `path` is text: then `name=007` is text as well."""
-    annotation = annotation_at(path)
-    if get_origin(annotation) is Literal:
-        return all(isinstance(choice, str) for choice in get_args(annotation))
-    return annotation in (str, Path)
+    choices = choices_at(path)
+    return all(isinstance(c, str) for c in choices) if choices else type_of(path) in (str, Path)
 
 
-def choices_at(path: KeyPath) -> tuple[str, ...]:
-    """The fixed set of values at `path`, as written in TOML without quotes; empty if open."""
-    annotation = annotation_at(path)
-    if annotation is bool:
-        return ("true", "false")
-    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
+def choices_at(path: KeyPath) -> tuple[Any, ...]:
+    """The fixed set of values at `path`; empty if open."""
+    annotation = type_of(path)
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
-@cache
-def all_keys() -> tuple[tuple[str, str], ...]:
-    """`(last part, dotted key)` of every key; list elements show as `*`."""
-    return tuple(_walk(RunConfig, ()))
+def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
+    """Valid dotted keys that the unknown key at `path` may stand for, best first.
 
-
-def _walk(table: type[BaseModel], prefix: KeyPath) -> Iterator[tuple[str, str]]:
-    for name, info in table.model_fields.items():
-        path, annotation = (*prefix, name), _bare(info.annotation)
-        yield name, dotted(path)
-        if get_origin(annotation) is tuple:
-            path, annotation = (*path, "*"), _bare(get_args(annotation)[0])
-        if _is_model(annotation):
-            yield from _walk(annotation, path)
+    Likely typing errors come first, then the same name in another table.
+    """
+    *table, key = map(str, path)
+    here, anywhere = keys_of(table), {str(known[-1]): [] for known in _fields()}
+    for known in _fields():
+        anywhere[str(known[-1])].append(dotted(known))
+    habits = tomllib.loads(Path(__file__).with_name("habits.toml").read_text())
+    habit = habits.get(plain(key))
+    same = [full for name in (plain(key), habit) for full in anywhere.get(name, ())]
+    same.sort(key=lambda full: (dotted(tuple(table)) not in full, "*" in full))
+    near = nearest(key, here)
+    found = [*([habit] if habit in here else []), *nearest(key, here, cutoff=0.8)]
+    found = [dotted((*table, name)) for name in found] + same + [
+        dotted((*table, name)) for name in near]
+    if not found:
+        found = [full for name in nearest(key, anywhere, cutoff=0.75) for full in anywhere[name]]
+    index = next((part for part in table if part.isdigit()), "0")
+    return list(dict.fromkeys(name.replace("*", index) for name in found))[:count]
 
 
 def json_schema() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_megatron import assets
 from grpo_megatron.config.keys import KeyPath
-from grpo_megatron.config.suggest import nearest
+from grpo_megatron.config.suggest import did_you_mean, nearest
 from grpo_megatron.config.toml_lines import key_lines
 from grpo_megatron.errors import ConfigError
 
@@ -46,8 +46,9 @@ def read_toml(path: Path) -> TomlFile:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        at = _AT_LINE.search(str(error))
         raise ConfigError(_AT_LINE.sub("", str(error)) + ": not valid TOML",
-                          where=_error_place(str(error), display, text),
+                          where=f"{display}:{at[1] if at else text.count(chr(10)) + 1}",
                           remedy="correct the syntax at this line") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 text: {error.reason} at byte {error.start}", where=display,
@@ -56,12 +57,6 @@ def read_toml(path: Path) -> TomlFile:
         raise ConfigError(f"cannot read the file: {error.strerror}", where=display,
                           remedy="check the path and its permissions") from None
     return TomlFile(path, display, values, key_lines(text))
-
-
-def _error_place(message: str, display: str, text: str) -> str:
-    match = _AT_LINE.search(message)
-    line = match[1] if match else str(text.count("\n") + 1)
-    return f"{display}:{line}"
 
 
 def find_recipe(recipe: str | Path) -> Path:
@@ -75,11 +70,9 @@ def find_recipe(recipe: str | Path) -> Path:
         if candidate.is_file():
             return candidate
     names = assets.names(shipped)
-    wanted = Path(recipe).with_suffix("") if str(recipe).endswith(".toml") else Path(recipe)
     by_stem = {Path(name).name: name for name in names}
-    near = [*nearest(wanted.as_posix().removeprefix("recipes/"), names),
-            *(by_stem[stem] for stem in nearest(wanted.name, by_stem))]
-    listed = list(dict.fromkeys(near)) or names
+    wanted = Path(recipe).name.removesuffix(".toml")
+    listed = [by_stem[stem] for stem in nearest(wanted, by_stem)] or names
     raise ConfigError(f"no recipe at {str(recipe)!r}", where=str(Path.cwd()),
                       remedy="give a path to a .toml file or a shipped recipe: "
                       + ", ".join(listed[:5]))
@@ -113,8 +106,7 @@ def _base_of(file: TomlFile) -> Path | None:
     path = file.path.parent / base
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else file.path.parent
-        near = nearest(path.name, [other.name for other in folder.glob("*.toml")])
         raise ConfigError(f"extends names a file that does not exist: {base}", where=where,
-                          remedy=f"did you mean {near[0]}?" if near else
-                          "the path is relative to the recipe that extends it")
+                          remedy="the path is relative to the recipe that extends it; " +
+                          did_you_mean(path.name, sorted(o.name for o in folder.glob("*.toml"))))
     return path

@@ -6,14 +6,23 @@ Reads text that `tomllib` has already accepted, so it only has to find keys, not
 from __future__ import annotations
 
 import re
+from collections import Counter, deque
+from typing import NamedTuple
 
 from grpo_megatron.config.keys import KeyPath
 
-_SPACE = re.compile(r"(?:[\s]|#[^\n]*)*")
-_KEY = re.compile(r"""[ \t]*(?:"((?:[^"\\\n]|\\.)*)"|'([^'\n]*)'|([A-Za-z0-9_-]+))[ \t]*""")
-_STRING = re.compile(
-    r'"""(?:[^\\]|\\.)*?"""+|' r"'''.*?'''+|" r'"(?:[^"\\\n]|\\.)*"|' r"'[^'\n]*'", re.DOTALL)
-_SCALAR = re.compile(r"[^,\]}\n#]*")
+_TOKEN = re.compile(r'''\#[^\n]* | (
+    """(?:\\.|[^\\])*?"""+ | \'\'\'.*?\'\'\'+ | "(?:\\.|[^"\\\n])*" | '[^'\n]*'
+    | [^\s,=\[\]{}\#"'.]+ | [,=\[\]{}.] )''', re.DOTALL | re.VERBOSE)
+
+
+class _Token(NamedTuple):
+    text: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        return self.text[1:-1] if self.text[0] in "\"'" else self.text
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
@@ -25,88 +34,69 @@ def key_lines(text: str) -> dict[KeyPath, int]:
     Returns:
         1-based line numbers. Elements of arrays of tables have integer parts.
     """
-    return _Scanner(text).scan()
+    tokens = deque(_Token(match[1], text.count("\n", 0, match.start()) + 1)
+                   for match in _TOKEN.finditer(text) if match[1])
+    lines: dict[KeyPath, int] = {}
+    sizes: Counter[KeyPath] = Counter()  # elements seen of each `[[array]]`
+    table: KeyPath = ()
+    while tokens:
+        if tokens[0].text == "[":
+            table = _header(tokens, lines, sizes)
+        else:
+            _pair(tokens, table, lines)
+    return lines
 
 
-class _Scanner:
-    def __init__(self, text: str):
-        self.text, self.position = text, 0
-        self.lines: dict[KeyPath, int] = {}
-        self.counts: dict[KeyPath, int] = {}  # elements seen of each `[[array]]`
+def _header(tokens: deque[_Token], lines: dict[KeyPath, int], sizes: Counter[KeyPath]) -> KeyPath:
+    brackets = 2 if tokens[1].text == "[" else 1
+    _skip(tokens, brackets)
+    path: KeyPath = ()
+    names = _dotted_key(tokens)
+    for name in names:
+        path = (*path, name.name)
+        if brackets == 2 and name is names[-1]:
+            lines.setdefault(path, name.line)
+            sizes[path] += 1
+        if path in sizes:  # a header below an array means its newest element
+            path = (*path, sizes[path] - 1)
+    lines.setdefault(path, names[0].line)
+    _skip(tokens, brackets)
+    return path
 
-    def scan(self) -> dict[KeyPath, int]:
-        table: KeyPath = ()
-        self._skip_space()
-        while self.position < len(self.text):
-            table = self._header() if self._peek() == "[" else self._assignment(table)
-            self._skip_space()
-        return self.lines
 
-    def _header(self) -> KeyPath:
-        line, is_array = self._line(), self.text.startswith("[[", self.position)
-        self.position += 2 if is_array else 1
-        path: KeyPath = ()
-        keys = self._dotted_key()
-        for number, key in enumerate(keys, start=1):
-            path = (*path, key)
-            if is_array and number == len(keys):
-                self.lines.setdefault(path, line)
-                self.counts[path] = self.counts.get(path, 0) + 1
-            if path in self.counts:  # a header below an array means its newest element
-                path = (*path, self.counts[path] - 1)
-        self.lines.setdefault(path, line)
-        self.position += 2 if is_array else 1
-        return path
+def _pair(tokens: deque[_Token], path: KeyPath, lines: dict[KeyPath, int]) -> None:
+    for name in _dotted_key(tokens):
+        path = (*path, name.name)
+        lines.setdefault(path, name.line)
+    _skip(tokens, 1)  # =
+    _value(tokens, path, lines)
 
-    def _assignment(self, table: KeyPath) -> KeyPath:
-        line, path = self._line(), table
-        for key in self._dotted_key():
-            path = (*path, key)
-            self.lines.setdefault(path, line)
-        self.position += 1  # =
-        self._value(path)
-        return table
 
-    def _value(self, path: KeyPath) -> None:
-        self._skip_space()
-        start = self._peek()
-        if start in ("[", "{"):
-            self._collection(path, closing="]" if start == "[" else "}")
-            return
-        pattern = _STRING if start in ("'", '"') else _SCALAR
-        self.position = pattern.match(self.text, self.position).end()
+def _value(tokens: deque[_Token], path: KeyPath, lines: dict[KeyPath, int]) -> None:
+    first, index = tokens.popleft(), 0
+    if first.text not in ("[", "{"):  # a number or a date may have several tokens
+        while tokens and tokens[0].line == first.line and tokens[0].text not in (",", "]", "}"):
+            tokens.popleft()
+        return
+    while tokens[0].text not in ("]", "}"):
+        if first.text == "{":
+            _pair(tokens, path, lines)
+        else:
+            lines[*path, index] = tokens[0].line
+            _value(tokens, (*path, index), lines)
+        index += 1
+        _skip(tokens, tokens[0].text == ",")
+    _skip(tokens, 1)
 
-    def _collection(self, path: KeyPath, *, closing: str) -> None:
-        self.position += 1
-        index = 0
-        self._skip_space()
-        while self._peek() != closing:
-            if closing == "}":
-                self._assignment(path)
-            else:
-                self.lines[*path, index] = self._line()
-                self._value((*path, index))
-            index += 1
-            self._skip_space()
-            self.position += self._peek() == ","
-            self._skip_space()
-        self.position += 1
 
-    def _dotted_key(self) -> list[str]:
-        keys = []
-        while True:
-            match = _KEY.match(self.text, self.position)
-            keys.append(next(group for group in match.groups() if group is not None))
-            self.position = match.end()
-            if self._peek() != ".":
-                return keys
-            self.position += 1
+def _dotted_key(tokens: deque[_Token]) -> list[_Token]:
+    names = [tokens.popleft()]
+    while tokens[0].text == ".":
+        tokens.popleft()
+        names.append(tokens.popleft())
+    return names
 
-    def _skip_space(self) -> None:
-        self.position = _SPACE.match(self.text, self.position).end()
 
-    def _peek(self) -> str:
-        return self.text[self.position:self.position + 1]
-
-    def _line(self) -> int:
-        return self.text.count("\n", 0, self.position) + 1
+def _skip(tokens: deque[_Token], count: int) -> None:
+    for _ in range(count):
+        tokens.popleft()

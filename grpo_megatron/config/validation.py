@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Callable, Sequence
@@ -10,39 +11,41 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_megatron.config.constraints import check_constraints
-from grpo_megatron.config.keys import KeyPath, dotted
+from grpo_megatron.config.keys import KeyPath, dotted, value_at
 from grpo_megatron.config.messages import problem_of
-from grpo_megatron.config.problems import Problem, Violation, as_toml
+from grpo_megatron.config.problems import InvalidConfigError, Problem, Violation, as_toml
 from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.config.suggest import nearest_keys
+from grpo_megatron.config.schema import nearest_keys
 
 Check = Callable[[RunConfig], list[Violation]]
 """A rule set over a whole, well-typed configuration."""
 
 
-def validate(layers: Layers, checks: Sequence[Check]) -> tuple[RunConfig | None, list[Problem]]:
-    """Type-check the tree and apply all rules.
+def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
+          source: str) -> RunConfig:
+    """The configuration of `layers`, where it keeps all rules and there are no `problems` yet.
 
     Rules run even when some keys are wrong, on what is left without these keys; what a rule
     says about a wrong key is dropped then, because its intended value is not known.
 
-    Returns:
-        The configuration (`None` if a value is missing or wrong) and all problems.
+    Raises:
+        ConfigError: Everything that is wrong, at once.
     """
     config, errors = _parse(layers.tree)
-    problems = [problem_of(error, layers) for error in errors]
-    unsure = _unsure_keys(errors)
-    if config is None:
-        config, rest = _parse(_without(layers.tree, [error["loc"] for error in errors]))
-        if rest:
-            return None, problems
-    violations = [violation for check in (check_constraints, *checks)
-                  for violation in check(config)]
-    problems += [_problem_of_violation(violation, config, layers) for violation in violations
-                 if not any(_is_at_or_below(key, unsure)
-                            for key in (violation.key, *violation.related))]
-    return (None if errors else config), problems
+    found = [*problems, *(problem_of(error, layers) for error in errors)]
+    if errors:
+        config, _ = _parse(_without(layers.tree, [error["loc"] for error in errors]))
+    if config is not None:
+        unsure = _unsure_keys(errors)
+        found += [_problem_of_violation(violation, config, layers)
+                  for check in (check_constraints, *checks) for violation in check(config)
+                  if not any(f"{key}.".startswith(f"{wrong}.") for wrong in unsure
+                             for key in (violation.key, *violation.related))]
+    if found:
+        count = f"{len(found)} problem" + "s" * (len(found) > 1)
+        raise InvalidConfigError(f"{count} in {source}; nothing was started", problems=found)
+    return config
 
 
 def _parse(tree: dict[str, Any]) -> tuple[RunConfig | None, list[dict[str, Any]]]:
@@ -50,28 +53,18 @@ def _parse(tree: dict[str, Any]) -> tuple[RunConfig | None, list[dict[str, Any]]
     try:
         return RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True), []
     except ValidationError as error:
-        return None, _without_echoes(error.errors(include_url=False))
-
-
-def _without_echoes(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop "list too short" where elements were left out only because they are wrong."""
-    return [error for error in errors if error["type"] != "too_short" or not any(
+        errors = error.errors(include_url=False)
+    # "list too short" is an echo where elements were left out only because they are wrong
+    return None, [error for error in errors if error["type"] != "too_short" or not any(
         other["loc"][:len(error["loc"])] == error["loc"] for other in errors
         if other is not error)]
 
 
 def _unsure_keys(errors: Sequence[dict[str, Any]]) -> set[str]:
-    unsure = set()
-    for error in errors:
-        unsure.add(dotted(error["loc"]))
-        if error["type"] == "extra_forbidden":
-            unsure.update(nearest_keys(error["loc"]))
-    return unsure
-
-
-def _is_at_or_below(key: str, tables: set[str]) -> bool:
-    parts = key.split(".")
-    return any(".".join(parts[:length]) in tables for length in range(1, len(parts) + 1))
+    """The wrong keys, and what the unknown ones may stand for."""
+    return {dotted(error["loc"]) for error in errors} | {
+        key for error in errors if error["type"] == "extra_forbidden"
+        for key in nearest_keys(error["loc"])}
 
 
 def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
@@ -79,24 +72,12 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
     tree = copy.deepcopy(tree)
     for path in paths:
         node: Any = tree
-        for part in path[:-1]:
-            reachable = (isinstance(node, dict) and part in node) or (
-                isinstance(node, list) and isinstance(part, int) and part < len(node))
-            node = node[part] if reachable else None
-        if isinstance(node, dict):
-            node.pop(path[-1], None)
+        with contextlib.suppress(KeyError, IndexError, TypeError):
+            for part in path[:-1]:
+                node = node[part]
+            if isinstance(node, dict):
+                node.pop(path[-1], None)
     return tree
-
-
-def value_at(config: RunConfig, key: str) -> Any:
-    """Value of a dotted key in a configuration; `None` where a table on the way is absent."""
-    node: Any = config
-    for part in key.split("."):
-        if isinstance(node, tuple):
-            node = node[int(part)]
-        else:
-            node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
-    return node
 
 
 def _problem_of_violation(violation: Violation, config: RunConfig, layers: Layers) -> Problem:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
-from grpo_megatron.config.suggest import nearest
-from grpo_megatron.data.problems import Problem
+from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.data.sources import Problem
 from grpo_megatron.errors import DataError
 
 _KNOWN_ARGUMENTS = ("answer_after", "domain_field")
@@ -39,24 +39,22 @@ def load_file(domain: DomainConfig) -> list[Problem]:
     """
     path = _checked_path(domain)
     rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
-    problems = itertools.islice(_problems(domain, rows), domain.num_problems)
-    result = list(problems)
+    result = list(itertools.islice(_problems(domain, rows), domain.num_problems))
     if not result:
         raise DataError(f"no problems for domain {domain.name!r}", where=str(path),
-                        remedy=_empty_remedy(domain))
+                        remedy=f"no row has {domain.arguments['domain_field']!r} equal to "
+                        f"{domain.name!r}" if "domain_field" in domain.arguments else
+                        "the file is empty")
     return result
 
 
 def _checked_path(domain: DomainConfig) -> Path:
     where = f"[[domains]] {domain.name}"
-    if domain.path is None:
-        raise DataError("a file domain needs `path`", where=where,
-                        remedy="path of a .jsonl or .parquet file")
     for key in domain.arguments:
         if key not in _KNOWN_ARGUMENTS:
             raise DataError(f"a file domain has no argument {key!r}", where=where,
                             remedy=f"known: {', '.join(_KNOWN_ARGUMENTS)}")
-    path = domain.path.expanduser()
+    path = domain.path
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"unknown file type {path.suffix!r}", where=str(path),
                         remedy="convert it to .jsonl (one JSON object a line) or .parquet")
@@ -64,12 +62,6 @@ def _checked_path(domain: DomainConfig) -> Path:
         raise DataError("no such file", where=str(path),
                         remedy="paths are relative to the directory the command runs in")
     return path
-
-
-def _empty_remedy(domain: DomainConfig) -> str:
-    if "domain_field" in domain.arguments:
-        return f"no row has {domain.arguments['domain_field']!r} equal to {domain.name!r}"
-    return "the file is empty"
 
 
 def _jsonl_rows(path: Path) -> Iterator[_Row]:
@@ -122,10 +114,8 @@ def _problems(domain: DomainConfig, rows: Iterator[_Row]) -> Iterator[Problem]:
 
 def _text(row: _Row, name: str) -> str:
     if name not in row.fields:
-        close = nearest(name, row.fields, count=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         raise DataError(f"no field {name!r}", where=row.where,
-                        remedy=f"{hint}fields: {', '.join(row.fields)}")
+                        remedy=did_you_mean(name, row.fields))
     value = row.fields[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"field {name!r} is {type(value).__name__}, expected text or a number",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.templates import PromptTemplate
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.splits import Splits, make_splits, text_hash
-from grpo_megatron.data.templates import PromptTemplate
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Prompt
@@ -27,10 +26,6 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
     Raises:
         DataError: See the sources, templates, tokenizer and splits.
     """
-    repeated = [name for name, n in Counter(d.name for d in config.domains).items() if n > 1]
-    if repeated:
-        raise DataError(f"domain name {repeated[0]!r} is used twice", where="[[domains]]",
-                        remedy="metrics, weights and splits are per name: make names unique")
     longest = config.rollout.max_model_len
     prompts = (prompt for domain in config.domains for prompt in _fitting(
         domain, config.seed, tokenizer, longest - config.max_new_tokens_of(domain.name)))
@@ -50,7 +45,7 @@ def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> l
     where = f"[[domains]] {domain.name}"
     template = PromptTemplate(domain.template, where=where)
     problems = load_problems(domain, seed)
-    texts = [template.render(problem) for problem in problems]
+    texts = [template.render(problem.question, problem.metadata) for problem in problems]
     token_ids = tokenizer.encode_batch(texts, where=where)
     return [Prompt(f"{domain.name}-{text_hash(text)[:16]}", domain.name, text, tuple(ids),
                    problem.answer, problem.metadata)

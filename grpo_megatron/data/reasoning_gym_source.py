@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
-from grpo_megatron.config.suggest import nearest
-from grpo_megatron.data.problems import Problem
+from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.data.sources import Problem
 from grpo_megatron.errors import DataError
 
 
@@ -41,18 +40,15 @@ def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
 def _create(domain: DomainConfig, seed: int, where: str) -> Any:
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    if domain.dataset is None:
-        raise DataError("a reasoning_gym domain needs `dataset`", where=where,
-                        remedy='for example dataset = "chain_sum"')
     if domain.dataset not in DATASETS:
         raise DataError(f"reasoning-gym has no data set {domain.dataset!r}", where=where,
-                        remedy=_suggest(domain.dataset, DATASETS))
+                        remedy=did_you_mean(domain.dataset, sorted(DATASETS)))
     fields = [f.name for f in dataclasses.fields(DATASETS[domain.dataset][1])]
     for key in domain.arguments:
         if key not in fields or key == "size":
             raise DataError(
                 f"reasoning-gym data set {domain.dataset!r} has no argument {key!r}", where=where,
-                remedy="use num_problems" if key == "size" else _suggest(key, fields))
+                remedy="use num_problems" if key == "size" else did_you_mean(key, sorted(fields)))
     arguments = {"seed": seed, **domain.arguments}
     if domain.num_problems is not None:
         arguments["size"] = domain.num_problems
@@ -62,11 +58,3 @@ def _create(domain: DomainConfig, seed: int, where: str) -> Any:
         raise DataError(f"reasoning-gym data set {domain.dataset!r} refuses its arguments: "
                         f"{error or type(error).__name__}", where=where,
                         remedy=f"arguments given: {dict(domain.arguments)}") from error
-
-
-def _suggest(word: str, known: Iterable[str]) -> str:
-    known = sorted(known)
-    close = nearest(word, known)
-    if close:
-        return f"did you mean {' or '.join(repr(c) for c in close)}?"
-    return f"known: {', '.join(known)}"

@@ -82,9 +82,8 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Where sampling stands; `load_state_dict` continues as if never interrupted."""
-        return {"seed": self.seed, "acceptance": self.acceptance, "domains": {
-            name: {"weight": self._weights[name], **domain.state_dict()}
-            for name, domain in self._domains.items()}}
+        return {"of": self._identity(), "acceptance": self.acceptance, "domains": {
+            name: domain.state_dict() for name, domain in self._domains.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`.
@@ -92,17 +91,23 @@ class PromptSampler:
         Raises:
             DataError: The state is of another seed, of other domains or of other prompts.
         """
-        _require_equal("seed", state["seed"], self.seed)
-        _require_equal("domains", ", ".join(state["domains"]), ", ".join(self._domains))
-        for name, domain in self._domains.items():
-            saved = state["domains"][name]
-            _require_equal(f"weight of domain {name!r}", saved["weight"], self._weights[name])
-            _require_equal(f"prompts of domain {name!r}", _data_of(saved),
-                           _data_of(domain.state_dict()))
-            _require_equal("curriculum", "curriculum" in saved, domain.curriculum is not None)
+        saved = state["of"]
+        for what, current in self._identity().items():
+            if saved.get(what, "none") != current:
+                raise DataError(
+                    f"the checkpoint's sampler does not fit this run: {what}: checkpoint has "
+                    f"{saved.get(what, 'none')}, this run has {current}", where="resume",
+                    remedy="resume with the recipe and data of the checkpoint, or start a new run")
         for name, domain in self._domains.items():
             domain.load_state_dict(state["domains"][name])
         self.acceptance = state["acceptance"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a state to fit, in words."""
+        return {"seed": self.seed, "domains": ", ".join(self._domains), **{
+            f"{what} of domain {name!r}": value for name, domain in self._domains.items()
+            for what, value in (("weight", self._weights[name]), ("prompts", domain.prompts_told),
+                                ("curriculum", domain.curriculum is not None))}}
 
     def _next_domain(self, counts: Mapping[str, int]) -> str:
         had = {name: domain.num_drawn + counts[name] for name, domain in self._domains.items()}
@@ -122,7 +127,7 @@ class _Domain:
         if len(self._prompts) < len(prompts):
             raise DataError(f"domain {name!r} has prompts with equal ids",
                             remedy="remove duplicates before sampling")
-        self._fingerprint = _fingerprint(self._prompts)
+        self.prompts_told = f"{len(prompts)} prompts (fingerprint {_fingerprint(self._prompts)})"
         self._epoch, self._position = 0, 0
         self.num_drawn = 0
         self._deferred: list[str] = []  # moved to the end of this epoch's order
@@ -153,8 +158,7 @@ class _Domain:
         return [self._prompts[prompt_id] for prompt_id in ids]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_prompts": len(self._prompts), "fingerprint": self._fingerprint,
-                "num_drawn": self.num_drawn, "epoch": self._epoch, "position": self._position,
+        return {"num_drawn": self.num_drawn, "epoch": self._epoch, "position": self._position,
                 "deferred": list(self._deferred),
                 **({"curriculum": self.curriculum.state_dict()} if self.curriculum else {})}
 
@@ -191,15 +195,3 @@ def _fingerprint(prompts: Mapping[str, Prompt]) -> str:
         # repr delimits: no two different triples give the same bytes
         digest.update(repr((prompt_id, prompt.text, prompt.answer)).encode())
     return digest.hexdigest()[:16]
-
-
-def _data_of(state: Mapping[str, Any]) -> str:
-    return f"{state['num_prompts']} prompts (fingerprint {state['fingerprint']})"
-
-
-def _require_equal(what: str, saved: object, current: object) -> None:
-    if saved != current:
-        raise DataError(f"the checkpoint's sampler does not fit this run: {what}: checkpoint has "
-                        f"{saved}, this run has {current}",
-                        where="resume", remedy="resume with the recipe and data of the "
-                        "checkpoint, or start a new run")

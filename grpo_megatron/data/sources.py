@@ -1,9 +1,27 @@
-"""From `[[domains]]` to problems: the one place that knows which sources exist."""
+"""From `[[domains]]` to problems, before templates and tokens: which sources exist."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 from grpo_megatron.config.data import DomainConfig
-from grpo_megatron.data.problems import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question with its expected answer.
+
+    Example: `Problem("addition", "What is 37 + 48?", "85", {"expression": "37 + 48"})`
+
+    `metadata` holds everything else that the source knows; it never holds the answer field.
+    """
+
+    domain: str
+    question: str
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:

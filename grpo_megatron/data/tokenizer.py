@@ -39,37 +39,27 @@ class TextTokenizer:
         Raises:
             DataError: The tokenizer has no token for a character; `where` names the source.
         """
-        try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # the library raises plain Exception
-            raise self._unknown(text, where) from error
-        if self._unk_token_id is not None and self._unk_token_id in ids:
-            raise self._unknown(text, where)
-        return ids
+        return self.encode_batch([text], where=where)[0]
 
     def encode_batch(self, texts: Sequence[str], *, where: str | None = None) -> list[list[int]]:
         """`encode` of many texts, in order."""
         try:
-            batch = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        except Exception:  # find the text that is wrong
-            return [self.encode(text, where=where) for text in texts]
-        ids = [encoding.ids for encoding in batch]
-        if self._unk_token_id is not None:
-            for text, text_ids in zip(texts, ids, strict=True):
-                if self._unk_token_id in text_ids:
-                    raise self._unknown(text, where)
-        return ids
+            batch = [encoding.ids for encoding in self._backend.encode_batch(
+                list(texts), add_special_tokens=False)]
+            bad = next((text for text, ids in zip(texts, batch, strict=True)
+                        if self._unk_token_id in ids), None)
+        except Exception:  # the library raises plain Exception
+            bad = next((text for text in texts if any(map(self._lacks, text))), texts[0])
+        if bad is not None:
+            lacking = ", ".join(map(repr, sorted(filter(self._lacks, set(bad))))) or "a character"
+            shown = bad if len(bad) <= 120 else f"{bad[:117]}..."
+            raise DataError(f"the tokenizer has no token for {lacking} in the text {shown!r}",
+                            where=where, remedy="change the text, or the tokenizer's alphabet")
+        return batch
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are skipped, the rest is decoded as it is."""
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
-
-    def _unknown(self, text: str, where: str | None) -> DataError:
-        bad = sorted({char for char in text if self._lacks(char)})
-        what = ", ".join(repr(char) for char in bad) or "a character"
-        shown = text if len(text) <= 120 else f"{text[:117]}..."
-        return DataError(f"the tokenizer has no token for {what} in the text {shown!r}",
-                         where=where, remedy="change the text, or the tokenizer's alphabet")
 
     def _lacks(self, char: str) -> bool:
         try:
@@ -91,8 +81,8 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     path = Path(path)
     backend = _backend(path)
     settings = _read_json(path / "tokenizer_config.json")
-    generation, config = _read_json(path / "generation_config.json"), _read_json(
-        path / "config.json")
+    generation = _read_json(path / "generation_config.json")
+    config = _read_json(path / "config.json")
     text_config = config.get("text_config") or config
     stop_ids = [*_ids(generation.get("eos_token_id")), *_ids(text_config.get("eos_token_id"))]
     eos = _token_id(backend, settings.get("eos_token"))

@@ -6,11 +6,11 @@ rollout server end it with an error that shows the dead one's last lines.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 from grpo_megatron.config.presets import load_preset
@@ -79,7 +79,7 @@ class Supervisor:
         self.screen = make_screen(config.name, config.num_steps)
         self.interrupts = 0
         self._buffer = b""
-        self._last_line = ""
+        self._last_line = self._failure = ""
 
     def run(self) -> int:
         shutil.rmtree(self.run_dir.endpoints, ignore_errors=True)
@@ -94,7 +94,7 @@ class Supervisor:
         try:
             for child in self.children:
                 child.start()
-                self._event("started", role=child.name, pid=child.process.pid)
+                append_event(self.run_dir.events, "started", role=child.name, pid=child.process.pid)
             code = self._watch()
         finally:
             stop_all(self.children)
@@ -136,20 +136,17 @@ class Supervisor:
             return INTERRUPTED_EXIT_CODE if self.interrupts else 0
         self._check_trainers()  # the controller may only be the first to notice
         self._check_replicas()
-        error = GrpoMegatronError(self._failure or f"controller ended with exit code {code}",
-                                  where=str(self.controller.log))
+        error = GrpoMegatronError(
+            self._failure or f"controller ended with exit code {code}\n"
+            f"{self.controller.log_tail()}", where=str(self.controller.log))
         error.exit_code = code
-        if not self._failure:
-            error.message += "\n" + self.controller.log_tail()
         raise error
-
-    _failure = ""
 
     def _check_trainers(self) -> None:
         dead = [t for t in self.trainers if t.exit_code]  # 0: told to stop
         if dead:
             first = dead[0]
-            self._event("died", role=first.name, exit_code=first.exit_code)
+            append_event(self.run_dir.events, "died", role=first.name, exit_code=first.exit_code)
             error = TrainerError(f"{first.name} ended with exit code {first.exit_code}\n"
                                  f"{first.log_tail()}", where=str(first.log),
                                  remedy=f"grpo-megatron resume {self.run_dir.root}")
@@ -162,7 +159,8 @@ class Supervisor:
             if not replica.alive and replica.name not in self._reported_dead:
                 self._reported_dead.add(replica.name)
                 replica.signal_group(signal.SIGKILL)  # what the dead server had started
-                self._event("died", role=replica.name, exit_code=replica.exit_code)
+                append_event(self.run_dir.events, "died", role=replica.name,
+                             exit_code=replica.exit_code)
                 self.screen.message(f"{replica.name} died with exit code {replica.exit_code}; "
                                     f"see {replica.log}")
         if len(self._reported_dead) == len(self.replicas):
@@ -173,14 +171,9 @@ class Supervisor:
 
     def _read_messages(self, fd: int) -> None:
         """Display messages of the controller: one JSON object a line."""
-        while True:
-            try:
-                block = os.read(fd, 1 << 16)
-            except BlockingIOError:
-                break
-            if not block:
-                break
-            self._buffer += block
+        with contextlib.suppress(BlockingIOError):
+            while block := os.read(fd, 1 << 16):
+                self._buffer += block
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             try:
@@ -190,24 +183,21 @@ class Supervisor:
             self._show(message)
 
     def _show(self, message: dict) -> None:
-        kind = message.get("kind")
-        if kind == "phase":
-            self.screen.phase(message["name"])
-        elif kind == "step":
-            samples = {s["rank"]: s for s in reversed(message["samples"])}
-            self.screen.step(message["metrics"], samples.get("best"), samples.get("worst"))
-        elif kind == "message":
-            self.screen.message(message["text"])
-        elif kind == "failure":
-            self._failure = message["text"]
-        elif kind == "result":
-            self._last_line = message["text"]
+        match message:
+            case {"kind": "phase", "name": name}:
+                self.screen.phase(name)
+            case {"kind": "step", "metrics": metrics, "samples": samples}:
+                first = {sample["rank"]: sample for sample in reversed(samples)}
+                self.screen.step(metrics, first.get("best"), first.get("worst"))
+            case {"kind": "message", "text": text}:
+                self.screen.message(text)
+            case {"kind": "failure", "text": text}:
+                self._failure = text
+            case {"kind": "result", "text": text}:
+                self._last_line = text
 
     def _interrupt(self, number, frame) -> None:
         self.interrupts += 1
         if self.interrupts == 1:
             self.screen.message("stopping after this step with a checkpoint; again to stop now")
             self.controller.signal_group(signal.SIGTERM)
-
-    def _event(self, kind: str, **fields) -> None:
-        append_event(self.run_dir.events, kind, time_s=time.time(), **fields)

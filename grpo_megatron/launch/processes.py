@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import select
@@ -50,11 +49,14 @@ class ChildProcess:
         code = None if self.process is None else self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
-    def signal_group(self, number: int) -> None:
-        """Signal the process and everything it started."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
+    def signal_group(self, number: int) -> bool:
+        """Signal the process and everything it started; False where nothing of it is left."""
+        try:
+            if self.process is not None:
                 os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return False
+        return self.process is not None
 
     def log_tail(self) -> str:
         """Last lines of the log, for an error message."""
@@ -85,7 +87,7 @@ def stop_all(children: Sequence[ChildProcess], grace_s: float = 5.0) -> None:
     for child in children:
         child.signal_group(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while any(_group_exists(c) for c in children) and time.monotonic() < deadline:
+    while any(c.signal_group(0) for c in children) and time.monotonic() < deadline:
         time.sleep(0.05)
         for child in children:
             child.exit_code  # noqa: B018  (reaps it)
@@ -97,13 +99,3 @@ def stop_all(children: Sequence[ChildProcess], grace_s: float = 5.0) -> None:
             if child.pidfd >= 0:
                 os.close(child.pidfd)
                 child.pidfd = -1
-
-
-def _group_exists(child: ChildProcess) -> bool:
-    if child.process is None:
-        return False
-    try:
-        os.killpg(child.process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

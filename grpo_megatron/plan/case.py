@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.machine import Engines
@@ -32,19 +31,8 @@ class Case:
         chosen = self.trainer.sequence_parallel
         return self.trainer.tensor_parallel_size > 1 if chosen is None else chosen
 
-    def value(self, key: str) -> Any:
-        """Value of `trainer.x` or `rollout.x`."""
-        table, name = key.split(".")
-        return getattr(getattr(self, table), name)
-
     def with_value(self, key: str, value: Any) -> Case:
         """The same case with one other value."""
         table, name = key.split(".")
         changed = getattr(self, table).model_copy(update={name: value})
         return replace(self, **{table: changed})
-
-    def violation(self, rule: str, key: str, message: str, *related: str, remedy: str = "",
-                  nearest: tuple[Any, ...] = ()) -> Violation:
-        """A violation that blames `key`."""
-        return Violation(rule, key, self.value(key), message, nearest=nearest, remedy=remedy,
-                         related=related)

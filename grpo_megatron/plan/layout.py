@@ -8,18 +8,21 @@ ETP x EP x PP x EDP; both products are the number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.rules import broken, cases_of
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan import rollout_rules, trainer_rules
 from grpo_megatron.plan.case import Case
 from grpo_megatron.plan.machine import Engines, installed_engines
 from grpo_megatron.plan.model_facts import ModelFacts
+
+_RULES = {**trainer_rules.RULES, **rollout_rules.RULES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,8 @@ def check_layout(trainer: TrainerConfig, rollout: RolloutConfig, facts: ModelFac
                  engines: Engines) -> list[Violation]:
     """All violated layout rules of trainer and engine, each with the nearest valid values."""
     case = Case(trainer, rollout, facts, engines)
-    violations = list(_violations(case))
-    broken = {violation.rule for violation in violations}
-    return [_with_nearest(case, violation, broken) for violation in violations]
+    violations = broken(_RULES, {"c": case, "t": trainer, "f": facts}, case)
+    return [_with_nearest(case, violation) for violation in violations]
 
 
 def smallest_world(trainer: TrainerConfig) -> int:
@@ -76,28 +78,28 @@ def smallest_world(trainer: TrainerConfig) -> int:
 def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
     """For commands without rollout. Raises ConfigError with every rule that is violated."""
     case = Case(trainer, RolloutConfig(), facts, installed_engines())
-    found = [violation for rule in trainer_rules.RULES for violation in rule(case)]
+    found = list(broken(trainer_rules.RULES, {"c": case, "t": trainer, "f": facts}, case))
     if found:
         raise ConfigError("\n".join(f"{v.key}: {v.message}" for v in found),
                           where="command line", remedy=found[0].remedy)
 
 
-def _violations(case: Case) -> Iterator[Violation]:
-    for rule in (*trainer_rules.RULES, *rollout_rules.RULES):
-        yield from rule(case)
+def _broken_rules(case: Case) -> set[str]:
+    return {name.partition(".")[0] for name, _ in cases_of(_RULES, case)}
 
 
-def _with_nearest(case: Case, violation: Violation, broken: set[str]) -> Violation:
+def _with_nearest(case: Case, violation: Violation) -> Violation:
     """Search values of the key that mend this rule and break no other; failing that, mend it."""
     if violation.nearest or type(violation.value) is not int:
         return violation
 
+    others = _broken_rules(case) - {violation.rule}
+
     def breaks_no_other(candidate: Case) -> bool:
-        return all(other.rule in broken and other.rule != violation.rule
-                   for other in _violations(candidate))
+        return _broken_rules(candidate) <= others
 
     def keeps_this(candidate: Case) -> bool:
-        return all(other.rule != violation.rule for other in _violations(candidate))
+        return violation.rule not in _broken_rules(candidate)
 
     for accepts in (breaks_no_other, keeps_this):
         if found := _search(case, violation.key, violation.value, accepts):

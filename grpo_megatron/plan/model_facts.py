@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron import assets
-from grpo_megatron.config.model import ModelConfig
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.hf_config import derived, model_fields, unified
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron.config.loader import load_recipe, read_resolved
 from grpo_megatron.config.presets import preset_names
 from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.resolved import ResolvedConfig
+from grpo_megatron.config.rules import Conditions, broken
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.layout import check_layout
@@ -46,24 +48,18 @@ def check_plan(config: RunConfig) -> list[Violation]:
         key = "model.preset" if model.path is None else "model.path"
         return [Violation("model_unreadable", key, str(model.preset or model.path),
                           f"{error.message} ({error.where})", remedy=error.remedy or "")]
-    return [*_replicas(config), *_routing(config, facts),
+    return [*broken(_RULES, {"c": config, "f": facts}, config, facts),
             *check_layout(config.trainer, config.rollout, facts, installed_engines())]
 
 
-def _replicas(config: RunConfig) -> list[Violation]:
-    num_prompts, replicas = config.batch.num_prompts, config.rollout.num_replicas
-    if replicas <= num_prompts:
-        return []
-    return [Violation("num_replicas", "rollout.num_replicas", replicas,
-                      f"{num_prompts} prompts a step leave {replicas - num_prompts} replica(s) "
-                      "without work", nearest=(num_prompts,), related=("batch.num_prompts",))]
+def _routing_without_experts(c: RunConfig, facts: ModelFacts) -> list[dict[str, Any]]:
+    off = {"replay": "none", "keep_loss": "none", "balance_weight": 0.0}
+    return [{"field": field, "nearest": [value]} for field, value in off.items()
+            if getattr(c.routing, field) != value and not facts.is_moe]
 
 
-def _routing(config: RunConfig, facts: ModelFacts) -> list[Violation]:
-    routing = config.routing
-    return [] if facts.is_moe else [
-        Violation("routing_experts", f"routing.{key}", getattr(routing, key),
-                  f"the model ({facts.model_type}) has no experts", nearest=(off,))
-        for key, off in (("replay", "none"), ("keep_loss", "none"), ("balance_weight", 0.0))
-        if getattr(routing, key) != off]
-
+_RULES: Conditions = {
+    "num_replicas": lambda c, facts: c.rollout.num_replicas > c.batch.num_prompts and {
+        "idle": c.rollout.num_replicas - c.batch.num_prompts},
+    "routing_experts": _routing_without_experts,
+}

@@ -1,72 +1,54 @@
-"""Layouts that vLLM refuses or dies of, some of them only in its CPU build."""
+"""Layouts that vLLM refuses or dies of, some of them only in its CPU build. What is said about
+each: `config/rules.toml`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
-from grpo_megatron.config.problems import Violation
+from grpo_megatron.config.rules import Conditions
 from grpo_megatron.plan.case import Case
 
-_TP = "rollout.tensor_parallel_size"
 _CPU_MULTIPLE = 32
 """vLLM's CPU kernels block matrices by this many columns."""
 
 
-def heads_divide(case: Case) -> Iterator[Violation]:
-    size, facts = case.rollout.tensor_parallel_size, case.facts
-    heads, kv_heads = facts.num_heads, facts.num_kv_heads
+def _heads_do_not_fit(c: Case) -> bool:
+    size, f = c.rollout.tensor_parallel_size, c.facts
     # vLLM splits key-value heads over ranks, or repeats each on an equal number of ranks
-    kv_fits = facts.is_mla or kv_heads % size == 0 or size % kv_heads == 0
-    if heads % size or not kv_fits:
-        yield case.violation("rollout_heads", _TP,
-                             f"the model's {heads} attention heads must be divisible by TP = "
-                             f"{size}, and its {kv_heads} key-value heads by TP or TP by them")
+    kv_fits = f.is_mla or f.num_kv_heads % size == 0 or size % f.num_kv_heads == 0
+    return f.num_heads % size != 0 or not kv_fits
 
 
-def widths_divide(case: Case) -> Iterator[Violation]:
-    size = case.rollout.tensor_parallel_size
-    for what, width in _widths(case).items():
-        if width % size:
-            yield case.violation("rollout_width", _TP,
-                                 f"the {what} {width} must be divisible by TP = {size}")
+def _widths(c: Case) -> list[dict[str, Any]]:
+    f = c.facts
+    widths = {"MLP width": f.intermediate_size if f.has_dense_layers else 0,
+              "expert width": f.moe_intermediate_size,
+              "shared expert width": f.shared_expert_intermediate_size}
+    return [{"what": what, "width": width, "part": width // c.rollout.tensor_parallel_size,
+             "multiple": _CPU_MULTIPLE} for what, width in widths.items() if width]
 
 
-def cpu_multiples(case: Case) -> Iterator[Violation]:
-    if not case.engines.cpu:
-        return
-    size, multiple = case.rollout.tensor_parallel_size, _CPU_MULTIPLE
-    for what, width in {"hidden size": case.facts.hidden_size, **_widths(case)}.items():
-        if width % multiple:
-            yield case.violation("cpu_multiples", _TP,
-                                 f"vLLM's CPU build needs a {what} that is a multiple of "
-                                 f"{multiple}; the model's is {width}",
-                                 remedy="use another model, or a GPU")
-        elif width % size == 0 and width // size % multiple:
-            yield case.violation("cpu_multiples", _TP,
-                                 f"vLLM's CPU build needs a {what} that is a multiple of "
-                                 f"{multiple} on every rank; {width} / TP = {width // size}")
+def _cpu_widths(c: Case) -> list[dict[str, Any]]:
+    width = c.facts.hidden_size
+    hidden = {"what": "hidden size", "width": width, "multiple": _CPU_MULTIPLE,
+              "part": width // c.rollout.tensor_parallel_size}
+    return [hidden, *_widths(c)] if c.engines.cpu else []
 
 
-def _widths(case: Case) -> dict[str, int]:
-    facts = case.facts
-    widths = {"MLP width": facts.intermediate_size if facts.has_dense_layers else 0,
-              "expert width": facts.moe_intermediate_size,
-              "shared expert width": facts.shared_expert_intermediate_size}
-    return {what: width for what, width in widths.items() if width}
+def _context_length(c: Case) -> dict[str, Any] | None:
+    longest = c.facts.max_position_embeddings
+    too_long = longest is not None and c.rollout.max_model_len > longest
+    return {"nearest": [longest]} if too_long else None
 
 
-def routes(case: Case) -> Iterator[Violation]:
-    if case.rollout.record_routes and not case.facts.is_moe:
-        yield case.violation("record_routes", "rollout.record_routes",
-                             f"the model ({case.facts.model_type}) has no experts, so there are "
-                             "no routes", nearest=(False,))
-
-
-def context_length(case: Case) -> Iterator[Violation]:
-    longest = case.facts.max_position_embeddings
-    if longest is not None and case.rollout.max_model_len > longest:
-        yield case.violation("context_length", "rollout.max_model_len",
-                             f"the model has positions for {longest} tokens", nearest=(longest,))
-
-
-RULES = (heads_divide, widths_divide, cpu_multiples, routes, context_length)
+RULES: Conditions = {
+    "rollout_heads": _heads_do_not_fit,
+    "rollout_width": lambda c: [
+        w for w in _widths(c) if w["width"] % c.rollout.tensor_parallel_size],
+    "cpu_multiples.model": lambda c: [w for w in _cpu_widths(c) if w["width"] % _CPU_MULTIPLE],
+    "cpu_multiples.rank": lambda c: [
+        w for w in _cpu_widths(c) if w["width"] % _CPU_MULTIPLE == 0
+        and w["width"] % c.rollout.tensor_parallel_size == 0 and w["part"] % _CPU_MULTIPLE],
+    "record_routes": lambda c: c.rollout.record_routes and not c.facts.is_moe,
+    "context_length": _context_length,
+}

@@ -1,156 +1,129 @@
-"""Layouts that Megatron-Core refuses, hangs on, or computes wrong without saying so."""
+"""Layouts that Megatron-Core refuses, hangs on, or computes wrong without saying so. What is said
+about each: `config/rules.toml`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
-from grpo_megatron.config.problems import Violation
+from grpo_megatron.config.rules import Conditions
 from grpo_megatron.plan.case import Case
 
-_RANKS = "trainer.num_ranks"
-_TP = "trainer.tensor_parallel_size"
-_PP = "trainer.pipeline_parallel_size"
-_FIRST = "trainer.first_stage_layers"
-_LAST = "trainer.last_stage_layers"
-_VPP = "trainer.virtual_pipeline_parallel_size"
-_CP = "trainer.context_parallel_size"
-_EP = "trainer.expert_parallel_size"
-_ETP = "trainer.expert_tensor_parallel_size"
-_SP = "trainer.sequence_parallel"
+_Found = Mapping[str, Any] | None
 
 
-def attention_world(case: Case) -> Iterator[Violation]:
-    t = case.trainer
+def _attention_world(c: Case) -> _Found:
+    t = c.trainer
     size = t.tensor_parallel_size * t.pipeline_parallel_size * t.context_parallel_size
-    if t.num_ranks % size:
-        above = -(-t.num_ranks // size) * size
-        below = t.num_ranks // size * size
-        yield case.violation(
-            "attention_world", _RANKS,
-            f"num_ranks must be a multiple of TP x PP x CP = {t.tensor_parallel_size} x "
-            f"{t.pipeline_parallel_size} x {t.context_parallel_size} = {size}", _TP, _PP, _CP,
-            nearest=tuple(value for value in (below, above) if value))
+    if t.num_ranks % size == 0:
+        return None
+    below = t.num_ranks // size * size
+    return {"size": size, "nearest": [value for value in (below, below + size) if value]}
 
 
-def expert_world(case: Case) -> Iterator[Violation]:
-    t = case.trainer
-    size = case.etp * t.expert_parallel_size * t.pipeline_parallel_size
+def _expert_world(c: Case) -> _Found:
+    t = c.trainer
+    size = c.etp * t.expert_parallel_size * t.pipeline_parallel_size
     if (t.expert_parallel_size == 1 and t.expert_tensor_parallel_size is None) or (
             t.num_ranks % size == 0):
-        return  # without EP and ETP this is the rule of attention_world
-    remedy = f"change {_EP} or {_RANKS}"
-    if t.num_ranks % (t.expert_parallel_size * t.pipeline_parallel_size) == 0:
-        remedy = f"set {_ETP}=1, so that experts are not split by TP as well; or {remedy}"
-    key = _ETP if t.expert_parallel_size == 1 else _EP
-    yield case.violation(
-        "expert_world", key,
-        f"ETP x EP x PP = {case.etp} x {t.expert_parallel_size} x {t.pipeline_parallel_size} = "
-        f"{size} must divide num_ranks = {t.num_ranks}", _RANKS, _ETP, _TP, _PP, remedy=remedy)
+        return None  # without EP and ETP this is the rule of attention_world
+    fits_alone = t.num_ranks % (t.expert_parallel_size * t.pipeline_parallel_size) == 0
+    return {"size": size, "hint": "set trainer.expert_tensor_parallel_size=1, so that experts are "
+            "not split by TP as well; or " if fits_alone else "",
+            "field": "expert_tensor_parallel_size" if t.expert_parallel_size == 1 else
+            "expert_parallel_size"}
 
 
-def experts_divide(case: Case) -> Iterator[Violation]:
-    size, experts = case.trainer.expert_parallel_size, case.facts.num_experts
-    if size > 1 and not experts:
-        yield case.violation("experts_needed", _EP,
-                             f"the model ({case.facts.model_type}) has no experts to split",
-                             nearest=(1,))
-    elif experts and experts % size:
-        yield case.violation("experts_divide", _EP,
-                             f"the model's {experts} experts must be divisible by EP = {size}")
+def _splits_experts_unevenly(c: Case) -> bool:
+    return c.facts.is_moe and c.facts.moe_intermediate_size % c.etp != 0
 
 
-def expert_tensor(case: Case) -> Iterator[Violation]:
-    size, facts = case.trainer.expert_tensor_parallel_size, case.facts
-    if size is not None and size > 1 and not facts.is_moe:
-        yield case.violation("experts_needed", _ETP,
-                             f"the model ({facts.model_type}) has no experts to split",
-                             nearest=(1,))
-    elif facts.is_moe and facts.moe_intermediate_size % case.etp:
-        yield case.violation("expert_width", _TP if size is None else _ETP,
-                             f"the experts' width {facts.moe_intermediate_size} must be divisible "
-                             f"by ETP = {case.etp}", *([_ETP] if size is None else []))
+def _heads_divide(c: Case) -> _Found:
+    size, f = c.trainer.tensor_parallel_size, c.facts
+    kv_heads = f.num_heads if f.is_mla else f.num_kv_heads
+    return {"kv_heads": kv_heads} if f.num_heads % size or kv_heads % size else None
 
 
-def heads_divide(case: Case) -> Iterator[Violation]:
-    size, facts = case.trainer.tensor_parallel_size, case.facts
-    kv_heads = facts.num_heads if facts.is_mla else facts.num_kv_heads
-    if facts.num_heads % size or kv_heads % size:
-        yield case.violation("heads_divide", _TP,
-                             f"the model's {facts.num_heads} attention heads and {kv_heads} "
-                             f"key-value heads must both be divisible by TP = {size}")
+def _given_stages(c: Case) -> dict[str, int]:
+    """Layers of the first and the last pipeline stage where they are given."""
+    values = {field: getattr(c.trainer, field)
+              for field in ("first_stage_layers", "last_stage_layers")}
+    return {field: layers for field, layers in values.items() if layers is not None}
 
 
-def widths_divide(case: Case) -> Iterator[Violation]:
-    size, facts = case.trainer.tensor_parallel_size, case.facts
-    if facts.has_dense_layers and facts.intermediate_size % size:
-        yield case.violation("mlp_width", _TP,
-                             f"the MLP width {facts.intermediate_size} must be divisible by "
-                             f"TP = {size}")
-    if facts.shared_expert_intermediate_size % size:
-        yield case.violation("shared_expert_width", _TP,
-                             f"the shared experts' width {facts.shared_expert_intermediate_size} "
-                             f"must be divisible by TP = {size}")
+def _stages_divide(c: Case) -> bool:
+    return (not _given_stages(c) and not _alone(c)
+            and c.facts.num_layers % c.trainer.pipeline_parallel_size != 0)
 
 
-def layers_divide(case: Case) -> Iterator[Violation]:
-    t, layers = case.trainer, case.facts.num_layers
-    pp, vpp = t.pipeline_parallel_size, t.virtual_pipeline_parallel_size or 1
-    if vpp > 1 and pp == 1:
-        yield case.violation("virtual_pipeline", _VPP,
-                             "virtual pipeline stages need pipeline_parallel_size > 1", _PP,
-                             remedy=f"remove {_VPP} (or set it to null), or raise {_PP}")
-    elif t.first_stage_layers is not None or t.last_stage_layers is not None:
-        yield from _uneven_stages(case)
-    elif layers % pp:
-        yield case.violation("layers_divide", _PP,
-                             f"the model's {layers} layers must be divisible by PP = {pp}",
-                             _FIRST, _LAST)
-    elif layers % (pp * vpp):
-        yield case.violation("layers_divide", _VPP,
-                             f"the model's {layers} layers must be divisible by PP x VPP = "
-                             f"{pp} x {vpp} = {pp * vpp}", _PP)
+def _chunks_divide(c: Case) -> _Found:
+    pp, vpp = c.trainer.pipeline_parallel_size, c.trainer.virtual_pipeline_parallel_size or 1
+    fits = pp == 1 or c.facts.num_layers % pp or c.facts.num_layers % (pp * vpp) == 0
+    return None if fits or _given_stages(c) else {"size": pp * vpp}
 
 
-def _uneven_stages(case: Case) -> Iterator[Violation]:
-    t, layers = case.trainer, case.facts.num_layers
-    pp, vpp = t.pipeline_parallel_size, t.virtual_pipeline_parallel_size or 1
-    ends = [n for n in (t.first_stage_layers, t.last_stage_layers) if n is not None]
-    key = _FIRST if t.first_stage_layers is not None else _LAST
-    left, stages = layers - sum(ends), pp - len(ends)
-    if pp < 2 or left < stages or (left % stages if stages else left):
-        yield case.violation("layers_divide", key,
-                             f"of the model's {layers} layers, {left} are left for {stages} other "
-                             f"pipeline stages and must be divisible by them", _PP,
-                             remedy=f"remove {key}" if pp < 2 else "")
-    elif any(n % vpp for n in (*ends, left // stages if stages else 0)):
-        yield case.violation("layers_divide", _VPP,
-                             f"every stage's layers must be divisible by VPP = {vpp}", key)
+def _ends_leave(c: Case) -> _Found:
+    """Where layers of end stages are given: what they leave does not fit the other stages."""
+    given, pp = _given_stages(c), c.trainer.pipeline_parallel_size
+    left, stages = c.facts.num_layers - sum(given.values()), pp - len(given)
+    misfit = pp < 2 or left < stages or (left % stages if stages else left)
+    if not given or _alone(c) or not misfit:
+        return None
+    field = next(iter(given))
+    return {"field": field, "left": left, "stages": stages,
+            "fix": f"remove trainer.{field}" if pp < 2 else ""}
 
 
-def sequence_parallel(case: Case) -> Iterator[Violation]:
-    size, chosen = case.trainer.tensor_parallel_size, case.trainer.sequence_parallel
-    if chosen and size == 1:
-        yield case.violation("sequence_parallel", _SP,
-                             "sequence parallelism splits along TP and needs "
-                             "tensor_parallel_size > 1", _TP, nearest=(False,))
-    if size > 1 and not case.sequence_parallel and (case.facts.is_moe or case.facts.is_mla):
-        kind = "MoE layers" if case.facts.is_moe else "latent attention (MLA)"
-        yield case.violation("sequence_parallel", _SP,
-                             f"{kind} with TP = {size} need sequence parallelism", _TP,
-                             nearest=(True,))
+def _uneven_chunks(c: Case) -> _Found:
+    given, vpp = _given_stages(c), c.trainer.virtual_pipeline_parallel_size or 1
+    if not given or _alone(c) or _ends_leave(c):
+        return None
+    stages = c.trainer.pipeline_parallel_size - len(given)
+    inner = (c.facts.num_layers - sum(given.values())) // stages if stages else 0
+    return {"field": next(iter(given))} if any(n % vpp for n in (*given.values(), inner)) else None
 
 
-def context_parallel(case: Case) -> Iterator[Violation]:
-    size = case.trainer.context_parallel_size
-    if size > 1 and not case.engines.transformer_engine:
-        yield case.violation("context_parallel", _CP,
-                             "context parallelism needs Transformer Engine, which is not "
-                             "installed", nearest=(1,), remedy=f"set {_CP}=1")
-    elif size > 1:  # it would train every sample `size` times, silently
-        yield case.violation("context_parallel", _CP,
-                             "packed samples are not split over context-parallel ranks yet",
-                             nearest=(1,), remedy=f"set {_CP}=1")
+def _alone(c: Case) -> bool:
+    """Virtual stages without pipeline stages: told by a rule of its own."""
+    return (c.trainer.virtual_pipeline_parallel_size or 1) > 1 and (
+        c.trainer.pipeline_parallel_size == 1)
 
 
-RULES = (attention_world, expert_world, experts_divide, expert_tensor, heads_divide,
-         widths_divide, layers_divide, sequence_parallel, context_parallel)
+def _needs_sequence_parallel(c: Case) -> _Found:
+    if c.trainer.tensor_parallel_size == 1 or c.sequence_parallel:
+        return None
+    layers = "MoE layers" if c.facts.is_moe else "latent attention (MLA)"
+    return {"layers": layers} if c.facts.is_moe or c.facts.is_mla else None
+
+
+RULES: Conditions = {
+    "attention_world": _attention_world,
+    "expert_world": _expert_world,
+    "experts_needed.ep": lambda c: c.trainer.expert_parallel_size > 1 and not c.facts.num_experts,
+    "experts_divide": lambda c: (
+        c.facts.num_experts and c.facts.num_experts % c.trainer.expert_parallel_size),
+    "experts_needed.etp": lambda c: (
+        (c.trainer.expert_tensor_parallel_size or 1) > 1 and not c.facts.is_moe),
+    "expert_width.etp": lambda c: (
+        c.trainer.expert_tensor_parallel_size is not None and _splits_experts_unevenly(c)),
+    "expert_width.tp": lambda c: (
+        c.trainer.expert_tensor_parallel_size is None and _splits_experts_unevenly(c)),
+    "heads_divide": _heads_divide,
+    "mlp_width": lambda c: (
+        c.facts.has_dense_layers and c.facts.intermediate_size % c.trainer.tensor_parallel_size),
+    "shared_expert_width": lambda c: (
+        c.facts.shared_expert_intermediate_size % c.trainer.tensor_parallel_size),
+    "virtual_pipeline": _alone,
+    "layers_divide.pp": _stages_divide,
+    "layers_divide.vpp": _chunks_divide,
+    "layers_divide.ends": _ends_leave,
+    "layers_divide.chunks": _uneven_chunks,
+    "sequence_parallel.alone": lambda c: (
+        c.trainer.sequence_parallel and c.trainer.tensor_parallel_size == 1),
+    "sequence_parallel.needed": _needs_sequence_parallel,
+    "context_parallel.engine": lambda c: (
+        c.trainer.context_parallel_size > 1 and not c.engines.transformer_engine),
+    # it would train every sample several times, silently
+    "context_parallel.packed": lambda c: (
+        c.trainer.context_parallel_size > 1 and c.engines.transformer_engine),
+}

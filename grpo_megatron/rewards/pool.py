@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.board import DIED, PENDING, RAISED, SCORED, TIMED_OUT
+from grpo_megatron.rewards.journal import Outcome
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import Component, components_of
 from grpo_megatron.rewards.worker import Call
@@ -27,7 +28,7 @@ from grpo_megatron.types import Completion, RolloutGroup, ScoredGroup
 logger = logging.getLogger(__name__)
 
 CHUNK_CALLS = 64
-"""Calls per message (at most `board.CAPACITY`): a message costs about as much as 20 cheap calls."""
+"""Calls per message: a message costs about as much as 20 cheap calls."""
 
 MAX_KILLS = 32
 """Workers that one function may cost without a single result in between."""
@@ -39,7 +40,21 @@ _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {
     "truncated": lambda completion: completion.truncated,
     "token_ids": lambda completion: tuple(completion.token_ids.tolist()),
 }
-_CAUSES = {RAISED: "raised", TIMED_OUT: "timed_out", DIED: "died"}
+
+
+@dataclass(slots=True)
+class _Tally:
+    """How the calls of one component have ended so far."""
+
+    component: Component
+    failures: Counter[str] = field(default_factory=Counter)
+    num_scored: int = 0
+    kills_in_a_row: int = 0
+    trace: str = ""  # the first
+
+    @property
+    def name(self) -> str:
+        return f"{self.component.domain}.{self.component.name}"
 
 
 class RewardPool:
@@ -49,8 +64,7 @@ class RewardPool:
     process is replaced where it had to be killed. Results do not depend on the number of workers.
 
     Args:
-        domains: Their reward functions are imported and checked here, so that a wrong recipe
-            fails before anything starts.
+        domains: Domains with their rewards.
         num_workers: Processes.
         timeout_s: Hard limit per call.
         concurrency: Coroutines of async rewards that one process runs at a time.
@@ -62,31 +76,21 @@ class RewardPool:
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
                  timeout_s: float = 5.0, concurrency: int = 16, log_path: Path | None = None):
-        self._components: list[Component] = []
+        self._tallies = [_Tally(c) for domain in domains for c in components_of(domain)]
         self._clips = {domain.name: domain.reward_clip for domain in domains}
-        self._by_domain: dict[str, range] = {}
-        for domain in domains:
-            start = len(self._components)
-            self._components += components_of(domain)
-            self._by_domain[domain.name] = range(start, len(self._components))
-        self._limits = {"timeout_s": timeout_s, "concurrency": concurrency}
-        self._log_path = log_path
-        self._slots: asyncio.Queue[_Slot] = asyncio.Queue()
-        self._all_slots = [_Slot() for _ in range(num_workers)]
-        for slot in self._all_slots:
-            self._slots.put_nowait(slot)
-        self._failures = [Counter[str]() for _ in self._components]
-        self._num_scored = [0] * len(self._components)
-        self._kills_in_a_row = [0] * len(self._components)
-        self._num_restarts = 0
-        self._tracebacks: dict[int, str] = {}
+        self._timeout_s, self._log_path = timeout_s, log_path
+        functions = [(t.component.reference, t.component.arguments) for t in self._tallies]
+        self._workers = [RewardProcess(functions, log_path, timeout_s=timeout_s,
+                                       concurrency=concurrency) for _ in range(num_workers)]
+        self._idle: asyncio.Queue[RewardProcess] = asyncio.Queue()
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
 
     async def __aenter__(self) -> Self:
         await self.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
@@ -95,14 +99,11 @@ class RewardPool:
         Raises:
             RewardError: A process cannot import the rewards.
         """
-        await asyncio.gather(*(self._process_of(slot) for slot in self._all_slots))
+        await asyncio.gather(*(worker.start() for worker in self._workers))
 
     async def close(self) -> None:
         """End every process (idempotent)."""
-        ending = [slot.process for slot in self._all_slots if slot.process is not None]
-        for slot in self._all_slots:
-            slot.process = None
-        await asyncio.gather(*(process.close() for process in ending))
+        await asyncio.gather(*(worker.close() for worker in self._workers))
 
     async def score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
         """Score every completion of every group, in the given order. May run concurrently.
@@ -116,153 +117,119 @@ class RewardPool:
             RewardError: A function failed on every sample, or keeps killing its process.
         """
         calls = [call for group in groups for call in self._calls(group)]
-        functions = [call[0] for call in calls]
-        statuses = [PENDING] * len(calls)
-        values = [np.nan] * len(calls)
-        steps: dict[int, list[tuple[int, float]]] = {}
-        size = max(1, min(CHUNK_CALLS, -(-len(calls) // len(self._all_slots))))
-        spans = (range(start, min(start + size, len(calls)))
-                 for start in range(0, len(calls), size))
-        tasks = [asyncio.ensure_future(self._score_chunk(calls, span, statuses, values, steps))
-                 for span in spans]
+        outcomes = [Outcome()] * len(calls)
+        size = max(1, min(CHUNK_CALLS, -(-len(calls) // len(self._workers))))
         try:
-            await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-        self._check(functions, statuses)
-        return self._assembled(groups, values, steps)
+            async with asyncio.TaskGroup() as chunks:
+                for start in range(0, len(calls), size):
+                    span = range(start, min(start + size, len(calls)))
+                    chunks.create_task(self._run(calls, span, outcomes))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self._check([call[0] for call in calls], outcomes)
+        left = iter(outcomes)
+        return [self._scored(group, left) for group in groups]
 
     def metrics(self) -> dict[str, float]:
         """Failures since the start, `reward/<domain>.<component>/<cause>`, and restarts."""
-        counted = {"reward/pool/restarts": float(self._num_restarts)}
-        for component, failures in zip(self._components, self._failures, strict=True):
-            for cause in _CAUSES.values():
-                key = f"reward/{component.domain}.{component.name}/{cause}"
-                counted[key] = float(failures[cause])
-        return counted
+        restarts = sum(max(worker.num_starts - 1, 0) for worker in self._workers)
+        return {"reward/pool/restarts": float(restarts),
+                **{f"reward/{tally.name}/{cause}": float(tally.failures[cause])
+                   for tally in self._tallies for cause in ("raised", "timed_out", "died")}}
 
     @property
     def tracebacks(self) -> Mapping[str, str]:
         """First traceback by `<domain>.<component>` of the functions that raised."""
-        return {f"{self._components[index].domain}.{self._components[index].name}": text
-                for index, text in self._tracebacks.items()}
+        return {tally.name: tally.trace for tally in self._tallies if tally.trace}
+
+    def _of_domain(self, domain: str) -> list[int]:
+        return [i for i, tally in enumerate(self._tallies) if tally.component.domain == domain]
 
     def _calls(self, group: RolloutGroup) -> list[Call]:
+        """One completion after the other, each with every component of the domain."""
         prompt = group.prompt
-        if prompt.domain not in self._by_domain:
+        functions = self._of_domain(prompt.domain)
+        if not functions:
             raise RewardError(f"no rewards for domain {prompt.domain!r}",
                               where=f"prompt {prompt.prompt_id}",
-                              remedy=f"domains with rewards: {', '.join(self._by_domain)}")
+                              remedy=f"domains with rewards: {', '.join(self._clips)}")
         shared = {"prompt": prompt.text, "metadata": dict(prompt.metadata)}
         return [(index, completion.text, prompt.answer,
                  {name: shared[name] if name in shared else _OF_COMPLETION[name](completion)
-                  for name in self._components[index].context})
-                for completion in group.completions for index in self._by_domain[prompt.domain]]
+                  for name in self._tallies[index].component.context})
+                for completion in group.completions for index in functions]
 
-    async def _score_chunk(self, calls: Sequence[Call], span: range, statuses: list[int],
-                           values: list[float],
-                           steps: dict[int, list[tuple[int, float]]]) -> None:
+    async def _run(self, calls: Sequence[Call], span: range, outcomes: list[Outcome]) -> None:
+        """Fill in the outcomes of the calls in `span`."""
         pending, idle_deaths = list(span), 0
-        slot = await self._slots.get()
+        worker = await self._idle.get()
         try:
             while pending:
-                process = await self._process_of(slot)
-                results = await process.run([calls[i] for i in pending])
-                for i, status, value in zip(pending, *results, strict=True):
-                    statuses[i], values[i] = status, value if status == SCORED else np.nan
-                    self._count(calls[i][0], status)
-                steps |= {pending[call]: found for call, found in process.steps.items()}
-                self._keep_tracebacks(process)
-                left = [i for i in pending if statuses[i] == PENDING]
-                idle_deaths = idle_deaths + 1 if len(left) == len(pending) else 0
+                found = await worker.run([calls[i] for i in pending])
+                for place, outcome in found.items():
+                    outcomes[pending[place]] = outcome
+                    self._count(self._tallies[calls[pending[place]][0]], outcome)
+                idle_deaths = 0 if found else idle_deaths + 1
                 if idle_deaths == _MAX_IDLE_DEATHS:
                     raise RewardError("reward processes end before their first call",
                                       where=str(self._log_path or "standard error"),
                                       remedy="see the messages there; is memory short?")
-                pending = left
+                pending = [i for place, i in enumerate(pending) if place not in found]
         finally:
-            self._slots.put_nowait(slot)
+            self._idle.put_nowait(worker)
 
-    async def _process_of(self, slot: _Slot) -> RewardProcess:
-        if slot.process is None or not slot.process.alive:
-            if slot.process is not None:
-                self._num_restarts += 1
-            functions = [(c.reference, c.arguments) for c in self._components]
-            slot.process = await RewardProcess.start(functions, self._log_path, **self._limits)
-        return slot.process
+    def _count(self, tally: _Tally, outcome: Outcome) -> None:
+        if not outcome.failure:
+            tally.num_scored += 1
+            tally.kills_in_a_row = 0
+            return
+        tally.failures[outcome.failure] += 1
+        if outcome.failure != "raised":
+            tally.kills_in_a_row += 1
+            if tally.kills_in_a_row >= MAX_KILLS:
+                raise self._failed(tally, f"{outcome.failure.replace('_', ' ')} on {MAX_KILLS} "
+                                   "samples without a result in between")
+        elif not tally.trace:
+            tally.trace = outcome.trace.rstrip()
+            logger.warning("reward %s of domain %s raised; the sample is unscorable. First "
+                           "traceback:\n%s", tally.component.name, tally.component.domain,
+                           tally.trace)
 
-    def _count(self, function: int, status: int) -> None:
-        if status == SCORED:
-            self._num_scored[function] += 1
-            self._kills_in_a_row[function] = 0
-        elif status in _CAUSES:
-            self._failures[function][_CAUSES[status]] += 1
-            if status == RAISED:
-                return
-            self._kills_in_a_row[function] += 1
-            if self._kills_in_a_row[function] >= MAX_KILLS:
-                raise self._failed(function, f"{_CAUSES[status].replace('_', ' ')} on "
-                                   f"{MAX_KILLS} samples without a result in between")
-
-    def _keep_tracebacks(self, process: RewardProcess) -> None:
-        for function, text in process.tracebacks.items():
-            if function not in self._tracebacks:
-                self._tracebacks[function] = text
-                component = self._components[function]
-                logger.warning("reward %s of domain %s raised; the sample is unscorable. First "
-                               "traceback:\n%s", component.name, component.domain, text.rstrip())
-
-    def _check(self, functions: Sequence[int], statuses: Sequence[int]) -> None:
+    def _check(self, functions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """A function that failed on every sample is broken. One bad group is no proof of that
         once the function has worked; many samples are."""
-        called = Counter(functions)
-        worked = {f for f, status in zip(functions, statuses, strict=True) if status == SCORED}
-        for function, number in called.items():
-            if function in worked:
-                continue
-            if self._num_scored[function] == 0 or number >= _MIN_SAMPLES_TO_GIVE_UP:
-                causes = Counter(_CAUSES[s] for f, s in zip(functions, statuses, strict=True)
-                                 if f == function)
-                told = ", ".join(f"{n} {cause.replace('_', ' ')}" for cause, n in causes.items())
-                raise self._failed(function, f"failed on every sample ({told})")
+        for index, tally in enumerate(self._tallies):
+            failures = [outcome.failure for function, outcome in zip(functions, outcomes,
+                                                                     strict=True)
+                        if function == index]
+            if failures and all(failures) and (
+                    tally.num_scored == 0 or len(failures) >= _MIN_SAMPLES_TO_GIVE_UP):
+                told = ", ".join(f"{number} {cause.replace('_', ' ')}"
+                                 for cause, number in Counter(failures).items())
+                raise self._failed(tally, f"failed on every sample ({told})")
 
-    def _failed(self, function: int, what: str) -> RewardError:
-        component = self._components[function]
-        trace = self._tracebacks.get(function)
-        told = f"\n{trace.rstrip()}" if trace else ""
-        return RewardError(f"reward {component.reference} {what}{told}",
+    def _failed(self, tally: _Tally, what: str) -> RewardError:
+        component = tally.component
+        return RewardError("\n".join(filter(None, (f"reward {component.reference} {what}",
+                                                   tally.trace))),
                            where=f"[[domains]] {component.domain}, reward {component.name}",
                            remedy="correct the function; [data] reward_timeout_s is "
-                           f"{self._limits['timeout_s']:g} s")
+                           f"{self._timeout_s:g} s")
 
-    def _assembled(self, groups: Sequence[RolloutGroup],
-                   values: Sequence[float],
-                   steps: Mapping[int, list[tuple[int, float]]]) -> list[ScoredGroup]:
-        scored, start = [], 0
-        for group in groups:
-            components = [self._components[i] for i in self._by_domain[group.prompt.domain]]
-            shape = (len(group.completions), len(components))
-            table = np.asarray(values[start:start + shape[0] * shape[1]],
-                               dtype=np.float64).reshape(shape)
-            first, start = start, start + shape[0] * shape[1]
-            weights = np.asarray([component.weight for component in components])
-            scored.append(ScoredGroup(
-                group, {c.name: table[:, k].copy() for k, c in enumerate(components)},
-                weighted_sum(table, weights, self._clips[group.prompt.domain]),
-                tuple(tuple((end, reward * component.weight)
-                            for k, component in enumerate(components)
-                            for end, reward in steps.get(first + sample * shape[1] + k, ()))
-                      for sample in range(shape[0])) if steps else ()))
-        return scored
-
-
-class _Slot:
-    """Room for one process; empty before the first start and after a close."""
-
-    process: RewardProcess | None = None
+    def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
+        """Takes the outcomes of the group's calls."""
+        components = [self._tallies[i].component for i in self._of_domain(group.prompt.domain)]
+        rows = [list(islice(outcomes, len(components))) for _ in group.completions]
+        table = np.asarray([[outcome.value for outcome in row] for row in rows],
+                           np.float64).reshape(len(rows), len(components))
+        weights = np.asarray([component.weight for component in components])
+        steps = tuple(tuple((end, reward * component.weight)
+                            for component, outcome in zip(components, row, strict=True)
+                            for end, reward in outcome.steps) for row in rows)
+        return ScoredGroup(
+            group, {c.name: table[:, k].copy() for k, c in enumerate(components)},
+            weighted_sum(table, weights, self._clips[group.prompt.domain]),
+            steps if any(steps) else ())
 
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float | None = None) -> np.ndarray:

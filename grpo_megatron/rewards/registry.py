@@ -7,10 +7,11 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError
 
 if TYPE_CHECKING:
@@ -93,27 +94,40 @@ def bind(reference: str, arguments: Mapping[str, Any], *, where: str | None = No
         RewardError: No such module or function, an error inside the module, a signature that
             does not fit, an argument that the function does not take or that its check refuses.
     """
-    function = _imported(reference, where)
+    try:
+        return _bound(reference, arguments)
+    except RewardError as error:
+        error.where = error.where or where
+        raise
+
+
+def _bound(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
+    function = _imported(reference)
+    for module in getattr(function, "imports", ()):
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise RewardError(f"reward {reference} needs {module}: {error}",
+                              remedy=f"install {module}") from error
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none: nothing to check
         return BoundReward(function, arguments, ())
-    taken = [key for key in arguments if key in CONTEXT]
-    if taken:
+    if taken := [key for key in arguments if key in CONTEXT]:
         raise RewardError(f"reward {reference}: argument {taken[0]!r} is the pool's own",
-                          where=where, remedy="rename the argument")
+                          remedy="rename the argument")
     context = tuple(key for key in CONTEXT if _takes(signature, key))
     try:
         signature.bind("", "", **dict.fromkeys(context), **arguments)
     except TypeError as error:
-        raise RewardError(f"reward {reference}{signature} cannot be called: {error}", where=where,
-                          remedy=_signature_remedy(signature, arguments)) from error
-    try:
-        if check := getattr(function, "check", None):
-            check(**arguments)
-    except RewardError as error:
-        error.where = error.where or where
-        raise
+        known = [name for name in signature.parameters if name not in CONTEXT][2:]
+        strange = next((key for key in arguments if key not in signature.parameters), None)
+        raise RewardError(
+            f"reward {reference}{signature} cannot be called: {error}",
+            remedy=f"{strange!r} is not an argument of it. {did_you_mean(strange, known)}"
+            if strange else f"a reward is {_SIGNATURE}") from error
+    if check := getattr(function, "check", None):
+        check(**arguments)
     return BoundReward(function, arguments, context)
 
 
@@ -144,61 +158,30 @@ def _takes(signature: inspect.Signature, key: str) -> bool:
                                       for p in signature.parameters.values())
 
 
-def _signature_remedy(signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:
-    known = [name for name in signature.parameters if name not in CONTEXT][2:]
-    for key in arguments:
-        if key not in signature.parameters:
-            return f"{key!r} is not an argument of it. {_suggest(key, known)}"
-    return f"a reward is {_SIGNATURE}"
-
-
-def _imported(reference: str, where: str | None) -> Callable[..., Any]:
+def _imported(reference: str) -> Callable[..., Any]:
     module_name, colon, name = reference.partition(":")
     if not (colon and module_name and name):
-        raise RewardError(f"reward {reference!r} is not `module:function`", where=where,
+        raise RewardError(f"reward {reference!r} is not `module:function`",
                           remedy="for example grpo_megatron.rewards.functions:exact_match")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise _import_failure(module_name, error, where) from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise RewardError(f"no module {missing!r}", remedy="install it, or run from the "
+                              "directory that holds it") from error
+        raise RewardError(
+            f"module {module_name} fails to import: {type(error).__name__}: {error}",
+            remedy=f'see python -c "import {module_name}"') from error
     function = getattr(module, name, None)
     if function is None:
         known = [key for key, value in vars(module).items()
                  if inspect.isfunction(value) and not key.startswith("_")]
-        raise RewardError(f"module {module_name} has no function {name!r}", where=where,
-                          remedy=_suggest(name, known))
+        raise RewardError(f"module {module_name} has no function {name!r}",
+                          remedy=did_you_mean(name, known))
     if not callable(function):
         raise RewardError(f"{reference} is {type(function).__name__}, not a function",
-                          where=where, remedy=f"a reward is {_SIGNATURE}")
-    _import_needed(reference, getattr(function, "imports", ()), where)
+                          remedy=f"a reward is {_SIGNATURE}")
     return function
-
-
-def _import_failure(module_name: str, error: Exception, where: str | None) -> RewardError:
-    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-    if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
-        return RewardError(f"no module {missing!r}", where=where,
-                           remedy="install it, or run from the directory that holds it")
-    return RewardError(f"module {module_name} fails to import: {type(error).__name__}: {error}",
-                       where=where, remedy=f'see python -c "import {module_name}"')
-
-
-def _import_needed(reference: str, modules: Sequence[str], where: str | None) -> None:
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            raise RewardError(f"reward {reference} needs {module}: {error}", where=where,
-                              remedy=f"install {module}") from error
-
-
-def _suggest(word: str, known: Sequence[str]) -> str:
-    # Imported here: workers must not pay for the configuration schema.
-    from grpo_megatron.config.suggest import nearest
-
-    close = nearest(word, known)
-    if close:
-        return f"did you mean {' or '.join(repr(c) for c in close)}?"
-    return f"it has: {', '.join(known) or 'none'}"

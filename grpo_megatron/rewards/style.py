@@ -35,15 +35,10 @@ def format_tags(completion: str, answer: str, *, think_tag: str = "think",
         opened: The prompt already ends with the opening think tag.
     """
     text = f"<{think_tag}>{completion}" if opened else completion
-    for tag in (think_tag, answer_tag):
-        if text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
-            return 0.0
-    start, think, middle, final, end = (part.strip() for part in re.split(
-        "|".join(re.escape(mark) for tag in (think_tag, answer_tag)
-                 for mark in (f"<{tag}>", f"</{tag}>")), text))
-    in_order = (text.index(f"<{think_tag}>") < text.index(f"</{think_tag}>")
-                < text.index(f"<{answer_tag}>") < text.index(f"</{answer_tag}>"))
-    return float(in_order and bool(think) and bool(final) and not (start or middle or end))
+    tags = re.escape(think_tag), re.escape(answer_tag)
+    blocks = re.fullmatch(r"\s*<{0}>(.*)</{0}>\s*<{1}>(.*)</{1}>\s*".format(*tags), text, re.DOTALL)
+    once = all(len(re.findall(f"<{tag}>|</{tag}>", text)) == 2 for tag in tags)
+    return float(once and blocks is not None and all(map(str.strip, blocks.groups())))
 
 
 def _check(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:

@@ -1,31 +1,29 @@
-"""A reward process: `python -m grpo_megatron.rewards.worker BOARD_FD PARENT_PID`.
+"""A reward process: `python -m grpo_megatron.rewards.worker SOCKET JOURNAL PARENT_PID`.
 
-It reads chunks of calls from its standard input and notes results on the board. It ends when the
-input ends, and with its parent even while a reward hangs.
+It reads chunks of calls (pickles) from the socket, notes results in the journal and answers with
+a line when a chunk is done. It ends when the input ends, and with its parent even while a reward
+hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import json
 import operator
 import os
 import pickle
 import signal
-import struct
+import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.board import FINISHED, RAISED, SCORED, Board
 from grpo_megatron.rewards.coroutines import score_all
-from grpo_megatron.rewards.registry import BoundReward, bind, to_float
-
-HEADER = struct.Struct("<Q")
-"""Every message is its length and a pickle."""
+from grpo_megatron.rewards.journal import FINISHED, Journal, Outcome
+from grpo_megatron.rewards.registry import bind, to_float
 
 Call = tuple[int, str, str, Mapping[str, Any]]
 """Index of the function, completion, answer, the context that the function takes."""
@@ -34,99 +32,50 @@ Call = tuple[int, str, str, Mapping[str, Any]]
 def main() -> None:
     """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    board_fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    link, journal_fd, parent = map(int, sys.argv[1:])
     _die_with(parent)
-    requests, replies = _private_streams()
-    board = Board(board_fd)
-    os.close(board_fd)
-    specifications, limits = receive(requests) or ((), {})
-    rewards = _bind_all(specifications, replies)
-    if rewards is None:
-        return
-    known_failures: set[int] = set()
-    send(replies, ("ready",))
-    with asyncio.Runner() as loop:  # one for all chunks, so that rewards may keep connections
-        while (calls := receive(requests)) is not None:
-            raised = partial(_raised, calls, board, replies, known_failures)
-            waiting = _run(calls, rewards, board, raised, partial(send, replies))
-            if waiting:
-                loop.run(score_all(waiting, board, raised=raised, **limits))
-            board.begin(FINISHED)
-            send(replies, ("done",))
+    stream, journal = socket.socket(fileno=link).makefile("rwb"), Journal(journal_fd)
 
+    def answer(failure: str | None) -> None:
+        stream.write(json.dumps(failure).encode() + b"\n")
+        stream.flush()
 
-def send(stream: BinaryIO, message: Any) -> None:
-    """Write one message."""
-    stream.write(encode(message))
-    stream.flush()
-
-
-def encode(message: Any) -> bytes:
-    """One message as bytes."""
-    body = pickle.dumps(message, protocol=5)
-    return HEADER.pack(len(body)) + body
-
-
-def receive(stream: BinaryIO) -> Any:
-    """Read one message; None at the end."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    return pickle.loads(stream.read(HEADER.unpack(header)[0]))
-
-
-def _run(calls: Sequence[Call], rewards: Sequence[BoundReward], board: Board,
-         raised: Callable[[int], None],
-         tell: Callable[[tuple], None]) -> dict[int, Callable[[], Any]]:
-    """Make the plain calls; returns the async ones by index. Step rewards are told apart."""
-    waiting = {}
-    for index, (function, *arguments) in enumerate(calls):
-        call = partial(rewards[function], *arguments)
-        if rewards[function].is_async:
-            waiting[index] = call
-            continue
-        board.begin(index)
-        try:
-            value = call()
-            if isinstance(value, list):
-                steps = [(operator.index(end), to_float(reward)) for end, reward in value]
-                tell(("steps", index, steps))
-                value = sum(reward for _, reward in steps)
-            board.record(index, SCORED, to_float(value))
-        except BaseException:  # SystemExit of a reward must not end the worker either
-            raised(index)
-    return waiting
-
-
-def _raised(calls: Sequence[Call], board: Board, replies: BinaryIO, known_failures: set[int],
-            index: int) -> None:
-    board.record(index, RAISED, math.nan)
-    function = calls[index][0]
-    if function not in known_failures:
-        known_failures.add(function)
-        send(replies, ("error", function, traceback.format_exc()))
-
-
-def _bind_all(specifications: Any, replies: BinaryIO) -> list[BoundReward] | None:
+    functions, limits = pickle.load(stream)
     try:
-        return [bind(reference, arguments) for reference, arguments in specifications]
+        rewards = [bind(reference, arguments) for reference, arguments in functions]
     except RewardError as error:
-        send(replies, ("failed", str(error)))
-        return None
+        return answer(str(error))
+    answer(None)
+    with asyncio.Runner() as loop:  # one for all chunks, so that rewards may keep connections
+        while stream.peek(1):
+            calls: list[Call] = pickle.load(stream)
+            waiting = {}
+            for index, (function, *arguments) in enumerate(calls):
+                call = partial(rewards[function], *arguments)
+                if rewards[function].is_async:
+                    waiting[index] = call
+                else:
+                    journal.begin(index)
+                    journal.note(index, _outcome(call))
+            if waiting:
+                loop.run(score_all(waiting, journal, **limits))
+            journal.begin(FINISHED)
+            answer(None)
 
 
-def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Move the pipes away from descriptors 0 and 1, where a reward's own print would land."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return requests, replies
+def _outcome(call: Callable[[], Any]) -> Outcome:
+    try:
+        value = call()
+        if not isinstance(value, list):
+            return Outcome(value=to_float(value))
+        steps = [(operator.index(end), to_float(reward)) for end, reward in value]
+        return Outcome(value=to_float(sum(reward for _, reward in steps)), steps=steps)
+    except BaseException:  # SystemExit of a reward must not end the worker either
+        return Outcome("raised", trace=traceback.format_exc())
 
 
 def _die_with(parent: int) -> None:
-    """Linux: be killed when the parent ends. A pipe's end cannot stop a reward that hangs."""
+    """Linux: be killed when the parent ends. A socket's end cannot stop a reward that hangs."""
     if sys.platform == "linux":
         import ctypes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -35,16 +36,10 @@ def append_event(path: Path, kind: str, /, *, time_s: float | None = None,
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Every event in file order; lines torn by a crash are left out; [] without a file."""
-    if not path.exists():
-        return []
     events = []
-    for line in path.read_bytes().splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            events.append(event)
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            events.append(json.loads(line))
     return events
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import uuid
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from grpo_megatron.config.run import TelemetryConfig
 from grpo_megatron.errors import SetupError
@@ -41,8 +41,8 @@ class Mirrors:
     def __init__(self, mirrors: Mapping[str, Callable[[], Mirror]]):
         self._running: dict[str, Mirror] = {}
         for name, start in mirrors.items():
-            self._guarded(name, lambda name=name, start=start: self._running.update(
-                {name: start()}))
+            with self._guarded(name):
+                self._running[name] = start()
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -52,17 +52,20 @@ class Mirrors:
     def log(self, record: Mapping[str, Any]) -> None:
         """Copy one record of metrics.jsonl."""
         for name, mirror in list(self._running.items()):
-            self._guarded(name, lambda mirror=mirror: mirror.log(record))
+            with self._guarded(name):
+                mirror.log(record)
 
     def close(self) -> None:
         """Finish every mirror (idempotent)."""
         for name, mirror in list(self._running.items()):
-            self._guarded(name, mirror.close)
+            with self._guarded(name):
+                mirror.close()
         self._running.clear()
 
-    def _guarded(self, name: str, action: Callable[[], object]) -> None:
+    @contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
         try:
-            action()
+            yield
         except Exception as error:  # whatever a service does, the run goes on
             self._running.pop(name, None)
             logger.warning("%s fails and is off for the rest of this run (metrics.jsonl has "
@@ -84,12 +87,13 @@ def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
     """
     wanted: dict[str, Callable[[], Mirror]] = {}
     if config.wandb != "off":
-        _require("wandb")
-        wanted["wandb"] = partial(WandbMirror, run_dir, run_name, config.wandb_project,
-                                  config.wandb, settings or {})
+        wanted["wandb"] = lambda: WandbMirror(run_dir, run_name, config, settings or {})
     if config.tensorboard:
-        _require("tensorboard")
-        wanted["tensorboard"] = partial(TensorBoardMirror, run_dir.root / "tensorboard")
+        wanted["tensorboard"] = lambda: TensorBoardMirror(run_dir.root / "tensorboard")
+    for package in wanted:
+        if importlib.util.find_spec(package) is None:
+            raise SetupError(f"telemetry asks for {package}, which is not installed",
+                             where="[telemetry]", remedy="pip install 'grpo-megatron[mirrors]'")
     return Mirrors(wanted)
 
 
@@ -100,14 +104,17 @@ class WandbMirror:
     repeats; charts use the record's `step` instead.
     """
 
-    def __init__(self, run_dir: RunDir, run_name: str, project: str,
-                 mode: Literal["offline", "online"],
+    def __init__(self, run_dir: RunDir, run_name: str, config: TelemetryConfig,
                  settings: Mapping[str, Any]):
         import wandb
 
+        id_file = run_dir.root / "wandb" / "run_id"
+        if not id_file.is_file():
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(uuid.uuid4().hex[:12])
         self._run = wandb.init(
-            project=project, name=run_name, id=_run_id(run_dir.root / "wandb"), resume="allow",
-            dir=run_dir.root, mode=mode, config=dict(settings),
+            project=config.wandb_project, name=run_name, id=id_file.read_text().strip(),
+            resume="allow", dir=run_dir.root, mode=config.wandb, config=dict(settings),
             settings=wandb.Settings(silent=True, console="off", init_timeout=_WANDB_TIMEOUT_S,
                                     login_timeout=_WANDB_TIMEOUT_S, disable_git=True,
                                     disable_code=True))
@@ -150,19 +157,3 @@ class TensorBoardMirror:
 
     def _add(self, step: int, time_s: float, **content: Any) -> None:
         self._writer.add_event(self._events.Event(wall_time=time_s, step=step, **content))
-
-
-def _run_id(directory: Path) -> str:
-    file = directory / "run_id"
-    if file.is_file():
-        return file.read_text(encoding="utf-8").strip()
-    directory.mkdir(parents=True, exist_ok=True)
-    run_id = uuid.uuid4().hex[:12]
-    file.write_text(run_id + "\n", encoding="utf-8")
-    return run_id
-
-
-def _require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise SetupError(f"telemetry asks for {package}, which is not installed",
-                         where="[telemetry]", remedy="pip install 'grpo-megatron[mirrors]'")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,8 +15,20 @@ from grpo_megatron.telemetry.layout import ScreenState, plain_line, render
 _REFRESHES_PER_S = 4
 
 
-class Screen(Protocol):
-    """The interface of both screens."""
+def make_screen(run_name: str, num_steps: int, *, console: Console | None = None) -> Screen:
+    """A live screen where standard output is a terminal, else plain lines."""
+    console = console or Console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveScreen(run_name, num_steps, console)
+    return Screen(run_name, num_steps, console.file)
+
+
+class Screen:
+    """One line a step and one a message, for logs and pipes."""
+
+    def __init__(self, run_name: str, num_steps: int, file: IO[str]):
+        self._state = ScreenState(run_name, num_steps, time.monotonic)
+        self._file = file
 
     def phase(self, name: str) -> None:
         """Phase `name` of the current step begins, and the phase before it ends."""
@@ -30,45 +41,18 @@ class Screen(Protocol):
             metrics: The record that was written to metrics.jsonl.
             best, worst: Samples as in samples/step_*.jsonl (`prompt`, `completion`, `reward`).
         """
+        self._state.step(metrics, best, worst)
+        self.message(plain_line(self._state))
 
     def message(self, text: str) -> None:
         """Show a line that stays."""
+        print(text, file=self._file, flush=True)
 
     def close(self) -> None:
         """Leave the terminal as it was (idempotent)."""
 
 
-def make_screen(run_name: str, num_steps: int, *, console: Console | None = None) -> Screen:
-    """A live screen where standard output is a terminal, else plain lines."""
-    console = console or Console()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveScreen(run_name, num_steps, console)
-    return PlainScreen(run_name, num_steps, console.file)
-
-
-class PlainScreen:
-    """One line a step and one a message, for logs and pipes."""
-
-    def __init__(self, run_name: str, num_steps: int, file: IO[str] | None = None):
-        self._state = ScreenState(run_name, num_steps, time.monotonic)
-        self._file = file or sys.stdout
-
-    def phase(self, name: str) -> None:
-        pass
-
-    def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None = None,
-             worst: Mapping[str, Any] | None = None) -> None:
-        self._state.step(metrics, best, worst)
-        self.message(plain_line(self._state))
-
-    def message(self, text: str) -> None:
-        print(text, file=self._file, flush=True)
-
-    def close(self) -> None:
-        self._file.flush()
-
-
-class LiveScreen:
+class LiveScreen(Screen):
     """Phases, chosen metrics, best and worst sample, redrawn in place; what the process prints
     meanwhile appears above the screen."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.config.overrides import apply_override, parse_overrides
+from grpo_megatron.config.overrides import apply_overrides
 from grpo_megatron.config.provenance import Layers, Origin
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
@@ -52,8 +52,7 @@ def unchecked_config(*overrides: str) -> RunConfig:
     layers = Layers()
     for file in read_recipe_chain(find_recipe(DEMO)):
         layers.merge(file.values, lambda path: Origin("recipe"))
-    for override in parse_overrides(overrides)[0]:
-        assert apply_override(layers, override) is None
+    assert apply_overrides(layers, overrides) == []
     return RunConfig.model_validate(layers.tree)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
+from grpo_megatron.config import constraints, rules
 from grpo_megatron.config.constraints import check_constraints
+from grpo_megatron.config.objective_rules import OBJECTIVE_AND_BATCH, WITHIN_OBJECTIVE
+from grpo_megatron.plan import layout, resolve
 from tests.config.conftest import unchecked_config
 
 
@@ -48,6 +54,15 @@ def test_each_rule(rule, overrides):
     violations = check_constraints(unchecked_config(*overrides))
     assert [violation.rule for violation in violations] == [rule]
     assert all(violation.remedy or violation.nearest for violation in violations)
+
+
+def test_every_rule_has_its_text_and_every_text_its_rule():
+    named = {*constraints._OF_RUN, *constraints._OF_DOMAIN, *WITHIN_OBJECTIVE,
+             *OBJECTIVE_AND_BATCH, *layout._RULES, *resolve._RULES}
+    texts = tomllib.loads(Path(rules.__file__).with_suffix(".toml").read_text())
+    assert named == {name if "key" in table else f"{name}.{variant}"
+                     for name, table in texts.items()
+                     for variant in (table if "key" not in table else [""])}
 
 
 @pytest.mark.parametrize("overrides", [

@@ -63,7 +63,7 @@ def test_extends_chain_resolves_relative_to_each_file(write_recipe):
 
 @pytest.mark.parametrize(("text", "wanted"), [
     ('name = "x"\nextends = "recipe.toml"\n', ["extends itself", "recipe.toml:2"]),
-    ('extends = "basee.toml"\n', ["does not exist", "recipe.toml:1", "did you mean base.toml"]),
+    ('extends = "basee.toml"\n', ["does not exist", "recipe.toml:1", "did you mean 'base.toml'"]),
     ('extends = ["base.toml"]\n', ["one recipe", "recipe.toml:1"]),
     ('name = "x"\nseed = = 1\n', ["recipe.toml:2", "not valid TOML"]),
     ('name = "x"\nname = "y"\n', ["recipe.toml:2", "not valid TOML"]),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from grpo_megatron.config.keys import value_at
 from grpo_megatron.config.loader import load_recipe
 from grpo_megatron.config.problems import InvalidConfigError
-from grpo_megatron.config.validation import value_at
 from tests.config.conftest import DEMO
 
 
@@ -16,6 +18,7 @@ from tests.config.conftest import DEMO
     ("optimizer.lr=1", "optimizer.lr", 1.0),
     ("optimizer.lr = 0.5", "optimizer.lr", 0.5),
     ("name=007", "name", "007"),
+    ("domains.0.reference=007", "domains.0.reference", Path.cwd() / "007"),
     ("name=a=b", "name", None),
     ('name="quoted"', "name", "quoted"),
     ("telemetry.wandb=offline", "telemetry.wandb", "offline"),

@@ -8,12 +8,13 @@ import pytest
 
 from grpo_megatron.config import schema
 from grpo_megatron.config.keys import KeyPath
-from grpo_megatron.config.suggest import nearest, nearest_keys
+from grpo_megatron.config.schema import nearest_keys
+from grpo_megatron.config.suggest import nearest
 
 
 def _paths() -> list[KeyPath]:
     return [tuple(0 if part == "*" else part for part in key.split("."))
-            for _, key in schema.all_keys()]
+            for key in schema.all_keys()]
 
 
 def _edits(word: str, rng: random.Random) -> dict[str, str]:

@@ -162,5 +162,5 @@ def test_a_state_with_curriculum_fits_no_run_without():
     one = PromptSampler(train, {"a": 1.0}, 0, CurriculumConfig())
     other = PromptSampler(train, {"a": 1.0}, 0)
     for saved, sampler in ((one, other), (other, one)):
-        with pytest.raises(DataError, match="curriculum: checkpoint has"):
+        with pytest.raises(DataError, match="curriculum of domain 'a': checkpoint has"):
             sampler.load_state_dict(saved.state_dict())

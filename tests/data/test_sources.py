@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_megatron.config.data import DomainConfig
-from grpo_megatron.data.problems import Problem
-from grpo_megatron.data.sources import load_problems
-from grpo_megatron.data.templates import PromptTemplate
+from grpo_megatron.config.templates import PromptTemplate
+from grpo_megatron.data.sources import Problem, load_problems
 from grpo_megatron.errors import DataError
 
 REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
@@ -50,7 +49,6 @@ def test_reasoning_gym_problems_follow_the_seed():
 
 @pytest.mark.parametrize(("fields", "words"), [
     ({"dataset": "chain_sums"}, ["'chain_sums'", "did you mean 'chain_sum'"]),
-    ({"dataset": None}, ["needs `dataset`"]),
     ({"arguments": {"min_digit": 2}}, ["'min_digit'", "did you mean 'min_digits'"]),
     ({"arguments": {"size": 2}}, ["num_problems"]),
     ({"arguments": {"min_terms": 4, "max_terms": 2}}, ["refuses its arguments", "min_terms"]),
@@ -86,7 +84,7 @@ def test_the_answer_after_a_marker(tmp_path):
 @pytest.mark.parametrize(("content", "words"), [
     (b'{"question": "q", "answer": "a"}\n{"question": \n', [":2", "not JSON"]),
     (b'{"question": "q", "answer": "a"}\n\n[1]\n', [":3", "JSON object", "list"]),
-    (b'{"question": "q", "anwser": "a"}\n', [":1", "did you mean 'anwser'", "fields: question"]),
+    (b'{"question": "q", "anwser": "a"}\n', [":1", "did you mean 'anwser'"]),
     (b'{"question": "q", "answer": null}\n', [":1", "'answer' is NoneType"]),
     (b'{"question": "q", "answer": true}\n', ["'answer' is bool"]),
     (b'{"question": " ", "answer": "a"}\n', [":1", "'question' is empty"]),
@@ -125,7 +123,7 @@ PROBLEM = Problem("addition", "What is 37 + 48?", "85", {"expression": "37 + 48"
     ("{{x}} {question}\n{question}", "{x} What is 37 + 48?\nWhat is 37 + 48?"),
 ])
 def test_templates(template, text):
-    assert PromptTemplate(template).render(PROBLEM) == text
+    assert PromptTemplate(template).render(PROBLEM.question, PROBLEM.metadata) == text
 
 
 @pytest.mark.parametrize(("template", "words"), [
@@ -149,4 +147,4 @@ def test_templates_are_checked_before_any_problem_is_read(template, words):
 
 def test_a_missing_metadata_key_names_the_known_ones():
     with pytest.raises(DataError, match="metadata of that problem: expression"):
-        PromptTemplate("{metadata[expr]}").render(PROBLEM)
+        PromptTemplate("{metadata[expr]}").render(PROBLEM.question, PROBLEM.metadata)

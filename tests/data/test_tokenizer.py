@@ -133,12 +133,6 @@ def test_prompts_too_long_are_dropped_or_refused(recipe, tokenizer, caplog):
         load_splits(RunConfig.model_validate(recipe), tokenizer)
 
 
-def test_domain_names_are_unique(recipe, tokenizer):
-    recipe["domains"] *= 2
-    with pytest.raises(DataError, match="'addition' is used twice"):
-        load_splits(RunConfig.model_validate(recipe), tokenizer)
-
-
 def test_transformers_reads_the_tiny_model(tiny_model, tokenizer):
     import torch
     from safetensors.torch import load_file

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grpo_megatron.config.model import ModelConfig
+from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.model_facts import facts_from_hf, model_facts
 

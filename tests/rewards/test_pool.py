@@ -130,7 +130,7 @@ def test_step_rewards_are_kept_beside_their_sum():
                                num_workers=2)
     np.testing.assert_equal(scored.components["steps"], [2, 0, math.nan])
     assert scored.steps[:2] == (((6, 0.5), (9, 0.0), (15, 0.5)), ())
-    assert other.steps == ((),)
+    assert other.steps == ()
     [plain], _ = score([domain(OBEY)], [group(["3"])])
     assert plain.steps == ()
 
@@ -182,14 +182,14 @@ def test_a_cancelled_call_leaves_a_working_pool():
 
 
 def _running(pool: RewardPool) -> bool:
-    process = pool._all_slots[0].process
-    return process is not None and process._board.running()[0] >= 0
+    worker = pool._workers[0]
+    return worker.pid is not None and worker.journal.running()[0] >= 0
 
 
 def test_a_process_killed_while_idle_is_replaced_without_blame():
     async def run():
         async with RewardPool([domain(OBEY)]) as pool:
-            process = pool._all_slots[0].process._process
+            process = pool._workers[0]._process
             os.kill(process.pid, signal.SIGKILL)
             await process.wait()
             [scored] = await pool.score([group(["1", "2"])])
@@ -222,7 +222,7 @@ from grpo_megatron.rewards.pool import RewardPool
 async def main():
     pool = RewardPool([domain("{OBEY}")], num_workers=2, timeout_s=1000)
     await pool.start()
-    print(*(slot.process._process.pid for slot in pool._all_slots), flush=True)
+    print(*(worker.pid for worker in pool._workers), flush=True)
     await pool.score([group(["loop"])])  # one worker hangs, the other is idle
 
 try:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from grpo_megatron.telemetry.layout import ScreenState, format_value, plain_line, render, sparkline
-from grpo_megatron.telemetry.screen import LiveScreen, PlainScreen, make_screen
+from grpo_megatron.telemetry.screen import LiveScreen, make_screen
 from grpo_megatron.telemetry.verdicts import ROWS, above, collapsed, dropped, fallen, judge, jumped
 
 METRICS = {"reward/mean": 0.5, "evaluation/accuracy": 0.25, "policy/entropy": 0.3,
@@ -98,7 +98,7 @@ def test_printed_lines_stay_whole_above_the_live_screen(monkeypatch):
 def test_without_a_terminal_there_is_one_plain_line_a_step():
     file = io.StringIO()
     screen = make_screen("demo", 300, console=Console(file=file))
-    assert isinstance(screen, PlainScreen)
+    assert not isinstance(screen, LiveScreen)
     screen.phase("rollout")
     screen.message("note")
     screen.step({"step": 6, **METRICS}, BEST, WORST)

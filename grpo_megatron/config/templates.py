@@ -1,0 +1,62 @@
+"""Prompt templates: `{question}` and `{metadata[key]}`, nothing else.
+
+`str.format` itself would reach attributes, apply format specifications and render an answer into
+the prompt; here every field is checked when the template is parsed, before any problem is read.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_megatron.errors import DataError
+
+_FIELD = re.compile(r"question|metadata\[[^\[\]]+\]")
+_LEAKS = ("answer", "solution")
+
+
+class PromptTemplate:
+    """A parsed template.
+
+    Example: `PromptTemplate("{metadata[a]} =").render("", {"a": "37 + 48"})` gives `"37 + 48 ="`.
+
+    Raises:
+        DataError: Unbalanced braces, an unknown field, or one that would leak the answer.
+    """
+
+    def __init__(self, text: str, *, where: str | None = None):
+        self.text, self._where = text, where
+        try:
+            self._pieces = [(literal, self._checked(name, f"{spec or ''}{conversion or ''}"))
+                            for literal, name, spec, conversion in string.Formatter().parse(text)]
+        except DataError:
+            raise
+        except ValueError as error:
+            raise self._refused(str(error), "write literal braces as {{ and }}") from error
+        if not any(field for _, field in self._pieces):
+            raise self._refused("uses no field: every prompt would be the same",
+                                "use {question} or {metadata[key]}")
+
+    def render(self, question: str, metadata: Mapping[str, Any]) -> str:
+        """The prompt of a problem. Raises DataError where a metadata key is missing."""
+        try:
+            return "".join(literal + (field and str(
+                question if field == "question" else metadata[field[len("metadata["):-1]]))
+                for literal, field in self._pieces)
+        except KeyError as error:
+            raise self._refused(f"a problem has no metadata {error}", "metadata of that problem: "
+                                + (", ".join(map(str, metadata)) or "none")) from None
+
+    def _checked(self, name: str | None, extra: str) -> str:
+        if name and any(leak in name.lower() for leak in _LEAKS):
+            raise self._refused(f"{{{name}}} would put the answer into the prompt",
+                                "remove the field")
+        if name is not None and (extra or not _FIELD.fullmatch(name)):
+            raise self._refused(f"{{{name}}} is not supported", "use {question} or "
+                                "{metadata[key]}; write literal braces as {{ and }}")
+        return name or ""
+
+    def _refused(self, reason: str, remedy: str) -> DataError:
+        return DataError(f"template {self.text!r}: {reason}", where=self._where, remedy=remedy)
