@@ -100,7 +100,7 @@ def _by_megatron(hf: dict[str, Any], weights: Path, layout: TrainerConfig, ids: 
             tensor.data.copy_(tensor.data.to(dtype))
     tokens, count = torch.tensor(ids, device=device()), len(ids) - 1
     microbatch = MicroBatch(
-        0, np.zeros(1, np.int64), tokens[None], torch.arange(len(ids), device=device())[None],
+        0, np.zeros(1, np.int64), (len(ids),), tokens[None], torch.arange(len(ids), device=device())[None],
         packed_sequences([len(ids)], device()), torch.arange(count, device=device()), tokens[1:],
         torch.zeros(count, dtype=torch.int64), torch.tensor([count]), torch.zeros(count))
     many = tuple(replace(microbatch, index=i) for i in range(layout.pipeline_parallel_size))
