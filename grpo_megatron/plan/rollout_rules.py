@@ -8,6 +8,8 @@ from grpo_megatron.config.problems import Violation
 from grpo_megatron.plan.case import Case
 
 _TP = "rollout.tensor_parallel_size"
+_ALL_LOGPROBS = 1024
+"""Largest vocabulary of which all log-probs may be asked for with every token."""
 _CPU_MULTIPLE = 32
 """vLLM's CPU kernels block matrices by this many columns."""
 
@@ -69,4 +71,24 @@ def context_length(case: Case) -> Iterator[Violation]:
                              f"the model has positions for {longest} tokens", nearest=(longest,))
 
 
-RULES = (heads_divide, widths_divide, cpu_multiples, routes, context_length)
+def truncation_bound(case: Case) -> Iterator[Violation]:
+    """Which ids were kept is read from log-probs, so their number must be bounded."""
+    truncation, vocabulary = case.rollout.truncation, case.facts.vocab_size
+    reported = truncation.get("logprobs", 0)
+    if vocabulary is None:
+        return
+    if reported > vocabulary:
+        largest = max((vocabulary - 8) * 4 // 5, 1)
+        yield case.violation("truncation_bound", "rollout.top_k",
+                             f"with a vocabulary of {vocabulary} at most {largest} can be bounded",
+                             nearest=(largest,), remedy="lower or remove rollout.top_k")
+    if reported < 0 and vocabulary > _ALL_LOGPROBS:
+        key = "rollout.top_p" if "top_p" in truncation else "rollout.min_p"
+        yield case.violation("truncation_bound", key,
+                             "the trainer needs the ids that were kept; without top_k there may be "
+                             f"as many as the vocabulary has ({vocabulary}, allowed is "
+                             f"{_ALL_LOGPROBS})", "rollout.top_k",
+                             remedy="set rollout.top_k too, for example 100, or sample untruncated")
+
+
+RULES = (heads_divide, widths_divide, cpu_multiples, routes, context_length, truncation_bound)

@@ -17,7 +17,7 @@ import numpy as np
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.decode import Decoder
 from grpo_megatron.rollout.seeds import derive_seed
-from grpo_megatron.types import Completion, VersionSpan
+from grpo_megatron.types import Completion, KeptSets, VersionSpan
 
 _MAX_EMPTY = 100
 """Aborted segments without a token in a row: each is a publish that came before its turn."""
@@ -89,7 +89,14 @@ def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
         token_ids=np.concatenate([head.token_ids, tail.token_ids]),
         logprobs=np.concatenate([head.logprobs, tail.logprobs]),
         versions=_joined([*head.versions, *shifted]), finish_reason=tail.finish_reason, text="",
-        routes=routes, route_versions=spans)
+        routes=routes, route_versions=spans, kept=_merged_kept(head.kept, tail.kept))
+
+
+def _merged_kept(head: KeptSets | None, tail: KeptSets | None) -> KeptSets | None:
+    if head is None or tail is None:
+        return None
+    return KeptSets(np.concatenate([head.ids, tail.ids]),
+                    np.concatenate([head.offsets, head.offsets[-1] + tail.offsets[1:]]))
 
 
 def _merged_routes(
