@@ -50,12 +50,11 @@ async def complete(
     heads = await ask(prompt, n=n, max_tokens=min(longest, max_tokens), seed=seed, routes_from=0)
 
     async def finish(child: int, whole: Completion) -> Completion:
-        num_empty = 0
-        while whole.finish_reason != "stop" and len(whole.token_ids) < max_tokens:
-            done = len(whole.token_ids)
+        num_empty, goal = 0, min(longest, max_tokens)
+        while (done := len(whole.token_ids)) < max_tokens and _goes_on(whole, goal):
+            goal = min(done + longest, max_tokens)
             tail, = await ask(
-                [*prompt, *whole.token_ids.tolist()], n=1,
-                max_tokens=min(longest, max_tokens - done),
+                [*prompt, *whole.token_ids.tolist()], n=1, max_tokens=goal - done,
                 seed=None if seed is None else derive_seed(seed + child, "segment", done),
                 routes_from=len(prompt) + done - 1 if done else 0,
             )
@@ -69,6 +68,12 @@ async def complete(
         return replace(whole, finish_reason=reason, text=text)
 
     return await finish_or_cancel([finish(i, head) for i, head in enumerate(heads)])
+
+
+def _goes_on(part: Completion, goal: int) -> bool:
+    """Aborted, or cut at its goal; one that is cut before has filled the engine's context."""
+    return part.finish_reason == "abort" or (
+        part.finish_reason == "length" and len(part.token_ids) == goal)
 
 
 def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:

@@ -126,7 +126,7 @@ class RolloutWorker:
         max_tokens: int, **sampling: Any,
     ) -> tuple[list[list[Completion]], list[int]]:
         samples: list[list[Any]] = [[None] * group_size for _ in prompts]
-        served_by = [0] * len(prompts)
+        served_by, rollout = [0] * len(prompts), self.config.rollout
 
         async def serve(request: _Request, replica: Replica) -> None:
             prompt, servers = prompts[request.prompt], [replica]
@@ -144,8 +144,9 @@ class RolloutWorker:
 
             samples[request.prompt][request.first : request.first + request.n] = await complete(
                 ask, prompt.token_ids, n=request.n, seed=request.seed, decode=self._decode,
-                max_tokens=min(max_tokens, self.config.max_new_tokens_of(prompt.domain)),
-                segment_tokens=self.config.rollout.segment_tokens,
+                max_tokens=max(1, min(max_tokens, self.config.max_new_tokens_of(prompt.domain),
+                                      rollout.max_model_len - len(prompt.token_ids))),
+                segment_tokens=rollout.segment_tokens,
             )
             if request.first == 0:
                 served_by[request.prompt] = servers[1].index
