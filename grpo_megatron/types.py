@@ -47,6 +47,19 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptSets:
+    """Token ids that top-k, top-p and min-p left, for each of T tokens; none: not known."""
+
+    ids: np.ndarray  # int32, set after set
+    offsets: np.ndarray  # int64 [T+1]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [T]"""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled answer, as the engine reported it."""
 
@@ -61,6 +74,8 @@ class Completion:
     route_versions: tuple[VersionSpan, ...] = ()
     """Rows `[start, end)` of `routes` were computed with weight version `version`; rows not
     covered have no route."""
+    kept: KeptSets | None = None
+    """What truncated sampling could have chosen at every token; None: anything."""
 
     context: tuple[int, ...] = ()
     """Token ids between the group's prompt and these: of a guided retry, never trained."""

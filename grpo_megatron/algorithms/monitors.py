@@ -52,7 +52,7 @@ def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor,
     meter.mean("policy/logprob_positive", logprobs, where=batch.advantages > 0)
     meter.mean("policy/logprob_negative", logprobs, where=batch.advantages < 0)
     if batch.ref_logprobs is not None:
-        measure_reference(meter, logprobs, batch.ref_logprobs)
+        measure_reference(meter, batch.untruncated_logprobs.detach(), batch.ref_logprobs)
 
 
 def measure_reference(meter: Meter, logprobs: Tensor, ref: Tensor) -> None:

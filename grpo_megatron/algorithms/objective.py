@@ -35,7 +35,8 @@ class LossBatch:
     sample: Tensor  # int64 [n], 0..S-1
     token_counts: Tensor  # int64 [S]
     domain: Tensor  # int64 [S], 0..D-1
-    ref_logprobs: Tensor | None = None  # [n]
+    untruncated_logprobs: Tensor  # [n] with gradient; like `logprobs` unless sampling truncates
+    ref_logprobs: Tensor | None = None  # [n], not truncated either
     turn: Tensor | None = None  # int64 [n], 0..: the turn of each token (GAGPO)
     weight_slopes: Tensor | None = None  # [n], by the exponent of lambda_grpo
     preference: Tensor | None = None  # [2, S]: coefficient of the margin, loss
@@ -96,7 +97,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     meter = Meter(batch.domain[batch.sample], batch.domain, objective.domains)
     if objective.wants_reference and o.kl in KL.functions:
         beta = objective.value("kl_beta", batch)
-        losses = losses + beta * KL[o.kl](batch.logprobs, batch.ref_logprobs, old)
+        losses = losses + beta * KL[o.kl](batch.untruncated_logprobs, batch.ref_logprobs, log_diff)
     weight = objective.value("entropy_weight", batch)
     if isinstance(weight, Tensor) or weight != 0:
         losses = losses - weight * batch.entropies
@@ -187,7 +188,7 @@ def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
     """Tokens with an infinite log-prob take no part; returns which, bool [n]. NaN stays: the
     model or the engine is broken, and the trainer stops."""
     columns = {name: column for name in ("logprobs", "old_logprobs", "rollout_logprobs",
-                                         "ref_logprobs")
+                                         "untruncated_logprobs", "ref_logprobs")
                if (column := getattr(batch, name)) is not None}
     infinite = torch.stack([torch.isinf(column.detach()) for column in columns.values()]).any(0)
     if not bool(infinite.any()):

@@ -30,6 +30,7 @@ class StepTerms:
 
     def loss_batch(self, rows: Tensor, logprobs: Tensor, old: Tensor, rollout: Tensor,
                    entropies: Tensor, ref: Tensor | None = None,
+                   untruncated: Tensor | None = None,
                    decisions: Mapping[str, Tensor] | None = None) -> LossBatch:
         """The loss's view of the samples `rows` (int64 [S]) and of their tokens ([n]).
 
@@ -49,7 +50,7 @@ class StepTerms:
             turn = torch.unique_consecutive(self.turns[index], return_inverse=True)[1]
         return LossBatch(
             logprobs=logprobs, old_logprobs=old, rollout_logprobs=rollout, entropies=entropies,
-            ref_logprobs=ref,
+            ref_logprobs=ref, untruncated_logprobs=logprobs if untruncated is None else untruncated,
             decisions=None if decisions is None else {
                 name: flags[index].to(logprobs.device) for name, flags in decisions.items()},
             advantages=(self.advantages.values[index].to(**like) if self.advantages.per_token

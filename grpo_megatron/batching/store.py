@@ -25,7 +25,7 @@ from grpo_megatron.batching.columns import file_checksum, read_columns, write_co
 from grpo_megatron.batching.route_file import RouteFile, write_routes
 from grpo_megatron.errors import DataError
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
-from grpo_megatron.types import RolloutGroup
+from grpo_megatron.types import Completion, KeptSets, RolloutGroup
 
 FORMAT = 2
 
@@ -48,7 +48,8 @@ class ShardWriter:
     Columns (N samples, Q groups): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
     `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
     `group` int32 [N]; weight versions as spans `span_version|start|end` int32 with
-    `span_offsets` int64 [N+1].
+    `span_offsets` int64 [N+1]. Of truncated sampling, the ids that were kept: `kept_ids` int32 with
+    `kept_offsets` int64 [n+1], by completion token.
 
     Args:
         route_shape: Record routes too.
@@ -79,12 +80,21 @@ class ShardWriter:
             "span_end": np.array([s.end for s in spans], np.int32),
             "span_offsets": _offsets([len(c.versions) for _, c in samples]),
         }
+        columns |= _kept_columns([c for _, c in samples])
         shape = self.route_shape
         if shape is not None:
             columns |= write_routes(self.path.with_suffix(".routes"), self._groups, shape)
         checksum = write_columns(self.path, columns)
         return ShardInfo(self.path.name, checksum, len(self._groups), len(samples),
                          len(columns["completion_ids"]), shape.to_json() if shape else None)
+
+
+def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
+    if all(c.kept is None for c in completions):
+        return {}
+    kept = [c.kept or KeptSets(np.empty(0), np.zeros(len(c.token_ids) + 1)) for c in completions]
+    return {"kept_ids": _concatenate([k.ids for k in kept], np.int32),
+            "kept_offsets": _offsets(_concatenate([k.sizes for k in kept], np.int64))}
 
 
 def _concatenate(parts: Sequence, dtype) -> np.ndarray:
@@ -228,6 +238,15 @@ class SampleTable:
         columns, index = self._shards[self.shard[row]], self.index[row]
         start, end = columns["completion_offsets"][index:index + 2]
         return columns["completion_ids"][start:end], columns["rollout_logprobs"][start:end]
+
+    def kept(self, row: int) -> KeptSets | None:
+        """What truncated sampling kept at every completion token; None: everything."""
+        columns, index = self._shards[self.shard[row]], self.index[row]
+        if "kept_ids" not in columns:
+            return None
+        start, end = columns["completion_offsets"][index:index + 2]
+        offsets = np.asarray(columns["kept_offsets"][start:end + 1])
+        return KeptSets(columns["kept_ids"][offsets[0]:offsets[-1]], offsets - offsets[0])
 
     def all_completion_ids(self) -> np.ndarray:
         """Completion tokens of all samples, flat, int64 [n]."""

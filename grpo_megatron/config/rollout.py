@@ -8,6 +8,8 @@ from pydantic import Field
 
 from grpo_megatron.config.base import Strict
 
+_NEUTRAL = {"top_p": 1.0, "min_p": 0.0}
+
 
 class RolloutConfig(Strict):
     """vLLM servers and sampling."""
@@ -27,6 +29,13 @@ class RolloutConfig(Strict):
     of them; default: one request."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer's log-probs use the same."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample among so many most likely tokens. The trainer's log-probs are then over the same
+    tokens, so top_p and min_p need this bound too, unless the vocabulary is small."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the most likely tokens that have this probability together."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample among tokens at least so likely as this share of the likeliest."""
     deterministic: bool = False
     """One seeded request per sample, so that a resumed run samples the same tokens."""
     max_num_seqs: int = Field(256, ge=1)
@@ -47,6 +56,19 @@ class RolloutConfig(Strict):
     """Times a request is tried, each time on another live server where there is one."""
     engine_arguments: tuple[str, ...] = ()
     """More `vllm serve` arguments, passed through."""
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """vLLM's sampling parameters that narrow the distribution; empty: none does.
+
+        `logprobs` is how many to report so that all kept ids are among them, -1 for all: what ties
+        with the k-th is kept as well, which is frequent in bfloat16.
+        """
+        values = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        narrow = {n: v for n, v in values.items() if v is not None and v != _NEUTRAL.get(n)}
+        if narrow:
+            narrow["logprobs"] = self.top_k + self.top_k // 4 + 8 if self.top_k else -1
+        return narrow
 
 
 class PublishConfig(Strict):

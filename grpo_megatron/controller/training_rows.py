@@ -52,10 +52,21 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "batch/num_samples": float(len(rewards)), "batch/num_tokens": float(lengths.sum()),
         "group/all_equal_fraction": float(np.mean([all_equal(g.rewards) for g in groups])),
     }
+    metrics |= _kept_metrics(groups)
     for name in dict.fromkeys(name for g in groups for name in g.components):
         values = np.concatenate([g.components[name] for g in groups if name in g.components])
         metrics[f"reward/{name}/mean"] = _mean(values[~np.isnan(values)])
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _kept_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Of truncated sampling: ids kept per token, tokens whose set is not known."""
+    kept = [c.kept.sizes for g in groups for c in g.group.completions if c.kept is not None]
+    if not kept:
+        return {}
+    sizes = np.concatenate(kept)
+    return {"sampling_mask/size_mean": _mean(sizes[sizes > 0]),
+            "sampling_mask/missing": float((sizes == 0).sum())}
 
 
 def _mean(values: np.ndarray) -> float:

@@ -8,6 +8,8 @@ from typing import Any
 from grpo_megatron.config.rules import Conditions
 from grpo_megatron.plan.case import Case
 
+_ALL_LOGPROBS = 1024
+"""Largest vocabulary of which all log-probs may be asked for with every token."""
 _CPU_MULTIPLE = 32
 """vLLM's CPU kernels block matrices by this many columns."""
 
@@ -41,6 +43,21 @@ def _context_length(c: Case) -> dict[str, Any] | None:
     return {"nearest": [longest]} if too_long else None
 
 
+def _truncation_too_wide(c: Case) -> dict[str, Any] | None:
+    vocabulary = c.facts.vocab_size
+    if vocabulary is None or c.rollout.truncation.get("logprobs", 0) <= vocabulary:
+        return None
+    return {"nearest": [max((vocabulary - 8) * 4 // 5, 1)]}
+
+
+def _truncation_unbounded(c: Case) -> dict[str, Any] | None:
+    """Which ids were kept is read from log-probs, so their number must be bounded."""
+    truncation, vocabulary = c.rollout.truncation, c.facts.vocab_size
+    if vocabulary is None or truncation.get("logprobs", 0) >= 0 or vocabulary <= _ALL_LOGPROBS:
+        return None
+    return {"field": "top_p" if "top_p" in truncation else "min_p", "limit": _ALL_LOGPROBS}
+
+
 RULES: Conditions = {
     "rollout_heads": _heads_do_not_fit,
     "rollout_width": lambda c: [
@@ -51,4 +68,6 @@ RULES: Conditions = {
         and w["width"] % c.rollout.tensor_parallel_size == 0 and w["part"] % _CPU_MULTIPLE],
     "record_routes": lambda c: c.rollout.record_routes and not c.facts.is_moe,
     "context_length": _context_length,
+    "truncation_bound.vocabulary": _truncation_too_wide,
+    "truncation_bound.open": _truncation_unbounded,
 }

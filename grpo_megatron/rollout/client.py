@@ -61,7 +61,8 @@ class EngineClient:
         self, prompt_token_ids: Sequence[int], *, max_tokens: int, n: int = 1,
         temperature: float = 1.0, stop_token_ids: Sequence[int] = (), seed: int | None = None,
         record_routes: bool = False, require_routes: bool = True, routes_from: int = 0,
-        may_abort: bool = False, decode: Decoder | None = None,
+        may_abort: bool = False, truncation: Mapping[str, float] | None = None,
+        decode: Decoder | None = None,
     ) -> list[Completion]:
         """Sample `n` completions of one prompt.
 
@@ -76,6 +77,7 @@ class EngineClient:
             require_routes: Refuse an answer without them, or with others than asked for.
             routes_from: First row of `Completion.routes`; rows before are not sent.
             may_abort: Accept what a pause ended early (finish reason `abort`, maybe no tokens).
+            truncation: See `RolloutConfig.truncation`; completions then tell which ids were kept.
             decode: Token ids to text, for `Completion.text`.
 
         Raises:
@@ -89,6 +91,8 @@ class EngineClient:
         }
         if seed is not None:
             sampling["seed"] = seed
+        if truncation:
+            sampling |= truncation
         if routes_from:
             sampling["routed_experts_prompt_start"] = routes_from
         request = {"token_ids": list(prompt_token_ids), "sampling_params": sampling}
@@ -98,7 +102,8 @@ class EngineClient:
         return decode_response(
             body, where=self.name, num_prompt_tokens=len(prompt_token_ids), num_completions=n,
             max_tokens=max_tokens, record_routes=record_routes, require_routes=require_routes,
-            routes_from=routes_from, may_abort=may_abort, decode=decode,
+            routes_from=routes_from, may_abort=may_abort, truncated=bool(truncation),
+            decode=decode,
         )
 
     # -- health ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from grpo_megatron.errors import EngineError
-from grpo_megatron.types import Completion, VersionSpan
+from grpo_megatron.types import Completion, KeptSets, VersionSpan
 
 Decoder = Callable[[Sequence[int]], str]
 """Token ids to text."""
@@ -29,6 +29,14 @@ class _TokenLogprob(msgspec.Struct, gc=False):
 
 class _Logprobs(msgspec.Struct, gc=False):
     content: list[_TokenLogprob]
+
+
+class _Candidates(_TokenLogprob, gc=False):
+    top_logprobs: list[_TokenLogprob]
+
+
+class _CandidateLogprobs(msgspec.Struct, gc=False):
+    content: list[_Candidates]
 
 
 class _Span(msgspec.Struct, gc=False):
@@ -46,17 +54,28 @@ class _Choice(msgspec.Struct, gc=False):
     routed_experts: str | None = None
 
 
+class _TruncatedChoice(_Choice, gc=False):
+    logprobs: _CandidateLogprobs | None = None
+
+
 class _Response(msgspec.Struct, gc=False):
     choices: list[_Choice]
 
 
-_decoder = msgspec.json.Decoder(_Response)
+class _TruncatedResponse(msgspec.Struct, gc=False):
+    choices: list[_TruncatedChoice]
+
+
+_decoders = {False: msgspec.json.Decoder(_Response), True: msgspec.json.Decoder(_TruncatedResponse)}
+_NO_PROBABILITY = -9999.0
+"""vLLM puts this for NaN and for minus infinity, which JSON cannot carry."""
+_MASS_TOLERANCE = 1e-4
 
 
 def decode_response(
     body: bytes, *, where: str, num_prompt_tokens: int, num_completions: int, max_tokens: int,
     record_routes: bool, require_routes: bool = True, routes_from: int = 0,
-    may_abort: bool = False, decode: Decoder | None = None,
+    may_abort: bool = False, truncated: bool = False, decode: Decoder | None = None,
 ) -> list[Completion]:
     """The completions of one request, ordered by index.
 
@@ -70,13 +89,14 @@ def decode_response(
         require_routes: Refuse routes that are missing or misshapen; else the completion has none.
         routes_from: The first row that was asked for.
         may_abort: Accept completions that the engine ended early, even before their first token.
+        truncated: Whether candidates were asked for, of which sampling kept some.
         decode: Fills `Completion.text`; without it texts are empty.
 
     Raises:
         EngineError: Anything asked for is missing, of another size, or not finite.
     """
     try:
-        choices = _decoder.decode(body).choices
+        choices = _decoders[truncated].decode(body).choices
     except msgspec.DecodeError as error:
         raise EngineError(f"unreadable answer: {error}: {body[:200]!r}", where=where) from error
     choices.sort(key=lambda choice: choice.index)
@@ -89,6 +109,8 @@ def decode_response(
     for choice in choices:
         place = f"{where}, completion {choice.index}"
         completion = _completion(choice, place, max_tokens, may_abort, decode)
+        if truncated:
+            completion = replace(completion, kept=_kept(choice))
         if record_routes and len(completion.token_ids):
             try:
                 completion = _with_routes(completion, choice, num_prompt_tokens, routes_from, place)
@@ -137,13 +159,32 @@ def _logprobs(choice: _Choice, where: str) -> np.ndarray:
     if len(values) != len(choice.token_ids):
         raise EngineError(f"{len(values)} log-probs for {len(choice.token_ids)} tokens",
                           where=where)
-    # vLLM replaces NaN and minus infinity by -9999, which JSON can carry: no sampled token has it.
-    if not (np.isfinite(values).all() and (values > -9999.0).all() and (values <= 0.0).all()):
+    # no sampled token has _NO_PROBABILITY
+    if not (np.isfinite(values).all() and (values > _NO_PROBABILITY).all()
+            and (values <= 0.0).all()):
         raise EngineError("log-probs are not finite and at most 0", where=where,
                           remedy="the policy's logits have overflowed; look at the weights")
     if [entry.token_id for entry in content] != choice.token_ids:
         raise EngineError("log-probs belong to other tokens", where=where)
     return values
+
+
+def _kept(choice: _TruncatedChoice) -> KeptSets:
+    """Candidates with a probability. A set that lacks the sampled id, or others (its probabilities
+    do not add up to 1), is left empty: nothing can be renormalised over it."""
+    content = choice.logprobs.content if choice.logprobs is not None else []
+    token = np.repeat(np.arange(len(content)), [len(entry.top_logprobs) for entry in content])
+    ids = np.array([c.token_id for entry in content for c in entry.top_logprobs], np.int32)
+    logprobs = np.array([c.logprob for entry in content for c in entry.top_logprobs])
+    kept = logprobs > _NO_PROBABILITY
+    token, ids, logprobs = token[kept], ids[kept], logprobs[kept]
+    mass = np.bincount(token, np.exp(logprobs), len(content))
+    sampled = np.array([entry.token_id for entry in content], np.int32)
+    has_sampled = np.bincount(token, ids == sampled[token], len(content)) > 0
+    good = has_sampled & (np.abs(mass - 1) < _MASS_TOLERANCE)
+    token, ids = token[good[token]], ids[good[token]]
+    sizes = np.bincount(token, minlength=len(content))
+    return KeptSets(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
 
 
 def _spans(spans: list[_Span] | None, num_tokens: int, where: str) -> tuple[VersionSpan, ...]:

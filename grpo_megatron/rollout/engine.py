@@ -51,7 +51,7 @@ def serve_command(
         "--generation-config", "vllm",  # the recipe says how to sample, not the checkpoint
         "--skip-tokenizer-init",  # token ids in, token ids out
         "--logprobs-mode", "processed_logprobs",  # the default ignores the temperature
-        "--max-logprobs", "1",
+        "--max-logprobs", str(rollout.truncation.get("logprobs", 1)),
         "--enable-scale-out",  # /inference/v1/generate
         "--weight-transfer-config", '{"backend": "gloo"}',
         "--worker-extension-cls", _WORKER_EXTENSION,

@@ -17,7 +17,7 @@ import numpy as np
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.decode import Decoder
 from grpo_megatron.rollout.seeds import derive_seed
-from grpo_megatron.types import Completion, VersionSpan
+from grpo_megatron.types import Completion, KeptSets, VersionSpan
 
 _MAX_EMPTY = 100
 """Aborted segments without a token in a row: each is a publish that came before its turn."""
@@ -50,12 +50,11 @@ async def complete(
     heads = await ask(prompt, n=n, max_tokens=min(longest, max_tokens), seed=seed, routes_from=0)
 
     async def finish(child: int, whole: Completion) -> Completion:
-        num_empty = 0
-        while whole.finish_reason != "stop" and len(whole.token_ids) < max_tokens:
-            done = len(whole.token_ids)
+        num_empty, goal = 0, min(longest, max_tokens)
+        while (done := len(whole.token_ids)) < max_tokens and _goes_on(whole, goal):
+            goal = min(done + longest, max_tokens)
             tail, = await ask(
-                [*prompt, *whole.token_ids.tolist()], n=1,
-                max_tokens=min(longest, max_tokens - done),
+                [*prompt, *whole.token_ids.tolist()], n=1, max_tokens=goal - done,
                 seed=None if seed is None else derive_seed(seed + child, "segment", done),
                 routes_from=len(prompt) + done - 1 if done else 0,
             )
@@ -69,6 +68,12 @@ async def complete(
         return replace(whole, finish_reason=reason, text=text)
 
     return await finish_or_cancel([finish(i, head) for i, head in enumerate(heads)])
+
+
+def _goes_on(part: Completion, goal: int) -> bool:
+    """Aborted, or cut at its goal; one that is cut before has filled the engine's context."""
+    return part.finish_reason == "abort" or (
+        part.finish_reason == "length" and len(part.token_ids) == goal)
 
 
 def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
@@ -89,7 +94,14 @@ def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
         token_ids=np.concatenate([head.token_ids, tail.token_ids]),
         logprobs=np.concatenate([head.logprobs, tail.logprobs]),
         versions=_joined([*head.versions, *shifted]), finish_reason=tail.finish_reason, text="",
-        routes=routes, route_versions=spans)
+        routes=routes, route_versions=spans, kept=_merged_kept(head.kept, tail.kept))
+
+
+def _merged_kept(head: KeptSets | None, tail: KeptSets | None) -> KeptSets | None:
+    if head is None or tail is None:
+        return None
+    return KeptSets(np.concatenate([head.ids, tail.ids]),
+                    np.concatenate([head.offsets, head.offsets[-1] + tail.offsets[1:]]))
 
 
 def _merged_routes(

@@ -89,12 +89,13 @@ class RolloutWorker:
         Raises:
             EngineError: No replica is alive, or a request failed for good.
         """
-        rollout = self.config.rollout
+        rollout, routing = self.config.rollout, self.config.routing
         group_size = num_samples or self.config.batch.num_samples_per_prompt
         samples, served_by = await self._sample(
             prompts, self._plan(step, prompts, group_size), group_size,
             max_tokens=max_tokens or rollout.max_new_tokens, temperature=rollout.temperature,
-            record_routes=self.config.records_routes,
+            record_routes=self.config.records_routes, truncation=rollout.truncation,
+            require_routes=routing.replay != "r3" or routing.on_missing == "fail",
         )
         groups = [
             RolloutGroup(prompt, tuple(completions), replica)
@@ -108,7 +109,7 @@ class RolloutWorker:
         """The most likely completion of every prompt; log-probs are those of temperature 1."""
         requests = [_Request(i, 0, 1, None) for i in range(len(prompts))]
         samples, _ = await self._sample(
-            prompts, requests, 1, max_tokens=max_tokens, temperature=0.0, record_routes=False,
+            prompts, requests, 1, max_tokens=max_tokens, temperature=0.0,
         )
         return [completions[0] for completions in samples]
 
@@ -122,10 +123,10 @@ class RolloutWorker:
 
     async def _sample(
         self, prompts: Sequence[Prompt], requests: Sequence[_Request], group_size: int, *,
-        max_tokens: int, temperature: float, record_routes: bool,
+        max_tokens: int, **sampling: Any,
     ) -> tuple[list[list[Completion]], list[int]]:
         samples: list[list[Any]] = [[None] * group_size for _ in prompts]
-        served_by = [0] * len(prompts)
+        served_by, rollout = [0] * len(prompts), self.config.rollout
 
         async def serve(request: _Request, replica: Replica) -> None:
             prompt, servers = prompts[request.prompt], [replica]
@@ -133,8 +134,8 @@ class RolloutWorker:
             async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
                 completions, server = await self.pool.call(
                     lambda r: r.client.generate(
-                        token_ids, temperature=temperature, stop_token_ids=self._stop_token_ids,
-                        record_routes=record_routes, may_abort=True, **settings,
+                        token_ids, stop_token_ids=self._stop_token_ids, may_abort=True,
+                        **sampling, **settings,
                     ),
                     first=servers[-1],
                 )
@@ -143,8 +144,9 @@ class RolloutWorker:
 
             samples[request.prompt][request.first : request.first + request.n] = await complete(
                 ask, prompt.token_ids, n=request.n, seed=request.seed, decode=self._decode,
-                max_tokens=min(max_tokens, self.config.max_new_tokens_of(prompt.domain)),
-                segment_tokens=self.config.rollout.segment_tokens,
+                max_tokens=max(1, min(max_tokens, self.config.max_new_tokens_of(prompt.domain),
+                                      rollout.max_model_len - len(prompt.token_ids))),
+                segment_tokens=rollout.segment_tokens,
             )
             if request.first == 0:
                 served_by[request.prompt] = servers[1].index

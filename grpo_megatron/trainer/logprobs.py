@@ -6,6 +6,8 @@ backward, which computes them again. Nothing of size [tokens, vocabulary] is kep
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,10 +17,19 @@ from megatron.core.tensor_parallel import (
 )
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What truncated sampling could have chosen for each of n tokens, entry after entry."""
+
+    token: torch.Tensor  # int64 [m], ascending
+    ids: torch.Tensor  # int64 [m], vocabulary ids, no two the same of a token
+    missing: torch.Tensor  # bool [n]: the token itself is not in its set, use the vocabulary
+
+
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor,
                    targets: torch.Tensor, *, vocab_size: int, temperature: float,
-                   sequence_parallel: bool, chunk_tokens: int,
-                   ) -> tuple[torch.Tensor, torch.Tensor]:
+                   sequence_parallel: bool, chunk_tokens: int, kept: Kept | None = None,
+                   ) -> tuple[torch.Tensor, ...]:
     """`log softmax(hidden @ weight.T / temperature)[targets]`, and the entropy.
 
     Args:
@@ -27,10 +38,12 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tenso
         rows: int64 [n], positions whose next token is wanted.
         targets: int64 [n], that next token.
         vocab_size: real vocabulary; padded columns get probability 0.
+        kept: truncated sampling: the softmax is over these ids only.
 
     Returns:
         fp32 [n] log-probs and fp32 [n] entropies (nats), both with gradient, equal on all
-        tensor-parallel ranks.
+        tensor-parallel ranks. With `kept`, entropies and a third [n], the log-probs over the
+        whole vocabulary, are those of the untruncated policy.
     """
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -38,8 +51,12 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tenso
         hidden = copy_to_tensor_model_parallel_region(hidden)
     selected = hidden.squeeze(1).index_select(0, rows)
     group = parallel_state.get_tensor_model_parallel_group()
-    return _VocabParallelLogProbs.apply(selected, weight, targets, group, vocab_size,
-                                        temperature, chunk_tokens)
+    found = _VocabParallelLogProbs.apply(selected, weight, targets, group, vocab_size,
+                                         temperature, chunk_tokens, kept)
+    if kept is None:
+        return found
+    logprobs, entropies, truncated = found
+    return torch.where(kept.missing, logprobs, truncated), entropies, logprobs
 
 
 class _Chunk:
@@ -47,7 +64,7 @@ class _Chunk:
 
     def __init__(self, hidden, weight, targets, group, vocab_size, temperature):
         self.group = group if group.size() > 1 else None
-        start = group.rank() * weight.size(0)
+        self.start = start = group.rank() * weight.size(0)
         logits = (hidden @ weight.t()).float()
         if temperature != 1.0:
             logits /= temperature
@@ -73,39 +90,85 @@ class _Chunk:
         return self.reduce(torch.where(self.owned, own, 0.0))
 
 
+class _KeptChunk:
+    """Logits of a chunk's kept ids, as far as they are in this rank's slice."""
+
+    def __init__(self, chunk: _Chunk, kept: Kept, bounds: list[int], number: int, first: int):
+        entries = slice(bounds[number], bounds[number + 1])
+        local = kept.ids[entries] - chunk.start
+        own = (local >= 0) & (local < chunk.logits.size(1))
+        self.chunk, self.local = chunk, local[own]
+        self.token = kept.token[entries][own] - first
+        self.logits = chunk.logits[self.token, self.local]
+
+    def log_normaliser(self) -> torch.Tensor:
+        """Minus infinity for an empty set."""
+        empty = self.logits.new_zeros(len(self.chunk.logits))
+        maximum = self.chunk.reduce((empty - torch.inf).scatter_reduce(
+            0, self.token, self.logits, "amax"), dist.ReduceOp.MAX)
+        total = empty.index_add(0, self.token, (self.logits - maximum[self.token]).exp())
+        return maximum + self.chunk.reduce(total).log()
+
+
+def _entry_bounds(kept: Kept, num_tokens: int, chunk_tokens: int) -> list[int]:
+    """First entry of every chunk, and the end."""
+    firsts = torch.arange(0, num_tokens + chunk_tokens, chunk_tokens, device=kept.token.device)
+    return torch.searchsorted(kept.token, firsts).tolist()
+
+
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, group, vocab_size, temperature, chunk_tokens):
-        ctx.settings = (group, vocab_size, temperature, chunk_tokens)
+    def forward(ctx, hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, kept):
+        ctx.settings = (group, vocab_size, temperature, chunk_tokens, kept)
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropies, normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for start in range(0, len(targets), chunk_tokens):
+        if kept is not None:
+            bounds = _entry_bounds(kept, len(targets), chunk_tokens)
+            truncated, kept_normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for number, start in enumerate(range(0, len(targets), chunk_tokens)):
             part = slice(start, start + chunk_tokens)
             chunk = _Chunk(hidden[part], weight, targets[part], group, vocab_size, temperature)
             normaliser = chunk.log_normaliser()
             normalisers[part] = normaliser
-            logprobs[part] = chunk.target_logits() - normaliser
+            target = chunk.target_logits()
+            logprobs[part] = target - normaliser
+            if kept is not None:
+                among = _KeptChunk(chunk, kept, bounds, number, start).log_normaliser()
+                kept_normalisers[part], truncated[part] = among, target - among
             log_p = (chunk.logits - normaliser[:, None]).clamp_(min=-1e4)  # keeps 0 * inf out
             entropies[part] = chunk.reduce(-(log_p.exp() * log_p).sum(-1))
-        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
-        return logprobs, entropies
+        saved = (hidden, weight, targets, normalisers, entropies)
+        if kept is None:
+            ctx.save_for_backward(*saved)
+            return logprobs, entropies
+        ctx.save_for_backward(*saved, kept_normalisers)
+        return logprobs, entropies, truncated
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, targets, normalisers, entropies = ctx.saved_tensors
-        group, vocab_size, temperature, chunk_tokens = ctx.settings
+    def backward(ctx, grad_logprobs, grad_entropies, grad_truncated=None):
+        hidden, weight, targets, normalisers, entropies, *kept_normalisers = ctx.saved_tensors
+        group, vocab_size, temperature, chunk_tokens, kept = ctx.settings
+        grad_targets = grad_logprobs
+        if kept is not None:
+            bounds = _entry_bounds(kept, len(targets), chunk_tokens)
+            grad_targets = grad_logprobs + grad_truncated
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for start in range(0, len(targets), chunk_tokens):
+        for number, start in enumerate(range(0, len(targets), chunk_tokens)):
             part = slice(start, start + chunk_tokens)
             chunk = _Chunk(hidden[part], weight, targets[part], group, vocab_size, temperature)
             log_p = (chunk.logits - normalisers[part, None]).clamp_(min=-1e4)
             p = log_p.exp()
             grad = -grad_logprobs[part, None] * p
             grad -= grad_entropies[part, None] * p * (log_p + entropies[part, None])
-            own = torch.where(chunk.owned, grad_logprobs[part], 0.0)
+            if kept is not None:
+                some = _KeptChunk(chunk, kept, bounds, number, start)
+                p_kept = (some.logits - kept_normalisers[0][part][some.token]).exp()
+                grad.index_put_((some.token, some.local),
+                                -grad_truncated[part][some.token] * p_kept, accumulate=True)
+            own = torch.where(chunk.owned, grad_targets[part], 0.0)
             grad.scatter_add_(-1, chunk.local[:, None], own[:, None])
             grad = (grad / temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 6

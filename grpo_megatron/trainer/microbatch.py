@@ -12,6 +12,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.trainer.logprobs import Kept
+from grpo_megatron.types import KeptSets
 
 _DUMMY_TOKEN = 0
 
@@ -30,7 +32,8 @@ class MicroBatch:
     targets: torch.Tensor  # int64 [n]: the policy tokens
     sample: torch.Tensor  # int64 [n], 0..S-1
     token_counts: torch.Tensor  # int64 [S]
-    rollout_logprobs: torch.Tensor  # fp32 [n]
+    rollout_logprobs: torch.Tensor  # fp32 [n]; minus infinity: unusable
+    kept: Kept | None = None  # of truncated sampling
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +48,7 @@ class MicroBatch:
 def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, pad_to: int,
                      device: torch.device) -> MicroBatch:
     """Pack `table_rows`; pad the total to a multiple of `pad_to` with a sequence of its own."""
-    sequences, rows, targets, behaviour = [], [], [], []
+    sequences, rows, targets, behaviour, sets = [], [], [], [], []
     start = 0
     for row in table_rows.tolist():
         prompt = table.prompt_ids(row)
@@ -54,6 +57,7 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
         rows.append(np.arange(len(completion)) + start + len(prompt) - 1)
         targets.append(completion)
         behaviour.append(logprobs)
+        sets.append(table.kept(row))
         start += len(sequences[-1])
     padding = -start % pad_to if start else pad_to
     if padding:
@@ -65,8 +69,14 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
         joined = np.concatenate(parts) if parts else np.empty(0)
         return torch.as_tensor(joined).to(device=device, dtype=dtype)
 
+    kept = None
+    if any(s is not None for s in sets):
+        token, ids, known = _joined_sets(sets, targets)
+        behaviour = [np.where(known, np.concatenate(behaviour), -np.inf)]
+        kept = Kept(flat([token], torch.int64), flat([ids], torch.int64),
+                    flat([~known], torch.bool))
     return MicroBatch(
-        index=index, table_rows=table_rows, lengths=tuple(lengths[:len(table_rows)]),
+        kept=kept, index=index, table_rows=table_rows, lengths=tuple(lengths[:len(table_rows)]),
         tokens=flat(sequences, torch.int64)[None],
         position_ids=flat([np.arange(n) for n in lengths], torch.int64)[None],
         packed=packed_sequences(lengths, device), rows=flat(rows, torch.int64),
@@ -74,6 +84,17 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
         token_counts=flat([counts], torch.int64),
         rollout_logprobs=flat(behaviour, torch.float32))
+
+
+def _joined_sets(sets: list[KeptSets | None],
+                 targets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token and id of every entry, in order; and bool [n], whether the token is in its set."""
+    sizes = np.concatenate([np.zeros(len(t), np.int64) if s is None else s.sizes
+                            for s, t in zip(sets, targets, strict=True)])
+    ids = np.concatenate([s.ids for s in sets if s is not None])
+    token = np.repeat(np.arange(len(sizes)), sizes)
+    hits = ids == np.concatenate(targets)[token]
+    return token, ids, np.bincount(token, hits, len(sizes)) > 0
 
 
 def packed_sequences(lengths: list[int], device: torch.device) -> PackedSeqParams:

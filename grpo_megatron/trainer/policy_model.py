@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.trainer.layer_specs import block_spec
-from grpo_megatron.trainer.logprobs import token_logprobs
+from grpo_megatron.trainer.logprobs import Kept, token_logprobs
 from grpo_megatron.trainer.rope import inverse_frequencies
 
 
@@ -18,23 +18,29 @@ class PolicyModel(GPTModel):
     """`forward(..., labels=targets, loss_mask=rows)` returns fp32 [2, n]: log-probs, entropies.
 
     `rows` int64 [n] are the positions whose next token is wanted, `targets` int64 [n] those
-    tokens. Overrides Megatron's post-processing because it would make logits for all positions.
+    tokens. With `kept`, log-probs are over the kept sets, and a third row is over everything.
+    Overrides Megatron's post-processing because it would make logits for all positions.
     """
 
     real_vocab_size: int
     temperature: float = 1.0
     logprob_chunk_tokens: int = 1024
 
+    _kept: Kept | None = None
+
+    def forward(self, *args, kept: Kept | None = None, **kwargs):
+        self._kept = kept
+        return super().forward(*args, **kwargs)
+
     def _postprocess(self, hidden_states, *args, labels=None, loss_mask=None, **kwargs):
         if not self.post_process:
             return hidden_states
         weight = (self.shared_embedding_or_output_weight()
                   if self.share_embeddings_and_output_weights else self.output_layer.weight)
-        logprobs, entropies = token_logprobs(
+        return torch.stack(token_logprobs(
             hidden_states, weight, loss_mask, labels, vocab_size=self.real_vocab_size,
             temperature=self.temperature, sequence_parallel=self.config.sequence_parallel,
-            chunk_tokens=self.logprob_chunk_tokens)
-        return torch.stack([logprobs, entropies])
+            chunk_tokens=self.logprob_chunk_tokens, kept=self._kept))
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:

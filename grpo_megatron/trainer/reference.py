@@ -17,7 +17,7 @@ from grpo_megatron.checkpoints.distributed import load_model, save_model
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.platform import HAS_CUDA
 from grpo_megatron.trainer.policy import Policy
-from grpo_megatron.trainer.step import PreparedBatch, logprob_pass
+from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, untruncated
 
 START = "start"
 """The policy as it was when RL began (or at the last refresh)."""
@@ -102,7 +102,8 @@ class References:
         found: list[list[torch.Tensor]] = []
         for number, name in enumerate(names):
             with self.exchanged(policy, name):
-                passes = [[out[0] for out in logprob_pass(policy, batch)] for batch in batches]
+                passes = [[untruncated(out) for out in logprob_pass(policy, batch)]
+                          for batch in batches]
             if number == 0:
                 found = passes
                 continue

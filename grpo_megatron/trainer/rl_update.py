@@ -38,7 +38,7 @@ from grpo_megatron.trainer.reference import References
 from grpo_megatron.trainer.route_source import RouteSource, merged
 from grpo_megatron.trainer.router_replay import Routes, RoutingPass
 from grpo_megatron.trainer.schedule import learning_rate
-from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
+from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step, untruncated
 from grpo_megatron.trainer.watch import Watch
 
 
@@ -193,7 +193,7 @@ def _token_columns(table: SampleTable, batch: SampleBatch, updates: Sequence[Upd
     columns = {}
     if "token_ids" in needs:
         columns["token_ids"] = torch.from_numpy(table.all_completion_ids()).long()
-    sources = {"old_logprobs": lambda u: [found[0] for found in u.old],
+    sources = {"old_logprobs": lambda u: [untruncated(found) for found in u.old],
                "entropies": lambda u: [found[1] for found in u.old],
                "ref_logprobs": lambda u: u.ref}
     for name in sorted(needs & set(sources)):
@@ -256,12 +256,13 @@ class Decided:
 
 def _loss_function(objective: Objective, terms: StepTerms, update: Update, decided: Decided):
     def loss(microbatch: MicroBatch, output: torch.Tensor):
-        logprobs, entropies = output.unbind(0)
+        logprobs, entropies = output[:2].unbind(0)
         old = None if update.old is None else update.old[microbatch.index][0]
         value, stats = policy_loss(objective, terms.loss_batch(
             torch.from_numpy(microbatch.table_rows), logprobs,
             logprobs.detach() if old is None else old, microbatch.rollout_logprobs, entropies,
-            None if update.ref is None else update.ref[microbatch.index], decided.recorded))
+            None if update.ref is None else update.ref[microbatch.index],
+            untruncated(output), decided.recorded))
         decided.collect(microbatch, stats.decisions)
         return value, stats
     return loss

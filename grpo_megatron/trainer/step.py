@@ -29,7 +29,8 @@ from grpo_megatron.trainer.router_replay import RoutingPass
 from grpo_megatron.weights.shards import unwrap
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Stats]]
-"""Micro-batch and the model's fp32 [2, n] (log-probs, entropies) to its part of the loss."""
+"""Micro-batch and the model's fp32 [2, n] (log-probs, entropies; with truncated sampling a third
+row, see `PolicyModel`) to its part of the loss."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> Prep
                          device=device()) for i, part in enumerate(mine))
     return PreparedBatch(microbatches, len(rows), int(lengths.sum()),
                          int(table.completion_lengths[rows].sum()))
+
+
+def untruncated(output: torch.Tensor) -> torch.Tensor:
+    """Log-probs over the whole vocabulary, fp32 [n], of what the model computed."""
+    return output[2] if len(output) > 2 else output[0]
 
 
 def logprob_pass(policy: Policy, batch: PreparedBatch,
@@ -121,7 +127,7 @@ def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable,
         replay.enter(unwrap(model), microbatch.index)
         output = model(microbatch.tokens, microbatch.position_ids, None,
                        labels=microbatch.targets, loss_mask=microbatch.rows,
-                       packed_seq_params=microbatch.packed)
+                       packed_seq_params=microbatch.packed, kept=microbatch.kept)
         replay.leave(unwrap(model), microbatch.index, output)
         return output, lambda tensor: on_output(microbatch, tensor)
 

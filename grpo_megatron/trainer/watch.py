@@ -17,7 +17,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.policy import Policy
 from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.step import logprob_pass, prepare, reduce_stats
+from grpo_megatron.trainer.step import logprob_pass, prepare, reduce_stats, untruncated
 
 
 class Watch:
@@ -49,7 +49,7 @@ class Watch:
         return self._measure(self._logprobs(), measure)
 
     def _logprobs(self) -> list[torch.Tensor]:
-        return [output[0] for output in logprob_pass(self._policy, self._batch)]
+        return [untruncated(output) for output in logprob_pass(self._policy, self._batch)]
 
     def _measure(self, found: Sequence[torch.Tensor], measure: Callable[..., None]) -> Stats:
         stats = Stats()

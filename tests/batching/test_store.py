@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from grpo_megatron.batching.store import (
     finish_step,
 )
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+from grpo_megatron.types import Completion, KeptSets, Prompt, RolloutGroup, VersionSpan
 
 FILES = ["manifest.json", "rollout-0.safetensors", "rollout-1.safetensors", "train.safetensors"]
 
@@ -74,6 +75,35 @@ def test_round_trip(tmp_path, lengths):
         assert (table.group[i], table.update[i]) == (row.group, row.update)
         assert (table.reward[i], table.domain[i], table.truncated[i]) == (
             row.reward, row.domain, row.truncated)
+
+
+def test_kept_sets_of_truncated_sampling(tmp_path):
+    """Ragged, also over shards; a completion without sets has empty ones; no column without any."""
+    rng, written = np.random.default_rng(0), []
+    working, shards = begin_step(tmp_path / "step_000001"), []
+    for shard, lengths in enumerate([[3, 1, 4], [2, 5]]):
+        writer = ShardWriter(working / f"rollout-{shard}.safetensors")
+        for length in lengths:
+            offsets = np.cumsum([0, *rng.integers(0, 4, length)])
+            kept = KeptSets(rng.integers(0, 99, offsets[-1]).astype(np.int32), offsets)
+            written.append(None if len(written) == 2 else kept)
+            completion = replace(completion_of(length, rng), kept=written[-1])
+            writer.append(RolloutGroup(Prompt("p", "d", "", (1,), ""), (completion,), 0))
+        shards.append(writer.close())
+    rows = [SampleRow(shard, i, 0, 0, 0.0) for shard, i in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
+    finish_step(tmp_path / "step_000001", shards, rows, {})
+    table = SampleTable(tmp_path / "step_000001")
+    for row, kept in enumerate(written):
+        found = table.kept(row)
+        assert found.ids.dtype == np.int32
+        np.testing.assert_array_equal(found.ids, [] if kept is None else kept.ids)
+        np.testing.assert_array_equal(found.offsets, [0] * 5 if kept is None else kept.offsets)
+
+
+def test_untruncated_samples_have_no_sets(pristine):
+    assert SampleTable(pristine).kept(0) is None
+    assert not any(name.startswith("kept")
+                   for name in read_columns(pristine / "rollout-0.safetensors"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from grpo_megatron.controller.training_rows import rollout_metrics, updates_of
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
+from grpo_megatron.types import (
+    Completion,
+    KeptSets,
+    Prompt,
+    RolloutGroup,
+    ScoredGroup,
+    VersionSpan,
+)
 
 
 def scored(rewards: list[float], domain: str = "d") -> ScoredGroup:
@@ -25,6 +32,15 @@ def test_updates_are_contiguous_and_nearly_equal():
     assert updates_of(6, 2).tolist() == [0, 0, 0, 1, 1, 1]
     assert updates_of(5, 2).tolist() == [0, 0, 0, 1, 1]
     assert updates_of(2, 4).tolist() == [0, 1]
+
+
+def test_metrics_of_truncated_sampling():
+    completion = Completion(np.zeros(3, np.int32), np.zeros(3, np.float32), (), "stop", "",
+                            kept=KeptSets(np.zeros(6, np.int32), np.array([0, 2, 2, 6])))
+    group = RolloutGroup(Prompt("p", "d", "", (1, 2), ""), (completion,) * 2, 0)
+    metrics = rollout_metrics([ScoredGroup(group, {}, np.zeros(2))])
+    assert metrics["sampling_mask/size_mean"] == 3 and metrics["sampling_mask/missing"] == 2
+    assert not any(name.startswith("sampling_mask") for name in rollout_metrics(GROUPS))
 
 
 def test_metrics_of_a_batch():

@@ -106,20 +106,24 @@ def test_a_killed_controller_loses_no_recorded_step(whole):
 
 
 def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path):
-    """Staleness 1, two updates per rollout, guided retries, offline wandb, TensorBoard."""
+    """Staleness 1, weights published to running requests, segments, truncated sampling, guided
+    retries, two updates per rollout, offline wandb, TensorBoard."""
     from tests.telemetry.wandb_reader import read_offline_wandb
 
     done = runs.command("train", runs.RECIPE, f"runs_dir={tmp_path}", "batch.max_staleness=1",
                         "batch.updates_per_rollout=2", "rollout.deterministic=false",
                         "rollout.num_replicas=2", "objective.preset=grpo",
                         "correction.cue= No! ", "correction.answer_cue= No, {answer}! ",
+                        "publish.pause=abort", "rollout.segment_tokens=4", "rollout.top_p=0.9",
                         "telemetry.wandb=offline", "telemetry.tensorboard=true")
     assert done.returncode == 0, done.stdout + done.stderr
     records = runs.metrics(tmp_path / "short")
     assert [r["policy/staleness"] for r in records] == [0, 1, 1, 1, 1, 1]
     assert records[1]["time/old_logprobs_s"] > 0
     assert all(r["correction/retries"] > 0 for r in records)
-    assert records[0]["mismatch/abs_max"] < 1e-4  # retries are trained where they were sampled
+    assert all(r["sampling_mask/size_mean"] > 1 and not r["sampling_mask/missing"] for r in records)
+    # over kept ids on both sides; retries are trained where they were sampled
+    assert records[0]["mismatch/abs_max"] < 1e-4
     mirrored = read_offline_wandb(tmp_path / "short")
     assert [{k: v for k, v in m.items() if not k.startswith("_")} for m in mirrored] == records
     assert list((tmp_path / "short").rglob("events.out.tfevents*"))

@@ -52,7 +52,7 @@ def servers(checkpoints, tmp_path_factory, request):
     try:
         for name, checkpoint, options in (
             ("dense", checkpoints.dense, DUMMY),
-            ("moe", checkpoints.moe, DUMMY),
+            ("moe", checkpoints.moe, DUMMY | {"top_p": 0.9}),  # may be asked for all log-probs
             ("moe-tp2", checkpoints.moe, DUMMY | {"tensor_parallel_size": 2}),
         ):
             started.append(Server.start(name, checkpoint, logs, **options))

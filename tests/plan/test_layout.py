@@ -119,11 +119,19 @@ def test_latent_attention_needs_sequence_parallelism_with_tp():
     ("cpu_multiples", replace(MOE, moe_intermediate_size=32), {"tensor_parallel_size": 2}),
     ("record_routes", DENSE, {"record_routes": True}),
     ("context_length", MOE, {"max_model_len": 4097}),
+    ("truncation_bound", replace(MOE, vocab_size=1025), {"top_p": 0.9}),
+    ("truncation_bound", replace(MOE, vocab_size=1025), {"min_p": 0.1}),
+    ("truncation_bound", replace(MOE, vocab_size=93), {"top_k": 69}),
 ])
 def test_rollout_rules(rule, facts, rollout):
     violations = check(facts, rollout)
     assert rule in [violation.rule for violation in violations]
     assert all(violation.nearest or violation.remedy for violation in violations)
+
+
+@pytest.mark.parametrize("rollout", [{"top_k": 68}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1}])
+def test_kept_ids_are_bounded(rollout):
+    assert check(replace(MOE, vocab_size=93), rollout) == []
 
 
 def test_multiples_of_32_matter_on_the_cpu_only():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -32,6 +33,32 @@ def test_a_good_answer():
     assert first.versions == (VersionSpan(3, 0, 4),) and first.truncated
     assert first.text == "42-43-44-45" and first.routes.shape == (6, 3, 2)
     assert second.token_ids.tolist() == [43, 44, 45, 46]
+
+
+def truncated(*sets: list[tuple[int, float]]):
+    """Kept sets of an answer whose tokens are 42, 43, ... and which reports `sets`."""
+    document = answer(REQUEST)
+    for one in document["choices"]:
+        for entry, candidates in zip(one["logprobs"]["content"], sets, strict=True):
+            entry["top_logprobs"] = [{"token_id": t, "logprob": p, "rank": 1}
+                                     for t, p in candidates]
+    return decode(document, truncated=True, record_routes=False)[0].kept
+
+
+def test_kept_ids_are_the_candidates_with_a_probability():
+    half, none = math.log(0.5), -9999.0
+    kept = truncated([(42, half), (7, half), (8, none)], [(43, 0.0), (42, none)],
+                     [(45, half), (44, half), (1, none)], [(45, 0.0)])
+    assert kept.ids.tolist() == [42, 7, 43, 45, 44, 45] and kept.ids.dtype == np.int32
+    assert kept.offsets.tolist() == [0, 2, 3, 5, 6]
+
+
+def test_sets_that_cannot_be_right_are_not_known():
+    half, none = math.log(0.5), -9999.0
+    kept = truncated([(42, half), (7, half + 1e-3)],  # more than everything
+                     [(43, half), (7, none)],  # a kept id was not reported
+                     [(7, half), (8, half)], [(45, none), (7, 0.0)])  # not what was sampled
+    assert kept.ids.tolist() == [] and kept.offsets.tolist() == [0] * 5
 
 
 def choice(**values):

@@ -32,6 +32,13 @@ def test_routes_and_own_arguments(monkeypatch):
     assert "--enable-return-routed-experts" in argv and argv[-1] == "0.5"
 
 
+@pytest.mark.parametrize(("rollout", "reported"), [
+    ({}, "1"), ({"top_k": 20}, "33"), ({"top_k": 20, "top_p": 0.9}, "33"), ({"min_p": 0.1}, "-1")])
+def test_truncation_needs_log_probs(monkeypatch, rollout, reported):
+    argv, _ = command(monkeypatch, True, **rollout)
+    assert argv[argv.index("--max-logprobs") + 1] == reported
+
+
 def test_cpu_only_where_it_must_differ(monkeypatch):
     argv, environment = command(monkeypatch, True, deterministic=True, num_threads=3)
     assert "--enforce-eager" in argv and "--no-enable-chunked-prefill" in argv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from aiohttp import web
 
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.decode import decode_response
-from grpo_megatron.rollout.segments import complete
-from grpo_megatron.types import Completion, VersionSpan
+from grpo_megatron.rollout.segments import complete, merge
+from grpo_megatron.types import Completion, KeptSets, Prompt, VersionSpan
 from tests.rollout.fake_engine import answer
 from tests.rollout.test_worker import PROMPTS, expected, run
 
@@ -97,6 +98,31 @@ def test_segments_have_seeds_of_their_own():
     again = Engine(*[(2, "length", 0, False)] * 8)
     asyncio.run(complete(again, PROMPT, n=2, max_tokens=8, segment_tokens=2, seed=9))
     assert sorted(again.asked) == sorted(engine.asked)
+
+
+def test_a_full_context_ends_it():
+    engine = Engine((4, "length", 0, True), (2, "length", 0, True))
+    whole = merged(engine, segment_tokens=4)
+    assert len(whole.token_ids) == 6 and whole.truncated and len(engine.asked) == 2
+
+
+def test_a_prompt_leaves_room_for_fewer_tokens():
+    async def scenario(started, pool, worker):
+        await worker.rollouts(0, [Prompt("long", "d", "", tuple(range(254)), "")])
+        return [r["sampling_params"]["max_tokens"] for r in started[0].requests]
+
+    assert run(scenario, segment_tokens=2) == [2]
+
+
+def test_kept_sets_are_joined():
+    def part(sizes, reason):
+        offsets = np.cumsum([0, *sizes])
+        return replace(Engine((len(sizes), reason, 0, False))._one(3, 0),
+                       kept=KeptSets(np.arange(offsets[-1], dtype=np.int32), offsets))
+
+    whole = merge(part([2, 0], "abort"), part([1, 3], "stop"), 3)
+    assert whole.kept.ids.tolist() == [0, 1, 0, 1, 2, 3]
+    assert whole.kept.offsets.tolist() == [0, 2, 2, 3, 6]
 
 
 def test_segments_of_different_models_are_refused():

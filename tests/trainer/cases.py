@@ -229,3 +229,16 @@ def not_a_number(model: str, samples: str, kind: str) -> tuple[list[str], bool]:
     dist.all_gather_object(world, message)
     return world, all(torch.equal(a, s.tensor) for a, s in
                       zip(before, setup.shards, strict=True))
+
+
+def truncated_logprobs(model: str, samples: str,
+                       layout: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """In table order: log-probs over kept sets and over the vocabulary [2, n], and bool [n], which
+    tokens may be trained (layouts with PP = DP = 1)."""
+    setup = Setup(model, {**layout, "max_tokens_per_microbatch": 100_000})
+    microbatch, = (batch := setup.batch(samples)).microbatches
+    (output,) = logprob_pass(setup.policy, batch)
+    usable = torch.isfinite(microbatch.rollout_logprobs)
+    assert torch.equal(usable, ~microbatch.kept.missing)
+    order = np.argsort(microbatch.table_rows[microbatch.sample.numpy()], kind="stable")
+    return output[[0, 2]].numpy()[:, order], usable.numpy()[order]

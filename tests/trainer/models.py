@@ -10,7 +10,7 @@ import numpy as np
 from grpo_megatron.batching.store import SampleRow, ShardWriter, begin_step, finish_step
 from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.routing.shape import RouteShape
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+from grpo_megatron.types import Completion, KeptSets, Prompt, RolloutGroup, VersionSpan
 
 VOCAB = 93  # not divisible by 2: tensor ranks pad it
 
@@ -52,11 +52,24 @@ def random_routes(num_rows: int, hf: dict, rng: np.random.Generator) -> np.ndarr
     return order[..., :shape.experts_per_token].astype(shape.dtype)
 
 
+def random_sets(ids: np.ndarray, vocab_size: int, rng: np.random.Generator) -> KeptSets:
+    """1 to 8 ids with the sampled one; every eighth without it, every eighth empty."""
+    sets = []
+    for token in ids:
+        others = rng.permutation(vocab_size)
+        others = others[others != token][:rng.integers(0, 8)]
+        kind = rng.integers(8)
+        sets.append(others[:0] if kind == 0 else others if kind == 1 else [token, *others])
+    sizes = [len(one) for one in sets]
+    return KeptSets(np.concatenate(sets).astype(np.int32), np.cumsum([0, *sizes]))
+
+
 def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
                   vocab_size: int = VOCAB, seed: int = 0, num_updates: int = 1,
-                  stale: bool = False, num_domains: int = 1, hf: dict | None = None) -> str:
+                  stale: bool = False, num_domains: int = 1, hf: dict | None = None,
+                  truncated: bool = False) -> str:
     """Ragged samples with random rewards, plausible behaviour log-probs and, where the model `hf`
-    is given, random routes."""
+    is given, random routes; `truncated`: with random kept sets, some of which are not known."""
     rng, working = np.random.default_rng(seed), begin_step(directory)
     shape = hf and route_shape(hf)
     writer = ShardWriter(working / "rollout-0.safetensors", shape)
@@ -69,7 +82,8 @@ def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
             routes = shape and random_routes(5 + n - 1, hf, rng)
             completions.append(Completion(
                 ids, logprobs, (VersionSpan(0, 0, n),), "stop", "", routes,
-                (VersionSpan(0, 0, 5 + n - 1),) if shape else ()))
+                (VersionSpan(0, 0, 5 + n - 1),) if shape else (),
+                random_sets(ids, vocab_size, rng) if truncated else None))
         prompt = Prompt(str(group), "d", "", tuple(rng.integers(0, vocab_size, 5).tolist()), "")
         writer.append(RolloutGroup(prompt, tuple(completions), 0))
     rows = [SampleRow(0, i, group := i // num_samples, group * num_updates // num_groups,

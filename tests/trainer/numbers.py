@@ -25,7 +25,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
-from grpo_megatron.trainer.logprobs import token_logprobs
+from grpo_megatron.trainer.logprobs import Kept, token_logprobs
 from grpo_megatron.trainer.packed_attention import PackedAttention
 from grpo_megatron.trainer.policy_model import padded_vocab_size
 from tests.trainer.head_inputs import head_inputs
@@ -55,7 +55,7 @@ def random_numbers(layout: dict[str, Any], seed: int) -> list[dict[str, Any]]:
 
 
 def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
-         chunk_tokens: int, sequence_parallel: bool) -> dict[str, np.ndarray]:
+         chunk_tokens: int, sequence_parallel: bool, truncated: bool) -> dict[str, np.ndarray]:
     """Log-probs, entropies and gradients of a random head; whole tensors on rank 0."""
     _initialize(layout)
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -67,10 +67,15 @@ def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
     weight = full.chunk(size)[rank].clone().requires_grad_()
     hidden = inputs["hidden"].float()
     local = (hidden.chunk(size)[rank] if sequence_parallel else hidden).clone().requires_grad_()
-    logprobs, entropies = token_logprobs(
-        local, weight, inputs["rows"], inputs["targets"], vocab_size=vocab_size,
+    kept = None
+    if truncated:
+        missing = torch.zeros(13, dtype=torch.bool)
+        missing[[3, 8]] = True
+        kept = Kept(*inputs["sets"].nonzero(as_tuple=True), missing)
+    found = token_logprobs(
+        local, weight, inputs["rows"], inputs["targets"], vocab_size=vocab_size, kept=kept,
         temperature=temperature, sequence_parallel=sequence_parallel, chunk_tokens=chunk_tokens)
-    (logprobs @ inputs["a"].float() + entropies @ inputs["b"].float()).backward()
+    sum(part @ inputs[name].float() for part, name in zip(found, "abc", strict=False)).backward()
 
     def gather(tensor: torch.Tensor) -> np.ndarray:
         parts = [torch.empty_like(tensor) for _ in range(size)]
@@ -78,7 +83,8 @@ def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
         return torch.cat(parts).numpy()
 
     weight_gradient = gather(weight.grad)
-    return {"logprobs": logprobs.detach().numpy(), "entropies": entropies.detach().numpy(),
+    names = ("logprobs", "entropies", "untruncated")
+    return {**{n: part.detach().numpy() for n, part in zip(names, found, strict=False)},
             "hidden": gather(local.grad) if sequence_parallel else local.grad.numpy(),
             "weight": weight_gradient[:vocab_size], "padding": weight_gradient[vocab_size:]}
 
