@@ -62,11 +62,11 @@ class HFFiles:
         digests = self._digests.setdefault(file.name, {})
         digests[name] = file_digest(tensor)
         if len(digests) == len(file.entries):
-            self._open.pop(file.name).close()
-            self.records.write(file, digests, [])
+            self.records.finish(self._open.pop(file.name), file, digests)
 
     def close(self) -> None:
         """Raises CheckpointError for files that did not get all of their tensors."""
+        self.records.wait()
         for file in self._open.values():
             file.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from grpo_megatron.checkpoints.shard_files import will_need
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.fp8 import BLOCK, dequantise, scale_name
 
@@ -25,6 +26,7 @@ class HFReader:
     def __init__(self, directory: Path):
         self.directory = directory
         self._files: dict[str, safe_open] = {}
+        self._places: dict[str, tuple[int, dict]] = {}
         index = directory / "model.safetensors.index.json"
         if index.exists():
             self.files = _read_index(index)
@@ -83,6 +85,17 @@ class HFReader:
             raise CheckpointError(f"{scale_name(name)}: {error}",
                                   where=str(self.directory)) from error
         return whole[start - first * BLOCK :]
+
+    def prefetch(self, name: str) -> None:
+        """Let the disk read the tensor before `rows` asks for it."""
+        file = self.files[name]
+        if file not in self._places:
+            with open(self.directory / file, "rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                self._places[file] = 8 + size, json.loads(opened.read(size))
+        start, header = self._places[file]
+        begin, end = header[name]["data_offsets"]
+        will_need(self.directory / file, start + begin, end - begin)
 
     def _slice(self, name: str):
         if name not in self.files:

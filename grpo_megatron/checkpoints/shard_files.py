@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.digests import file_digest
 from grpo_megatron.weights.transfer_plan import TensorEntry, entry_of
 
+_AHEAD = 8
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -135,9 +137,23 @@ class Records:
 
     def __init__(self, working: Path):
         self.folder = working / PROGRESS
+        self._pool: ThreadPoolExecutor | None = None
+        self._last: Future | None = None
 
-    def write(self, file: ShardFile, digests: dict[str, str], items: list[Any]) -> None:
-        write_json(self.folder / f"{file.name}.json", {"tensors": digests, "items": items})
+    def finish(self, out: OutputFile, file: ShardFile, digests: dict[str, str]) -> None:
+        """Close `out` and record it, while the caller goes on with the next file."""
+        self.wait()
+        self._pool = self._pool or ThreadPoolExecutor(1)
+        self._last = self._pool.submit(self._finish, out, file, digests)
+
+    def wait(self) -> None:
+        """Until the last file is on the disk; raises what kept it from there."""
+        if self._last is not None:
+            self._last.result()
+
+    def _finish(self, out: OutputFile, file: ShardFile, digests: dict[str, str]) -> None:
+        out.close()
+        write_json(self.folder / f"{file.name}.json", {"tensors": digests, "items": out.items})
 
     def read(self, file: ShardFile) -> dict[str, Any] | None:
         try:
@@ -149,6 +165,24 @@ class Records:
         """Of all tensors, by Hugging Face name."""
         return {name: digest for file in files
                 for name, digest in (self.read(file) or {"tensors": {}})["tensors"].items()}
+
+
+def read_ahead(items: Sequence[Any], prefetch: Callable[[Any], None]) -> Iterator[Any]:
+    """The items, while the disk already reads the next ones."""
+    for index, item in enumerate(items):
+        if index % _AHEAD == 0:
+            for later in items[index + _AHEAD if index else 0 : index + 2 * _AHEAD]:
+                prefetch(later)
+        yield item
+
+
+def will_need(path: Path, start: int, count: int) -> None:
+    """Let the kernel read a part of a file into its cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)
 
 
 def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -34,6 +34,7 @@ from grpo_megatron.checkpoints.shard_files import (
     ShardFile,
     as_bytes,
     finish_file,
+    will_need,
     write_all,
 )
 from grpo_megatron.errors import CheckpointError
@@ -80,6 +81,12 @@ class TorchDistReader:
             out[start : start + len(found)] = found
             start += len(found)
         return out
+
+    def prefetch(self, pieces: Sequence[Piece]) -> None:
+        """Let the disk read the parameter before `read` asks for it."""
+        for piece in pieces:
+            if place := self.metadata.storage_data.get(MetadataIndex(piece.key, piece.offset)):
+                will_need(self.directory / place.relative_path, place.offset, place.length)
 
     def _region(self, piece: Piece) -> torch.Tensor:
         out, filled = None, 0

@@ -23,19 +23,22 @@ ShardGB = Annotated[float, typer.Option("--shard-gb", help="Largest size of a fi
 Compare = Annotated[bool, typer.Option(
     "--probe/--no-probe", help="Compare log-probs by Megatron and by transformers at the end.")]
 
+Mtp = Annotated[bool, typer.Option(
+    "--mtp/--no-mtp", help="Carry multi-token-prediction layers along unchanged, or drop them.")]
+
 
 @app.command("from-hf")
 def from_hf(source: Source, to: Target, layout: Layout = None, dtype: Dtype = None,
-            shard_gb: ShardGB = 5.0, probe: Compare = True) -> None:
+            shard_gb: ShardGB = 5.0, probe: Compare = True, mtp: Mtp = True) -> None:
     """Make a checkpoint that Megatron loads at any layout (`model.path=…`)."""
-    _convert("megatron", source, to, layout, dtype, shard_gb, probe)
+    _convert("megatron", source, to, layout, dtype, shard_gb, probe, mtp)
 
 
 @app.command("to-hf")
 def to_hf(source: Source, to: Target, layout: Layout = None, dtype: Dtype = None,
-          shard_gb: ShardGB = 5.0, probe: Compare = True) -> None:
+          shard_gb: ShardGB = 5.0, probe: Compare = True, mtp: Mtp = True) -> None:
     """Make a Hugging Face checkpoint of a run's checkpoint or a converted one."""
-    _convert("hf", source, to, layout, dtype, shard_gb, probe)
+    _convert("hf", source, to, layout, dtype, shard_gb, probe, mtp)
 
 
 @app.command()
@@ -49,7 +52,7 @@ def check(source: Source, layout: Layout = None) -> None:
 
 
 def _convert(to: str, source: Path, target: Path, layout: list[str] | None, dtype: str | None,
-             shard_gb: float, probe: bool) -> None:
+             shard_gb: float, probe: bool, mtp: bool) -> None:
     from grpo_megatron.launch.convert import convert
 
     if dtype not in (None, "float32", "float16", "bfloat16"):
@@ -63,7 +66,7 @@ def _convert(to: str, source: Path, target: Path, layout: list[str] | None, dtyp
     values = _layout(layout, source)
     convert({"source": str(source.absolute()), "target": str(target.absolute()), "to": to,
              "dtype": dtype, "shard_bytes": int(shard_gb * 1e9), "layout": values,
-             "probe": probe}, values["num_ranks"])
+             "probe": probe, "carry": mtp}, values["num_ranks"])
     if not any((source / name).exists() for name in ("tokenizer.json", "tokenizer.model",
                                                      "tokenizer_config.json", "vocab.json")):
         typer.echo(f"warning: {source} has no tokenizer, so {target} has none", err=True)

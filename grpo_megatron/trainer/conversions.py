@@ -22,12 +22,15 @@ from grpo_megatron.checkpoints.shard_files import (
     compare_digests,
     digests_of,
     plan_files,
+    read_ahead,
 )
 from grpo_megatron.checkpoints.torch_dist import TorchDistFile, TorchDistReader
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.trainer.parameters import Parameter, ParameterTable
+from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.trainer.parameters import CARRIED, Parameter, ParameterTable
 from grpo_megatron.weights.digests import file_digest
 from grpo_megatron.weights.layout import merge, split
+from grpo_megatron.weights.rules import carried_names
 
 _LISTED = 20
 Report = Callable[[int], None]
@@ -40,7 +43,10 @@ class Conversion(Protocol):
     files: list[ShardFile]
 
     def write(self, file: ShardFile, report: Report) -> None:
-        """Write and record one file."""
+        """Write one file; it is recorded while the next one is written."""
+
+    def close(self) -> None:
+        """Until the last one is recorded."""
 
     def finish(self) -> None:
         """Once all files are there: what makes them one checkpoint. On one rank."""
@@ -50,13 +56,20 @@ class Conversion(Protocol):
 
 
 class HFSource:
-    """A Hugging Face checkpoint as parameters of the model that its config.json describes."""
+    """A Hugging Face checkpoint as parameters of the model that its config.json describes.
 
-    def __init__(self, table: ParameterTable, directory: Path):
-        self.table, self.reader = table, HFReader(directory)
+    Args:
+        carry: also what the checkpoint has and Megatron's model has not (`carried_names`).
+    """
+
+    def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
+        self.base, self.reader = table, HFReader(directory)
         self.reader.check_index()
-        wanted = {name: shape for p in table.parameters for name, shape in p.hf}
         names = self.reader.names()
+        carried = carried_names(read_config(directory), names)
+        self.table = table.with_carried({n: self.reader.shape(n) for n in carried if carry})
+        wanted = {name: shape for p in table.parameters for name, shape in p.hf}
+        names -= carried
         refuse_unfit(directory, sorted(wanted.keys() - names), sorted(names - wanted.keys()), {
             name: (self.reader.shape(name), wanted[name]) for name in wanted.keys() & names})
 
@@ -72,16 +85,23 @@ class HFSource:
     def tensors(self, parameter: Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, self.reader.tensor(name)) for name, _ in parameter.hf)
 
+    def prefetch(self, parameter: Parameter) -> None:
+        for name, _ in parameter.hf:
+            self.reader.prefetch(name)
+
 
 class MegatronSource:
     """A distributed checkpoint, of a run or converted, as parameters of its model."""
 
-    def __init__(self, table: ParameterTable, directory: Path):
-        self.table, self.reader = table, TorchDistReader(directory / "weights")
+    def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
+        self.reader = TorchDistReader(directory / "weights")
         shapes = {key: tuple(found.size) for key, found in self.reader.tensors.items()}
+        self.table = table.with_carried({key.removeprefix(CARRIED): shape for key, shape in
+                                         shapes.items() if carry and key.startswith(CARRIED)})
         wanted = {piece.key: piece.global_shape for p in table.parameters for piece in p.pieces}
         padded = {piece.key for p in table.parameters if p.kind == "vocab" for piece in p.pieces}
-        found = {key: shape for key, shape in shapes.items() if not key.startswith("optimizer.")}
+        found = {key: shape for key, shape in shapes.items()
+                 if not key.startswith(("optimizer.", CARRIED))}
         refuse_unfit(directory, sorted(wanted.keys() - found), sorted(found.keys() - wanted), {
             key: (found[key], wanted[key]) for key in wanted.keys() & found
             if not (key in padded and found[key][0] > wanted[key][0]
@@ -94,6 +114,9 @@ class MegatronSource:
         full = self.reader.read(parameter.pieces, parameter.shape)
         parts = split(parameter.kind, full, self.table.shape, self.table.vocab_size)
         return ((name, part) for (name, _), part in zip(parameter.hf, parts, strict=True))
+
+    def prefetch(self, parameter: Parameter) -> None:
+        self.reader.prefetch(parameter.pieces)
 
 
 def refuse_unfit(directory: Path, missing: list[str], extra: list[str],
@@ -128,16 +151,18 @@ class ToMegatron:
 
     def write(self, file: ShardFile, report: Report) -> None:
         out, digests = TorchDistFile(self.working / "weights" / file.name, file), {}
-        for unit in file.units:
-            parameter = self.table.parameters[unit]
+        for parameter in read_ahead([self.table.parameters[unit] for unit in file.units],
+                                    self.source.prefetch):
             tensors = {name: tensor.to(self.dtype or tensor.dtype)
                        for name, tensor in self.source.tensors(parameter)}
             digests |= digests_of(tensors.items())
             full = merge(parameter.kind, list(tensors.values()), self.table.shape)
             out.put(parameter.pieces, full.contiguous())
             report(full.nbytes)
-        out.close()
-        self.records.write(file, digests, out.items)
+        self.records.finish(out, file, digests)
+
+    def close(self) -> None:
+        self.records.wait()
 
     def finish(self) -> None:
         items = {file.name: self.records.read(file)["items"] for file in self.files}
@@ -148,7 +173,7 @@ class ToMegatron:
         write_json(self.working / "complete.json", {"converted_from": str(source)})
 
     def read_back(self, file: ShardFile) -> list[str]:
-        found, written = {}, MegatronSource(self.table, self.working)
+        found, written = {}, MegatronSource(self.source.base, self.working)
         for unit in file.units:
             found |= digests_of(written.tensors(self.table.parameters[unit]))
         return compare_digests(found, self.records.digests([file]))
@@ -163,13 +188,17 @@ class ToHF:
         self.dtype, self.table = dtype, source.table
         self.files = plan_hf_files([p.entries(dtype or source.dtype(p))
                                     for p in self.table.parameters], shard_bytes)
+        self.out = HFFiles(working, self.files)
 
     def write(self, file: ShardFile, report: Report) -> None:
-        out = HFFiles(self.working, [file])
-        for unit in file.units:
-            for name, tensor in self.source.tensors(self.table.parameters[unit]):
-                out.put(name, tensor.to(self.dtype or tensor.dtype))
+        for parameter in read_ahead([self.table.parameters[unit] for unit in file.units],
+                                    self.source.prefetch):
+            for name, tensor in self.source.tensors(parameter):
+                self.out.put(name, tensor.to(self.dtype or tensor.dtype))
                 report(tensor.nbytes)
+
+    def close(self) -> None:
+        self.out.close()
 
     def finish(self) -> None:
         finish_hf(self.working, self.files, self.directory)

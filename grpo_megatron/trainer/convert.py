@@ -30,12 +30,12 @@ from grpo_megatron.checkpoints.shard_files import Records, ShardFile
 from grpo_megatron.checkpoints.torch_dist import is_torch_dist
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import (
-    CheckpointError,
     GrpoMegatronError,
     MismatchError,
     SetupError,
     TrainerError,
 )
+from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer import probe
 from grpo_megatron.trainer.conversions import (
     Conversion,
@@ -63,6 +63,7 @@ class Job(msgspec.Struct, frozen=True):
     shard_bytes: int = DEFAULT_SHARD_BYTES
     layout: dict[str, Any] = {}
     probe: bool = True
+    carry: bool = True
 
 
 class Progress:
@@ -101,9 +102,11 @@ def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
     working = working_directory(target)
     conversion: Conversion
     if job.to == "hf":
-        conversion = ToHF(MegatronSource(table, source), source, working, dtype, job.shard_bytes)
+        conversion = ToHF(MegatronSource(table, source, carry=job.carry), source, working, dtype,
+                          job.shard_bytes)
     else:
-        conversion = ToMegatron(HFSource(table, source), working, dtype, job.shard_bytes)
+        conversion = ToMegatron(HFSource(table, source, carry=job.carry), working, dtype,
+                                job.shard_bytes)
     if info.rank == 0:
         _prepare(job, working, conversion.files)
     dist.barrier()
@@ -114,16 +117,6 @@ def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
     if info.rank == 0:
         commit(working, target)
     dist.barrier()
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """Raises CheckpointError where there is none."""
-    try:
-        return json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"no readable config.json: {error}", where=str(directory),
-            remedy="copy the model's config.json and tokenizer there") from error
 
 
 def _prepare(job: Job, working: Path, files: Sequence[ShardFile]) -> None:
@@ -157,6 +150,7 @@ def _write(conversion: Conversion, working: Path, info: RankInfo) -> None:
     started, report = time.monotonic(), Progress("write")
     for file in left[info.rank :: info.world_size]:
         conversion.write(file, report)
+    conversion.close()
     report.close()
     dist.barrier()
     if info.rank == 0:
@@ -204,6 +198,7 @@ def _compare(job: Job, hf: dict[str, Any], table: ParameterTable, layout: Traine
 
 def _check(table: ParameterTable, directory: Path) -> None:
     source = (MegatronSource if is_torch_dist(directory) else HFSource)(table, directory)
+    table = source.table
     record = directory / "conversion.json"
     recorded = json.loads(record.read_text())["tensors"] if record.exists() else {}
     rank, world = dist.get_rank(), dist.get_world_size()

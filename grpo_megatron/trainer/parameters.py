@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from grpo_megatron.trainer.policy import attention_shape, build_models
 from grpo_megatron.weights.layout import AttentionShape, split
 from grpo_megatron.weights.rules import resolve, rules_for
 from grpo_megatron.weights.transfer_plan import TensorEntry
+
+CARRIED = "carried."
+"""Begins the keys of tensors that Megatron's own loading passes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,14 @@ class ParameterTable:
     @property
     def num_elements(self) -> int:
         return sum(torch.Size(parameter.shape).numel() for parameter in self.parameters)
+
+
+    def with_carried(self, tensors: Mapping[str, tuple[int, ...]]) -> ParameterTable:
+        """Also Hugging Face tensors that Megatron has no parameter for, kept under `CARRIED`."""
+        more = [Parameter(CARRIED + name, "copy", shape,
+                          (Piece(CARRIED + name, (0,) * len(shape), shape, shape),),
+                          ((name, shape),)) for name, shape in sorted(tensors.items())]
+        return replace(self, parameters=(*self.parameters, *more))
 
 
 class _OnMeta(TorchFunctionMode):

@@ -99,10 +99,12 @@ def _by_megatron(hf: dict[str, Any], weights: Path, layout: TrainerConfig, ids: 
         for tensor in (t for model in policy.models for t in model.parameters()):
             tensor.data.copy_(tensor.data.to(dtype))
     tokens, count = torch.tensor(ids, device=device()), len(ids) - 1
+    positions = torch.arange(len(ids), device=device())
     microbatch = MicroBatch(
-        0, np.zeros(1, np.int64), (len(ids),), tokens[None], torch.arange(len(ids), device=device())[None],
-        packed_sequences([len(ids)], device()), torch.arange(count, device=device()), tokens[1:],
-        torch.zeros(count, dtype=torch.int64), torch.tensor([count]), torch.zeros(count))
+        index=0, table_rows=np.zeros(1, np.int64), lengths=(len(ids),), tokens=tokens[None],
+        position_ids=positions[None], packed=packed_sequences([len(ids)], device()),
+        rows=positions[:-1], targets=tokens[1:], sample=torch.zeros(count, dtype=torch.int64),
+        token_counts=torch.tensor([count]), rollout_logprobs=torch.zeros(count))
     many = tuple(replace(microbatch, index=i) for i in range(layout.pipeline_parallel_size))
     found = logprob_pass(policy, PreparedBatch(many, 1, len(ids), count))[0][0]
     return found.cpu() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
