@@ -106,6 +106,9 @@ class Loop:
         if command == "save":
             state = RunState(**json.loads(json.dumps(arguments["state"])))
             self.states[state.step] = state
+            directory = Path(arguments["directory"])
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "complete.json").write_text("{}")
             return {}
         if len(self.trained) == self.crash_at:
             raise Crash

@@ -72,7 +72,8 @@ def test_steps_without_a_kept_group_are_skipped_and_the_run_goes_on(tmp_path, va
     def answer(step, prompt, sample):
         return value if step in (1, 2) else chance(step, prompt, sample)
 
-    tables = {"sampling": {"dynamic": True}, "curriculum": CURRICULUM, "num_prompts": 64}
+    tables = {"sampling": {"dynamic": True}, "curriculum": CURRICULUM, "num_prompts": 64,
+              "checkpoint": {"interval": 2, "keep": 3}}
     loop = make(tmp_path / "a", answer, **tables)
     state = loop.run()
     assert [name for name, _ in loop.trained] == [f"step_{s:06d}" for s in (0, 3, 4, 5)]

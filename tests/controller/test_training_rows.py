@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_megatron.controller.training_rows import rollout_metrics, updates_of
+from grpo_megatron.controller.training_rows import by_domain, rollout_metrics, staleness, updates_of
 from grpo_megatron.types import (
     Completion,
     KeptSets,
@@ -15,10 +15,10 @@ from grpo_megatron.types import (
 )
 
 
-def scored(rewards: list[float], domain: str = "d") -> ScoredGroup:
+def scored(rewards: list[float], domain: str = "d", version: int = 0) -> ScoredGroup:
     completions = tuple(
         Completion(np.zeros(n + 1, np.int32), np.zeros(n + 1, np.float32),
-                   (VersionSpan(0, 0, n + 1),), "length" if n else "stop", "")
+                   (VersionSpan(version, 0, n + 1),), "length" if n else "stop", "")
         for n in range(len(rewards)))
     group = RolloutGroup(Prompt("p", domain, "", (1, 2), ""), completions, 0)
     values = np.array(rewards, float)
@@ -44,10 +44,19 @@ def test_metrics_of_truncated_sampling():
 
 
 def test_metrics_of_a_batch():
-    metrics = rollout_metrics(GROUPS)
+    metrics = by_domain(rollout_metrics, GROUPS)
     assert metrics["reward/unscorable"] == 1
     np.testing.assert_allclose(metrics["reward/mean"], 6 / 11)
     np.testing.assert_allclose(metrics["reward/mean@e"], 1 / 3)
     assert metrics["group/all_equal_fraction"] == 1 / 3
     assert metrics["response/length_mean"] == 2.5
     assert metrics["response/truncated_fraction"] == 0.75
+
+
+def test_staleness_is_a_share_of_tokens():
+    """Lengths are 1, 2, 3."""
+    groups = [scored([1, 0, 1], version=3), scored([1, 0, 1], version=5),
+              scored([1], "e", version=5)]
+    assert by_domain(lambda part: staleness(part, 5), groups) == {
+        "staleness/0": 7 / 13, "staleness/2": 6 / 13, "staleness/0@d": 0.5, "staleness/2@d": 0.5,
+        "staleness/0@e": 1.0}
