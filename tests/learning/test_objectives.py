@@ -11,7 +11,7 @@ from tests.e2e import runs
 from tests.learning.test_demo import DEMO, accuracies_of
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(1800)]
-SHORT = ("num_steps=100", "optimizer.lr=1e-3")
+SHORT = ("num_steps=130",)
 
 
 @pytest.fixture(scope="module")
