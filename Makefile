@@ -1,4 +1,5 @@
-# make setup | demo | demo-control | test-fast | test | test-learning | test-families | test-chaos | ... | lint
+# make setup | demo | demo-control | test-fast | test | test-learning | test-families |
+#      test-matrix | test-chaos | ... | lint
 #
 # Variables of the demo: seed=N, name=NAME, args="key=value ..."
 SHELL := bash
@@ -14,7 +15,7 @@ pytest := $(bin)/python -m pytest -q
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
 
-.PHONY: setup demo demo-control lint test-fast test test-learning test-families test-chaos \
+.PHONY: setup demo demo-control lint test-fast test test-learning test-families test-matrix test-chaos \
 	test-slurm test-gpu clean
 
 setup:
@@ -33,10 +34,10 @@ lint: setup
 	$(bin)/lint-imports
 
 test-fast: setup
-	$(pytest) -m "not engine and not learning and not chaos and not slurm and not gpu and not families"
+	$(pytest) -m "not engine and not learning and not chaos and not slurm and not gpu and not families and not matrix"
 
 test: lint
-	$(pytest) -m "not learning and not chaos and not slurm and not gpu and not families"
+	$(pytest) -m "not learning and not chaos and not slurm and not gpu and not families and not matrix"
 
 test-learning: setup
 	$(pytest) -m learning $(or_empty)
@@ -44,6 +45,10 @@ test-learning: setup
 # Every model family at every layout that it allows (make test runs a selection).
 test-families: setup
 	$(pytest) -m families
+
+# More layouts and combinations than make test has.
+test-matrix: setup
+	$(pytest) -m matrix
 
 test-chaos: setup
 	$(pytest) -m chaos $(or_empty)
