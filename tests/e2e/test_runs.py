@@ -105,8 +105,9 @@ def test_a_killed_controller_loses_no_recorded_step(whole):
     np.testing.assert_allclose(records[2]["grad/norm"], recorded["grad/norm"], rtol=1e-6)
 
 
-def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path):
-    """Staleness 1, weights published to running requests, segments, truncated sampling, guided
+@pytest.mark.parametrize("pause", ["wait", pytest.param("abort", marks=pytest.mark.chaos)])
+def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path, pause):
+    """Staleness 1, weights published (abort: to running requests), segments, truncated sampling, guided
     retries, two updates per rollout, offline wandb, TensorBoard."""
     from tests.telemetry.wandb_reader import read_offline_wandb
 
@@ -114,7 +115,7 @@ def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path):
                         "batch.updates_per_rollout=2", "rollout.deterministic=false",
                         "rollout.num_replicas=2", "objective.preset=grpo",
                         "correction.cue= No! ", "correction.answer_cue= No, {answer}! ",
-                        "publish.pause=abort", "rollout.segment_tokens=4", "rollout.top_p=0.9",
+                        f"publish.pause={pause}", "rollout.segment_tokens=4", "rollout.top_p=0.9",
                         "telemetry.wandb=offline", "telemetry.tensorboard=true")
     assert done.returncode == 0, done.stdout + done.stderr
     records = runs.metrics(tmp_path / "short")
