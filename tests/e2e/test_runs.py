@@ -107,8 +107,8 @@ def test_a_killed_controller_loses_no_recorded_step(whole):
 
 @pytest.mark.parametrize("pause", ["wait", pytest.param("abort", marks=pytest.mark.chaos)])
 def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path, pause):
-    """Staleness 1, weights published (abort: to running requests), segments, truncated sampling, guided
-    retries, two updates per rollout, offline wandb, TensorBoard."""
+    """Staleness 1, weights published (abort: to running requests), segments,
+    truncated sampling, guided retries, two updates per rollout, offline wandb, TensorBoard."""
     from tests.telemetry.wandb_reader import read_offline_wandb
 
     done = runs.command("train", runs.RECIPE, f"runs_dir={tmp_path}", "batch.max_staleness=1",
