@@ -27,12 +27,15 @@ def truncating(config: RunConfig, **settings) -> RunConfig:
 def test_the_trainers_logprobs_are_the_engines(servers, checkpoints, world1, tmp_path):
     async def run():
         async with publishing(world1, checkpoints.moe, [servers.moe], tmp_path,
-                              temperature=0.7) as (publisher, trainer, _):
+                              temperature=0.7) as (publisher, trainer, clients):
             await publisher.publish(1)
             for settings in TRUNCATIONS:
                 worker = RolloutWorker(truncating(publisher.config, **settings), publisher.engines)
-                groups = (await worker.rollouts(0, PROMPTS, num_samples=6)).groups
-                pairs = [(g.prompt, c) for g in groups for c in g.completions]
+                rollouts, plain = await asyncio.gather(  # one wants no log-probs but the sampled
+                    worker.rollouts(0, PROMPTS, num_samples=6),
+                    clients[0].generate(PROMPTS[0].token_ids, n=4, max_tokens=40))
+                assert {len(completion.logprobs) for completion in plain} == {40}
+                pairs = [(g.prompt, c) for g in rollouts.groups for c in g.completions]
                 sizes = np.concatenate([c.kept.sizes for _, c in pairs])
                 assert sizes.min() > 0 and sizes.mean() > 1.5
                 assert sizes.max() <= settings.get("top_k", 255)

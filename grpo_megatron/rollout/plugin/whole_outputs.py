@@ -67,8 +67,11 @@ def _joined(parts: list):
     first, whole = parts[0], parts[-1]
     whole.new_token_ids = [token for part in parts for token in part.new_token_ids]
     if first.new_logprobs is not None:
-        columns = zip(*(p.new_logprobs[:3] for p in parts if p.new_logprobs is not None),
-                      strict=True)
+        tables = [part.new_logprobs for part in parts if part.new_logprobs is not None]
+        # a step has as many columns as the request in it that wants most log-probs
+        width = min(table.logprobs.shape[1] for table in tables)
+        columns = zip(*((t.logprob_token_ids[:, :width], t.logprobs[:, :width],
+                         t.sampled_token_ranks) for t in tables), strict=True)
         whole.new_logprobs = first.new_logprobs._make([*map(np.concatenate, columns), None])
     routes = [part.routed_experts for part in parts if part.routed_experts is not None]
     whole.routed_experts = np.concatenate(routes) if routes else None
