@@ -50,11 +50,13 @@ class Requests:
 
 def _output(name: str, tokens: list[int], reason=None):
     from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
     ids = np.array(tokens)
+    kept = SamplingMaskLists(ids.repeat(2), None if len(ids) == 1 else np.arange(len(ids) + 1) * 2)
     return EngineCoreOutput(
-        name, list(tokens), finish_reason=reason, routed_experts=ids[:, None, None].repeat(2, 1),
+        name, list(tokens), finish_reason=reason, new_sampling_mask=kept,
+        routed_experts=ids[:, None, None].repeat(2, 1),
         new_logprobs=LogprobsLists(ids[:, None], -ids[:, None] / 8, ids + 1))
 
 
@@ -74,6 +76,7 @@ def test_a_completion_is_sent_whole():
     (output,) = message.outputs
     assert output.new_token_ids == [1, 2, 3, 4] and output.finish_reason == FinishReason.STOP
     np.testing.assert_array_equal(output.routed_experts[:, 0, 0], [1, 2, 3, 4])
+    assert output.new_sampling_mask.to_nested_list() == [[i, i] for i in (1, 2, 3, 4)]
     ids, logprobs, ranks, _ = output.new_logprobs
     np.testing.assert_array_equal(ids[:, 0], [1, 2, 3, 4])
     np.testing.assert_array_equal(logprobs[:, 0], [-1 / 8, -2 / 8, -3 / 8, -4 / 8])
