@@ -57,11 +57,11 @@ def model_facts(model: ModelConfig) -> ModelFacts:
         ConfigError: Unknown preset, no `config.json` at the path, or a model that the trainer
             does not compute.
     """
-    if model.preset is not None:
+    if model.path is not None:
+        hf, where = read_config(model.path), str(model.path / "config.json")
+    elif model.preset is not None:
         preset = load_preset(model.preset)
         hf, where = preset.hf, assets.display(preset.path)
-    elif model.path is not None:
-        hf, where = read_config(model.path), str(model.path / "config.json")
     else:
         raise ConfigError("neither model.preset nor model.path is set",
                           remedy="set one of them in [model]")
