@@ -14,7 +14,6 @@ from unittest import mock
 import grpo_megatron.trainer.platform  # noqa: F401  # isort: skip
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
