@@ -15,6 +15,7 @@ from grpo_megatron.cli import (
     convert_commands,
     objective_commands,
     offline_commands,
+    plan_command,
     run_commands,
 )
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
@@ -25,6 +26,7 @@ app = typer.Typer(
     help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
 app.command("train")(run_commands.train)
 app.command("resume")(run_commands.resume)
+app.command("plan")(plan_command.plan)
 app.command("replay")(offline_commands.replay)
 app.command("mismatch")(offline_commands.mismatch)
 app.add_typer(config_commands.app, name="config")

@@ -26,6 +26,12 @@ class StaticBytes:
     """Adam's moments, and float32 weights where the model's are not."""
     buffers: int
     """Selection biases of routers and tables of rotary angles."""
+    largest_gradients: int
+    """Of the gradients, what is reduced at once where reductions do not overlap."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.buffers
 
 
 def static_bytes(s: Sizes, stage: int, local_rank: int, *, frozen_routers: bool = False,
@@ -41,7 +47,7 @@ def static_bytes(s: Sizes, stage: int, local_rank: int, *, frozen_routers: bool 
     places = {False: (layout.data_parallel_size * s.trainer.context_parallel_size,
                       local_rank // s.tp),
               True: (layout.expert_data_parallel_size, local_rank // experts_size)}
-    num_weights = num_gradients = num_states = 0
+    num_weights = num_gradients = num_states = largest = 0
     for chunk in range(s.num_chunks):
         weights = weights_of_chunk(s, stage, chunk)
         frozen = [w for w in weights if w.is_router and frozen_routers]
@@ -55,10 +61,11 @@ def static_bytes(s: Sizes, stage: int, local_rank: int, *, frozen_routers: bool 
                 stage or chunk) else math.inf))
             padded = buckets[-1].end if buckets else 0
             num_weights, num_gradients = num_weights + padded, num_gradients + padded
+            largest = max(largest, padded)
             num_states += sum(bucket.held_by(shard, num_shards) for bucket in buckets)
     state = _MOMENTS_BYTES + (_MAIN_BYTES if s.element_bytes < 4 else 0)
     return StaticBytes(num_weights * s.element_bytes, num_gradients * _GRADIENT_BYTES,
-                       num_states * state, _buffers(s, stage))
+                       num_states * state, _buffers(s, stage), largest * _GRADIENT_BYTES)
 
 
 def ranks_of_stage(s: Sizes) -> range:

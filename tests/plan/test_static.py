@@ -69,6 +69,7 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
         found = static_bytes(sizes, stage, rank, overlaps=settings.get("overlaps", False),
                              frozen_routers=settings.get("router_policy") == "freeze_weights")
         assert {key: getattr(found, key) for key in real} == real
+        assert 0 < found.largest_gradients <= found.gradients
 
 
 QUICK = [("deepseek-v3", 0), ("tiny-qwen3-moe", 0), ("tiny-qwen3-moe", 8), ("qwen2.5-0.5b", 2),
