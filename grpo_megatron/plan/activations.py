@@ -1,23 +1,11 @@
-"""What a training step holds beside the static bytes: activations, logits, communication.
-
-Coefficients were counted on the real layers (docs/planning.md). Packed tokens, no padding to
-the longest sequence; w: width of an MLP, a: bytes of an element.
-"""
+"""What a training step holds beside the static bytes: the closed forms of `closed_forms.toml`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from grpo_megatron.plan.weights import Sizes, weights_of_chunk
-
-_MLP_WIDTHS = 5
-"""Gate and up, activated gate, up, product."""
-_EXPERT_WIDTHS = 6
-"""The same and the product before the gate probabilities."""
-_LOGIT_COPIES = 6
-"""Float32 [chunk, vocabulary] that the backward of the log-probs holds at one time."""
-_NCCL_BYTES = 512 * 2**20
-"""Channels of a dimension of the layout; not measured here."""
+from grpo_megatron.plan.weights import FORMS, Sizes, product, weights_of_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,108 +21,70 @@ class Workload:
     replays_routes: bool = False
 
 
-def kept_by_layer(s: Sizes, work: Workload, is_moe: bool) -> int:
-    """Bytes of one layer and micro-batch between forward and backward, without recomputation."""
-    own = work.tokens // (s.tp if s.layout.sequence_parallel else 1)
-    mlp = _experts(s, work) if is_moe else _MLP_WIDTHS * work.tokens * (
-        s.model["ffn_hidden_size"] // s.tp) * s.element_bytes
-    latent = s.model.get("multi_latent_attention")
-    attention = _latent(s, work, own) if latent else _grouped_query(s, work)
-    return 2 * own * _norm(s, work, s.hidden) + attention + mlp
+def step_bytes(s: Sizes, work: Workload, stage: int, gradients: int) -> dict[str, int]:
+    """`activations`, `logits`, `routing`, `communication` at their highest.
 
-
-def _norm(s: Sizes, work: Workload, width: int) -> int:
-    """Bytes a token: input and output; torch's plain norm also keeps two float32 copies."""
-    return width * (2 * s.element_bytes if work.on_gpu else 8 + s.element_bytes)
-
-
-def _grouped_query(s: Sizes, work: Workload) -> int:
-    m, a = s.model, s.element_bytes
-    query, key = (m[name] * m["kv_channels"] // s.tp
-                  for name in ("num_attention_heads", "num_query_groups"))
-    # projected, rotated queries and keys, output, log of the normaliser
-    per_token = (3 * query + 3 * key) * a + 4 * m["num_attention_heads"] // s.tp
-    if m.get("qk_layernorm"):
-        per_token += _norm(s, work, query + key) - (query + key) * a
-    return work.tokens * per_token
-
-
-def _latent(s: Sizes, work: Workload, own: int) -> int:
-    m, a, heads = s.model, s.element_bytes, s.model["num_attention_heads"] // s.tp
-    query, value = heads * (m["qk_head_dim"] + m["qk_pos_emb_head_dim"]), heads * m["v_head_dim"]
-    latents = (m["q_lora_rank"] or 0) + m["kv_lora_rank"]
-    found = own * _norm(s, work, latents) + work.tokens * (2 * query + 2 * value) * a
-    if s.trainer.recompute == "none" and not work.on_gpu:  # torch's plain attention
-        found += work.tokens * (heads * work.sequence * 4 + (2 * query + value) * (4 - a))
+    Args:
+        gradients: bytes of the rank's gradients.
+    """
+    s, parts = _with_work(s, work, gradients), FORMS["beside"]
+    is_last = stage == s.trainer.pipeline_parallel_size - 1
+    found = {name: _total(form, s.symbols) for name, form in parts.items()}
+    found["logits"] *= is_last
+    chunks = range(s.num_chunks)
+    layers = [is_moe for chunk in chunks for is_moe in s.layers_of(stage, chunk)]
+    kept = {is_moe: _kept(s, is_moe) for is_moe in set(layers)}
+    own, one = product("own hidden element", s.symbols), max(kept.values(), default=0)
+    count = in_flight(s, stage, work.num_microbatches)
+    if s.trainer.recompute == "full":
+        found["activations"] = int(count * len(layers) * own) + 2 * one
+    else:
+        found["activations"] = int(count * sum(kept[is_moe] for is_moe in layers)) + one // 2
+    found["activations"] += int(2 * count * own) * s.symbols["pipelined"]
+    # Adam's two float32 copies of the largest weight's share, when activations have gone
+    shards = s.layout.data_parallel_size if s.trainer.distributed_optimizer else 1
+    largest = max(w.numel for chunk in chunks for w in weights_of_chunk(s, stage, chunk))
+    found["activations"] = max(found["activations"], 8 * largest // shards - found["logits"])
     return found
-
-
-def _experts(s: Sizes, work: Workload) -> int:
-    m, a = s.model, s.element_bytes
-    rows = work.tokens * m["moe_router_topk"] * s.etp // s.tp
-    found = rows * (s.hidden + _EXPERT_WIDTHS * m["moe_ffn_hidden_size"] // s.etp) * a
-    found += work.tokens // s.tp * (8 * m["num_moe_experts"] + 12 * m["moe_router_topk"])
-    shared = m.get("moe_shared_expert_intermediate_size") or 0
-    return found + _MLP_WIDTHS * work.tokens * shared // s.tp * a
 
 
 def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
     """Micro-batches whose activations a stage holds at one time; interleaved stages hold chunks,
     counted in whole stages."""
+    later = s.trainer.pipeline_parallel_size - stage - 1
     if s.num_chunks == 1:
-        return min(s.pp - stage, num_microbatches)
-    chunks = 2 * (s.pp - stage - 1) + (s.num_chunks - 1) * s.pp + 1
+        return min(later + 1, num_microbatches)
+    chunks = 2 * later + (s.num_chunks - 1) * s.trainer.pipeline_parallel_size + 1
     return min(chunks, num_microbatches * s.num_chunks) / s.num_chunks
 
 
-def activation_bytes(s: Sizes, work: Workload, stage: int) -> int:
-    """Highest sum over all layers of a stage, with the transients of one layer's backward."""
-    own = work.tokens // (s.tp if s.layout.sequence_parallel else 1)
-    boundary = own * s.hidden * s.element_bytes
-    layers = [layer in s.moe_layers for chunk in range(s.num_chunks)
-              for layer in s.layers_of_chunk(stage, chunk)]
-    kept = {is_moe: kept_by_layer(s, work, is_moe) for is_moe in set(layers)}
-    count = in_flight(s, stage, work.num_microbatches)
-    if s.trainer.recompute == "full":
-        held = count * len(layers) * boundary + 2 * max(kept.values(), default=0)
-    else:
-        held = count * sum(kept[is_moe] for is_moe in layers) + max(kept.values(), default=0) // 2
-    return int(held) + (int(2 * count * boundary) if s.pp > 1 else 0)
+def _with_work(s: Sizes, work: Workload, gradients: int) -> Sizes:
+    t, element = s.trainer, s.symbols["element"]
+    tp, top_k = t.tensor_parallel_size, s.symbols["top_k"]
+    # torch's plain norm keeps float32 copies of its input and of what it normalised
+    copies = element if work.on_gpu else 8
+    dimensions = (tp, t.pipeline_parallel_size, t.expert_parallel_size,
+                  s.layout.data_parallel_size)
+    more = {
+        "tokens": work.tokens, "sequence": work.sequence, "norm": copies + element,
+        "own": work.tokens // (tp if s.layout.sequence_parallel else 1),
+        "rows": work.tokens * top_k * s.layout.expert_tensor_parallel_size // tp,
+        "chunk": min(t.logprob_chunk_tokens, work.tokens),
+        "qk_copies": copies if s.symbols["head_norm"] else 0, "upcast": 4 - element,
+        "plain": t.recompute == "none" and not work.on_gpu, "replayed": work.replays_routes,
+        "pipelined": t.pipeline_parallel_size > 1, "dispatched": t.expert_parallel_size > 1,
+        "nccl_dimensions": work.on_gpu * sum(size > 1 for size in dimensions),
+        "gloo_copy": gradients * (t.distributed_optimizer and not work.on_gpu)}
+    return replace(s, symbols={**s.symbols, **more})
 
 
-def head_bytes(s: Sizes, work: Workload, stage: int) -> int:
-    """Last stage: gathered hidden states, logits of a chunk, gradient of the output layer."""
-    if stage != s.pp - 1:
-        return 0
-    chunk = min(s.trainer.logprob_chunk_tokens, work.tokens)
-    hidden = 3 * work.tokens * s.hidden * s.element_bytes
-    table = s.vocab_rows * s.hidden
-    return _LOGIT_COPIES * chunk * s.vocab_rows * 4 + hidden + table * (8 + s.element_bytes)
+def _kept(s: Sizes, is_moe: bool) -> int:
+    """Bytes of one layer and micro-batch between forward and backward."""
+    parts = ["latent" if s.symbols["latent"] else "grouped_query", "moe" if is_moe else "mlp"]
+    everywhere = {form: count for form, count in FORMS["kept"].items() if isinstance(count, int)}
+    return sum(_total(form, s.symbols)
+               for form in (everywhere, *(FORMS["kept"][part] for part in parts)))
 
 
-def communication_bytes(s: Sizes, work: Workload, largest_gradients: int) -> int:
-    """Receive buffers of stages and experts; GPU: NCCL's own; gloo: a copy of what is reduced."""
-    boundary = work.tokens * s.hidden * s.element_bytes
-    pipeline = 4 * boundary if s.pp > 1 else 0
-    dispatch = 0
-    if s.trainer.expert_parallel_size > 1:
-        dispatch = 2 * boundary * s.model["moe_router_topk"] // s.tp
-    if work.on_gpu:
-        sizes = (s.tp, s.pp, s.layout.data_parallel_size, s.trainer.expert_parallel_size)
-        return pipeline + dispatch + sum(size > 1 for size in sizes) * _NCCL_BYTES
-    return pipeline + dispatch + (largest_gradients if s.trainer.distributed_optimizer else 0)
-
-
-def routing_bytes(s: Sizes, work: Workload) -> int:
-    """Replayed expert ids of a layer on the device, as int64."""
-    if not work.replays_routes or not s.moe_layers:
-        return 0
-    return 8 * work.tokens * s.model["moe_router_topk"]
-
-
-def step_bytes(s: Sizes, stage: int) -> int:
-    """Temporaries of Adam: two float32 copies of the largest weight's share."""
-    largest = max((w.numel for chunk in range(s.num_chunks)
-                   for w in weights_of_chunk(s, stage, chunk)), default=0)
-    shards = s.layout.data_parallel_size if s.trainer.distributed_optimizer else 1
-    return 8 * -(-largest // shards)
+def _total(forms: Mapping[str, int], symbols: Mapping[str, int]) -> int:
+    return sum(count * product(form, symbols) for form, count in forms.items())

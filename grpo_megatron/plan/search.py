@@ -5,19 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import obeys_trainer_rules
-from grpo_megatron.plan.memory import Plan, device_table, memory_problems, plan_sizes, sizes_for
+from grpo_megatron.plan.memory import DEVICES, Plan, plan_of
 from grpo_megatron.plan.model_facts import ModelFacts, model_facts
 
-_RECOMPUTE_COST = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
-_TENSOR_COST, _FAR_EXPERTS_COST = 0.08, 0.15
-"""Share of a step's time lost for every doubling of TP, and where EP spans nodes. Rules of thumb:
-they order layouts, they predict no time."""
+_RECOMPUTE_COST, _TENSOR_COST, _FAR_COST = 1 / 3, 0.08, 0.15
+"""Time lost by full recomputation, every doubling of TP, EP over nodes. Rules of thumb: they
+order layouts, they predict no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +34,33 @@ class Candidate:
         return [f"trainer.{name}={as_toml(new[name])}" for name in new if new[name] != old[name]]
 
 
-def search(config: RunConfig, num_nodes: int, gpus_per_node: int, device: str) -> list[Candidate]:
+def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> list[Candidate]:
     """All that fit on trainer nodes of a shape, cheapest first; the roomier of equals."""
-    facts, sizes, found = model_facts(config.model), sizes_for(config), []
+    facts, found = model_facts(config.model), []
     placement = config.placement.model_copy(update={
-        "trainer_nodes": num_nodes, "gpus_per_node": gpus_per_node})
-    for trainer in _layouts(config.trainer, facts, num_nodes * gpus_per_node, gpus_per_node):
-        experts = _expert_bytes(facts, trainer)
-        if experts > device_table()["memory"][device] * 2**30 or not obeys_trainer_rules(
-                trainer, facts):
+        "trainer_nodes": nodes, "gpus_per_node": gpus_per_node})
+    for trainer in _layouts(config.trainer, facts, nodes * gpus_per_node, gpus_per_node):
+        hopeless = _expert_bytes(facts, trainer) > DEVICES["memory"][device] * 2**30
+        if hopeless or not obeys_trainer_rules(trainer, facts):
             continue
-        changed = config.model_copy(update={"trainer": trainer, "placement": placement})
-        plan = plan_sizes(changed, replace(sizes, trainer=trainer), device)
-        if not any(p.rule == "trainer_memory" for p in memory_problems(changed, plan)):
+        plan = plan_of(config.model_copy(update={
+            "trainer": trainer, "placement": placement}), device)
+        if plan.worst.total <= plan.usable_bytes:
             found.append(Candidate(trainer, plan, _cost(trainer, plan, gpus_per_node)))
     return sorted(found, key=lambda c: (round(c.cost, 3), c.plan.worst.total))
 
 
-def _layouts(trainer: TrainerConfig, facts: ModelFacts, num_ranks: int,
+def _layouts(trainer: TrainerConfig, facts: ModelFacts, ranks: int,
              gpus_per_node: int) -> Iterator[TrainerConfig]:
-    powers = [2**i for i in range(num_ranks.bit_length())]
-    tensor = [size for size in powers if size <= gpus_per_node]
-    experts = [size for size in powers if facts.is_moe] or [1]
+    powers = [2**i for i in range(ranks.bit_length())]
     for tp, pp, ep, vpp, recompute in itertools.product(
-            tensor, powers, experts, (None, 2, 4), ("none", "full")):
-        if tp * pp > num_ranks or ep * pp > num_ranks or pp > facts.num_layers:
+            [size for size in powers if size <= gpus_per_node], powers,
+            powers if facts.is_moe else [1], (None, 2, 4), ("none", "full")):
+        if max(tp, ep) * pp > ranks or pp > facts.num_layers:
             continue
-        stages = math.ceil(facts.num_layers / pp)
-        last = facts.num_layers - stages * (pp - 1)  # what is left for the last stage
+        last = facts.num_layers - math.ceil(facts.num_layers / pp) * (pp - 1)
         yield trainer.model_copy(update={
-            "num_ranks": num_ranks, "tensor_parallel_size": tp, "pipeline_parallel_size": pp,
+            "num_ranks": ranks, "tensor_parallel_size": tp, "pipeline_parallel_size": pp,
             "expert_parallel_size": ep, "virtual_pipeline_parallel_size": vpp,
             "expert_tensor_parallel_size": 1 if facts.is_moe else None, "recompute": recompute,
             "first_stage_layers": None, "sequence_parallel": None,
@@ -72,13 +68,14 @@ def _layouts(trainer: TrainerConfig, facts: ModelFacts, num_ranks: int,
 
 
 def _expert_bytes(facts: ModelFacts, trainer: TrainerConfig) -> float:
-    """Weights and gradients of a rank's experts: what rules most layouts out at once."""
+    """Weights and gradients of a rank's experts: they rule most layouts out at once."""
     ranks = trainer.expert_parallel_size * trainer.pipeline_parallel_size
     width = facts.num_experts * len(facts.moe_layers) * facts.moe_intermediate_size
     return 3 * 6 * facts.hidden_size * width / ranks
 
 
 def _cost(trainer: TrainerConfig, plan: Plan, gpus_per_node: int) -> float:
-    far = trainer.expert_parallel_size > gpus_per_node
-    lost = _TENSOR_COST * math.log2(trainer.tensor_parallel_size) + _FAR_EXPERTS_COST * far
-    return _RECOMPUTE_COST[trainer.recompute] * (1 + lost) / (1 - plan.bubble_fraction)
+    lost = _TENSOR_COST * math.log2(trainer.tensor_parallel_size)
+    lost += _FAR_COST * (trainer.expert_parallel_size > gpus_per_node)
+    again = 1 + _RECOMPUTE_COST * (trainer.recompute == "full")
+    return again * (1 + lost) / (1 - plan.numbers["bubble_fraction"])
