@@ -43,8 +43,9 @@ def plan(
     else:
         _print(found)
     if problems := memory_problems(config, found):
+        nodes, ranks = config.placement.trainer_nodes, config.trainer.num_ranks
         fits = [f"fits: {row['settings']}" for row in _ranked(
-            config, config.placement.trainer_nodes, config.placement.gpus_per_node, device)[:2]]
+            config, nodes, ranks // nodes, device)[:2] if problems[0].rule == "trainer_memory"]
         raise ConfigError(
             "\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems), where=recipe,
             remedy="\n".join([*(p.remedy for p in problems), *fits]))

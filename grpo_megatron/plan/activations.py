@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from grpo_megatron.plan.weights import FORMS, Sizes, product, weights_of_chunk
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What the recipe asks of a rank."""
-
-    tokens: int
-    """Of a full micro-batch."""
-    sequence: int
-    """Longest sequence."""
-    num_microbatches: int
-    on_gpu: bool
-    replays_routes: bool = False
-
-
-def step_bytes(s: Sizes, work: Workload, stage: int, gradients: int) -> dict[str, int]:
-    """`activations`, `logits`, `routing`, `communication` at their highest.
+def step_bytes(s: Sizes, stage: int, gradients: int, *, tokens: int, sequence: int,
+               num_microbatches: int, on_gpu: bool, replayed: bool) -> dict[str, int]:
+    """`activations`, `logits`, `routing`, `communication` of a rank at their highest.
 
     Args:
         gradients: bytes of the rank's gradients.
+        tokens: of a full micro-batch.
+        sequence: tokens of the longest sample.
+        replayed: the experts of a layer's tokens come from a record.
     """
-    s, parts = _with_work(s, work, gradients), FORMS["beside"]
-    is_last = stage == s.trainer.pipeline_parallel_size - 1
-    found = {name: _total(form, s.symbols) for name, form in parts.items()}
-    found["logits"] *= is_last
-    chunks = range(s.num_chunks)
-    layers = [is_moe for chunk in chunks for is_moe in s.layers_of(stage, chunk)]
-    kept = {is_moe: _kept(s, is_moe) for is_moe in set(layers)}
-    own, one = product("own hidden element", s.symbols), max(kept.values(), default=0)
-    count = in_flight(s, stage, work.num_microbatches)
-    if s.trainer.recompute == "full":
-        found["activations"] = int(count * len(layers) * own) + 2 * one
-    else:
-        found["activations"] = int(count * sum(kept[is_moe] for is_moe in layers)) + one // 2
-    found["activations"] += int(2 * count * own) * s.symbols["pipelined"]
+    t, element = s.trainer, s.symbols["element"]
+    tp, pp, dp = (t.tensor_parallel_size, t.pipeline_parallel_size, s.layout.data_parallel_size)
+    copies = element if on_gpu else 8  # torch's plain norms keep float32
+    own = tokens // (tp if s.layout.sequence_parallel else 1)
+    s = replace(s, symbols={
+        **s.symbols, "tokens": tokens, "own": own, "sequence": sequence,
+        "norm": copies + element, "qk_copies": copies * bool(s.symbols["head_norm"]),
+        "rows": tokens * s.symbols["top_k"] * s.layout.expert_tensor_parallel_size // tp,
+        "chunk": min(t.logprob_chunk_tokens, tokens), "upcast": 4 - element,
+        "plain": t.recompute == "none" and not on_gpu, "replayed": replayed,
+        "is_last": stage == pp - 1, "pipelined": pp > 1, "dispatched": t.expert_parallel_size > 1,
+        "nccl_dimensions": on_gpu * sum(size > 1 for size in (
+            tp, pp, dp, t.expert_parallel_size)),
+        "gloo_copy": gradients * (t.distributed_optimizer and not on_gpu)})
+    found = {name: _total(forms, s) for name, forms in FORMS["beside"].items()}
+    boundary, layers = own * s.symbols["hidden"] * element, [
+        _kept(s, is_moe) for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)]
+    held, one = ([boundary] * len(layers), 2 * max(layers)) if t.recompute == "full" else (
+        layers, max(layers) // 2)
+    held = sum(held) + 2 * boundary * (pp > 1)
+    activations = int(in_flight(s, stage, num_microbatches) * held) + one
     # Adam's two float32 copies of the largest weight's share, when activations have gone
-    shards = s.layout.data_parallel_size if s.trainer.distributed_optimizer else 1
-    largest = max(w.numel for chunk in chunks for w in weights_of_chunk(s, stage, chunk))
-    found["activations"] = max(found["activations"], 8 * largest // shards - found["logits"])
-    return found
+    largest = max(w.numel for c in range(s.num_chunks) for w in weights_of_chunk(s, stage, c))
+    adam = 8 * largest // (dp if t.distributed_optimizer else 1)
+    return {**found, "activations": max(activations, adam - found["logits"])}
 
 
 def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
@@ -58,33 +55,12 @@ def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
     return min(chunks, num_microbatches * s.num_chunks) / s.num_chunks
 
 
-def _with_work(s: Sizes, work: Workload, gradients: int) -> Sizes:
-    t, element = s.trainer, s.symbols["element"]
-    tp, top_k = t.tensor_parallel_size, s.symbols["top_k"]
-    # torch's plain norm keeps float32 copies of its input and of what it normalised
-    copies = element if work.on_gpu else 8
-    dimensions = (tp, t.pipeline_parallel_size, t.expert_parallel_size,
-                  s.layout.data_parallel_size)
-    more = {
-        "tokens": work.tokens, "sequence": work.sequence, "norm": copies + element,
-        "own": work.tokens // (tp if s.layout.sequence_parallel else 1),
-        "rows": work.tokens * top_k * s.layout.expert_tensor_parallel_size // tp,
-        "chunk": min(t.logprob_chunk_tokens, work.tokens),
-        "qk_copies": copies if s.symbols["head_norm"] else 0, "upcast": 4 - element,
-        "plain": t.recompute == "none" and not work.on_gpu, "replayed": work.replays_routes,
-        "pipelined": t.pipeline_parallel_size > 1, "dispatched": t.expert_parallel_size > 1,
-        "nccl_dimensions": work.on_gpu * sum(size > 1 for size in dimensions),
-        "gloo_copy": gradients * (t.distributed_optimizer and not work.on_gpu)}
-    return replace(s, symbols={**s.symbols, **more})
-
-
 def _kept(s: Sizes, is_moe: bool) -> int:
     """Bytes of one layer and micro-batch between forward and backward."""
-    parts = ["latent" if s.symbols["latent"] else "grouped_query", "moe" if is_moe else "mlp"]
-    everywhere = {form: count for form, count in FORMS["kept"].items() if isinstance(count, int)}
-    return sum(_total(form, s.symbols)
-               for form in (everywhere, *(FORMS["kept"][part] for part in parts)))
+    attention = "latent" if s.symbols["latent"] else "grouped_query"
+    return sum(_total(FORMS["kept"][part], s)
+               for part in ("norms", attention, "moe" if is_moe else "mlp"))
 
 
-def _total(forms: Mapping[str, int], symbols: Mapping[str, int]) -> int:
-    return sum(count * product(form, symbols) for form, count in forms.items())
+def _total(forms: Mapping[str, int], s: Sizes) -> int:
+    return sum(count * product(form, s.symbols) for form, count in forms.items())

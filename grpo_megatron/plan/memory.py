@@ -12,7 +12,7 @@ from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.rules import Conditions, broken
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.activations import Workload, step_bytes
+from grpo_megatron.plan.activations import step_bytes
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.static import static_bytes
 from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
@@ -52,8 +52,12 @@ class Plan:
         return max(self.stages, key=lambda rank: rank.total)
 
 
-def plan_of(config: RunConfig, device: str = "h100-80g") -> Plan:
-    """The plan of a valid recipe; `device` is a name in `devices.toml`."""
+def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = False) -> Plan:
+    """The plan of a valid recipe; `device` is a name in `devices.toml`.
+
+    Args:
+        worst_only: leave stages out that are not fuller than the second one.
+    """
     hf, _ = configuration_of(config.model)
     vocab_size = hf.get("vocab_size") or _made_vocabulary(config.model)
     sizes = sizes_of(hf, vocab_size, config.trainer)
@@ -62,10 +66,12 @@ def plan_of(config: RunConfig, device: str = "h100-80g") -> Plan:
     if memory and config.placement.mode == "colocated":
         usable -= int(_utilisation(config) * memory)
     work = _workload(config, sizes)
-    stages = tuple(_fullest(config, sizes, work, p)
-                   for p in range(config.trainer.pipeline_parallel_size))
+    pp = config.trainer.pipeline_parallel_size
+    wanted = {0, min(1, pp - 1), pp - 1} if worst_only else range(pp)
+    stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
     return Plan(stages, usable, _engine(config, hf, vocab_size, memory),
-                _numbers(config, sizes_of(hf, vocab_size, TrainerConfig()), sizes, work))
+                _numbers(config, sizes_of(hf, vocab_size, TrainerConfig()), sizes,
+                         work["num_microbatches"]))
 
 
 def memory_problems(config: RunConfig, plan: Plan) -> list[Violation]:
@@ -90,26 +96,28 @@ def _made_vocabulary(model: ModelConfig) -> int:
     return -(-(2 + len(table["alphabet"])) // multiple) * multiple
 
 
-def _workload(config: RunConfig, s: Sizes) -> Workload:
+def _workload(config: RunConfig, s: Sizes) -> dict[str, int]:
+    """Of a rank, for `step_bytes`; all samples are taken to be as long as they may."""
     t, batch, length = config.trainer, config.batch, config.rollout.max_model_len
     samples = batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
     mine = -(-samples // s.layout.data_parallel_size)
     packed = max(t.max_tokens_per_microbatch // length, 1)
-    return Workload(min(t.max_tokens_per_microbatch, mine * length), length, -(-mine // packed),
-                    config.placement.gpus_per_node > 0, config.routing.replay != "none")
+    return {"tokens": min(t.max_tokens_per_microbatch, mine * length), "sequence": length,
+            "num_microbatches": -(-mine // packed), "replayed": config.routing.replay != "none",
+            "on_gpu": config.placement.gpus_per_node > 0}
 
 
-def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:
+def _fullest(config: RunConfig, s: Sizes, work: dict[str, int], stage: int) -> RankMemory:
     frozen = config.routing.router_policy == "freeze_weights"
     count = s.trainer.num_ranks // s.trainer.pipeline_parallel_size
-    static = {rank: static_bytes(s, stage, rank, frozen_routers=frozen, overlaps=work.on_gpu)
+    static = {rank: static_bytes(s, stage, rank, frozen_routers=frozen, overlaps=work["on_gpu"])
               for rank in (0, count - 1)}  # shards differ by padding only
     rank = max(static, key=lambda rank: sum(static[rank].values()))
     return RankMemory(stage, stage * count + rank, {
-        **static[rank], **step_bytes(s, work, stage, static[rank]["gradients"])})
+        **static[rank], **step_bytes(s, stage, static[rank]["gradients"], **work)})
 
 
-def _numbers(config: RunConfig, whole: Sizes, s: Sizes, work: Workload) -> dict[str, float]:
+def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -> dict[str, float]:
     pp, symbols = s.trainer.pipeline_parallel_size, whole.symbols
     parameters = sum(w.numel for w in weights_of_chunk(whole, 0, 0))
     weights = parameters * s.symbols["element"]
@@ -118,8 +126,8 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, work: Workload) -> dict[
               * config.rollout.max_model_len)
     routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * (1 + (symbols["experts"] > 256))
     return {
-        "parameters": parameters, "microbatches_per_update": work.num_microbatches,
-        "bubble_fraction": (pp - 1) / (work.num_microbatches * s.num_chunks + pp - 1),
+        "parameters": parameters, "microbatches_per_update": num_microbatches,
+        "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
         "tokens_per_step": tokens, "publish_bytes": weights,
         "checkpoint_bytes": weights * (1 + references) + 12 * parameters,
         "sample_store_bytes": tokens * (8 + routes * config.records_routes)}

@@ -44,7 +44,7 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
         if hopeless or not obeys_trainer_rules(trainer, facts):
             continue
         plan = plan_of(config.model_copy(update={
-            "trainer": trainer, "placement": placement}), device)
+            "trainer": trainer, "placement": placement}), device, worst_only=True)
         if plan.worst.total <= plan.usable_bytes:
             found.append(Candidate(trainer, plan, _cost(trainer, plan, gpus_per_node)))
     return sorted(found, key=lambda c: (round(c.cost, 3), c.plan.worst.total))

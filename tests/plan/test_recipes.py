@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from grpo_megatron import assets
+from grpo_megatron.config.placement import PlacementConfig
+from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
+from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import Plan, memory_problems, plan_of
 from grpo_megatron.plan.resolve import resolve
 
@@ -25,8 +30,19 @@ def test_recipe_fits_and_says_how(name):
     config = resolve(name).config
     plan = plan_of(config)
     assert memory_problems(config, plan) == []
+    assert plan_of(config, worst_only=True).worst == plan.worst
     base = read_recipe_chain(find_recipe(name))[0]  # a recipe that extends it changes no layout
     assert memory_line(plan) in base.path.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", [n for n in preset_names() if load_preset(n).checkpoint])
+def test_recommended_layouts_fit(name):
+    for layout in load_preset(name).layouts:
+        config = resolve("dense/qwen3-8b").config.model_copy(update={
+            "model": ModelConfig(preset=name), "placement": PlacementConfig(gpus_per_node=8),
+            "trainer": TrainerConfig(**layout["trainer"], max_tokens_per_microbatch=16384),
+            "rollout": RolloutConfig(**layout["rollout"], max_model_len=8192)})
+        assert memory_problems(config, plan_of(config)) == []
 
 
 def test_the_promised_recipes_are_there():

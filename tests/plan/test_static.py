@@ -71,6 +71,7 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
             frozen_routers=settings.get("router_policy") == "freeze_weights") == real
 
 
+pytestmark = pytest.mark.engine
 QUICK = [("deepseek-v3", 0), ("tiny-qwen3-moe", 0), ("tiny-qwen3-moe", 8), ("qwen2.5-0.5b", 2),
          ("qwen2.5-3b", -1), ("glm-4.5-air", 0), ("moonlight-16b-a3b", -2)]
 
