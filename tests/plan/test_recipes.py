@@ -40,7 +40,7 @@ def test_recommended_layouts_fit(name):
     for layout in load_preset(name).layouts:
         config = resolve("dense/qwen3-8b").config.model_copy(update={
             "model": ModelConfig(preset=name), "placement": PlacementConfig(gpus_per_node=8),
-            "trainer": TrainerConfig(**layout["trainer"], max_tokens_per_microbatch=16384),
+            "trainer": TrainerConfig(**layout["trainer"], max_tokens_per_microbatch=8192),
             "rollout": RolloutConfig(**layout["rollout"], max_model_len=8192)})
         assert memory_problems(config, plan_of(config)) == []
 
