@@ -24,7 +24,7 @@ def step_bytes(s: Sizes, stage: int, gradients: int, *, tokens: int, sequence: i
     own = tokens // (tp if s.layout.sequence_parallel else 1)
     s = replace(s, symbols={
         **s.symbols, "tokens": tokens, "own": own, "sequence": sequence,
-        "norm": copies + element, "qk_copies": copies * bool(s.symbols["head_norm"]),
+        "norm": copies + element, "qk_copies": copies * bool(s.symbols.get("head_norm")),
         "rows": tokens * s.symbols["top_k"] * s.layout.expert_tensor_parallel_size // tp,
         "chunk": min(t.logprob_chunk_tokens, tokens), "upcast": 4 - element,
         "plain": t.recompute == "none" and not on_gpu, "replayed": replayed,
@@ -57,7 +57,7 @@ def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
 
 def _kept(s: Sizes, is_moe: bool) -> int:
     """Bytes of one layer and micro-batch between forward and backward."""
-    attention = "latent" if s.symbols["latent"] else "grouped_query"
+    attention = "latent" if "latent" in s.symbols else "grouped_query"
     return sum(_total(FORMS["kept"][part], s)
                for part in ("norms", attention, "moe" if is_moe else "mlp"))
 

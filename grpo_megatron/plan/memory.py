@@ -139,7 +139,7 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
     s = sizes_of(hf, vocab_size, TrainerConfig(num_ranks=size, tensor_parallel_size=size))
     element = ELEMENT_BYTES[rollout.dtype]
     weights = element * sum(w.numel for w in weights_of_chunk(s, 0, 0))
-    per_layer = s.symbols["latent_rope"] if s.symbols["latent"] else 2 * s.symbols["key"]
+    per_layer = s.symbols.get("latent_rope") or 2 * max(s.symbols["key"], s.model["kv_channels"])
     cache = int(rollout.kv_cache_gib * _GIB)
     if memory:
         left = _utilisation(config) * memory - weights - DEVICES["engine"] * _GIB

@@ -80,7 +80,7 @@ def _buffers(s: Sizes, stage: int) -> int:
     element, found = s.symbols["element"], 0
     if s.model.get("moe_router_enable_expert_bias"):
         found += sum(layers) * s.symbols["experts"] * (4 + element)
-    if s.symbols["latent"]:
+    if "latent" in s.symbols:
         positions = s.hf["rope"].get("original_max_position_embeddings", 0)
         found += len(layers) * 2 * positions * s.model["qk_pos_emb_head_dim"] * element
     return found

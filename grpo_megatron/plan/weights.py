@@ -36,7 +36,7 @@ class Sizes:
     model: Mapping[str, Any]
     """`[megatron]` settings of the family."""
     hf: Mapping[str, Any]
-    symbols: Mapping[str, int]
+    symbols: Mapping[str, Any]
     """Sizes on a rank, by their names in the closed forms."""
 
     @property
@@ -61,31 +61,21 @@ def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> 
     """From a config.json (or a preset's `[hf]` table) and a layout that obeys the rules."""
     fields = {**model_fields(hf), "vocab_size": vocab_size}
     model, layout = megatron_settings(family_of(hf["model_type"]), fields), layout_sizes(trainer)
-    tp, etp = trainer.tensor_parallel_size, layout.expert_tensor_parallel_size
-    get = {name: value or 0 for name, value in model.items()}.get
-    heads, head, rope = get("num_attention_heads") // tp, get("kv_channels"), get(
-        "qk_pos_emb_head_dim", 0)
-    key = max(get("num_query_groups") // tp, 1) * head  # an engine repeats what it cannot split
-    is_latent = get("multi_latent_attention", 0)
-    query = heads * (get("qk_head_dim") + rope) if is_latent else heads * head
-    symbols = {
-        "hidden": get("hidden_size"), "heads": heads, "query": query, "key": key,
-        "qkv": query + 2 * key, "qkv_bias": (query + 2 * key) * bool(get("add_qkv_bias")),
-        "head_norm": head * bool(get("qk_layernorm")), "q_rank": get("q_lora_rank", 0),
-        "query_direct": 0 if get("q_lora_rank") else query, "latent": get("kv_lora_rank", 0),
-        "latent_rope": get("kv_lora_rank", 0) + rope, "value": heads * get("v_head_dim", 0),
-        "key_value": heads * (get("qk_head_dim", 0) + get("v_head_dim", 0)),
-        "width": get("ffn_hidden_size") // tp, "experts": get("num_moe_experts", 0),
-        "expert_width": get("moe_ffn_hidden_size", 0) // etp,
-        "shared": get("moe_shared_expert_intermediate_size", 0) // tp,
-        "top_k": get("moe_router_topk", 0), "vocabulary": -(-vocab_size // tp),
-        "element": ELEMENT_BYTES[trainer.precision]}
-    return Sizes(trainer, layout, model, fields, symbols)
+    attention = "latent" if model.get("multi_latent_attention") else "grouped_query"
+    known: dict[str, Any] = {
+        **model, "vocabulary": vocab_size, "tp": trainer.tensor_parallel_size,
+        "etp": layout.expert_tensor_parallel_size, "element": ELEMENT_BYTES[trainer.precision]}
+    for name, form in {**FORMS["sizes"]["any"], **FORMS["sizes"][attention]}.items():
+        whole, _, divisor = form.partition(" / ")
+        total = sum(product(part, known) for part in whole.split(" + "))
+        known[name] = -(-total // known.get(divisor, 1))
+    known["q_input"] = known.get("q_rank") or known["hidden"]
+    return Sizes(trainer, layout, model, fields, known)
 
 
-def product(form: str, symbols: Mapping[str, int]) -> int:
-    """`"2 width hidden"` in numbers."""
-    return math.prod(int(x) if x.isdigit() else symbols[x] for x in form.split())
+def product(form: str, known: Mapping[str, Any]) -> int:
+    """`"2 width hidden"` in numbers; 0 with what a model does not have."""
+    return math.prod(int(x) if x.isdigit() else known.get(x) or 0 for x in form.split())
 
 
 def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
@@ -99,7 +89,7 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
     table = Weight(s.symbols["vocabulary"] * s.symbols["hidden"],
                    "shared" if tied and pp > 1 else "")
     experts = s.symbols["experts"] // s.trainer.expert_parallel_size
-    attention = of("latent" if s.symbols["latent"] else "grouped_query")
+    attention = of("latent" if "latent" in s.symbols else "grouped_query")
     mlp = {False: of("mlp"),
            True: of("router", "router") + of("expert", "expert") * experts + of("shared")}
     weights = [table] if is_first else []
