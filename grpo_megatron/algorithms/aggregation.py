@@ -5,8 +5,6 @@ optimizer step, known before its first micro-batch, so splitting the step differ
 nothing. Shape legend: N trained samples.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

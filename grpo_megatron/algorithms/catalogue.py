@@ -3,8 +3,6 @@
     python -m grpo_megatron.algorithms.catalogue > docs/objectives.md
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Shape legend: n policy tokens; `log_ratio` [n] with gradient, at the level of th
 `advantages` [n]; `bounds.low` and `bounds.high` are numbers or [n].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@
 of a token on later prefixes is left out.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

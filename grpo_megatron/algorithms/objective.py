@@ -4,8 +4,6 @@ Shape legend: n policy tokens of the S samples in one micro-batch, flat, prompt 
 already left out; all log-probs at the sampling temperature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Shape legend: n policy tokens of S samples; `rho = pi_old / pi_engine`: trainer 
 plus the version lag.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

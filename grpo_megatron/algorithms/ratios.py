@@ -4,8 +4,6 @@ Shape legend: n policy tokens of S samples, flat; `segment` int64 [n] in 0..S-1 
 the turn) of each token; `counts` int64 [S]. All return [n] with gradient.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Named choices: each axis of an objective is a registry of small pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from grpo_megatron.errors import ConfigError

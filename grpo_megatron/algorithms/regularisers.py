@@ -1,7 +1,5 @@
 """Terms beside the clipped surrogate."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

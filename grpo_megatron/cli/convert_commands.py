@@ -1,7 +1,5 @@
 """`convert from-hf`, `convert to-hf`, `convert check`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """`doctor`: prints the checks of `doctor_checks`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """What `doctor` looks at. Engines are looked up or started in a child process, never imported."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """`grpo-megatron`: the command line. Bodies import what they need, so that typos answer fast."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

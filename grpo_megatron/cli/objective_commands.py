@@ -1,7 +1,5 @@
 """`objective list`, `objective show`, `objective eval`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,8 +1,6 @@
 """Rules between keys that need neither the model nor the machine (those: `plan/`). What is said
 where one does not hold: `rules.toml`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

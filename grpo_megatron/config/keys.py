@@ -1,7 +1,5 @@
 """Dotted keys: `domains.0.weight` is the path `("domains", 0, "weight")`."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Recipes to resolved configurations: preset defaults < recipe chain < flags, then validation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

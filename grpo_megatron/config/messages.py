@@ -1,7 +1,5 @@
 """Pydantic's errors in the words of a recipe: key, value, place, nearest, fix."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from pathlib import Path

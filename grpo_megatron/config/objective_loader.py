@@ -1,7 +1,5 @@
 """An objective by name with `key=value` changes, outside of a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig

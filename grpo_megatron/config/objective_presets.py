@@ -1,7 +1,5 @@
 """Named objectives, from `objective_presets.toml`."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any, Literal

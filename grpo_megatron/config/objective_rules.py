@@ -1,7 +1,5 @@
 """Combinations of objective choices that are wrong (`rules.toml` holds reason and remedy)."""
 
-from __future__ import annotations
-
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.objective_presets import PRESETS
 from grpo_megatron.config.rules import Conditions

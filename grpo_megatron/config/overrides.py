@@ -1,7 +1,5 @@
 """`key=value` overrides: dotted keys, TOML values, bare words as text, `null` to unset."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from typing import Any

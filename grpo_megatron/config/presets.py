@@ -1,7 +1,5 @@
 """Model presets: `models/<name>.toml`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

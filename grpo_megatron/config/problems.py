@@ -1,7 +1,5 @@
 """What can be wrong with a recipe, and how all of it is told at once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

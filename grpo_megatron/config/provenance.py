@@ -1,7 +1,5 @@
 """Which file, line or flag set each value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

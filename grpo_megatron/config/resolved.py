@@ -1,7 +1,5 @@
 """A resolved configuration and its file, `config.json` in the run directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

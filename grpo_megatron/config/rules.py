@@ -1,7 +1,5 @@
 """Rules between keys: a condition in Python for each, and what is said in `rules.toml`."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

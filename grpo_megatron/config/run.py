@@ -1,7 +1,5 @@
 """`RunConfig`: a whole recipe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

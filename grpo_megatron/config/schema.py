@@ -1,7 +1,5 @@
 """Questions about the schema of `RunConfig`: which keys exist, of which type, what they mean."""
 
-from __future__ import annotations
-
 import tomllib
 import types
 from collections.abc import Iterator, Sequence

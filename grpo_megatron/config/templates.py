@@ -4,8 +4,6 @@
 the prompt; here every field is checked when the template is parsed, before any problem is read.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Mapping

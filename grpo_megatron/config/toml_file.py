@@ -1,7 +1,5 @@
 """A TOML file with line numbers, and the chain of recipes that `extends` makes."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Reads text that `tomllib` has already accepted, so it only has to find keys, not to judge them.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, deque
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`[trainer]`, `[optimizer]`: Megatron-Core layout, precision, memory, optimizer."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """From a merged tree to a `RunConfig`, or to the list of everything that is wrong with it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

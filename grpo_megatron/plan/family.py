@@ -4,8 +4,6 @@ The tables drive import, export, publishing and digests (`weights.rules`), the r
 config.json (`plan.hf_config`) and Megatron's configuration (`trainer.model_config`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Dialects: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 
 authors call the number of experts `num_experts`, `num_local_experts` or `n_routed_experts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ and data parallel size. Attention is split over TP x PP x CP x DP ranks, experts
 ETP x EP x PP x EDP; both products are the number of ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What the layout rules need to know of the engines installed here. Imports none of them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the layout rules need to know of a model, from any dialect of Hugging Face `config.json`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

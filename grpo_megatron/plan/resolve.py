@@ -1,7 +1,5 @@
 """Load a recipe with every rule applied: those of the schema, the model and the machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Layouts that Megatron-Core refuses, hangs on, or computes wrong without saying so. What is said
 about each: `config/rules.toml`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """events.jsonl: starts, deaths, checkpoints and publishes, written by several processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

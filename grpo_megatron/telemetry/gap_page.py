@@ -1,7 +1,5 @@
 """The mismatch report as one self-contained HTML page: no script, no network."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Mapping, Sequence
 

@@ -3,8 +3,6 @@
 Shape legend: n completion tokens of a recorded step, L MoE layers, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

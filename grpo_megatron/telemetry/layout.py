@@ -1,7 +1,5 @@
 """What the screen shows, as data, and how it is drawn."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

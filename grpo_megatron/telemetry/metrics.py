@@ -1,7 +1,5 @@
 """metrics.jsonl: one line a step, the truth that screens and mirrors copy."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,8 +4,6 @@ Files are the truth and services are mirrors: a mirror gets exactly the record t
 and one that fails says so once and is left out for the rest of the run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import uuid

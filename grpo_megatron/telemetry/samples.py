@@ -1,7 +1,5 @@
 """The best and the worst completions of a step, readable: extremes tell more than averages."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

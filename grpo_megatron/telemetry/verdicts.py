@@ -4,8 +4,6 @@ The rules are rules of thumb to draw the eye, nothing stops a run because of the
 not finite is always bad.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Reweighting of advantages after estimation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """What happens before estimation: reward shaping, and which samples of a group train at all."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Entropy-weighted rewards of right and of wrong samples (GTPO and GRPO-S, arXiv:2508.04349)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Estimators that compare a sample with its group. All return float64 [N]."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

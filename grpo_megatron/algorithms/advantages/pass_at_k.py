@@ -1,7 +1,5 @@
 """Estimators of the gradient of pass@k, for rewards that are right or wrong. float64 [N]."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Rewards to advantages, in the order: shaping, subset, estimator, KL, whitening, reweighting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Estimators for rewards inside samples: steps of a solution, turns of an agent. All [n]."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
