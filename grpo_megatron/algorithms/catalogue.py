@@ -10,17 +10,16 @@ from typing import Any
 
 from grpo_megatron.algorithms.advantages.after import SHAPINGS
 from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
-from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
+from grpo_megatron.algorithms.advantages.pipeline import ESTIMATORS
 from grpo_megatron.algorithms.aggregation import AGGREGATIONS
 from grpo_megatron.algorithms.clips import CLIPS
-from grpo_megatron.algorithms.kl import KL
 from grpo_megatron.algorithms.off_policy import MISMATCH
 from grpo_megatron.algorithms.ratios import RATIOS
-from grpo_megatron.algorithms.registry import Registry
+from grpo_megatron.algorithms.regularisers import KL
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.objective_presets import PRESETS
 
-AXES: dict[str, Registry] = {
+AXES: dict[str, dict[str, Callable]] = {
     "reward_shaping": REWARD_SHAPINGS, "subset": SUBSETS, "advantage": ESTIMATORS,
     "shaping": SHAPINGS, "ratio": RATIOS, "clip": CLIPS, "aggregation": AGGREGATIONS, "kl": KL,
     "mismatch": MISMATCH}
@@ -67,7 +66,7 @@ def markdown() -> str:
     parts.append("\n## Choices")
     for axis, registry in AXES.items():
         parts.append(f"\n### {axis}\n")
-        for choice, function in registry.functions.items():
+        for choice, function in registry.items():
             parts += [f'<a id="{axis}-{choice}"></a>', f"**`{choice}`** {_formula(function)}\n"]
     parts += ["### Settings\n", "| key | default | meaning |", "|---|---|---|"]
     parts += [f"| `{key}` | `{_toml(field.default)}` | {_sentence(field.description)} |"
@@ -77,7 +76,7 @@ def markdown() -> str:
 
 def _choices(config: ObjectiveConfig) -> Iterator[tuple[str, Callable]]:
     for axis, registry in AXES.items():
-        function = registry.functions.get(getattr(config, axis))
+        function = registry.get(getattr(config, axis))
         if function is not None:
             yield axis, function
 
