@@ -30,12 +30,8 @@ class MetricsWriter:
     `area/name/stat`. Opening repairs a torn last line. Values that are not finite become null,
     with a warning once per name.
 
-    Attributes:
-        last_step: Step of the last line; None while there is none.
-        nonfinite: How often each name was not finite, since this writer was made.
-
-    Raises:
-        DataError: A line in the middle of an existing file is not JSON.
+    `last_step` is the step of the last line, or None; `nonfinite` counts, by name, values that
+    were not finite. DataError where a line in the middle of an existing file is not JSON.
     """
 
     def __init__(self, run_dir: RunDir):
@@ -48,9 +44,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Append one step; returns exactly what was written, for the mirrors.
 
-        Raises:
-            DataError: The file already has this step or a later one.
-            TypeError: A value is not a number.
+        DataError where the file has this step or a later one, TypeError for what is no number.
         """
         if self.last_step is not None and step <= self.last_step:
             raise DataError(f"step {step} after step {self.last_step}",

@@ -69,11 +69,8 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
     prompt, completion = group.group.prompt, group.group.completions[index]
-    components = {name: _finite(values[index]) for name, values in group.components.items()}
+    components = {name: float(values[index]) if math.isfinite(values[index]) else None
+                  for name, values in group.components.items()}
     return Sample(rank, step, prompt.prompt_id, prompt.domain, prompt.text, prompt.answer,
                   completion.text, float(group.rewards[index]), components,
                   len(completion.token_ids), completion.finish_reason)
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
