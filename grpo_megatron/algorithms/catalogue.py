@@ -18,8 +18,7 @@ from grpo_megatron.algorithms.clips import CLIPS
 from grpo_megatron.algorithms.off_policy import MISMATCH
 from grpo_megatron.algorithms.ratios import RATIOS
 from grpo_megatron.algorithms.regularisers import KL
-from grpo_megatron.config.objective import ObjectiveConfig
-from grpo_megatron.config.objective_presets import PRESETS
+from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 
 AXES: dict[str, dict[str, Callable]] = {
     "reward_shaping": REWARD_SHAPINGS, "subset": SUBSETS, "advantage": ESTIMATORS,

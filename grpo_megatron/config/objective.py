@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from grpo_megatron.config.base import Strict
-from grpo_megatron.config.objective_presets import PRESETS
+
+
+class ObjectivePreset(Strict):
+    """One documented combination."""
+
+    title: str
+    source: str
+    evidence: Literal["S", "M", "E"]
+    """Strong (frontier use or several independent replications), moderate, emerging (one paper)."""
+    use: str
+    """When to choose it."""
+    values: dict[str, Any]
+    """Of `ObjectiveConfig`; everything else has its default."""
+    group_size: int | None = None
+    """The only group size for which it is defined."""
+    with_data: dict[str, Any] = {}
+    """Settings outside of `[objective]` that the paper combines it with (not applied)."""
+
+
+PRESETS = {name: ObjectivePreset(**table) for name, table in tomllib.loads(
+    Path(__file__).with_name("objective_presets.toml").read_text(encoding="utf-8")).items()}
+TOKEN_LEVEL = ("process", "gtpo_entropy", "gagpo")
+"""Estimators whose advantages differ from token to token."""
+TOKEN_SHAPINGS = ("gtpo_conflict", "trace_recent", "trace_both")
 
 
 class DomainObjective(Strict):
@@ -167,6 +192,12 @@ class ObjectiveConfig(Strict):
         # what a validator returns is checked as Python's, where a list is no tuple
         data = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
         return {**preset.values, **data} if preset else data
+
+    @property
+    def token_level(self) -> bool:
+        """Whether advantages differ within a sample."""
+        return (self.advantage in TOKEN_LEVEL or self.shaping in TOKEN_SHAPINGS
+                or self.kl == "reward_k1")
 
     def for_domain(self, own: DomainObjective | None) -> ObjectiveConfig:
         """These choices with the domain's own values."""

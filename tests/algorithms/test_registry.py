@@ -8,9 +8,8 @@ from typing import get_args
 import pytest
 
 from grpo_megatron.algorithms.catalogue import AXES, describe, markdown
-from grpo_megatron.config.objective import ObjectiveConfig
-from grpo_megatron.config.objective_loader import load_objective
-from grpo_megatron.config.objective_presets import PRESETS
+from grpo_megatron.config.loader import load_objective
+from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 
 HANDLED_ELSEWHERE = {"kl": {"none", "k1", "reward_k1"}}
 

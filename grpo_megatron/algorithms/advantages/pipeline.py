@@ -11,8 +11,7 @@ from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
 from grpo_megatron.algorithms.advantages.whitening import whiten
 from grpo_megatron.algorithms.batch import SampleBatch, by_groups, suffix_sums
 from grpo_megatron.algorithms.groups import Groups
-from grpo_megatron.config.objective import ObjectiveConfig
-from grpo_megatron.config.objective_rules import TOKEN_LEVEL, TOKEN_SHAPINGS
+from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
 
 ESTIMATORS = {f.__name__: f for f in (
     entropy_pools.gtpo_entropy, entropy_pools.grpo_s, group_relative.reward, group_relative.group,
