@@ -45,6 +45,17 @@ class TrainerConfig(Strict):
     command_timeout_s: float = Field(1800.0, gt=0)
     """How long one trainer command may take."""
 
+    @property
+    def etp(self) -> int:
+        """Expert tensor parallel size, resolved."""
+        return self.expert_tensor_parallel_size or self.tensor_parallel_size
+
+    @property
+    def sp(self) -> bool:
+        """Sequence parallelism, resolved."""
+        chosen = self.sequence_parallel
+        return self.tensor_parallel_size > 1 if chosen is None else chosen
+
 
 class OptimizerConfig(Strict):
     """AdamW with warm-up and decay."""
