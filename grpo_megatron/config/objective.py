@@ -121,9 +121,9 @@ class ObjectiveConfig(Strict):
     """RL steps after which the reference becomes the policy; 0: never."""
     reference_ema: float | None = Field(None, gt=0, lt=1)
     """Every `reference_interval` steps: reference = ema * reference + (1 - ema) * policy."""
-    monitor_samples: int = Field(64, ge=0)
-    """Samples a step on which is measured what costs passes of its own: how far the step moved the
-    policy, and, where `kl` is set and `kl_beta` is 0, KL to the reference; 0: none."""
+    monitor_share: float = Field(1 / 32, ge=0, le=1)
+    """Share of a step's samples on which is measured what costs passes of its own: how far the step
+    moved the policy, and, where `kl` is set and `kl_beta` is 0, KL to the reference; 0: none."""
     entropy_weight: float = 0.0
     """Entropy bonus: the loss has `-entropy_weight * H`."""
 

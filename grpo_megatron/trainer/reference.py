@@ -39,7 +39,7 @@ class References:
         o = self.config.objective
         own = {d.name: d.objective for d in self.config.domains if d.objective is not None}
         return (Objective(o, list(self._name_of_domain), own).wants_reference
-                or (o.kl != "none" and o.monitor_samples > 0))
+                or (o.kl != "none" and o.monitor_share > 0))
 
     def take(self, policy: Policy, name: str = START) -> None:
         """Make the current weights a reference."""

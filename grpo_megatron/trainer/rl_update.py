@@ -91,7 +91,7 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
         advantages = _shuffled(advantages, f"{config.seed}/{table.manifest.get('step')}")
     total, rates, by_update, decided = Stats(), [], [], Decided(table, replayed)
     watch = (Watch(config, policy, table, objective)
-             if updates and config.objective.monitor_samples else None)
+             if updates and config.objective.monitor_share else None)
     if watch and references.wanted and not objective.wants_reference:
         total = watch.reference(references)
     for number, update in enumerate(updates):
