@@ -74,11 +74,8 @@ def _misplaced(layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, ra
 
 
 def _value_of(raw: str, path: KeyPath) -> Any:
-    """TOML value of `raw`, or `raw` as text; `null` is None.
-
-    Raises:
-        ValueError: It starts like a list or a table, but is none.
-    """
+    """TOML value of `raw`, or `raw` as text; `null` is None. ValueError for what starts like a list
+    or a table, but is none."""
     text = raw.strip()
     if text == "null":
         return None

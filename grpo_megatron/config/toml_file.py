@@ -41,11 +41,7 @@ class TomlFile:
 
 
 def read_toml(path: Path) -> TomlFile:
-    """Parse one file.
-
-    Raises:
-        ConfigError: Unreadable, not UTF-8 or not TOML; with file and line.
-    """
+    """Parse one file; ConfigError, with file and line, where it is unreadable or not TOML."""
     display = assets.display(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -113,11 +109,7 @@ def _paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """A path, or a name below `recipes/` with or without `.toml`.
-
-    Raises:
-        ConfigError: Neither exists; lists near matches.
-    """
+    """A path, or a name below `recipes/` with or without `.toml`; ConfigError lists near ones."""
     shipped = assets.recipes()
     for candidate in (Path(recipe), shipped / recipe, shipped / f"{recipe}.toml"):
         if candidate.is_file():
@@ -132,11 +124,8 @@ def find_recipe(recipe: str | Path) -> Path:
 
 
 def read_recipe_chain(path: Path) -> list[TomlFile]:
-    """The recipe and all that it extends, base first, without their `extends` keys.
-
-    Raises:
-        ConfigError: A missing or unreadable file, or a recipe that extends itself.
-    """
+    """The recipe and all that it extends, base first, without their `extends` keys; ConfigError for
+    a missing or unreadable file, or a recipe that extends itself."""
     chain: list[TomlFile] = []
     next_path: Path | None = path
     while next_path is not None:

@@ -1,5 +1,6 @@
 """metrics.jsonl: one line a step, the truth that screens and mirrors copy."""
 
+import contextlib
 import json
 import logging
 import math
@@ -111,15 +112,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lines with their records; one that was being written when its process died is left out."""
     lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
-        try:
-            if line.endswith("\n") and isinstance((record := json.loads(line))["step"], int):
-                yield line, record
-                continue
-        except (ValueError, KeyError, TypeError):
-            pass
-        if number < len(lines):
+        record = None
+        with contextlib.suppress(ValueError):
+            record = json.loads(line) if line.endswith("\n") else None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield line, record
+        elif number < len(lines):
             raise DataError("this line is no metrics record", where=f"{path}:{number}",
                             remedy="remove the line")
 
@@ -131,5 +132,4 @@ def _number(name: str, value: Any) -> int | float | None:
         raise TypeError(f"metric {name} is text: {value!r}")
     if value is None or isinstance(value, int):
         return value if value is None else int(value)
-    number = float(value)
-    return number if math.isfinite(number) else None
+    return float(value) if math.isfinite(value) else None

@@ -38,18 +38,17 @@ def extremes(step: int, groups: Sequence[ScoredGroup],
     Ordered by reward, then by its distance from the group's mean (a success where others failed
     comes first), then by position. Unscorable completions are left out.
     """
-    chosen = []
-    for rank, sign in (("best", -1.0), ("worst", 1.0)):
+    def chosen(rank: str, sign: float) -> list[Sample]:
         heads = []
         for number, group in enumerate(groups):
-            scored = group.rewards[~np.isnan(group.rewards)]
-            keys = [(sign * reward, sign * (reward - float(scored.mean())), number, index)
-                    for index, reward in enumerate(group.rewards.tolist())
-                    if not math.isnan(reward)]
+            mean = np.nanmean(group.rewards) if np.isfinite(group.rewards).any() else math.nan
+            keys = [(sign * reward, sign * (reward - mean), number, index)
+                    for index, reward in enumerate(group.rewards.tolist()) if reward == reward]
             heads += [min(keys)] if keys else []
-        chosen.append([_sample(rank, step, groups[number], index)
-                       for *_, number, index in sorted(heads)[:count]])
-    return chosen[0], chosen[1]
+        return [_sample(rank, step, groups[number], index)
+                for *_, number, index in sorted(heads)[:count]]
+
+    return chosen("best", -1.0), chosen("worst", 1.0)
 
 
 def write_samples(run_dir: RunDir, step: int, samples: Iterable[Sample]) -> Path:
