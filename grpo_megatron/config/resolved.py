@@ -9,7 +9,7 @@ import grpo_megatron
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
 from grpo_megatron.config.keys import dotted
-from grpo_megatron.config.provenance import Origin
+from grpo_megatron.config.layers import Origin
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.files import write_atomically
