@@ -1,7 +1,5 @@
 """Alarms that need several steps and several metrics."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 

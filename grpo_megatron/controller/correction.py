@@ -4,8 +4,6 @@ A retry continues prompt, wrong attempt and a cue. Only what the policy then add
 attempt and cue are its context, so every trained token was sampled where it is trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

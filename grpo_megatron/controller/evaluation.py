@@ -1,7 +1,5 @@
 """Greedy accuracy of the published weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a step's sampled groups say about the policy, over all and by domain (`name@domain`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

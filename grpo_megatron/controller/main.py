@@ -1,7 +1,5 @@
 """The controller process: `python -m grpo_megatron.controller.main RUN_DIR ENGINE_URL…`."""
 
-from __future__ import annotations
-
 from grpo_megatron.controller.display import claim_stdout, show
 
 claim_stdout()  # before any library can print

@@ -5,8 +5,6 @@ with something else (prepacked copies, stale caches). It costs no time: it is sa
 step's rollouts, and the trainer, idle then, recomputes its log-probs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

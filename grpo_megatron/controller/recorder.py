@@ -1,7 +1,5 @@
 """Write a batch of scored rollouts as one immutable step of the sample store."""
 
-from __future__ import annotations
-
 import bisect
 import shutil
 from collections.abc import Callable, Sequence

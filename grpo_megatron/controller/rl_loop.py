@@ -7,8 +7,6 @@ Everything a step needs is on disk before it trains, and a step whose samples ar
 is trained from them, never sampled again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """One run from start to end: cold start, RL, held-out accuracy before and after, export."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager

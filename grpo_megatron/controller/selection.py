@@ -1,7 +1,5 @@
 """Which groups are kept and which of their samples are trained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

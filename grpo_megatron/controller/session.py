@@ -1,7 +1,5 @@
 """Everything a stage works with: prompts, engines, trainer, rewards, metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

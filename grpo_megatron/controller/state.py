@@ -1,7 +1,5 @@
 """What a resumed run must know beyond weights and optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The groups of one RL step: drawn, sampled, scored, selected and counted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +59,7 @@ class GroupSource:
 
         kept, sampled, num_rounds = await fill_batch(
             settings, batch.num_prompts, sampler.acceptance, self._surplus,
-            lambda number, exclude: sampler.next_batch(step, number, exclude).prompts,
+            sampler.draw,
             score, selection.keeps)
         groups, surplus = kept[:batch.num_prompts], kept[batch.num_prompts:]
         # decided now, not when they are due: a resumed run then counts the same

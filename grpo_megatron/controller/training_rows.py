@@ -1,7 +1,5 @@
 """From scored groups to the rows that the trainer trains: updates, metrics."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 

@@ -4,8 +4,6 @@ The JSON is decoded straight into typed records (fields that are not listed cost
 into one array per column.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

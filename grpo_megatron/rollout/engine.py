@@ -8,8 +8,6 @@ GiB) 8.7 s. Log and tokenizer options do not change it measurably. The very firs
 machine takes 7 s more: vLLM inspects the model class in a subprocess and caches the result.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import ipaddress
 import os

@@ -1,10 +1,8 @@
 """The replicas of a run: which are alive, and where a failed request goes next."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.client import EngineClient, EngineUnreachable
@@ -44,7 +42,7 @@ class ReplicaPool:
     def of(
         cls, clients: Sequence[EngineClient], *, max_attempts: int = 3,
         on_death: Callable[[Replica], None] = lambda replica: None,
-    ) -> ReplicaPool:
+    ) -> Self:
         return cls([Replica(i, c) for i, c in enumerate(clients)], max_attempts, on_death)
 
     @property

