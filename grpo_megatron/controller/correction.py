@@ -38,7 +38,7 @@ class Correction:
                                               max_tokens=self._settings.max_retry_tokens)
         scored = await session.rewards.score([
             replace(retry, prompt=groups[number].group.prompt)
-            for (number, _), retry in zip(retries, found.groups, strict=True)])
+            for (number, _), retry in zip(retries, found, strict=True)])
         self._seen += [float(self._selection.correct(retry)[0]) for retry in scored]
         corrected = list(groups)
         for ((number, sample), prompt), retry in zip(retries.items(), scored, strict=True):

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from grpo_megatron.controller.group_metrics import group_metrics
 from grpo_megatron.controller.selection import Selection, not_older
+from grpo_megatron.controller.step_metrics import group_metrics
 from tests.controller.cases import group, recipe
 
 NAN = np.nan
