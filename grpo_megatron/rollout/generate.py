@@ -10,7 +10,7 @@ import binascii
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -83,21 +83,20 @@ class GenerateRequest:
                 for choice in choices]
 
 
+_Entry = TypeVar("_Entry")
+
+
 class _TokenLogprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_TokenLogprob]
 
 
 class _Candidates(_TokenLogprob, gc=False):
     top_logprobs: list[_TokenLogprob]
 
 
-class _CandidateLogprobs(msgspec.Struct, gc=False):
-    content: list[_Candidates]
+class _Logprobs(msgspec.Struct, Generic[_Entry], gc=False):
+    content: list[_Entry]
 
 
 class _Span(msgspec.Struct, gc=False):
@@ -106,28 +105,21 @@ class _Span(msgspec.Struct, gc=False):
     end: int
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _Choice(msgspec.Struct, Generic[_Entry], gc=False):
     index: int
     token_ids: list[int]
-    logprobs: _Logprobs | None = None
+    logprobs: _Logprobs[_Entry] | None = None
     finish_reason: str | None = None
     weight_versions: list[_Span] | None = None
     routed_experts: str | None = None
 
 
-class _TruncatedChoice(_Choice, gc=False):
-    logprobs: _CandidateLogprobs | None = None
+class _Response(msgspec.Struct, Generic[_Entry], gc=False):
+    choices: list[_Choice[_Entry]]
 
 
-class _Response(msgspec.Struct, gc=False):
-    choices: list[_Choice]
-
-
-class _TruncatedResponse(msgspec.Struct, gc=False):
-    choices: list[_TruncatedChoice]
-
-
-_decoders = {False: msgspec.json.Decoder(_Response), True: msgspec.json.Decoder(_TruncatedResponse)}
+_decoders = {truncated: msgspec.json.Decoder(_Response[entry])
+             for truncated, entry in ((False, _TokenLogprob), (True, _Candidates))}
 
 
 def _completion(request: GenerateRequest, choice: _Choice, where: str) -> Completion:
@@ -170,7 +162,7 @@ def _logprobs(choice: _Choice, where: str) -> np.ndarray:
     return values
 
 
-def _kept(choice: _TruncatedChoice) -> KeptSets:
+def _kept(choice: _Choice[_Candidates]) -> KeptSets:
     """Candidates with a probability. A set that lacks the sampled id, or others (its probabilities
     do not add up to 1), is left empty: nothing can be renormalised over it."""
     content = choice.logprobs.content if choice.logprobs is not None else []
