@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.weights.shards import unwrap
 
 COMPLETE = "complete.json"
 
@@ -103,7 +103,7 @@ def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def _fill(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(loaded[_chunk_key(index, chunks)], strict=True)
+        unwrap_model(chunk).load_state_dict(loaded[_chunk_key(index, chunks)], strict=True)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def model_state(chunks: Sequence[torch.nn.Module],
                 metadata: dict[str, Any] | None = None) -> dict[str, Any]:
     """Megatron's description of every parameter, by model chunk."""
     metadata = metadata or _metadata()
-    return {_chunk_key(index, chunks): unwrap(chunk).sharded_state_dict(metadata=metadata)
+    return {_chunk_key(index, chunks): unwrap_model(chunk).sharded_state_dict(metadata=metadata)
             for index, chunk in enumerate(chunks)}
 
 

@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.trainer.platform import BACKEND, bind_device
-from grpo_megatron.weights.shards import ModelGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +72,3 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def model_groups() -> ModelGroups:
-    """The groups that hold the parts of one copy of the model."""
-    return ModelGroups(
-        tensor=parallel_state.get_tensor_model_parallel_group(),
-        expert=parallel_state.get_expert_model_parallel_group(),
-        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
-        pipeline=parallel_state.get_pipeline_model_parallel_group(),
-    )

@@ -1,7 +1,5 @@
 """Which routes the passes of an RL step replay: the engine's from the store, or recorded ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,6 +24,7 @@ from grpo_megatron.trainer.router_replay import (
     local_part,
 )
 from grpo_megatron.trainer.step import PreparedBatch
+from grpo_megatron.weights.gather import all_gathered
 
 
 class RouteSource:
@@ -86,9 +85,7 @@ class RouteSource:
         """Stop all ranks together where any of them found a route that it may not do without."""
         if self.settings.replay != "r3" or self.settings.on_missing != "fail":
             return
-        world: list = [None] * dist.get_world_size()
-        dist.all_gather_object(world, self._problems)
-        problems = sum(world)
+        problems = sum(all_gathered(self._problems))
         if problems[1:].any():
             what = ", ".join(f"{problems[s]} {s.name.lower()}" for s in RouteStatus
                              if s and problems[s])
