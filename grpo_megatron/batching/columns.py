@@ -5,8 +5,6 @@ Format: 8-byte little-endian header length, JSON header, raw bytes
 (https://huggingface.co/docs/safetensors).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

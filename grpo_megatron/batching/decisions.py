@@ -6,8 +6,6 @@ can be computed again at another layout, where rounding may decide otherwise at 
     step_000123/decisions-0.safetensors   rows int64 [S]; per name, packed bits of their tokens
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Every rank computes the same plan from the lengths alone, so a recorded step can
 any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 

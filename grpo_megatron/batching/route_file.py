@@ -11,8 +11,6 @@ but ids is in the file; a checksum for every 64 KiB and the exceptions are colum
 (-1: no route). A row without exception was computed by the version that sampled the next token.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ It is written under `step_000123.tmp` and renamed when complete, so a directory 
 final name is whole. It carries samples to the trainer, is the crash log, and can be replayed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@
     reference_step_000100/     reference weights, written when new; checkpoints name theirs
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

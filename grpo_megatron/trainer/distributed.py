@@ -1,11 +1,10 @@
 """Process groups of this rank."""
 
-from __future__ import annotations
-
 import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Self
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -24,7 +23,7 @@ class RankInfo:
     world_size: int
 
     @classmethod
-    def from_environment(cls) -> RankInfo:
+    def from_environment(cls) -> Self:
         env = os.environ
         rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
         return cls(rank, int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", rank))),

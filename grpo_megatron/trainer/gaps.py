@@ -1,7 +1,5 @@
 """Log-probs of a recorded step under several routings, for the mismatch report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

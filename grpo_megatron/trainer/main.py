@@ -4,8 +4,6 @@ Rank 0 takes commands from the controller and passes them on; every rank execute
 waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

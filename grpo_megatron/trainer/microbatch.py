@@ -3,8 +3,6 @@
 Shape legend: T packed tokens (with padding), S samples, n policy tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 What a family's fields mean to Megatron is in its table (`plan/families`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -8,12 +8,10 @@ neither torch nor Megatron, because both sides use it.
     -> {"result": {…}}   or   {"error": {"type": "TrainerError", "message": "…"}}
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from grpo_megatron import errors
 
@@ -35,7 +33,7 @@ class Endpoint:
         temporary.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Endpoint:
+    def read(cls, path: Path) -> Self:
         return cls(**json.loads(path.read_text()))
 
 

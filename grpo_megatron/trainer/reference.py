@@ -3,8 +3,6 @@
 No second model exists on the device. Domains may have references of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

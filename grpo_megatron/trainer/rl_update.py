@@ -4,8 +4,6 @@ Advantages are computed here, from the whole batch on every rank, because some n
 trainer knows (entropies, old and reference log-probs). Every rank gets the same numbers.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping, Sequence

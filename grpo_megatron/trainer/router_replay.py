@@ -11,8 +11,6 @@ Shape legend: T tokens of a micro-batch on this rank (its chunk of them with seq
 K experts per token, E experts, R MoE layers on this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,7 +74,7 @@ class RoutingPass:
 class RouterTap:
     """Chooses the experts of one MoE layer."""
 
-    def __init__(self, replay: RouteReplay, router: TopKRouter, chunk: int, row: int):
+    def __init__(self, replay: "RouteReplay", router: TopKRouter, chunk: int, row: int):
         self.replay, self.chunk, self.row = replay, chunk, row
         self._router, self._loss = router, None
         router.router_replay = self

@@ -1,7 +1,5 @@
 """Learning rate as a closed form of the step: nothing to store, nothing to resume wrongly."""
 
-from __future__ import annotations
-
 import math
 
 from grpo_megatron.config.trainer import OptimizerConfig
