@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -12,14 +15,16 @@ def write_atomically(path: Path, text: str) -> None:
 
     A sampled text may hold half of a surrogate pair, which UTF-8 cannot write: it is escaped.
     """
-    write_bytes(path, text.encode(errors="backslashreplace"))
+    with open_atomically(path) as file:
+        file.write(text.encode(errors="backslashreplace"))
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """`write_atomically` of bytes."""
+@contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `path` when the block ends."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -3,12 +3,13 @@
 import errno
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.errors import SetupError
+from grpo_megatron.errors import MismatchError, SetupError
 from grpo_megatron.files import replace_directory, sync, write_atomically
 
 PROGRESS = ".progress"
@@ -51,6 +52,14 @@ def commit(working: Path, final: Path) -> None:
     for path in (*working.rglob("*"), working):
         sync(path)
     replace_directory(working, final)
+
+
+def refuse_differences(by_rank: Iterable[Sequence[str]], directory: Path) -> None:
+    """Raises MismatchError where any rank read tensors back as something else."""
+    if names := list(chain.from_iterable(by_rank)):
+        raise MismatchError(f"{len(names)} tensors were read back as something else than was "
+                            f"written, for example {names[:3]}", where=str(directory),
+                            remedy="look at the disk: other bytes came back than went there")
 
 
 @contextmanager

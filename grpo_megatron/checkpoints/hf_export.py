@@ -10,16 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.checkpoints.durable import commit, disk_errors, working_directory, write_json
+from grpo_megatron.checkpoints import durable, shard_files
 from grpo_megatron.checkpoints.hf_reader import HFReader
-from grpo_megatron.checkpoints.shard_files import (
-    DEFAULT_SHARD_BYTES,
-    NamedTensors,
-    OutputFile,
-    ShardFile,
-    Target,
-    refuse_differences,
-)
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.digests import as_bytes
 from grpo_megatron.weights.gather import ShardedModel, all_gathered
@@ -28,10 +20,10 @@ from grpo_megatron.weights.transfer_plan import entry_of
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-class SafetensorsFile(OutputFile):
+class SafetensorsFile(shard_files.OutputFile):
     """Header first, then each tensor at its place in whatever order they come."""
 
-    def __init__(self, path: Path, file: ShardFile):
+    def __init__(self, path: Path, file: shard_files.ShardFile):
         super().__init__(path)
         self._missing = {entry.name: entry for entry in file.entries}
         self._offsets, header, end = {}, {"__metadata__": {"format": "pt"}}, 0
@@ -43,7 +35,7 @@ class SafetensorsFile(OutputFile):
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._start = 8 + len(text)
-        with disk_errors(path):
+        with durable.disk_errors(path):
             self.file.write(len(text).to_bytes(8, "little") + text)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -52,7 +44,7 @@ class SafetensorsFile(OutputFile):
             raise CheckpointError(f"{name!r} {tensor.dtype} {tuple(tensor.shape)} was not planned "
                                   "for this file", where=str(self.path))
         begin = self._start + self._offsets[name]
-        with disk_errors(self.path):
+        with durable.disk_errors(self.path):
             self.file.seek(begin)
             self.file.write(as_bytes(tensor))
             self.start_writing(begin)
@@ -64,20 +56,20 @@ class SafetensorsFile(OutputFile):
         super().close()
 
 
-class HFTarget(Target):
+class HFTarget(shard_files.Target):
     """Safetensors files with an index, and the side files of the source."""
 
     pattern = "model-{number:05d}-of-{count:05d}.safetensors"
     single = "model.safetensors"
 
-    def open(self, file: ShardFile) -> SafetensorsFile:
+    def open(self, file: shard_files.ShardFile) -> SafetensorsFile:
         return SafetensorsFile(self.working / file.name, file)
 
     @cached_property
     def _reader(self) -> HFReader:
         return HFReader(self.working)
 
-    def read(self, file: ShardFile) -> NamedTensors:
+    def read(self, file: shard_files.ShardFile) -> shard_files.NamedTensors:
         return ((entry.name, self._reader.tensor(entry.name)) for entry in file.entries)
 
     def finish(self, source: Path) -> None:
@@ -85,12 +77,12 @@ class HFTarget(Target):
             index = {"metadata": {"total_size": sum(file.num_bytes for file in self.files)},
                      "weight_map": {e.name: file.name for file in self.files
                                     for e in file.entries}}
-            write_json(self.working / "model.safetensors.index.json", index)
+            durable.write_json(self.working / "model.safetensors.index.json", index)
         super().finish(source)
 
 
 def export_model(model: ShardedModel, directory: Path, source: Path,
-                 shard_bytes: int = DEFAULT_SHARD_BYTES) -> int:
+                 shard_bytes: int = shard_files.DEFAULT_SHARD_BYTES) -> int:
     """Write a model that is spread over all ranks; each writes its own files. Collective.
 
     Args:
@@ -103,7 +95,8 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
         MismatchError: what was read back is not what the ranks hold.
         SetupError: the disk is full.
     """
-    rank, world, working = dist.get_rank(), dist.get_world_size(), working_directory(directory)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    working = durable.working_directory(directory)
     if rank == 0:
         shutil.rmtree(working, ignore_errors=True)
         working.mkdir(parents=True)
@@ -124,14 +117,14 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
     # Another rank reads than wrote: on two machines that shows what did not reach the disk.
     bad = [name for file in target.files[(rank + 1) % world :: world]
            for name in target.read_back(file)]
-    refuse_differences(all_gathered(bad), directory)
+    durable.refuse_differences(all_gathered(bad), directory)
     if rank == 0:
-        commit(working, directory)
+        durable.commit(working, directory)
     dist.barrier()
     return sum(file.num_bytes for file in target.files)
 
 
-def _interleaved(files: Sequence[ShardFile], world: int) -> list[tuple[int, int]]:
+def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> list[tuple[int, int]]:
     """(file, unit): `world` files grow together, so that no rank waits for another's file."""
     order = []
     for start in range(0, len(files), world):

@@ -10,14 +10,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_megatron.checkpoints.durable import PROGRESS, copy_side_files, disk_errors, write_json
-from grpo_megatron.errors import MismatchError
 from grpo_megatron.weights.digests import digest_tensor
 from grpo_megatron.weights.transfer_plan import TensorEntry
 
@@ -163,14 +161,6 @@ class Target:
 
     def _record(self, file: ShardFile) -> Path:
         return self.working / PROGRESS / f"{file.name}.json"
-
-
-def refuse_differences(by_rank: Iterable[Sequence[str]], directory: Path) -> None:
-    """Raises MismatchError where any rank read tensors back as something else."""
-    if names := list(chain.from_iterable(by_rank)):
-        raise MismatchError(f"{len(names)} tensors were read back as something else than was "
-                            f"written, for example {names[:3]}", where=str(directory),
-                            remedy="look at the disk: other bytes came back than went there")
 
 
 def read_ahead(items: Sequence[Any], prefetch: Callable[[Any], None]) -> Iterator[Any]:

@@ -22,24 +22,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from grpo_megatron.checkpoints import shard_files
 from grpo_megatron.checkpoints.durable import disk_errors, write_json
 from grpo_megatron.checkpoints.hf_import import refuse_unfit
-from grpo_megatron.checkpoints.shard_files import (
-    NamedTensors,
-    OutputFile,
-    ShardFile,
-    Target,
-    will_need,
-)
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.digests import as_bytes
-from grpo_megatron.weights.parameters import (
-    CARRIED,
-    EMBEDDING,
-    OUTPUT_LAYER,
-    Parameter,
-    carried_parameter,
-)
+from grpo_megatron.weights.parameters import CARRIED, VOCABULARY, Parameter, carried_parameter
 
 _OBJECTS = "objects.distcp"
 
@@ -96,7 +84,7 @@ class MegatronSource:
         carried = {key: found.pop(key) for key in sorted(found) if key.startswith(CARRIED)}
         wanted = {piece.key: piece.global_shape for p in table.parameters
                   for piece in table.pieces[p.name]}
-        for key in (EMBEDDING, OUTPUT_LAYER):  # the layout that saved it may have padded them
+        for key in VOCABULARY:  # the layout that saved it may have padded them
             if key in wanted and key in found and found[key][0] > wanted[key][0]:
                 found[key] = (wanted[key][0], *found[key][1:])
         refuse_unfit(directory, found, wanted)
@@ -121,8 +109,8 @@ class MegatronSource:
 
     def prefetch(self, parameter: Parameter) -> None:
         for piece in self.table.pieces_of(parameter):
-            if place := self.metadata.storage_data.get(dcp.MetadataIndex(piece.key, piece.offset)):
-                will_need(self.directory / place.relative_path, place.offset, place.length)
+            if at := self.metadata.storage_data.get(dcp.MetadataIndex(piece.key, piece.offset)):
+                shard_files.will_need(self.directory / at.relative_path, at.offset, at.length)
 
     def _region(self, piece: Piece) -> torch.Tensor:
         out, filled = None, 0
@@ -158,7 +146,7 @@ def _slices(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[s
     return tuple(slice(low - o, high - o) for (low, high), o in zip(bounds, origin, strict=True))
 
 
-class DistcpFile(OutputFile):
+class DistcpFile(shard_files.OutputFile):
     """Archives one after the other; a parameter is written once all of its tensors came."""
 
     def __init__(self, path: Path, parameters: Sequence[Parameter], table: ParameterTable):
@@ -189,7 +177,7 @@ class DistcpFile(OutputFile):
                            str(tensor.dtype).removeprefix("torch."), begin, end - begin])
 
 
-class MegatronTarget(Target):
+class MegatronTarget(shard_files.Target):
     """A distributed checkpoint, which loads at any layout; `parameters` are those of the source."""
 
     pattern = "part-{number:05d}-of-{count:05d}.distcp"
@@ -198,7 +186,7 @@ class MegatronTarget(Target):
         super().__init__(*arguments)
         self.table, self.parameters = table, parameters
 
-    def open(self, file: ShardFile) -> DistcpFile:
+    def open(self, file: shard_files.ShardFile) -> DistcpFile:
         return DistcpFile(self.working / "weights" / file.name,
                           [self.parameters[unit] for unit in file.units], self.table)
 
@@ -206,7 +194,7 @@ class MegatronTarget(Target):
     def _source(self) -> MegatronSource:
         return MegatronSource(self.table, self.working)
 
-    def read(self, file: ShardFile) -> NamedTensors:
+    def read(self, file: shard_files.ShardFile) -> shard_files.NamedTensors:
         return chain.from_iterable(self._source.tensors(self.parameters[unit])
                                    for unit in file.units)
 

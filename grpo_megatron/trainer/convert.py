@@ -24,16 +24,16 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints.durable import PROGRESS, commit, working_directory, write_json
+from grpo_megatron.checkpoints.durable import (
+    PROGRESS,
+    commit,
+    refuse_differences,
+    working_directory,
+    write_json,
+)
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFSource
-from grpo_megatron.checkpoints.shard_files import (
-    DEFAULT_SHARD_BYTES,
-    ShardFile,
-    Target,
-    read_ahead,
-    refuse_differences,
-)
+from grpo_megatron.checkpoints.shard_files import DEFAULT_SHARD_BYTES, ShardFile, Target, read_ahead
 from grpo_megatron.checkpoints.torch_dist import MegatronSource, MegatronTarget, is_torch_dist
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError

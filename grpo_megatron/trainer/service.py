@@ -11,13 +11,7 @@ import torch.distributed as dist
 from grpo_megatron.algorithms.objective import supervised_loss
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.distributed import (
-    load_checkpoint,
-    load_model,
-    read_state,
-    save_checkpoint,
-)
-from grpo_megatron.checkpoints.durable import copy_side_files
+from grpo_megatron.checkpoints import distributed
 from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.checkpoints.torch_dist import is_torch_dist
@@ -63,7 +57,7 @@ class TrainerService:
     def load_hf(self, directory: Path) -> None:
         """Read a Hugging Face checkpoint; a converted one, or one of a run, serves as well."""
         if is_torch_dist(directory):
-            load_model(directory / "weights", self.policy.chunks)
+            distributed.load_model(directory / "weights", self.policy.chunks)
         else:
             import_weights(self.policy.sharded, directory)
         self.policy.reload_main_parameters()
@@ -124,27 +118,28 @@ class TrainerService:
 
     def reset_optimizer(self, cold_start: bool) -> dict[str, Any]:
         """Drop all moments; take the settings of the cold start or of RL."""
-        config = self.config
-        self.policy.reset_optimizer(config.cold_start.optimizer if cold_start
-                                    else config.optimizer)
+        settings = self.config.cold_start if cold_start else self.config
+        self.policy.reset_optimizer(settings.optimizer)
         return {}
 
     def save(self, directory: str, state: dict[str, Any]) -> dict[str, Any]:
-        create_adam_state(self.policy.optimizer)  # it has none before its first step
-        reference = self.references.save(self.policy, Path(directory))
-        save_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
-                        {**state, "reference": reference},
-                        lambda working: copy_side_files(self.model_path, working))
+        policy, path = self.policy, Path(directory)
+        create_adam_state(policy.optimizer)  # it has none before its first step
+        reference = self.references.save(policy, path)
+        distributed.save_checkpoint(path, policy.chunks, policy.optimizer,
+                                    {**state, "reference": reference}, self.model_path)
         return {}
 
     def load(self, directory: str) -> dict[str, Any]:
-        if reference := read_state(Path(directory)).get("reference"):
-            self.references.load(self.policy, Path(directory), reference)
-        state = load_checkpoint(Path(directory), self.policy.chunks, self.policy.optimizer,
-                                create_adam_state)
+        policy, path = self.policy, Path(directory)
+        state = distributed.read_state(path)
+        if reference := state.pop("reference", None):
+            self.references.load(policy, path, reference)
+        create_adam_state(policy.optimizer)  # to load into
+        distributed.load_checkpoint(path, policy.chunks, policy.optimizer)
         if self.references.wanted and not reference:  # the objective is another one since
-            self.references.take(self.policy)
-        return {name: value for name, value in state.items() if name != "reference"}
+            self.references.take(policy)
+        return state
 
     def export(self, directory: str) -> dict[str, Any]:
         """Write a Hugging Face checkpoint and read it back (see `export_model`)."""

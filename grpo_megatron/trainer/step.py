@@ -54,10 +54,9 @@ def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> Prep
         lengths, num_ranks=parallel_state.get_data_parallel_world_size(),
         max_tokens=layout.max_tokens_per_microbatch,
         multiple_of=pipeline if layout.virtual_pipeline_parallel_size else 1)
-    mine = plan.microbatches[parallel_state.get_data_parallel_rank()]
     microbatches = tuple(
-        build_microbatch(i, table, rows[part], pad_to=layout.tensor_parallel_size,
-                         device=device()) for i, part in enumerate(mine))
+        build_microbatch(i, table, rows[part], pad_to=layout.tensor_parallel_size, device=device())
+        for i, part in enumerate(plan[parallel_state.get_data_parallel_rank()]))
     return PreparedBatch(microbatches, len(rows), int(lengths.sum()),
                          int(table.completion_lengths[rows].sum()))
 
@@ -141,10 +140,15 @@ def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable,
             seq_length=max(m.num_tokens for m in batch.microbatches), forward_only=forward_only)
 
 
+def speaks_for_samples() -> bool:
+    """Whether this rank, and no other one with the same samples, has what the model computed."""
+    return (parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0)
+
+
 def reduce_stats(stats: Stats) -> Stats:
     """Add up over the data-parallel ranks of the last stage; equal on all ranks. Collective."""
-    speaks = (parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-              and parallel_state.get_tensor_model_parallel_rank() == 0)
+    speaks = speaks_for_samples()
     total = Stats()
     for means, maxima, samples, units in filter(
             None, all_gathered(_as_numbers(stats) if speaks else None)):

@@ -10,6 +10,7 @@ from grpo_megatron.weights.rules import Rule, resolve
 from grpo_megatron.weights.transfer_plan import TensorEntry
 
 OUTPUT_LAYER, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 CARRIED = "carried."
 """Begins the names of tensors that are kept although Megatron has no parameter for them."""
 

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints.distributed import load_checkpoint, load_model, save_checkpoint
+from grpo_megatron.checkpoints.distributed import (
+    load_checkpoint,
+    load_model,
+    read_state,
+    save_checkpoint,
+)
 from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.run import RunConfig
@@ -35,6 +40,12 @@ def _train(setup: Setup, samples: str, steps: int) -> list[dict[str, float]]:
             for _ in range(steps)]
 
 
+def _load(setup: Setup, directory: str) -> dict[str, Any]:
+    create_adam_state(setup.policy.optimizer)
+    load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer)
+    return read_state(Path(directory))
+
+
 def save_after(model: str, samples: str, layout: dict[str, Any], directory: str,
                steps: int) -> dict[str, Any]:
     """Train, save, train on: what a resumed run must repeat."""
@@ -52,8 +63,7 @@ def resume_from(model: str, samples: str, layout: dict[str, Any],
     """Load into a model that was trained elsewhere in the meantime."""
     setup = Setup(model, layout)
     _train(setup, samples, 1)
-    state = load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
-                            create_adam_state)
+    state = _load(setup, directory)
     loaded = setup.gather(setup.shards)
     metrics = _train(setup, samples, 3)
     return {"state": state, "saved": loaded, "metrics": metrics,
@@ -64,8 +74,7 @@ def resume_fresh(model: str, samples: str, layout: dict[str, Any],
                  directory: str) -> dict[str, Any]:
     """As a resumed run does: into an optimizer that has not stepped yet."""
     setup = Setup(model, layout)
-    load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
-                    create_adam_state)
+    _load(setup, directory)
     return {"metrics": _train(setup, samples, 3), "tensors": setup.gather(setup.shards)}
 
 
@@ -73,8 +82,7 @@ def load_refusal(model: str, directory: str) -> str | None:
     """What loading a distributed checkpoint is refused with."""
     setup = Setup(model, {})
     try:
-        load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
-                        create_adam_state)
+        _load(setup, directory)
     except CheckpointError as error:
         return str(error)
     return None

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.checkpoints.durable import refuse_differences
 from grpo_megatron.checkpoints.hf_export import HFTarget
-from grpo_megatron.checkpoints.shard_files import refuse_differences
 from grpo_megatron.errors import CheckpointError, MismatchError
 from grpo_megatron.weights.digests import digest_tensor
 from grpo_megatron.weights.transfer_plan import entry_of

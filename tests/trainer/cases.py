@@ -23,7 +23,8 @@ from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everyth
 from grpo_megatron.trainer.microbatch import build_microbatch
 from grpo_megatron.trainer.policy import Policy, build_policy
 from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import objective_of, sample_batch, train_rollouts
+from grpo_megatron.trainer.rl_update import train_rollouts
+from grpo_megatron.trainer.rollouts import objective_of, sample_batch
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from tests.trainer.worker_group import fresh_store
