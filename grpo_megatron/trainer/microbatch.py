@@ -37,11 +37,6 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return self.tokens.size(1)
 
-    @property
-    def num_real_tokens(self) -> int:
-        """Without padding."""
-        return sum(self.lengths)
-
 
 def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, pad_to: int,
                      device: torch.device) -> MicroBatch:

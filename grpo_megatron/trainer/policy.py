@@ -99,7 +99,9 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
     chunks = []
     for index, model in enumerate(build_models(config, hf, layout)):
         if router_policy == "freeze_weights":
-            _freeze_routers(model)
+            for module in model.modules():
+                if isinstance(module, TopKRouter):
+                    module.requires_grad_(False)
         wrapped = Float16Module(config, model) if config.bf16 else model
         chunks.append(DistributedDataParallel(config, ddp_config, wrapped,
                                               disable_bucketing=index > 0))
@@ -115,22 +117,14 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
         chunks)
     config.grad_scale_func = megatron_optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
+    many = len(chunks) > 1
     if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = _one_or_list([c.no_sync for c in chunks])
+        config.no_sync_func = [c.no_sync for c in chunks] if many else chunks[0].no_sync
     if ddp_config.overlap_param_gather:
-        config.param_sync_func = _one_or_list([c.start_param_sync for c in chunks])
+        syncs = [c.start_param_sync for c in chunks]
+        config.param_sync_func = syncs if many else syncs[0]
     return Policy(hf, config, chunks, megatron_optimizer,
                   RouteReplay(unwrap_model(chunks), config))
-
-
-def _freeze_routers(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.requires_grad_(False)
-
-
-def _one_or_list(items: list):
-    return items if len(items) > 1 else items[0]
 
 
 def build_models(config: TransformerConfig, hf: dict[str, Any],

@@ -50,16 +50,12 @@ def largest_difference(hf: dict[str, Any], hf_directory: Path, weights: Path,
     Args:
         weights: of Megatron; dtype: what the conversion rounded to.
     """
-    ids = [_probe_ids(hf, hf_directory, layout.tensor_parallel_size)
-           if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(ids)
-    expected = _by_transformers(hf_directory, ids[0], dtype) if dist.get_rank() == 0 else None
-    dist.barrier()
-    found = _by_megatron(hf, weights, layout, ids[0], dtype)
+    ids = _probe_ids(hf, hf_directory, layout.tensor_parallel_size)
+    expected = [_by_transformers(hf_directory, ids, dtype) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(expected)
+    found = _by_megatron(hf, weights, layout, ids, dtype)
     found = next(part for part in all_gathered(found) if part is not None)
-    worst = [float((found - expected).abs().max()) if expected is not None else 0.0]
-    dist.broadcast_object_list(worst)
-    return worst[0]
+    return float((found - expected[0]).abs().max())
 
 
 def _probe_ids(hf: dict[str, Any], directory: Path, multiple_of: int) -> list[int]:
