@@ -3,8 +3,6 @@
 What a family's fields mean to Megatron is in its table (`plan/families`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -81,25 +79,18 @@ def _parallel(layout: TrainerConfig) -> dict[str, Any]:
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        sequence_parallel=uses_sequence_parallel(layout),
+        sequence_parallel=(layout.tensor_parallel_size > 1 if layout.sequence_parallel is None
+                           else layout.sequence_parallel),  # MoE layers with TP need it
         # packed micro-batches differ in length, so pipeline stages tell each other the shape
         variable_seq_lengths=True,
         # without overlap the interleaved schedule of 0.16.1 computes wrong gradients
         overlap_p2p_comm=bool(vpp), batch_p2p_comm=not vpp,
     )
-    if layout.recompute == "full":
-        settings |= dict(recompute_granularity="full", recompute_method="uniform",
-                         recompute_num_layers=1)
-    elif layout.recompute == "selective":
-        settings |= dict(recompute_granularity="selective", recompute_modules=["core_attn"])
-    return settings
-
-
-def uses_sequence_parallel(layout: TrainerConfig) -> bool:
-    """On by default with tensor parallelism; MoE layers need it there."""
-    if layout.sequence_parallel is None:
-        return layout.tensor_parallel_size > 1
-    return layout.sequence_parallel
+    return settings | {
+        "none": {}, "full": dict(recompute_granularity="full", recompute_method="uniform",
+                                 recompute_num_layers=1),
+        "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    }[layout.recompute]
 
 
 def _precision(layout: TrainerConfig) -> dict[str, Any]:
