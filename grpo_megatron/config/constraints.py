@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.objective import PRESETS, TOKEN_LEVEL
-from grpo_megatron.config.presets import preset_names
+from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.rules import Conditions, broken
 from grpo_megatron.config.run import RunConfig
@@ -37,6 +37,12 @@ def _unknown_preset(c: RunConfig) -> _Found:
     name, known = c.model.preset, preset_names()
     return None if name in (None, *known) else {"nearest": nearest(name, known),
                                                 "known": ", ".join(known)}
+
+
+def _made_up_and_read(c: RunConfig) -> bool:
+    name = c.model.preset
+    return (c.model.path is not None and name in preset_names()
+            and not load_preset(name).checkpoint)
 
 
 def _problem_counts(c: RunConfig) -> _Found:
@@ -71,8 +77,21 @@ def _unreplayed(c: RunConfig) -> list[_Found]:
     return [{"wants": key} for key, on in wants.items() if on and c.routing.replay == "none"]
 
 
+def _engines_without_gpus(c: RunConfig) -> _Found:
+    """Engines fill nodes one by one; one that is wider than a node takes whole nodes."""
+    placement, size = c.placement, c.rollout.tensor_parallel_size
+    free = placement.gpus_per_node
+    if placement.rollout_nodes == 0 and placement.mode == "separate":
+        free -= c.trainer.num_ranks // placement.trainer_nodes
+    nodes = placement.rollout_nodes or placement.trainer_nodes
+    room = nodes * (free // size) if size <= free else nodes * free // size if free > 0 else 0
+    if not placement.gpus_per_node or c.rollout.num_replicas <= room:
+        return None
+    return {"room": room, "nearest": [room] if room else []}
+
+
 _OF_RUN: Conditions = {
-    "model_source.both": lambda c: c.model.preset is not None and c.model.path is not None,
+    "model_source.both": _made_up_and_read,
     "model_source.neither": lambda c: c.model.preset is None and c.model.path is None,
     "model_preset": _unknown_preset,
     "problem_counts": _problem_counts,
@@ -92,6 +111,9 @@ _OF_RUN: Conditions = {
     "validation_prompts": lambda c: not c.data.num_validation and (
         c.cold_start or c.evaluation.interval),
     "min_lr": _min_lr,
+    "placement.trainer": lambda c: c.trainer.num_ranks % c.placement.trainer_nodes != 0,
+    "placement.trainer_gpus": lambda c: 0 < c.placement.num_trainer_gpus < c.trainer.num_ranks,
+    "placement.rollout_gpus": _engines_without_gpus,
 }
 
 

@@ -39,6 +39,17 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
         raise ConfigError(error.message, where=where, remedy=error.remedy) from None
 
 
+def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The family's `[megatron]` table with its references to fields replaced."""
+    settings = {}
+    for name, value in family.megatron.items():
+        negated, dollar, field = value.partition("$") if isinstance(value, str) else ("", "", "")
+        if dollar:
+            value = not fields[field] if negated else fields.get(field)
+        settings[name] = value
+    return settings
+
+
 def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The same fields under one name each.
 

@@ -45,11 +45,11 @@ class ModelFacts:
 def model_facts(model: ModelConfig) -> ModelFacts:
     """Facts of the configured model, of which every field must be known; ConfigError for an unknown
     preset, a path without `config.json`, or a model that the trainer does not compute."""
-    if model.preset is not None:
+    if model.path is not None:
+        hf, where = read_config(model.path), str(model.path / "config.json")
+    elif model.preset is not None:
         preset = load_preset(model.preset)
         hf, where = preset.hf, assets.display(preset.path)
-    elif model.path is not None:
-        hf, where = read_config(model.path), str(model.path / "config.json")
     else:
         raise ConfigError("neither model.preset nor model.path is set",
                           remedy="set one of them in [model]")

@@ -1,7 +1,5 @@
 """What costs passes of its own, measured on a few samples of every step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
