@@ -1,7 +1,5 @@
 """`[placement]`: which nodes train and which generate."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -20,7 +18,6 @@ class PlacementConfig(Strict):
     """Nodes that generate; 0: engines run on the trainer's nodes (separate: on the GPUs that the
     trainer leaves free)."""
     gpus_per_node: int = Field(0, ge=0)
-    """GPUs a node; 0: CPU."""
 
     @property
     def num_trainer_gpus(self) -> int:
