@@ -16,16 +16,11 @@ class ObjectivePreset(Strict):
 
     title: str
     source: str
-    evidence: Literal["S", "M", "E"]
-    """Strong (frontier use or several independent replications), moderate, emerging (one paper)."""
-    use: str
-    """When to choose it."""
-    values: dict[str, Any]
-    """Of `ObjectiveConfig`; everything else has its default."""
-    group_size: int | None = None
-    """The only group size for which it is defined."""
-    with_data: dict[str, Any] = {}
-    """Settings outside of `[objective]` that the paper combines it with (not applied)."""
+    evidence: Literal["S", "M", "E"]  # see algorithms/catalogue.md
+    use: str  # when to choose it
+    values: dict[str, Any]  # of ObjectiveConfig; everything else has its default
+    group_size: int | None = None  # the only one for which it is defined
+    with_data: dict[str, Any] = {}  # what the paper sets outside of [objective] (not applied)
 
 
 PRESETS = {name: ObjectivePreset(**table) for name, table in tomllib.loads(

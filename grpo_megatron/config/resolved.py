@@ -18,15 +18,11 @@ from grpo_megatron.files import write_atomically
 class ResolvedConfig(Strict):
     """A valid configuration and where each of its values comes from."""
 
-    format: Literal[1] = 1
-    """Of the file."""
-    version: str = Field(grpo_megatron.__version__, alias="grpo_megatron")
-    """Of the package that wrote it."""
-    recipe: str
-    """The recipe it was made from, as messages show it."""
+    format: Literal[1] = 1  # of the file
+    version: str = Field(grpo_megatron.__version__, alias="grpo_megatron")  # which wrote it
+    recipe: str  # it was made from, as messages show it
     config: RunConfig
-    provenance: dict[str, Origin]
-    """Origin of every leaf, by dotted key."""
+    provenance: dict[str, Origin]  # of every leaf, by dotted key
 
     @property
     def run_path(self) -> Path:
