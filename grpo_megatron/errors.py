@@ -7,13 +7,7 @@ from functools import partial
 
 
 class GrpoMegatronError(Exception):
-    """Root of all errors that a user can act on.
-
-    Args:
-        message: What is wrong, with the offending value.
-        where: File, line, flag or process that the message is about.
-        remedy: What to do about it.
-    """
+    """Root of all errors that a user can act on. `where` is a file, line, flag or process."""
 
     exit_code = 1
 

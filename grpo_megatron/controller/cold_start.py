@@ -9,10 +9,8 @@ from grpo_megatron.errors import TrainerError
 
 
 async def cold_start(session: Session) -> float:
-    """Train on prompt + answer until greedy validation accuracy reaches the target.
-
-    Returns:
-        That accuracy; its weights are published as version 0.
+    """Train on prompt + answer until greedy validation accuracy reaches the target; returns it.
+    The weights are published as version 0.
 
     Raises:
         TrainerError: `cold_start.max_steps` were not enough.

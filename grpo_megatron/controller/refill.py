@@ -21,7 +21,7 @@ async def fill_batch(settings: SamplingConfig, target: int, acceptance: float,
     Args:
         acceptance: Expected fraction of kept groups; replaced by what this step observes.
         carried: Surplus of the step before.
-        draw: (number, ids that the step has already) -> prompts; ids None: exactly so many.
+        draw: `PromptSampler.draw`.
 
     Returns:
         Kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds.

@@ -21,9 +21,6 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
 
     A prompt that leaves no room for its domain's `max_new_tokens` within `rollout.max_model_len` is
     dropped with a warning, before the split.
-
-    Raises:
-        DataError: See the sources, templates, tokenizer and splits.
     """
     longest = config.rollout.max_model_len
     prompts = (prompt for domain in config.domains for prompt in _fitting(
@@ -44,11 +41,7 @@ def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
 
 
 def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:
-    """The prompts of one domain in the source's order. Ids are stable: domain + text hash.
-
-    Raises:
-        DataError: See the sources, templates and tokenizer.
-    """
+    """The prompts of one domain in the source's order. Ids are stable: domain + text hash."""
     where = f"[[domains]] {domain.name}"
     template = PromptTemplate(domain.template, where=where)
     problems = load_problems(domain, seed)

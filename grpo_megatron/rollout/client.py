@@ -21,13 +21,8 @@ class EngineUnreachable(EngineError):
 
 
 class EngineClient:
-    """One replica. Use within one event loop; `close` when done (or `async with`).
-
-    Args:
-        base_url: For example `http://127.0.0.1:8000`.
-        name: How errors call it.
-        request_timeout_s, control_timeout_s: Limits of one generation and one control request.
-    """
+    """One replica, which errors call `name`. Use within one event loop; `close` when done (or
+    `async with`). The limits are of one generation and of one control request."""
 
     def __init__(self, base_url: str, *, name: str | None = None, request_timeout_s: float = 600.0,
                  control_timeout_s: float = 600.0):

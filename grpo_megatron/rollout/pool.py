@@ -25,13 +25,8 @@ class Replica:
 
 
 class ReplicaPool:
-    """Replicas with health, and retries on another one.
-
-    Args:
-        clients: Of all replicas.
-        max_attempts: Times a request is tried.
-        on_death: Called once with a replica that was found dead.
-    """
+    """Replicas with health, and retries on another one, `max_attempts` in all. `on_death` is
+    called once with a replica that was found dead."""
 
     def __init__(self, clients: Sequence[EngineClient], *, max_attempts: int = 3,
                  on_death: Callable[[Replica], None] = lambda replica: None):
@@ -55,14 +50,8 @@ class ReplicaPool:
 
     async def call(self, request: Callable[[Replica], Awaitable[Result]], *,
                    first: Replica | None = None) -> tuple[Result, Replica]:
-        """Make a request, on another live replica when one does not answer.
-
-        Args:
-            request: May run several times, so it must not depend on having run before.
-            first: Where to try first; any when it is dead.
-
-        Returns:
-            What `request` returned and the replica that served it.
+        """Make a request, first of `first`, on another live replica when one does not answer;
+        `request` may run several times. Returns what it returned and the replica that served it.
 
         Raises:
             EngineError: It was refused, failed `max_attempts` times, or no replica is alive.

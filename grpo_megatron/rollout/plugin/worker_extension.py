@@ -29,12 +29,8 @@ class WorkerExtension:
         """Fault injection for tests: load other values than those received.
 
         Models an error in what follows the transfer (name mapping, sharding, repacking), which
-        digests of the wire cannot see and the canary must.
-
-        Args:
-            name_contains: Which tensors.
-            noise: Standard deviation of what is added; 0: negate the first element only.
-            seed: Of the noise.
+        digests of the wire cannot see and the canary must. Tensors by name get noise of this
+        standard deviation; 0: their first element is negated.
         """
         self.weight_transfer_engine.before_load = noise_on(name_contains, noise, seed)
 
