@@ -1,7 +1,6 @@
 """A short supervised start: the policy must be right sometimes before rewards can teach it."""
 
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import record_supervised
 from grpo_megatron.controller.session import Session
 from grpo_megatron.data.sampler import PromptSampler
@@ -43,7 +42,7 @@ async def cold_start(session: Session) -> float:
         with session.phase("publish"):
             await session.publisher.publish(0)
         with session.phase("rollout"):
-            accuracy = await greedy_accuracy(session, session.splits.validation)
+            accuracy = await session.greedy_accuracy(session.splits.validation)
         show("message", text=f"cold start: step {done}, nll {report['metrics']['loss/nll']:.3f}, "
                              f"validation accuracy {accuracy:.3f}")
     await session.trainer.call("reset_optimizer", cold_start=False)

@@ -18,7 +18,6 @@ from typing import Any
 from grpo_megatron.checkpoints.retention import complete_steps, prune
 from grpo_megatron.controller.alarms import Alarms
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import prune_store, record_step
 from grpo_megatron.controller.selection import not_older
 from grpo_megatron.controller.session import Session
@@ -166,8 +165,8 @@ class RLLoop:
                 show("message", text=f"step {step}: {text}")
         interval = self.config.evaluation.interval
         if interval and (step + 1) % interval == 0:
-            metrics["evaluation/accuracy"] = await greedy_accuracy(
-                self.session, self.session.splits.validation)
+            metrics["evaluation/accuracy"] = await self.session.greedy_accuracy(
+                self.session.splits.validation)
         record = self.metrics.write(step, metrics)
         self.metrics.write_normalisers(report.get("normalisers", {}))
         self.mirrors.log(record)

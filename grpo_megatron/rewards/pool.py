@@ -124,10 +124,10 @@ class RewardPool:
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
                  timeout_s: float = 5.0, concurrency: int = 16, log_path: Path | None = None):
-        self._components = [c for domain in domains for c in components_of(domain)]
+        self.components = [c for domain in domains for c in components_of(domain)]
         self._clips = {domain.name: domain.reward_clip for domain in domains}
         self._timeout_s = timeout_s
-        functions = [(c.reward.reference, c.reward.arguments) for c in self._components]
+        functions = [(c.reward.reference, c.reward.arguments) for c in self.components]
         self._workers = [RewardProcess(functions, log_path, timeout_s=timeout_s,
                                        concurrency=concurrency) for _ in range(num_workers)]
         self._idle: asyncio.Queue[RewardProcess] = asyncio.Queue()
@@ -135,22 +135,11 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        """Start every process now rather than at the first call."""
+        await asyncio.gather(*(worker.start() for worker in self._workers))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def start(self) -> None:
-        """Start every process now rather than at the first call.
-
-        Raises:
-            RewardError: A process cannot import the rewards.
-        """
-        await asyncio.gather(*(worker.start() for worker in self._workers))
-
-    async def close(self) -> None:
-        """End every process (idempotent)."""
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     async def score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
@@ -176,7 +165,7 @@ class RewardPool:
                             self._run(tasks, calls, mine[start:start + size], outcomes))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        for index, component in enumerate(self._components):
+        for index, component in enumerate(self.components):
             component.check([outcome.failure for call, outcome in zip(calls, outcomes, strict=True)
                              if call[0] == index])
         left = iter(outcomes)
@@ -187,15 +176,10 @@ class RewardPool:
         restarts = sum(max(worker.num_starts - 1, 0) for worker in self._workers)
         return {"reward/pool/restarts": float(restarts),
                 **{f"reward/{c.domain}.{c.name}/{cause}": float(c.failures[cause])
-                   for c in self._components for cause in ("raised", "timed_out", "died")}}
-
-    @property
-    def tracebacks(self) -> Mapping[str, str]:
-        """First traceback by `<domain>.<component>` of the functions that raised."""
-        return {f"{c.domain}.{c.name}": c.trace for c in self._components if c.trace}
+                   for c in self.components for cause in ("raised", "timed_out", "died")}}
 
     def _of_domain(self, domain: str) -> list[int]:
-        return [i for i, c in enumerate(self._components) if c.domain == domain]
+        return [i for i, c in enumerate(self.components) if c.domain == domain]
 
     def _calls(self, group: RolloutGroup) -> list[Call]:
         """One completion after the other, each with every component of the domain."""
@@ -208,11 +192,11 @@ class RewardPool:
         shared = {"prompt": prompt.text, "metadata": dict(prompt.metadata)}
         return [(index, completion.text, prompt.answer,
                  {name: shared[name] if name in shared else _OF_COMPLETION[name](completion)
-                  for name in self._components[index].reward.context})
+                  for name in self.components[index].reward.context})
                 for completion in group.completions for index in functions]
 
     def _is_async(self, call: Call) -> bool:
-        return self._components[call[0]].reward.is_async
+        return self.components[call[0]].reward.is_async
 
     async def _run(self, tasks: asyncio.TaskGroup, calls: Sequence[Call], chunk: Sequence[int],
                    outcomes: list[Outcome]) -> None:
@@ -230,14 +214,14 @@ class RewardPool:
             found[len(found)] = Outcome(failure)
         for place, outcome in found.items():
             outcomes[chunk[place]] = outcome
-            self._components[calls[chunk[place]][0]].count(outcome)
+            self.components[calls[chunk[place]][0]].count(outcome)
         left = [i for place, i in enumerate(chunk) if place not in found]
         for part in ([i] for i in left) if is_async else [left] if left else ():
             tasks.create_task(self._run(tasks, calls, part, outcomes))
 
     def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
         """Takes the outcomes of the group's calls."""
-        components = [self._components[i] for i in self._of_domain(group.prompt.domain)]
+        components = [self.components[i] for i in self._of_domain(group.prompt.domain)]
         rows = [list(islice(outcomes, len(components))) for _ in group.completions]
         table = np.asarray([[outcome.value for outcome in row] for row in rows],
                            np.float64).reshape(len(rows), len(components))
