@@ -23,6 +23,7 @@ from grpo_megatron.controller.selection import not_older
 from grpo_megatron.controller.session import Session
 from grpo_megatron.controller.state import RunState
 from grpo_megatron.controller.step_groups import GroupSource
+from grpo_megatron.controller.step_metrics import by_domain, staleness
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.routing.shape import recorded_shape
@@ -119,7 +120,8 @@ class RLLoop:
         stale = version < step or len(not_older(chosen.groups, step)) < len(chosen.groups)
         manifest = {"kind": "rl", "step": step, "version": version, "stale": stale,
                     "sampler": self.sampler.state_dict(),  # after the step's draws
-                    "metrics": chosen.metrics,
+                    "metrics": chosen.metrics | by_domain(
+                        lambda part: staleness(part, step), chosen.groups),
                     "extremes": [asdict(sample) for sample in (*best, *worst)]}
         written_from = time.perf_counter()
         await asyncio.to_thread(

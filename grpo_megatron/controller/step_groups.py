@@ -12,12 +12,7 @@ from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.selection import Selection, not_older
 from grpo_megatron.controller.session import Session
-from grpo_megatron.controller.step_metrics import (
-    by_domain,
-    group_metrics,
-    rollout_metrics,
-    staleness,
-)
+from grpo_megatron.controller.step_metrics import by_domain, group_metrics, rollout_metrics
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.types import Prompt, ScoredGroup
 
@@ -88,7 +83,6 @@ class GroupSource:
                 if name.startswith("sampling/")}
         if sampled:
             sampler.acceptance = metrics["sampling/acceptance_rate"]
-        metrics |= by_domain(lambda part: staleness(part, step), groups)
         return StepGroups(groups, {name: float(value) for name, value in metrics.items()},
                           rollout_s)
 

@@ -39,11 +39,15 @@ def noise_on(name_contains: str, noise: float, seed: int) -> Callable[[NamedTens
     """Changes tensors by name before they are loaded."""
     generator = torch.Generator().manual_seed(seed)
 
-    def change(tensors: NamedTensors) -> NamedTensors:
-        return [(name, _changed(tensor, noise, generator) if name_contains in name else tensor)
-                for name, tensor in tensors]
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        if noise:
+            return tensor + noise * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        negated = tensor.clone()
+        negated.view(-1)[0].neg_()
+        return negated
 
-    return change
+    return lambda tensors: [(name, changed(tensor) if name_contains in name else tensor)
+                            for name, tensor in tensors]
 
 
 def noise_of_environment() -> Callable[[NamedTensors], NamedTensors] | None:
@@ -54,11 +58,3 @@ def noise_of_environment() -> Callable[[NamedTensors], NamedTensors] | None:
         return None
     name, _, noise = wanted.rpartition(":")
     return noise_on(name, float(noise), 0)
-
-
-def _changed(tensor: torch.Tensor, noise: float, generator: torch.Generator) -> torch.Tensor:
-    changed = tensor.clone()
-    if noise:
-        return changed + noise * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-    changed.view(-1)[0].neg_()
-    return changed
