@@ -30,8 +30,8 @@ async def cold_start(session: Session) -> float:
         batches = []
         # accuracy climbs steeply once it starts to: look often there, so that every seed
         # starts RL at about the same height
-        near = accuracy >= settings.target_accuracy / 4
-        for _ in range(max(settings.steps_per_evaluation // (10 if near else 1), 1)):
+        often = 10 if accuracy >= settings.target_accuracy / 4 else 1
+        for _ in range(max(settings.steps_per_evaluation // often, 1)):
             prompts = sampler.draw(settings.batch_size)
             batches.append([(p, [*session.tokenizer.encode(p.answer), eos]) for p in prompts])
         with session.phase("train"):

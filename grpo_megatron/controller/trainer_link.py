@@ -37,8 +37,7 @@ class TrainerLink:
         """Run a command on all ranks.
 
         Raises:
-            GrpoMegatronError: of the class that rank 0 reported.
-            TrainerError: the trainer has gone or does not answer.
+            GrpoMegatronError: of the class that rank 0 reported; a TrainerError when it has gone.
         """
         async with self._lock:
             reader, writer = await self._connected

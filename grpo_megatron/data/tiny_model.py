@@ -38,9 +38,6 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
 
     config.json is `[hf]` as it stands, not what transformers would make of it, so that export
     can copy it byte for byte.
-
-    Raises:
-        DataError: The preset describes no tokenizer that can be made.
     """
     if preset.checkpoint:
         raise DataError(f"{preset.name} is a released checkpoint, not a model to start at random",
@@ -67,9 +64,6 @@ def init_weights(directory: Path, seed: int) -> None:
 
     The weights depend on config.json and `seed` only; the caller's random state is kept. Files
     appear under their final names once complete.
-
-    Raises:
-        DataError: transformers refuses the configuration.
     """
     # Imported here: torch takes seconds, and most users of this package never need it.
     import torch

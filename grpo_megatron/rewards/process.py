@@ -26,8 +26,6 @@ class RewardProcess:
 
     Args:
         functions: (reference, arguments) each; calls name them by index.
-        log_path: What rewards print is appended here; None: the parent's standard error.
-        timeout_s, concurrency: Hard limit per call; coroutines that run at a time.
     """
 
     def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]], log_path: Path | None,
@@ -38,11 +36,7 @@ class RewardProcess:
         self.num_starts = 0
 
     async def start(self) -> None:
-        """Start the process, if it does not run, and wait until it has imported the functions.
-
-        Raises:
-            RewardError: It cannot import a function, or does not start.
-        """
+        """Start the process, if it does not run, and wait until it has imported the functions."""
         if self.process is not None and self.process.returncode is None:
             return
         self.num_starts += 1

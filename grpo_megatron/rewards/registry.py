@@ -89,12 +89,7 @@ def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
 
 
 def to_float(value: Any) -> float:
-    """A reward's return value as a finite float, or NaN for NaN and None ("cannot be scored").
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Infinite.
-    """
+    """A reward's return value as a finite float, or NaN for NaN and None ("cannot be scored")."""
     if value is None:
         return math.nan
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__")

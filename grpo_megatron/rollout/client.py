@@ -64,11 +64,7 @@ class EngineClient:
 
     async def wait_ready(self, timeout_s: float, is_alive: Callable[[], bool] = lambda: True
                          ) -> None:
-        """Wait until the server answers; `is_alive`: whether its process still runs.
-
-        Raises:
-            EngineError: The process ended, or the limit passed.
-        """
+        """Wait until the server answers; `is_alive`: whether its process still runs."""
         deadline = time.monotonic() + timeout_s
         while not await self.health():
             if not is_alive():
@@ -88,11 +84,7 @@ class EngineClient:
         return (await self.control("/weight_checker", {"action": "checksum"}))["checksums"]
 
     async def reset_prefix_cache(self) -> None:
-        """Drop cached keys and values.
-
-        Raises:
-            EngineError: Running requests still hold some.
-        """
+        """Drop cached keys and values, which running requests may not hold."""
         if not (await self.control("/reset_prefix_cache"))["success"]:
             raise EngineError(f"{self.name} could not drop its prefix cache: it is in use",
                               where=self.base_url)

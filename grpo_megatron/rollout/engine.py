@@ -14,16 +14,12 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
                   host: str = "127.0.0.1") -> tuple[list[str], dict[str, str]]:
-    """What to start for one replica.
+    """What to start for one replica: `argv`, and variables to add to the environment.
 
     Args:
-        model_path: Hugging Face checkpoint directory.
-        replica: Index of the replica; its unseeded requests have their own random numbers.
+        replica: Its index; its unseeded requests have their own random numbers.
         host: Address to bind. vLLM's control routes have no authentication, so anything but
             loopback must be in a network that only this job reaches.
-
-    Returns:
-        `argv`, and the environment variables to add to the parent's.
     """
     rollout, on_cpu, loopback = config.rollout, is_cpu_build(), host in _LOOPBACK
     values = {

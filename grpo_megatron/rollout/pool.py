@@ -38,11 +38,7 @@ class ReplicaPool:
         return [replica for replica in self.replicas if replica.is_alive]
 
     def pick(self, avoid: Replica | None = None) -> Replica:
-        """The live replica with the fewest requests, `avoid` only if there is no other.
-
-        Raises:
-            EngineError: None is alive; names the last to die and why.
-        """
+        """The live replica with the fewest requests, `avoid` only if there is no other."""
         choices = [r for r in self.alive if r is not avoid] or self.alive
         if not choices:
             raise self._all_dead()

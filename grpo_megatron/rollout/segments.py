@@ -30,7 +30,6 @@ async def complete(ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int,
     """`n` whole completions of a prompt.
 
     Args:
-        max_tokens: Longest completion.
         segment_tokens: Longest segment; None: only aborted ones are continued.
         seed: Of the first segment; those after it derive theirs from it and from their position,
             because an engine cannot enter a seed's random numbers midway.

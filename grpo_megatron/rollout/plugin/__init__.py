@@ -16,11 +16,7 @@ _CPU_FIXES = ("cpu_eager_layers", "cpu_moe_update", "cpu_routed_experts")
 
 @cache
 def register() -> None:
-    """Install everything, once per process.
-
-    Raises:
-        SetupError: This vLLM is not a version that the fixes were tested with.
-    """
+    """Install everything, once per process."""
     require_supported_vllm()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
@@ -32,11 +28,7 @@ def register() -> None:
 
 
 def require_supported_vllm() -> None:
-    """Refuse a vLLM whose internals were not looked at.
-
-    Raises:
-        SetupError: With the version found and the versions that work.
-    """
+    """Refuse a vLLM whose internals were not looked at."""
     from vllm.version import __version__
 
     if not __version__.startswith(TESTED):
