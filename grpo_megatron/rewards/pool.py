@@ -172,7 +172,7 @@ class RewardPool:
         return [self._scored(group, left) for group in groups]
 
     def metrics(self) -> dict[str, float]:
-        """Failures since the start, `reward/<domain>.<component>/<cause>`, and restarts."""
+        """Failures since the pool's start, `reward/<domain>.<component>/<cause>`, and restarts."""
         restarts = sum(max(worker.num_starts - 1, 0) for worker in self._workers)
         return {"reward/pool/restarts": float(restarts),
                 **{f"reward/{c.domain}.{c.name}/{cause}": float(c.failures[cause])

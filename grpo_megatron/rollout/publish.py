@@ -5,12 +5,12 @@
 Whatever goes wrong, engines stay paused: none may sample from weights that nobody vouches for.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.weights.transfer_plan import TransferPlan
 
 _SETTLE_S = 2.0
@@ -126,19 +126,6 @@ class WeightPublisher:
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Results in order. The first failure is raised; what else fails soon after is noted on it.
-
-    One end of a transfer that dies makes the other end fail too, so the second error often tells
-    what the first one means.
-    """
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException as error:
-        await asyncio.wait(tasks, timeout=_SETTLE_S)
-        for task in tasks:
-            task.cancel()
-        for other in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(other, Exception) and other is not error:
-                error.add_note(f"then: {other}")
-        raise
+    """One end of a transfer that dies makes the other end fail too, so the second error often
+    tells what the first one means."""
+    return await finish_or_cancel(calls, _SETTLE_S)
