@@ -1,7 +1,5 @@
 """Tensors of a Hugging Face checkpoint, memory-mapped; block-fp8 ones are dequantised as read."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

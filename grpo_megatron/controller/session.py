@@ -81,7 +81,7 @@ async def open_session(config: RunConfig, run_dir: RunDir,
     """Wait for engines and trainer; close everything at the end."""
     async with contextlib.AsyncExitStack() as stack:
         trainer = TrainerLink(config.trainer.command_timeout_s)
-        if config.model.preset and not (run_dir.model / "model.safetensors").exists():
+        if config.model.path is None and not (run_dir.model / "model.safetensors").exists():
             init_weights(run_dir.model, config.seed)
         await trainer.listen(run_dir.endpoints / "controller.json")
         stack.push_async_callback(trainer.close)

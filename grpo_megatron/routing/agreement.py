@@ -3,8 +3,6 @@
 Shape legend: n tokens, K experts per token, E experts, L MoE layers of the whole model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,11 +1,9 @@
 """What a route is: the experts that one token was sent to, in every MoE layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -48,7 +46,7 @@ class RouteShape:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> RouteShape:
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
         return cls(**{**document, "layers": tuple(document["layers"])})
 
     def __str__(self) -> str:

@@ -1,11 +1,10 @@
 """Process groups of this rank."""
 
-from __future__ import annotations
-
 import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Self
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -13,7 +12,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.trainer.platform import BACKEND, bind_device
-from grpo_megatron.weights.shards import ModelGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class RankInfo:
     world_size: int
 
     @classmethod
-    def from_environment(cls) -> RankInfo:
+    def from_environment(cls) -> Self:
         env = os.environ
         rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
         return cls(rank, int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", rank))),
@@ -73,13 +71,3 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def model_groups() -> ModelGroups:
-    """The groups that hold the parts of one copy of the model."""
-    return ModelGroups(
-        tensor=parallel_state.get_tensor_model_parallel_group(),
-        expert=parallel_state.get_expert_model_parallel_group(),
-        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
-        pipeline=parallel_state.get_pipeline_model_parallel_group(),
-    )

@@ -1,7 +1,5 @@
 """Log-probs of a recorded step under several routings, for the mismatch report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.routing.agreement import agreement
 from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy
-from grpo_megatron.trainer.rl_update import gather_tokens, sample_batch
+from grpo_megatron.trainer.rollouts import gather_tokens, sample_batch
 from grpo_megatron.trainer.route_source import RouteSource
 from grpo_megatron.trainer.router_replay import Routes, RoutingPass
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare
@@ -44,8 +42,7 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
 
     def gathered(routing: RoutingPass | None) -> np.ndarray:
         passes = logprob_pass(policy, batch, routing)
-        return gather_tokens(rollouts, [(m, out[0]) for m, out in zip(
-            batch.microbatches, passes, strict=True)]).double().numpy()
+        return gather_tokens(rollouts, [batch], [[out[0] for out in passes]]).double().numpy()
 
     columns = {"live": gathered(run), "rollout": np.concatenate(
         [table.completion(row)[1] for row in range(len(table))]).astype(np.float64)}

@@ -5,8 +5,6 @@ it Megatron raises there, or (where said) silently does something else. Must run
 `megatron` is imported for the first time.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

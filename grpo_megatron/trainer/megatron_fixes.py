@@ -4,8 +4,6 @@ Each names the defect's file and line. `tests/trainer/test_megatron_fixes.py` fa
 that an upgrade made obsolete.
 """
 
-from __future__ import annotations
-
 import queue
 import warnings
 

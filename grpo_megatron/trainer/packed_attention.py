@@ -5,8 +5,6 @@ similar length share a call, padded at the end: causal attention never looks at 
 so the padding changes no real token, and its outputs are dropped.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ gathered once per micro-batch. The rotation's gradient is the rotation back (tim
 nothing but cosines and sines is kept.
 """
 
-from __future__ import annotations
-
 import torch
 
 

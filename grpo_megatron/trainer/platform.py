@@ -4,8 +4,6 @@ Importing it installs the CPU platform (`megatron_cpu`) where CUDA is absent and
 Megatron-Core defects (`megatron_fixes`) everywhere.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

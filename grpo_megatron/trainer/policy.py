@@ -1,8 +1,7 @@
 """The policy on this rank: model chunks, gradient buffers, optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.trainer.megatron_fixes import mark_expert_parameters
@@ -24,8 +24,10 @@ from grpo_megatron.trainer.model_config import transformer_config
 from grpo_megatron.trainer.platform import HAS_CUDA
 from grpo_megatron.trainer.policy_model import PolicyModel, build_chunk
 from grpo_megatron.trainer.router_replay import RouteReplay
-from grpo_megatron.weights.layout import AttentionShape
-from grpo_megatron.weights.shards import unwrap
+from grpo_megatron.trainer.shards import local_shards
+from grpo_megatron.weights.gather import ShardedModel
+from grpo_megatron.weights.parameters import TensorMap
+from grpo_megatron.weights.rules import rules_for
 
 
 @dataclass
@@ -40,15 +42,13 @@ class Policy:
 
     @property
     def models(self) -> list[PolicyModel]:
-        return [unwrap(chunk) for chunk in self.chunks]
+        return unwrap_model(list(self.chunks))
 
-    @property
-    def num_experts(self) -> int:
-        return self.config.num_moe_experts or 0
-
-    @property
-    def attention_shape(self) -> AttentionShape:
-        return attention_shape(self.config)
+    @cached_property
+    def sharded(self) -> ShardedModel:
+        """All weights, under global names."""
+        return ShardedModel(tensor_map(self.hf, self.config), list(
+            local_shards(self.chunks, self.config.num_moe_experts or 0)))
 
     def set_temperature(self, temperature: float) -> None:
         for model in self.models:
@@ -76,8 +76,10 @@ class Policy:
             group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
-def attention_shape(config: TransformerConfig) -> AttentionShape:
-    return AttentionShape(config.num_attention_heads, config.num_query_groups, config.kv_channels)
+def tensor_map(hf: dict[str, Any], config: TransformerConfig) -> TensorMap:
+    return TensorMap(rules_for(hf["model_type"]), config.num_attention_heads,
+                     config.num_query_groups, config.kv_channels, hf["vocab_size"],
+                     hf.get("tie_word_embeddings", False))
 
 
 def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: OptimizerConfig,
@@ -97,7 +99,9 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
     chunks = []
     for index, model in enumerate(build_models(config, hf, layout)):
         if router_policy == "freeze_weights":
-            _freeze_routers(model)
+            for module in model.modules():
+                if isinstance(module, TopKRouter):
+                    module.requires_grad_(False)
         wrapped = Float16Module(config, model) if config.bf16 else model
         chunks.append(DistributedDataParallel(config, ddp_config, wrapped,
                                               disable_bucketing=index > 0))
@@ -113,22 +117,14 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
         chunks)
     config.grad_scale_func = megatron_optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
+    many = len(chunks) > 1
     if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = _one_or_list([c.no_sync for c in chunks])
+        config.no_sync_func = [c.no_sync for c in chunks] if many else chunks[0].no_sync
     if ddp_config.overlap_param_gather:
-        config.param_sync_func = _one_or_list([c.start_param_sync for c in chunks])
+        syncs = [c.start_param_sync for c in chunks]
+        config.param_sync_func = syncs if many else syncs[0]
     return Policy(hf, config, chunks, megatron_optimizer,
-                  RouteReplay([unwrap(chunk) for chunk in chunks], config))
-
-
-def _freeze_routers(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.requires_grad_(False)
-
-
-def _one_or_list(items: list):
-    return items if len(items) > 1 else items[0]
+                  RouteReplay(unwrap_model(chunks), config))
 
 
 def build_models(config: TransformerConfig, hf: dict[str, Any],

@@ -1,7 +1,5 @@
 """GPTModel whose last stage answers with token log-probs instead of logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

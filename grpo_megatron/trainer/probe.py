@@ -1,7 +1,5 @@
 """Log-probs of a probe text by Megatron and by transformers, both in fp32."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -24,6 +22,7 @@ from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy, build_models
 from grpo_megatron.trainer.router_replay import RouteReplay
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass
+from grpo_megatron.weights.gather import all_gathered
 
 TOLERANCE = 1e-3
 """fp32 rounding is 1e-5 on small models and grows with depth; a wrong tensor is off by 0.1."""
@@ -51,18 +50,12 @@ def largest_difference(hf: dict[str, Any], hf_directory: Path, weights: Path,
     Args:
         weights: of Megatron; dtype: what the conversion rounded to.
     """
-    ids = [_probe_ids(hf, hf_directory, layout.tensor_parallel_size)
-           if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(ids)
-    expected = _by_transformers(hf_directory, ids[0], dtype) if dist.get_rank() == 0 else None
-    dist.barrier()
-    found = _by_megatron(hf, weights, layout, ids[0], dtype)
-    world: list = [None] * dist.get_world_size()
-    dist.all_gather_object(world, found)
-    worst = [float((next(f for f in world if f is not None) - expected).abs().max())
-             if expected is not None else 0.0]
-    dist.broadcast_object_list(worst)
-    return worst[0]
+    ids = _probe_ids(hf, hf_directory, layout.tensor_parallel_size)
+    expected = [_by_transformers(hf_directory, ids, dtype) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(expected)
+    found = _by_megatron(hf, weights, layout, ids, dtype)
+    found = next(part for part in all_gathered(found) if part is not None)
+    return float((found - expected[0]).abs().max())
 
 
 def _probe_ids(hf: dict[str, Any], directory: Path, multiple_of: int) -> list[int]:

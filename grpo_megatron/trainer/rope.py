@@ -4,8 +4,6 @@ Megatron-Core 0.16.1 knows Llama 3's scaling with one set of constants only, and
 latent attention only through attributes that its configuration does not have.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Block-quantised fp8 checkpoints (DeepSeek-V3, Kimi-K2): one scale per 128 x 128 block."""
 
-from __future__ import annotations
-
 import torch
 
 BLOCK = 128

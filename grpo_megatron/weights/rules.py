@@ -4,8 +4,6 @@ Names are *global* (layer and expert numbers of the whole model). How a paramete
 ranks is not in the table: it is read from the parameter itself (`weights.shards`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
