@@ -7,13 +7,9 @@ from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import TrainerError
 
 
-async def cold_start(session: Session) -> float:
-    """Train on prompt + answer until greedy validation accuracy reaches the target; returns it.
-    The weights are published as version 0.
-
-    Raises:
-        TrainerError: `cold_start.max_steps` were not enough.
-    """
+async def cold_start(session: Session) -> None:
+    """Train on prompt + answer until greedy validation accuracy reaches the target, within
+    `cold_start.max_steps`. The weights are published as version 0."""
     config, settings = session.config, session.config.cold_start
     weights = {domain.name: domain.weight for domain in config.domains}
     sampler = PromptSampler(session.splits.train, weights, config.seed + 1)
@@ -48,4 +44,3 @@ async def cold_start(session: Session) -> float:
     await session.trainer.call("reset_optimizer", cold_start=False)
     session.event("cold_start_done", steps=done, accuracy=accuracy)
     session.take_seconds()
-    return accuracy

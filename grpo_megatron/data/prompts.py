@@ -33,11 +33,8 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
 
 
 def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
-    """The problems of one domain in the source's order, maybe with duplicates; `seed` is for
-    procedural sources."""
-    if domain.source == "reasoning_gym":
-        return load_reasoning_gym(domain, seed)
-    return load_file(domain)
+    """The problems of one domain in the source's order; `seed` is for procedural sources."""
+    return load_file(domain) if domain.source == "file" else load_reasoning_gym(domain, seed)
 
 
 def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:

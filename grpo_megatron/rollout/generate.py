@@ -1,5 +1,4 @@
-"""`/inference/v1/generate`: what is asked, and the answer, decoded and checked: never silently
-wrong.
+"""`/inference/v1/generate`: what is asked, and the answer, decoded and checked.
 
 The JSON is decoded straight into typed records (fields that are not listed cost no object), then
 into one array per column.

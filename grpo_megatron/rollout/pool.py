@@ -1,5 +1,6 @@
 """The replicas of a run: which are alive, and where a failed request goes next."""
 
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -53,7 +54,7 @@ class ReplicaPool:
             EngineError: It was refused, failed `max_attempts` times, or no replica is alive.
         """
         replica = first if first is not None and first.is_alive else self.pick()
-        for attempt in range(1, self._max_attempts + 1):
+        for attempt in itertools.count(1):
             replica.in_flight += 1
             try:
                 return await request(replica), replica
@@ -67,7 +68,6 @@ class ReplicaPool:
             finally:
                 replica.in_flight -= 1
             replica = self.pick(avoid=replica)
-        raise AssertionError("unreachable")
 
     async def examine(self, replica: Replica, error: EngineError) -> None:
         """Mark a replica dead unless it still says that it is healthy."""

@@ -6,8 +6,8 @@ and sample, whoever sampled them and whenever.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
@@ -16,8 +16,7 @@ from grpo_megatron.rollout.segments import complete, finish_or_cancel
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """`n` samples of prompt `prompt`, from sample `first` on."""
 
     prompt: int
