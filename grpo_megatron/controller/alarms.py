@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Mapping
 
+import numpy as np
+
 WINDOW_STEPS = 5
 NUM_WINDOWS = 3
 
@@ -42,8 +44,5 @@ class LazyDisplacement:
         self._steps.append((gain, norm))
         if len(self._steps) < WINDOW_STEPS * NUM_WINDOWS:
             return False
-        steps = list(self._steps)
-        windows = [steps[i:i + WINDOW_STEPS] for i in range(0, len(steps), WINDOW_STEPS)]
-        gains = [sum(gain for gain, _ in window) for window in windows]
-        norms = [sum(norm for _, norm in window) for window in windows]
-        return max(gains) < 0 and norms == sorted(norms) and norms[0] < norms[-1]
+        gains, norms = np.array(self._steps).reshape(NUM_WINDOWS, WINDOW_STEPS, 2).mean(1).T
+        return bool((gains < 0).all() and (np.diff(norms) >= 0).all() and norms[0] < norms[-1])

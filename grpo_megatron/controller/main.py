@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -24,19 +23,13 @@ def main(run_path: str, engine_urls: list[str]) -> int:
     run_dir = RunDir(Path(run_path))
     try:
         config = read_resolved(run_dir.config).config
-        finished = asyncio.run(run(config, run_dir, engine_urls, _stop_on_sigterm))
+        finished = asyncio.run(run(config, run_dir, engine_urls))
     except Exception as error:
         traceback.print_exc()
         known = isinstance(error, GrpoMegatronError)
         show("failure", text=str(error) if known else f"{type(error).__name__}: {error}")
         return error.exit_code if known else 1
     return 0 if finished else INTERRUPTED_EXIT_CODE
-
-
-def _stop_on_sigterm(stopping: asyncio.Event) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
 
 
 if __name__ == "__main__":

@@ -44,12 +44,7 @@ class Publisher:
         self._plan: TransferPlan | None = None
 
     async def publish(self, version: int) -> None:
-        """Bring `version` into all live engines.
-
-        Raises:
-            MismatchError: an engine does not hold what the trainer sent.
-            EngineError: no engine is left.
-        """
+        """Bring `version` into all live engines; raises an EngineError when none is left."""
         while True:
             try:
                 await self._publish(version)
@@ -93,11 +88,8 @@ class Publisher:
             raise error
 
     async def check_canary(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Let every live engine answer `prompts` and the trainer recompute the log-probs.
-
-        Raises:
-            MismatchError: they are further apart than `publish.canary_tolerance`.
-        """
+        """Let every live engine answer `prompts` and the trainer recompute the log-probs, which
+        may be no further apart than `publish.canary_tolerance`."""
         started, tolerance = time.perf_counter(), canary_tolerance(self.config)
         worst = {"abs_max": 0.0, "abs_mean": 0.0}
         for replica in self.engines.alive:

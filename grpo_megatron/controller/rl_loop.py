@@ -18,12 +18,12 @@ from typing import Any
 from grpo_megatron.checkpoints.retention import complete_steps, prune
 from grpo_megatron.controller.alarms import Alarms
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import prune_store, record_step
 from grpo_megatron.controller.selection import not_older
 from grpo_megatron.controller.session import Session
 from grpo_megatron.controller.state import RunState
 from grpo_megatron.controller.step_groups import GroupSource
+from grpo_megatron.controller.step_metrics import by_domain, staleness
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.routing.shape import recorded_shape
@@ -120,7 +120,8 @@ class RLLoop:
         stale = version < step or len(not_older(chosen.groups, step)) < len(chosen.groups)
         manifest = {"kind": "rl", "step": step, "version": version, "stale": stale,
                     "sampler": self.sampler.state_dict(),  # after the step's draws
-                    "metrics": chosen.metrics,
+                    "metrics": chosen.metrics | by_domain(
+                        lambda part: staleness(part, step), chosen.groups),
                     "extremes": [asdict(sample) for sample in (*best, *worst)]}
         written_from = time.perf_counter()
         await asyncio.to_thread(
@@ -148,6 +149,7 @@ class RLLoop:
         seconds = recorded.seconds | self.session.take_seconds()
         self.phase_seconds.update(seconds)
         metrics = {**manifest["metrics"], **recorded.canary, **report["metrics"],
+                   **self.session.rewards.metrics(),
                    "policy/version": float(manifest["version"]),
                    "policy/staleness": float(step - manifest["version"]),
                    **{f"time/{name}_s": value for name, value in seconds.items()},
@@ -166,8 +168,8 @@ class RLLoop:
                 show("message", text=f"step {step}: {text}")
         interval = self.config.evaluation.interval
         if interval and (step + 1) % interval == 0:
-            metrics["evaluation/accuracy"] = await greedy_accuracy(
-                self.session, self.session.splits.validation)
+            metrics["evaluation/accuracy"] = await self.session.greedy_accuracy(
+                self.session.splits.validation)
         record = self.metrics.write(step, metrics)
         self.metrics.write_normalisers(report.get("normalisers", {}))
         self.mirrors.log(record)

@@ -1,22 +1,18 @@
 """The groups of one RL step: drawn, sampled, scored, selected and counted."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_megatron.config.sampling import SamplingConfig
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.refill import fill_batch
 from grpo_megatron.controller.selection import Selection, not_older
 from grpo_megatron.controller.session import Session
-from grpo_megatron.controller.step_metrics import (
-    by_domain,
-    group_metrics,
-    rollout_metrics,
-    staleness,
-)
+from grpo_megatron.controller.step_metrics import by_domain, group_metrics, rollout_metrics
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.types import Prompt, ScoredGroup
 
@@ -87,6 +83,43 @@ class GroupSource:
                 if name.startswith("sampling/")}
         if sampled:
             sampler.acceptance = metrics["sampling/acceptance_rate"]
-        metrics |= by_domain(lambda part: staleness(part, step), groups)
         return StepGroups(groups, {name: float(value) for name, value in metrics.items()},
                           rollout_s)
+
+
+async def fill_batch(settings: SamplingConfig, target: int, acceptance: float,
+                     carried: Sequence[ScoredGroup],
+                     draw: Callable[[int, Collection[str] | None], Sequence[Prompt]],
+                     score: Callable[[Sequence[Prompt]], Awaitable[list[ScoredGroup]]],
+                     keeps: Callable[[ScoredGroup], bool],
+                     ) -> tuple[list[ScoredGroup], list[ScoredGroup], int]:
+    """Sample rounds of prompts until `target` groups are kept or the rounds run out (dynamic
+    sampling, DAPO, arXiv:2503.14476).
+
+    A round draws missing / acceptance prompts, within `max_oversampling`. Without
+    `settings.dynamic` there is one round of `target` prompts.
+
+    Args:
+        acceptance: Expected fraction of kept groups; replaced by what this step observes.
+        carried: Surplus of the step before.
+        draw: `PromptSampler.draw`.
+
+    Returns:
+        Kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds.
+    """
+    kept, sampled, num_rounds = list(carried), [], 0
+    used = {group.group.prompt.prompt_id for group in carried}
+    while len(kept) < target and num_rounds <= settings.max_refill_rounds * settings.dynamic:
+        missing = target - len(kept)
+        if sampled:
+            acceptance = (len(kept) - len(carried)) / len(sampled)
+        size = math.ceil(missing * min(settings.max_oversampling, 1 / max(acceptance, 1e-9)))
+        prompts = draw(size, used) if settings.dynamic else draw(missing, None)
+        if not prompts:  # the step has had every prompt
+            break
+        used |= {prompt.prompt_id for prompt in prompts}
+        groups = await score(prompts)
+        sampled += groups
+        kept += filter(keeps, groups)
+        num_rounds += 1
+    return kept, sampled, num_rounds

@@ -21,9 +21,6 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
 
     A prompt that leaves no room for its domain's `max_new_tokens` within `rollout.max_model_len` is
     dropped with a warning, before the split.
-
-    Raises:
-        DataError: See the sources, templates, tokenizer and splits.
     """
     longest = config.rollout.max_model_len
     prompts = (prompt for domain in config.domains for prompt in _fitting(
@@ -36,19 +33,12 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
 
 
 def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
-    """The problems of one domain in the source's order, maybe with duplicates; `seed` is for
-    procedural sources."""
-    if domain.source == "reasoning_gym":
-        return load_reasoning_gym(domain, seed)
-    return load_file(domain)
+    """The problems of one domain in the source's order; `seed` is for procedural sources."""
+    return load_file(domain) if domain.source == "file" else load_reasoning_gym(domain, seed)
 
 
 def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:
-    """The prompts of one domain in the source's order. Ids are stable: domain + text hash.
-
-    Raises:
-        DataError: See the sources, templates and tokenizer.
-    """
+    """The prompts of one domain in the source's order. Ids are stable: domain + text hash."""
     where = f"[[domains]] {domain.name}"
     template = PromptTemplate(domain.template, where=where)
     problems = load_problems(domain, seed)

@@ -14,9 +14,6 @@ def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
 
     `arguments.seed` wins over `seed`, so that a recipe can pin its problems. The question is
     also kept in the metadata because some of the library's scorers read it.
-
-    Raises:
-        DataError: Unknown data set or argument, or values that the data set refuses.
     """
     where = f"[[domains]] {domain.name}"
     dataset = _create(domain, seed, where)

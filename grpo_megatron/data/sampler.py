@@ -22,9 +22,7 @@ class PromptSampler:
     one. Within an epoch of a domain no prompt repeats; within a batch none does either.
 
     Args:
-        train: Training prompts by domain.
-        weights: Weight by domain, greater than 0.
-        seed: Seed of the shuffles.
+        train, weights: Prompts, and weight greater than 0, by domain.
         curriculum: Draw by success rate instead of epoch by epoch.
 
     Raises:
@@ -49,11 +47,8 @@ class PromptSampler:
                 ("prompts", f"{len(prompts)} prompts (fingerprint {_fingerprint(prompts)})"))}}
 
     def draw(self, n: int, exclude: Collection[str] | None = None) -> list[Prompt]:
-        """The next `n` distinct prompts.
-
-        Args:
-            exclude: Ids that this step has already. If given, a domain short of others gives
-                fewer prompts.
+        """The next `n` distinct prompts, none of the ids in `exclude`; if that is given, a domain
+        short of others gives fewer.
 
         Raises:
             DataError: Without `exclude`: a domain has fewer prompts than its part of the batch.

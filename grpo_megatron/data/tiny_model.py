@@ -3,7 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -38,9 +38,6 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
 
     config.json is `[hf]` as it stands, not what transformers would make of it, so that export
     can copy it byte for byte.
-
-    Raises:
-        DataError: The preset describes no tokenizer that can be made.
     """
     if preset.checkpoint:
         raise DataError(f"{preset.name} is a released checkpoint, not a model to start at random",
@@ -67,9 +64,6 @@ def init_weights(directory: Path, seed: int) -> None:
 
     The weights depend on config.json and `seed` only; the caller's random state is kept. Files
     appear under their final names once complete.
-
-    Raises:
-        DataError: transformers refuses the configuration.
     """
     # Imported here: torch takes seconds, and most users of this package never need it.
     import torch
@@ -81,7 +75,12 @@ def init_weights(directory: Path, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            _fill_padding_row(model)
+            embedding = model.get_input_embeddings()
+            # transformers zeroes the padding token's. A policy can sample that token, and the
+            # gradient of RMSNorm at zero is 1 / sqrt(eps): one such sample in a batch made the
+            # gradient norm 160 instead of 1.5.
+            if embedding.padding_idx is not None:
+                embedding.weight.data[embedding.padding_idx].normal_(0.0, config.initializer_range)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"transformers cannot build the model: {error}",
                         where=str(directory / "config.json")) from error
@@ -111,12 +110,3 @@ def _character_tokenizer(settings: CharacterTokenizerConfig) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
                                   for token in _SPECIAL.values()])
     return tokenizer
-
-
-def _fill_padding_row(model: Any) -> None:
-    """transformers zeroes the embedding of the padding token. A policy can sample that token,
-    and the gradient of RMSNorm at zero is 1 / sqrt(eps): one such sample in a batch made the
-    gradient norm 160 instead of 1.5."""
-    embedding = model.get_input_embeddings()
-    if embedding.padding_idx is not None:
-        embedding.weight.data[embedding.padding_idx].normal_(0.0, model.config.initializer_range)

@@ -64,11 +64,10 @@ class TextTokenizer:
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer of a checkpoint directory, without torch where tokenizer.json exists.
+    """The tokenizer of a checkpoint directory.
 
     Raises:
-        DataError: No tokenizer there, or none that the `tokenizers` library can run, or no end
-            token anywhere.
+        DataError: No tokenizer there that the `tokenizers` library can run, or no end token.
     """
     path = Path(path)
     backend = _backend(path)
@@ -97,31 +96,19 @@ def _backend(path: Path) -> Tokenizer:
     if not path.is_dir():
         raise DataError("no such checkpoint directory", where=str(path))
     file = path / "tokenizer.json"
-    if file.is_file():
-        try:
+    try:
+        if file.is_file():
             backend = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"unreadable tokenizer: {error}", where=str(file)) from error
-    else:
-        backend = _converted(path)
+        else:  # older checkpoints: transformers builds the fast tokenizer, where it has one
+            from transformers import AutoTokenizer
+
+            backend = AutoTokenizer.from_pretrained(path, local_files_only=True).backend_tokenizer
+    except Exception as error:  # the libraries raise plain Exception, and much else
+        raise DataError(f"unreadable tokenizer: {error}", where=str(file),
+                        remedy="copy tokenizer.json from the original checkpoint") from error
     backend.no_padding()
     backend.no_truncation()
     return backend
-
-
-def _converted(path: Path) -> Tokenizer:
-    """For older checkpoints: let transformers build the fast tokenizer."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"no readable tokenizer: {error}", where=str(path),
-                        remedy="copy tokenizer.json from the original checkpoint") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise DataError("this tokenizer has no fast version", where=str(path),
-                        remedy="convert it to tokenizer.json")
-    return tokenizer.backend_tokenizer
 
 
 def _read_json(file: Path) -> dict[str, Any]:

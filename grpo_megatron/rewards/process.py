@@ -8,7 +8,7 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ class RewardProcess:
 
     Args:
         functions: (reference, arguments) each; calls name them by index.
-        log_path: What rewards print is appended here; None: the parent's standard error.
-        timeout_s, concurrency: Hard limit per call; coroutines that run at a time.
     """
 
     def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]], log_path: Path | None,
@@ -38,11 +36,7 @@ class RewardProcess:
         self.num_starts = 0
 
     async def start(self) -> None:
-        """Start the process, if it does not run, and wait until it has imported the functions.
-
-        Raises:
-            RewardError: It cannot import a function, or does not start.
-        """
+        """Start the process, if it does not run, and wait until it has imported the functions."""
         if self.process is not None and self.process.returncode is None:
             return
         self.num_starts += 1
@@ -60,17 +54,14 @@ class RewardProcess:
                 str(os.getpid()), stdin=asyncio.subprocess.DEVNULL, stdout=log or 2, stderr=log,
                 pass_fds=(theirs.fileno(),), start_new_session=True, env=environment)
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
-        try:
-            failure = await self._ask(self._task)
-        except BaseException as error:
-            await self.kill()
-            if isinstance(error, TimeoutError | ConnectionError):
+        async with self._killed_on_error():
+            try:
+                failure = await self._ask(self._task)
+            except (TimeoutError, ConnectionError) as error:
                 raise self._broken(f"a reward process did not start ({error or 'timed out'})"
                                    ) from error
-            raise
-        if failure:
-            await self.kill()
-            raise RewardError(f"a reward process cannot start: {failure}")
+            if failure:
+                raise RewardError(f"a reward process cannot start: {failure}")
 
     async def run(self, calls: Sequence[Call], limit_s: float) -> tuple[dict[int, Outcome], str]:
         """Run a chunk, of plain rewards or of coroutines.
@@ -82,17 +73,14 @@ class RewardProcess:
         await self._give(calls)
         found: dict[int, Outcome] = {}
         try:
-            while len(found) < len(calls):
-                async with asyncio.timeout(limit_s):
-                    index, outcome = await self._line()
-                found[index] = Outcome(*outcome)
+            async with self._killed_on_error():
+                while len(found) < len(calls):
+                    async with asyncio.timeout(limit_s):
+                        index, outcome = await self._line()
+                    found[index] = Outcome(*outcome)
             return found, ""
         except (TimeoutError, ConnectionError) as error:
-            await self.kill()
             return found, "timed_out" if isinstance(error, TimeoutError) else "died"
-        except BaseException:  # cancelled: the worker is in the middle of something
-            await self.kill()
-            raise
 
     async def close(self) -> None:
         """End an idle worker by ending its input (idempotent)."""
@@ -111,17 +99,22 @@ class RewardProcess:
             self._writer.close()
             self.process = None
 
+    @contextlib.asynccontextmanager
+    async def _killed_on_error(self) -> AsyncIterator[None]:
+        """Also when cancelled: the worker is in the middle of something."""
+        try:
+            yield
+        except BaseException:
+            await self.kill()
+            raise
+
     async def _give(self, calls: Sequence[Call]) -> None:
         """Until a process has the calls: one that ended while it was idle is nobody's fault."""
         for _ in range(_MAX_IDLE_DEATHS):
             await self.start()
-            try:
-                return await self._ask(calls)
-            except (TimeoutError, ConnectionError):
-                await self.kill()
-            except BaseException:
-                await self.kill()
-                raise
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with self._killed_on_error():
+                    return await self._ask(calls)
         raise self._broken("reward processes end before their first call")
 
     async def _ask(self, message: Any) -> Any:

@@ -6,11 +6,9 @@ with its parent even while a reward hangs.
 """
 
 import asyncio
-import ctypes
 import json
 import math
 import operator
-import os
 import pickle
 import signal
 import socket
@@ -21,11 +19,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
+from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rewards.registry import bind, to_float
 
 Call = tuple[int, str, str, Mapping[str, Any]]
 """Index of the function, completion, answer, the context that the function takes."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Outcome(NamedTuple):
@@ -41,7 +39,7 @@ def main() -> None:
     """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     link, parent = map(int, sys.argv[1:])
-    _die_with(parent)
+    die_with_parent(parent)  # a socket's end cannot stop a reward that hangs
     stream = socket.socket(fileno=link).makefile("rwb")
 
     def tell(message: Any) -> None:
@@ -93,14 +91,6 @@ def _outcome(call: Callable[[], Any]) -> Outcome:
         return Outcome(value=to_float(sum(reward for _, reward in steps)), steps=steps)
     except BaseException:  # SystemExit of a reward must not end the worker either
         return Outcome("raised", trace=traceback.format_exc())
-
-
-def _die_with(parent: int) -> None:
-    """Linux: be killed when the parent ends. A socket's end cannot stop a reward that hangs."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,8 @@ class EngineUnreachable(EngineError):
 
 
 class EngineClient:
-    """One replica. Use within one event loop; `close` when done (or `async with`).
-
-    Args:
-        base_url: For example `http://127.0.0.1:8000`.
-        name: How errors call it.
-        request_timeout_s, control_timeout_s: Limits of one generation and one control request.
-    """
+    """One replica, which errors call `name`. Use within one event loop; `close` when done (or
+    `async with`). The limits are of one generation and of one control request."""
 
     def __init__(self, base_url: str, *, name: str | None = None, request_timeout_s: float = 600.0,
                  control_timeout_s: float = 600.0):
@@ -69,11 +64,7 @@ class EngineClient:
 
     async def wait_ready(self, timeout_s: float, is_alive: Callable[[], bool] = lambda: True
                          ) -> None:
-        """Wait until the server answers; `is_alive`: whether its process still runs.
-
-        Raises:
-            EngineError: The process ended, or the limit passed.
-        """
+        """Wait until the server answers; `is_alive`: whether its process still runs."""
         deadline = time.monotonic() + timeout_s
         while not await self.health():
             if not is_alive():
@@ -93,11 +84,7 @@ class EngineClient:
         return (await self.control("/weight_checker", {"action": "checksum"}))["checksums"]
 
     async def reset_prefix_cache(self) -> None:
-        """Drop cached keys and values.
-
-        Raises:
-            EngineError: Running requests still hold some.
-        """
+        """Drop cached keys and values, which running requests may not hold."""
         if not (await self.control("/reset_prefix_cache"))["success"]:
             raise EngineError(f"{self.name} could not drop its prefix cache: it is in use",
                               where=self.base_url)

@@ -1,7 +1,6 @@
 """The command line and environment of one vLLM replica; `engine.toml` is most of it."""
 
 import importlib.metadata
-import ipaddress
 import os
 import sys
 import tomllib
@@ -10,21 +9,19 @@ from pathlib import Path
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.seeds import derive_seed
 
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 
 def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
                   host: str = "127.0.0.1") -> tuple[list[str], dict[str, str]]:
-    """What to start for one replica.
+    """What to start for one replica: `argv`, and variables to add to the environment.
 
     Args:
-        model_path: Hugging Face checkpoint directory.
-        replica: Index of the replica; its unseeded requests have their own random numbers.
+        replica: Its index; its unseeded requests have their own random numbers.
         host: Address to bind. vLLM's control routes have no authentication, so anything but
             loopback must be in a network that only this job reaches.
-
-    Returns:
-        `argv`, and the environment variables to add to the parent's.
     """
-    rollout, on_cpu, loopback = config.rollout, is_cpu_build(), _is_loopback(host)
+    rollout, on_cpu, loopback = config.rollout, is_cpu_build(), host in _LOOPBACK
     values = {
         "model": model_path, "host": host, "port": port, "dtype": rollout.dtype,
         "tensor_parallel_size": rollout.tensor_parallel_size,
@@ -70,10 +67,3 @@ def num_threads(config: RunConfig) -> int:
         return rollout.num_threads
     cores = len(os.sched_getaffinity(0)) // rollout.num_replicas - 1
     return max(1, cores // rollout.tensor_parallel_size)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,5 +1,4 @@
-"""`/inference/v1/generate`: what is asked, and the answer, decoded and checked: never silently
-wrong.
+"""`/inference/v1/generate`: what is asked, and the answer, decoded and checked.
 
 The JSON is decoded straight into typed records (fields that are not listed cost no object), then
 into one array per column.
@@ -25,33 +24,20 @@ _MASS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Completions of one prompt.
-
-    Attributes:
-        max_tokens: Longest completion, the stop token included.
-        n: Completions; with a seed, child i uses seed + i.
-        temperature: 0 is greedy; log-probs are then those of temperature 1.
-        stop_token_ids: A completion ends after any of these, and of no other token.
-        seed: Makes the request reproducible.
-        record_routes: Ask for the experts of every token.
-        require_routes: Refuse an answer whose routes are missing or misshapen; else the completion
-            has none.
-        routes_from: First row of `Completion.routes`; rows before are not sent.
-        may_abort: Accept what a pause ended early (finish reason `abort`, maybe no tokens).
-        truncation: See `RolloutConfig.truncation`; completions then tell which ids were kept.
-    """
+    """Completions of one prompt."""
 
     prompt_token_ids: Sequence[int]
-    max_tokens: int
-    n: int = 1
-    temperature: float = 1.0
-    stop_token_ids: Sequence[int] = ()
+    max_tokens: int  # longest completion, the stop token included
+    n: int = 1  # with a seed, child i uses seed + i
+    temperature: float = 1.0  # 0 is greedy; log-probs are then those of temperature 1
+    stop_token_ids: Sequence[int] = ()  # a completion ends after any of these, and of no other
     seed: int | None = None
-    record_routes: bool = False
-    require_routes: bool = True
-    routes_from: int = 0
-    may_abort: bool = False
+    record_routes: bool = False  # the experts of every token
+    require_routes: bool = True  # refuse missing or misshapen ones; else a completion has none
+    routes_from: int = 0  # first row of `Completion.routes`; rows before are not sent
+    may_abort: bool = False  # accept what a pause ended early ("abort", maybe no tokens)
     truncation: Mapping[str, float] = field(default_factory=dict)
+    """See `RolloutConfig.truncation`; completions then tell which ids were kept."""
 
     def body(self) -> dict[str, Any]:
         sampling: dict[str, Any] = {

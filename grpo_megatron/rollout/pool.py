@@ -1,5 +1,6 @@
 """The replicas of a run: which are alive, and where a failed request goes next."""
 
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,13 +26,8 @@ class Replica:
 
 
 class ReplicaPool:
-    """Replicas with health, and retries on another one.
-
-    Args:
-        clients: Of all replicas.
-        max_attempts: Times a request is tried.
-        on_death: Called once with a replica that was found dead.
-    """
+    """Replicas with health, and retries on another one, `max_attempts` in all. `on_death` is
+    called once with a replica that was found dead."""
 
     def __init__(self, clients: Sequence[EngineClient], *, max_attempts: int = 3,
                  on_death: Callable[[Replica], None] = lambda replica: None):
@@ -43,11 +39,7 @@ class ReplicaPool:
         return [replica for replica in self.replicas if replica.is_alive]
 
     def pick(self, avoid: Replica | None = None) -> Replica:
-        """The live replica with the fewest requests, `avoid` only if there is no other.
-
-        Raises:
-            EngineError: None is alive; names the last to die and why.
-        """
+        """The live replica with the fewest requests, `avoid` only if there is no other."""
         choices = [r for r in self.alive if r is not avoid] or self.alive
         if not choices:
             raise self._all_dead()
@@ -55,20 +47,14 @@ class ReplicaPool:
 
     async def call(self, request: Callable[[Replica], Awaitable[Result]], *,
                    first: Replica | None = None) -> tuple[Result, Replica]:
-        """Make a request, on another live replica when one does not answer.
-
-        Args:
-            request: May run several times, so it must not depend on having run before.
-            first: Where to try first; any when it is dead.
-
-        Returns:
-            What `request` returned and the replica that served it.
+        """Make a request, first of `first`, on another live replica when one does not answer;
+        `request` may run several times. Returns what it returned and the replica that served it.
 
         Raises:
             EngineError: It was refused, failed `max_attempts` times, or no replica is alive.
         """
         replica = first if first is not None and first.is_alive else self.pick()
-        for attempt in range(1, self._max_attempts + 1):
+        for attempt in itertools.count(1):
             replica.in_flight += 1
             try:
                 return await request(replica), replica
@@ -82,7 +68,6 @@ class ReplicaPool:
             finally:
                 replica.in_flight -= 1
             replica = self.pick(avoid=replica)
-        raise AssertionError("unreachable")
 
     async def examine(self, replica: Replica, error: EngineError) -> None:
         """Mark a replica dead unless it still says that it is healthy."""

@@ -5,12 +5,12 @@
 Whatever goes wrong, engines stay paused: none may sample from weights that nobody vouches for.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.weights.transfer_plan import TransferPlan
 
 _SETTLE_S = 2.0
@@ -24,7 +24,6 @@ class WeightPublisher:
     """Publishes to a fixed set of replicas.
 
     Args:
-        clients: All replicas, in order.
         timeout_s: Limit of each wait of sender and worker for the other.
         pause_mode: What happens to requests in flight: `wait` for their end, `abort` them (the
             client continues them, see `segments`), or `keep` them, so that they go on under the
@@ -45,15 +44,8 @@ class WeightPublisher:
 
     async def prepare(self, senders: Sequence[tuple[str, int]],
                       join: Callable[[], Awaitable[Any]]) -> None:
-        """Connect every worker with every sender, once, after `num_workers`.
-
-        Args:
-            senders: Host and port of each sender, in plan order.
-            join: Makes the senders wait for the workers; runs at the same time.
-
-        Raises:
-            EngineError: A replica could not join.
-        """
+        """Connect every worker with every sender (host and port, in plan order), once, after
+        `num_workers`. `join` makes the senders wait for the workers; it runs at the same time."""
         info = {"senders": [list(sender) for sender in senders], "timeout_s": self._timeout_s,
                 "world_size": 1 + sum(self._world_sizes)}
         calls = [join()]
@@ -71,7 +63,6 @@ class WeightPublisher:
             MismatchError: A worker received something else than the trainer sent, or replicas of
                 equal layout hold different weights.
             EngineError: A replica died or hung.
-            Exception: What `send` raises, when nothing else went wrong before.
         """
         async def receive(client: EngineClient) -> None:
             await client.control("/start_weight_update")
@@ -86,11 +77,7 @@ class WeightPublisher:
         await self._check_and_resume()
 
     async def publish_file(self, version: int, path: str) -> None:
-        """The fallback: every replica reloads the checkpoint directory `path`.
-
-        Raises:
-            MismatchError: Replicas of equal layout hold different weights.
-        """
+        """The fallback: every replica reloads the checkpoint directory `path`."""
         async def reload(client: EngineClient) -> None:
             await client.call_workers("reload_from_path", path=path)
             await client.reset_prefix_cache()
@@ -139,19 +126,6 @@ class WeightPublisher:
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Results in order. The first failure is raised; what else fails soon after is noted on it.
-
-    One end of a transfer that dies makes the other end fail too, so the second error often tells
-    what the first one means.
-    """
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException as error:
-        await asyncio.wait(tasks, timeout=_SETTLE_S)
-        for task in tasks:
-            task.cancel()
-        for other in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(other, Exception) and other is not error:
-                error.add_note(f"then: {other}")
-        raise
+    """One end of a transfer that dies makes the other end fail too, so the second error often
+    tells what the first one means."""
+    return await finish_or_cancel(calls, _SETTLE_S)

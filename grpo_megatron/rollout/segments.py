@@ -6,7 +6,7 @@ the version, log-probs and routes of their own time.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -30,7 +30,6 @@ async def complete(ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int,
     """`n` whole completions of a prompt.
 
     Args:
-        max_tokens: Longest completion.
         segment_tokens: Longest segment; None: only aborted ones are continued.
         seed: Of the first segment; those after it derive theirs from it and from their position,
             because an engine cannot enter a seed's random numbers midway.
@@ -117,12 +116,20 @@ def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
     return tuple(joined)
 
 
-async def finish_or_cancel(coroutines: Sequence[Awaitable[Result]]) -> list[Result]:
-    """Run all; on an error or cancellation, cancel the rest (which aborts their requests)."""
+async def finish_or_cancel(coroutines: Iterable[Awaitable[Result]], settle_s: float = 0.0
+                           ) -> list[Result]:
+    """Run all; on an error or cancellation, cancel the rest (which aborts their requests). What
+    else fails within `settle_s` is noted on the error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except BaseException as error:
+        done, _ = await asyncio.wait(tasks, timeout=settle_s)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done if settle_s else ():
+            other = None if task.cancelled() else task.exception()
+            if other is not None and other is not error:
+                error.add_note(f"then: {other}")
+        raise

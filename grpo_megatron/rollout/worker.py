@@ -6,8 +6,8 @@ and sample, whoever sampled them and whenever.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
@@ -16,8 +16,7 @@ from grpo_megatron.rollout.segments import complete, finish_or_cancel
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """`n` samples of prompt `prompt`, from sample `first` on."""
 
     prompt: int
@@ -27,12 +26,7 @@ class _Request:
 
 
 class RolloutWorker:
-    """Samples on a pool of replicas.
-
-    Args:
-        stop_token_ids: Tokens that end a completion.
-        decode: Token ids to text, for `Completion.text`; without it texts are empty.
-    """
+    """Samples on a pool of replicas. `decode`, token ids to text, is for `Completion.text`."""
 
     def __init__(self, config: RunConfig, pool: ReplicaPool, *, stop_token_ids: Sequence[int] = (),
                  decode: Callable[[Sequence[int]], str] = lambda ids: ""):
@@ -42,10 +36,10 @@ class RolloutWorker:
     async def rollouts(self, step: int, prompts: Sequence[Prompt], *,
                        num_samples: int | None = None, max_tokens: int | None = None,
                        ) -> list[RolloutGroup]:
-        """Sample G completions of every prompt; groups are in prompt order.
+        """Sample G completions of every prompt; groups are in prompt order. Seeds depend on
+        `step` in deterministic mode.
 
         Args:
-            step: Seeds depend on it in deterministic mode.
             num_samples: G; default: the recipe's.
             max_tokens: Longest completion; default: the recipe's.
 

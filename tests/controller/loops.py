@@ -57,7 +57,8 @@ class Loop:
     def run(self, state: RunState = START) -> RunState:
         async def main() -> RunState:
             session = SimpleNamespace(
-                config=self.config, run_dir=self.run_dir, worker=self, rewards=self,
+                config=self.config, run_dir=self.run_dir, worker=self,
+                rewards=SimpleNamespace(score=self.score, metrics=dict),
                 publisher=self, trainer=self, stopping=asyncio.Event(), take_seconds=dict,
                 tokenizer=SimpleNamespace(
                     decode=str, stop_token_ids=(0,),
