@@ -39,7 +39,7 @@ class ShardInfo:
     num_groups: int
     num_samples: int
     num_tokens: int
-    routes: dict | None = None  # shape of `<shard>.routes`, see RouteShape.to_json
+    routes: dict | None = None  # shape of `<shard>.routes`, fields of RouteShape
 
 
 class ShardWriter:
@@ -86,7 +86,7 @@ class ShardWriter:
             columns |= write_routes(self.path.with_suffix(".routes"), self._groups, shape)
         checksum = write_columns(self.path, columns)
         return ShardInfo(self.path.name, checksum, len(self._groups), len(samples),
-                         len(columns["completion_ids"]), shape.to_json() if shape else None)
+                         len(columns["completion_ids"]), asdict(shape) if shape else None)
 
 
 def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:

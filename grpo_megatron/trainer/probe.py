@@ -99,5 +99,5 @@ def _by_megatron(hf: dict[str, Any], weights: Path, layout: TrainerConfig, ids: 
         rows=positions[:-1], targets=tokens[1:], sample=torch.zeros(count, dtype=torch.int64),
         token_counts=torch.tensor([count]), rollout_logprobs=torch.zeros(count))
     many = tuple(replace(microbatch, index=i) for i in range(layout.pipeline_parallel_size))
-    found = logprob_pass(policy, PreparedBatch(many, 1, len(ids), count))[0][0]
+    found = logprob_pass(policy, PreparedBatch(many, len(ids)))[0][0]
     return found.cpu() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
