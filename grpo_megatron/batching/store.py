@@ -256,14 +256,9 @@ class SampleTable:
 
     def routes(self, row: int, layers: Sequence[int],
                shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
-        """Experts of a sample's tokens in some layers, each row with its RouteStatus.
+        """Experts of a sample's tokens in some layers (numbers from 0) of a model of `shape`.
 
-        Args:
-            layers: Layer numbers, from 0.
-            shape: Of the model that will replay them.
-
-        Returns:
-            ids [len(layers), T_p + T - 1, K], status uint8 [len(layers), T_p + T - 1].
+        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1].
         """
         file = self._routes[self.shard[row]]
         if file is not None and file.shape == shape:

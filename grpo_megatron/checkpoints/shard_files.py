@@ -112,11 +112,7 @@ class Target:
 
     def write(self, file: ShardFile, tensors: NamedTensors,
               report: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """One file. It is synced and recorded while the caller goes on with the next one.
-
-        Args:
-            report: told of the bytes of every tensor.
-        """
+        """One file, reporting bytes. It is synced and recorded while the next one is written."""
         out, digests = self.open(file), {}
         for name, tensor in tensors:
             tensor = tensor.detach().to("cpu").contiguous()
@@ -142,10 +138,8 @@ class Target:
         copy_side_files(source, self.working)
 
     def read_back(self, file: ShardFile) -> list[str]:
-        """Names of tensors that are not on the disk as they were given.
-
-        The file is no longer taken for finished then: another attempt writes it again.
-        """
+        """Names of tensors that are not on the disk as they were given; if any, the file is no
+        longer taken for finished."""
         found = {name: digest_tensor(tensor) for name, tensor in self.read(file)}
         recorded = (self.record(file) or {"tensors": {}})["tensors"]
         bad = sorted(entry.name for entry in file.entries
