@@ -4,8 +4,6 @@ A wheel carries them under `grpo_megatron/_assets/`; a checkout (also an editabl
 them beside the package.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grpo_megatron.errors import SetupError

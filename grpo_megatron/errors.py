@@ -3,8 +3,6 @@
 A message says what is wrong, where it was set, the nearest valid value and the remedy.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 

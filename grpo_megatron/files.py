@@ -1,7 +1,5 @@
 """Files and directories that are there whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

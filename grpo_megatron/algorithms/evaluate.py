@@ -1,7 +1,5 @@
 """An objective on a small batch, by the functions that the trainer calls, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

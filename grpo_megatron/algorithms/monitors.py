@@ -1,19 +1,14 @@
 """What is measured of every micro-batch beside its loss. Metric names are `area/name`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.ratios import bounded
+from grpo_megatron.algorithms.batch import LossBatch
+from grpo_megatron.algorithms.ratios import bounded, segment_sum
 from grpo_megatron.algorithms.stats import Meter
-
-if TYPE_CHECKING:
-    from grpo_megatron.algorithms.objective import LossBatch
 
 
 @dataclass(frozen=True)
@@ -100,5 +95,4 @@ def _mismatch(meter: Meter, batch: LossBatch) -> None:
 
 def _any(tokens: Tensor, batch: LossBatch) -> Tensor:
     """bool [n] -> [S]: whether any token of the sample is set."""
-    count = torch.zeros(len(batch.token_counts), device=tokens.device)
-    return count.index_add(0, batch.sample, tokens.float()) > 0
+    return segment_sum(tokens.float(), batch.sample, batch.token_counts) > 0

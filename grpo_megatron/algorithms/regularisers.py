@@ -1,13 +1,38 @@
-"""Terms beside the clipped surrogate."""
+"""Terms beside the clipped surrogate: KL to the reference, LLDS, preference.
 
-from __future__ import annotations
+The KL estimators are per token, [n] with gradient; the effect of a token on later prefixes is left
+out. `d = log pi_ref - log pi_theta`, over the whole vocabulary also where sampling truncates;
+`log_diff = log pi_theta - log pi_old`, over what could be sampled.
+"""
 
 import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.groups import Groups
+from grpo_megatron.algorithms.ratios import bounded, segment_sum
 from grpo_megatron.config.objective import ObjectiveConfig
+
+
+def k2(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
+    """`d^2 / 2`: its gradient is the exact token-level one on policy."""
+    return bounded(ref - logprobs) ** 2 / 2
+
+
+def k3(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
+    """`e^d - d - 1` (Schulman): an unbiased value, but the gradient of KL(reference || policy);
+    unbounded where the policy has become much less likely (GRPO, arXiv:2402.03300)."""
+    d = bounded(ref - logprobs)
+    return torch.expm1(d) - d
+
+
+def is_k3(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
+    """`r k3`, with the gradient through the token ratio r: the exact token-level gradient, also
+    off policy, bounded as the policy's probability vanishes (DeepSeek-V3.2, arXiv:2512.02556)."""
+    return log_diff.exp() * k3(logprobs, ref, log_diff)
+
+
+KL = {f.__name__: f for f in (k2, k3, is_k3)}
 
 
 def llds(log_diff: Tensor, advantages: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
@@ -15,8 +40,8 @@ def llds(log_diff: Tensor, advantages: Tensor, sample: Tensor, counts: Tensor) -
     right answers (LLDS, arXiv:2512.04220). The gate is open for samples whose summed log-prob
     fell; it is detached."""
     drop = -log_diff
-    total = drop.new_zeros(len(counts)).index_add(0, sample, drop.detach())
-    return torch.where((advantages >= 0) & (total > 0)[sample], drop.clamp(min=0), 0.0)
+    fell = segment_sum(drop.detach(), sample, counts) > 0
+    return torch.where((advantages >= 0) & fell[sample], drop.clamp(min=0), 0.0)
 
 
 def preference_coefficients(o: ObjectiveConfig, batch: SampleBatch, rewards: Tensor,

@@ -81,16 +81,13 @@ def step_terms(objective: Objective, batch: SampleBatch, advantages: Advantages,
         rows: int64, the samples that this step trains; the denominators count these.
         constant_length: Tokens, what `aggregation = "constant"` divides by.
     """
-    found = [np.zeros(len(batch)), np.zeros(len(batch))]
-    part = Lengths(batch.token_counts[rows].numpy(), batch.group_ids[rows].numpy(),
-                   constant_length, objective.exponent)
-    for values, chosen in zip(found, token_weights(objective.config, part,
-                                                   batch.domains[rows].numpy()), strict=True):
-        values[rows.numpy()] = chosen
-    learned = objective.config.aggregation == "lambda_grpo"
-    turns = turn_index(batch) if objective.config.ratio == "turn_geo" else None
-    return StepTerms(batch, advantages, torch.from_numpy(found[0]),
-                     torch.from_numpy(found[1]) if learned else None, turns)
+    o, found = objective.config, np.zeros((2, len(batch)))
+    lengths = Lengths(batch.token_counts[rows].numpy(), batch.group_ids[rows].numpy(),
+                      constant_length, objective.exponent)
+    found[:, rows.numpy()] = token_weights(o, lengths, batch.domains[rows].numpy())
+    weights, slopes = torch.from_numpy(found)
+    return StepTerms(batch, advantages, weights, slopes if o.aggregation == "lambda_grpo" else None,
+                     turn_index(batch) if o.ratio == "turn_geo" else None)
 
 
 def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:

@@ -1,7 +1,5 @@
 """The base of every configuration record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

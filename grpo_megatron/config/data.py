@@ -1,7 +1,5 @@
 """`[[domains]]` and `[data]`: where prompts come from and how answers are scored."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from grpo_megatron.config.base import Strict
-from grpo_megatron.config.objective_presets import PRESETS
+
+
+class ObjectivePreset(Strict):
+    """One documented combination."""
+
+    title: str
+    source: str
+    evidence: Literal["S", "M", "E"]
+    """Strong (frontier use or several independent replications), moderate, emerging (one paper)."""
+    use: str
+    """When to choose it."""
+    values: dict[str, Any]
+    """Of `ObjectiveConfig`; everything else has its default."""
+    group_size: int | None = None
+    """The only group size for which it is defined."""
+    with_data: dict[str, Any] = {}
+    """Settings outside of `[objective]` that the paper combines it with (not applied)."""
+
+
+PRESETS = {name: ObjectivePreset(**table) for name, table in tomllib.loads(
+    Path(__file__).with_name("objective_presets.toml").read_text(encoding="utf-8")).items()}
+TOKEN_LEVEL = ("process", "gtpo_entropy", "gagpo")
+"""Estimators whose advantages differ from token to token."""
+TOKEN_SHAPINGS = ("gtpo_conflict", "trace_recent", "trace_both")
 
 
 class DomainObjective(Strict):
@@ -96,9 +121,9 @@ class ObjectiveConfig(Strict):
     """RL steps after which the reference becomes the policy; 0: never."""
     reference_ema: float | None = Field(None, gt=0, lt=1)
     """Every `reference_interval` steps: reference = ema * reference + (1 - ema) * policy."""
-    monitor_samples: int = Field(64, ge=0)
-    """Samples a step on which is measured what costs passes of its own: how far the step moved the
-    policy, and, where `kl` is set and `kl_beta` is 0, KL to the reference; 0: none."""
+    monitor_share: float = Field(1 / 32, ge=0, le=1)
+    """Share of a step's samples on which is measured what costs passes of its own: how far the step
+    moved the policy, and, where `kl` is set and `kl_beta` is 0, KL to the reference; 0: none."""
     entropy_weight: float = 0.0
     """Entropy bonus: the loss has `-entropy_weight * H`."""
 
@@ -167,6 +192,12 @@ class ObjectiveConfig(Strict):
         # what a validator returns is checked as Python's, where a list is no tuple
         data = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
         return {**preset.values, **data} if preset else data
+
+    @property
+    def token_level(self) -> bool:
+        """Whether advantages differ within a sample."""
+        return (self.advantage in TOKEN_LEVEL or self.shaping in TOKEN_SHAPINGS
+                or self.kl == "reward_k1")
 
     def for_domain(self, own: DomainObjective | None) -> ObjectiveConfig:
         """These choices with the domain's own values."""

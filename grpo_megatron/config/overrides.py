@@ -1,7 +1,5 @@
 """`key=value` overrides: dotted keys, TOML values, bare words as text, `null` to unset."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from typing import Any
@@ -76,11 +74,8 @@ def _misplaced(layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, ra
 
 
 def _value_of(raw: str, path: KeyPath) -> Any:
-    """TOML value of `raw`, or `raw` as text; `null` is None.
-
-    Raises:
-        ValueError: It starts like a list or a table, but is none.
-    """
+    """TOML value of `raw`, or `raw` as text; `null` is None. ValueError for what starts like a list
+    or a table, but is none."""
     text = raw.strip()
     if text == "null":
         return None

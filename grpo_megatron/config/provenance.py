@@ -1,7 +1,5 @@
 """Which file, line or flag set each value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,16 +28,15 @@ class Layers:
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
-    def merge(self, values: Mapping[str, Any], origin_of: Callable[[KeyPath], Origin]) -> None:
+    def merge(self, values: Mapping[str, Any], origin_of: Callable[[KeyPath], Origin],
+              tree: dict[str, Any] | None = None, prefix: KeyPath = ()) -> None:
         """Put a layer on top: tables merge, everything else (also lists) replaces."""
-        self._merge(self.tree, values, (), origin_of)
-
-    def _merge(self, tree: dict, values: Mapping, prefix: KeyPath, origin_of: Callable) -> None:
+        tree = self.tree if tree is None else tree
         for key, value in values.items():
             path = (*prefix, key)
             if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
                 self.origins[path] = origin_of(path)
-                self._merge(tree[key], value, path, origin_of)
+                self.merge(value, origin_of, tree[key], path)
             else:
                 tree[key] = self.place(path, value, origin_of)
 

@@ -1,7 +1,5 @@
 """A resolved configuration and its file, `config.json` in the run directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 
@@ -10,9 +8,8 @@ from pydantic import Field, ValidationError
 import grpo_megatron
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
-from grpo_megatron.config.keys import dotted, leaves
-from grpo_megatron.config.objective_presets import PRESETS
-from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
+from grpo_megatron.config.keys import dotted
+from grpo_megatron.config.provenance import Origin
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.files import write_atomically
@@ -37,16 +34,6 @@ class ResolvedConfig(Strict):
         return self.config.runs_dir / self.config.name
 
 
-def resolved_from(config: RunConfig, layers: Layers, recipe: str) -> ResolvedConfig:
-    """Pair a configuration with the origins recorded while its tree was merged."""
-    tree = config.model_dump(mode="json")
-    objective = Origin("preset", f"objective preset {config.objective.preset}")
-    below = {("objective", key): objective for key in PRESETS[config.objective.preset].values}
-    origins = {**below, **layers.origins}
-    return ResolvedConfig(recipe=recipe, config=config, provenance={
-        dotted(path): origins.get(path, DEFAULT) for path, _ in leaves(tree)})
-
-
 def to_json(resolved: ResolvedConfig) -> str:
     """The text of `config.json`: stable key order, exact numbers."""
     return resolved.model_dump_json(indent=2, by_alias=True) + "\n"
@@ -58,11 +45,8 @@ def write_resolved(path: Path, resolved: ResolvedConfig) -> None:
 
 
 def read_stored(path: Path) -> ResolvedConfig:
-    """Read a `config.json`, or the one in a run directory, as it is.
-
-    Raises:
-        ConfigError: Missing, damaged, or written by a version with another schema.
-    """
+    """Read a `config.json`, or the one in a run directory, as it is; ConfigError where it is
+    missing, damaged, or written by a version with another schema."""
     file = path / "config.json" if path.is_dir() else path
     where = assets.display(file)
     try:

@@ -1,7 +1,5 @@
 """`[rollout]` and `[publish]`: the vLLM replicas and how they get new weights."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """`[routing]`: which experts the trainer sends tokens to, and what keeps routers in place."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

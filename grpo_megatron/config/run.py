@@ -1,7 +1,5 @@
 """`RunConfig`: a whole recipe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +8,7 @@ from pydantic import Field
 from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.data import DataConfig, DomainConfig
 from grpo_megatron.config.objective import BatchConfig, ObjectiveConfig
+from grpo_megatron.config.placement import PlacementConfig
 from grpo_megatron.config.rollout import PublishConfig, RolloutConfig
 from grpo_megatron.config.routing import RoutingConfig
 from grpo_megatron.config.sampling import CorrectionConfig, CurriculumConfig, SamplingConfig
@@ -17,10 +16,11 @@ from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 
 
 class ModelConfig(Strict):
-    """Exactly one of `preset` and `path`."""
+    """A `path`, a `preset`, or the preset of a released model with the path of its checkpoint."""
 
     preset: str | None = None
-    """Name of a file in `models/` whose architecture is initialised at random (from `seed`)."""
+    """Name of a file in `models/`. Alone, its architecture is initialised at random (from `seed`);
+    of a released model, `plan` needs nothing else and training needs `path` too."""
     path: InputPath | None = None
     """Hugging Face checkpoint directory to start from."""
 
@@ -95,6 +95,7 @@ class RunConfig(Strict):
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     publish: PublishConfig = PublishConfig()
+    placement: PlacementConfig = PlacementConfig()
     cold_start: ColdStartConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,7 +1,5 @@
 """`[sampling]`, `[curriculum]`, `[correction]`: which prompts, groups, samples a step trains."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

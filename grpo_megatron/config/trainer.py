@@ -1,7 +1,5 @@
 """`[trainer]`, `[optimizer]`: Megatron-Core layout, precision, memory, optimizer."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -46,6 +44,17 @@ class TrainerConfig(Strict):
     """CPU: threads a rank; default: cores divided by ranks."""
     command_timeout_s: float = Field(1800.0, gt=0)
     """How long one trainer command may take."""
+
+    @property
+    def etp(self) -> int:
+        """Expert tensor parallel size, resolved."""
+        return self.expert_tensor_parallel_size or self.tensor_parallel_size
+
+    @property
+    def sp(self) -> bool:
+        """Sequence parallelism, resolved."""
+        chosen = self.sequence_parallel
+        return self.tensor_parallel_size > 1 if chosen is None else chosen
 
 
 class OptimizerConfig(Strict):

@@ -1,7 +1,5 @@
 """A short supervised start: the policy must be right sometimes before rewards can teach it."""
 
-from __future__ import annotations
-
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import record_supervised
@@ -37,7 +35,7 @@ async def cold_start(session: Session) -> float:
         # starts RL at about the same height
         near = accuracy >= settings.target_accuracy / 4
         for _ in range(max(settings.steps_per_evaluation // (10 if near else 1), 1)):
-            prompts = sampler.next_batch(done, settings.batch_size).prompts
+            prompts = sampler.draw(settings.batch_size)
             batches.append([(p, [*session.tokenizer.encode(p.answer), eos]) for p in prompts])
         with session.phase("train"):
             record_supervised(directory, batches)

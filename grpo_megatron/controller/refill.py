@@ -1,7 +1,5 @@
 """Dynamic sampling: draw further prompts until enough groups are kept (DAPO, arXiv:2503.14476)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 

@@ -1,7 +1,5 @@
 """Everything a stage works with: prompts, engines, trainer, rewards, metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -70,7 +68,7 @@ async def open_session(config: RunConfig, run_dir: RunDir,
     """Wait for engines and trainer; close everything at the end."""
     async with contextlib.AsyncExitStack() as stack:
         trainer = TrainerLink(config.trainer.command_timeout_s)
-        if config.model.preset and not (run_dir.model / "model.safetensors").exists():
+        if config.model.path is None and not (run_dir.model / "model.safetensors").exists():
             init_weights(run_dir.model, config.seed)
         await trainer.listen(run_dir.endpoints / "controller.json")
         stack.push_async_callback(trainer.close)
@@ -83,8 +81,8 @@ async def open_session(config: RunConfig, run_dir: RunDir,
         clients = [await stack.enter_async_context(EngineClient(
             url, name=f"rollout-{i}", request_timeout_s=config.rollout.request_timeout_s))
             for i, url in enumerate(engine_urls)]
-        engines = ReplicaPool.of(clients, max_attempts=config.rollout.max_attempts,
-                                 on_death=lambda replica: _mourn(run_dir, replica))
+        engines = ReplicaPool(clients, max_attempts=config.rollout.max_attempts,
+                              on_death=lambda replica: _mourn(run_dir, replica))
         worker = RolloutWorker(config, engines, stop_token_ids=tokenizer.stop_token_ids,
                                decode=tokenizer.decode)
         show("phase", name="starting")

@@ -1,7 +1,5 @@
 """The groups of one RL step: drawn, sampled, scored, selected and counted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +8,15 @@ import numpy as np
 
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.group_metrics import group_metrics
 from grpo_megatron.controller.refill import fill_batch
 from grpo_megatron.controller.selection import Selection, not_older
 from grpo_megatron.controller.session import Session
+from grpo_megatron.controller.step_metrics import (
+    by_domain,
+    group_metrics,
+    rollout_metrics,
+    staleness,
+)
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.types import Prompt, ScoredGroup
 
@@ -23,8 +26,7 @@ class StepGroups:
     """What a step trains, and what was sampled for it."""
 
     groups: list[ScoredGroup]  # to train; may be none
-    sampled: list[ScoredGroup]  # before any correction and selection; what metrics describe
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # of what was sampled, before any correction and selection
     rollout_s: float
 
 
@@ -52,17 +54,16 @@ class GroupSource:
             nonlocal rollout_s
             show("phase", name="rollout")
             started = time.perf_counter()
-            rollouts = await session.worker.rollouts(step, prompts)
+            groups = await session.worker.rollouts(step, prompts)
             rollout_s += time.perf_counter() - started
             show("phase", name="reward")
-            scored = await session.rewards.score(rollouts.groups)
+            scored = await session.rewards.score(groups)
             first_tries.extend(scored)
             return await self._correction(step, scored) if self._correction else scored
 
         kept, sampled, num_rounds = await fill_batch(
-            settings, batch.num_prompts, sampler.acceptance, self._surplus,
-            lambda number, exclude: sampler.next_batch(step, number, exclude).prompts,
-            score, selection.keeps)
+            settings, batch.num_prompts, sampler.acceptance, self._surplus, sampler.draw, score,
+            selection.keeps)
         groups, surplus = kept[:batch.num_prompts], kept[batch.num_prompts:]
         # decided now, not when they are due: a resumed run then counts the same
         oldest = step + 1 - batch.max_staleness - settings.surplus_staleness
@@ -70,17 +71,22 @@ class GroupSource:
         for group in first_tries:
             if not np.isnan(correct := selection.correct(group)).all():
                 sampler.observe(group.group.prompt, float(np.nanmean(correct)))
-        described = first_tries or groups
-        metrics = group_metrics(described, selection) | sampler.metrics() | {
+
+        def described(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+            return by_domain(lambda part: group_metrics(part, selection), groups)
+
+        metrics = (by_domain(rollout_metrics, first_tries or groups)
+                   | described(first_tries or groups) | sampler.metrics() | {
             "sampling/rounds": num_rounds, "sampling/surplus": len(surplus),
             "sampling/stale_dropped": len(surplus) - len(self._surplus),
             "sampling/missing": batch.num_prompts - len(groups),
-            "sampling/skipped_steps": not groups}
+            "sampling/skipped_steps": not groups})
         if self._correction:  # acceptance is that of the corrected groups
             metrics |= self._correction.take_metrics() | {
-                name: value for name, value in group_metrics(sampled or groups, selection).items()
+                name: value for name, value in described(sampled or groups).items()
                 if name.startswith("sampling/")}
         if sampled:
             sampler.acceptance = metrics["sampling/acceptance_rate"]
-        return StepGroups(groups, described,
-                          {name: float(value) for name, value in metrics.items()}, rollout_s)
+        metrics |= by_domain(lambda part: staleness(part, step), groups)
+        return StepGroups(groups, {name: float(value) for name, value in metrics.items()},
+                          rollout_s)

@@ -1,7 +1,5 @@
 """The controller's end of the command connection."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -8,8 +8,6 @@ Weighted draws without replacement take the smallest -ln(u) / w (Efraimidis and 
 where u is a hash of (seed, domain, prompts drawn so far, prompt id).
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import zlib

@@ -1,18 +1,17 @@
 """From a recipe to the prompts of a run: sources, templates, tokens, splits."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.templates import PromptTemplate
-from grpo_megatron.data.sources import load_problems
+from grpo_megatron.data.file_source import load_file
+from grpo_megatron.data.reasoning_gym_source import load_reasoning_gym
 from grpo_megatron.data.splits import Splits, make_splits, text_hash
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import Problem, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +33,14 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
     if splits.num_duplicates:
         logger.info("dropped %d prompts whose text occurs before", splits.num_duplicates)
     return splits
+
+
+def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
+    """The problems of one domain in the source's order, maybe with duplicates; `seed` is for
+    procedural sources."""
+    if domain.source == "reasoning_gym":
+        return load_reasoning_gym(domain, seed)
+    return load_file(domain)
 
 
 def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:

@@ -1,14 +1,12 @@
 """Procedural problems from reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.data.sources import Problem
 from grpo_megatron.errors import DataError
+from grpo_megatron.types import Problem
 
 
 def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
@@ -32,8 +30,7 @@ def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
         # Data sets with many right answers have none of their own; their scorer decides.
         answer = item.get(domain.answer_field)
         metadata = {**item.get("metadata", {}), "question": item["question"]}
-        problems.append(Problem(domain.name, question, "" if answer is None else str(answer),
-                                metadata))
+        problems.append(Problem(question, "" if answer is None else str(answer), metadata))
     return problems
 
 

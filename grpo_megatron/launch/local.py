@@ -107,7 +107,7 @@ class Supervisor:
 
     def _prepare_model(self) -> None:
         """Config and tokenizer must be there when the engines start; weights come later."""
-        if self.config.model.preset and not (self.run_dir.model / "config.json").exists():
+        if self.config.model.path is None and not (self.run_dir.model / "config.json").exists():
             write_tiny_model(self.run_dir.model, load_preset(self.config.model.preset))
 
     def _watch(self) -> int:

@@ -4,8 +4,6 @@ Dialects: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 
 authors call the number of experts `num_experts`, `num_local_experts` or `n_routed_experts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +37,17 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
         return fields | derived(fields)
     except ConfigError as error:
         raise ConfigError(error.message, where=where, remedy=error.remedy) from None
+
+
+def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The family's `[megatron]` table with its references to fields replaced."""
+    settings = {}
+    for name, value in family.megatron.items():
+        negated, dollar, field = value.partition("$") if isinstance(value, str) else ("", "", "")
+        if dollar:
+            value = not fields[field] if negated else fields.get(field)
+        settings[name] = value
+    return settings
 
 
 def unified(hf: Mapping[str, Any]) -> dict[str, Any]:

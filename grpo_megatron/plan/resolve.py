@@ -1,13 +1,12 @@
 """Load a recipe with every rule applied: those of the schema, the model and the machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.loader import load_recipe, read_resolved
-from grpo_megatron.config.presets import preset_names
+from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.resolved import ResolvedConfig
 from grpo_megatron.config.rules import Conditions, broken
@@ -15,32 +14,23 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.layout import check_layout
 from grpo_megatron.plan.machine import installed_engines
-from grpo_megatron.plan.model_facts import ModelFacts, model_facts
+from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
 
 
 def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Read, override and validate a recipe.
-
-    Raises:
-        ConfigError: Everything that is wrong, at once.
-    """
+    """Read, override and validate a recipe; ConfigError with everything that is wrong."""
     return load_recipe(recipe, overrides, checks=(check_plan,))
 
 
 def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Read a run's stored configuration, with more overrides on top (for `resume`).
-
-    Raises:
-        ConfigError: Everything that is wrong, at once.
-    """
+    """The same for a run's stored configuration, with more overrides on top."""
     return read_resolved(path, overrides, checks=(check_plan,))
 
 
 def check_plan(config: RunConfig) -> list[Violation]:
     """Rules between the configuration, its model and the installed engines."""
     model = config.model
-    known_source = model.path is not None or model.preset in preset_names()
-    if not known_source or (model.path is not None and model.preset is not None):
+    if model.preset not in (None, *preset_names()) or not (model.path or model.preset):
         return []  # told by the constraints of the schema
     try:
         facts = model_facts(model)
@@ -50,6 +40,15 @@ def check_plan(config: RunConfig) -> list[Violation]:
                           f"{error.message} ({error.where})", remedy=error.remedy or "")]
     return [*broken(_RULES, {"c": config, "f": facts}, config, facts),
             *check_layout(config.trainer, config.rollout, facts, installed_engines())]
+
+
+def _other_model(c: RunConfig, facts: ModelFacts) -> dict[str, Any] | None:
+    """The first size in which the checkpoint is not what the preset says."""
+    if c.model.path is None or c.model.preset is None:
+        return None
+    ours, theirs = asdict(facts_from_hf(load_preset(c.model.preset).hf)), asdict(facts)
+    return next(({"field": name, "ours": ours[name], "theirs": theirs[name]}
+                 for name in ours if ours[name] != theirs[name]), None)
 
 
 def _routing_without_experts(c: RunConfig, facts: ModelFacts) -> list[dict[str, Any]]:
@@ -62,4 +61,5 @@ _RULES: Conditions = {
     "num_replicas": lambda c, facts: c.rollout.num_replicas > c.batch.num_prompts and {
         "idle": c.rollout.num_replicas - c.batch.num_prompts},
     "routing_experts": _routing_without_experts,
+    "model_mismatch": _other_model,
 }

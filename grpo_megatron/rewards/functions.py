@@ -11,8 +11,6 @@ returns a list, `(end, reward)` for every step, `end` being the place in the com
 step ends; its value is their sum, and `objective.advantage = "process"` credits each step's tokens.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Processes and not threads: math-verify needs `signal.alarm` of a main thread, an
 kill stops a regular expression that backtracks for ever.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
@@ -19,10 +17,9 @@ import numpy as np
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.journal import Outcome
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import Component, components_of
-from grpo_megatron.rewards.worker import Call
+from grpo_megatron.rewards.worker import Call, Outcome
 from grpo_megatron.types import Completion, RolloutGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -33,7 +30,6 @@ CHUNK_CALLS = 64
 MAX_KILLS = 32
 """Workers that one function may cost without a single result in between."""
 
-_MAX_IDLE_DEATHS = 3
 _MIN_SAMPLES_TO_GIVE_UP = 64
 _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {
     "num_tokens": lambda completion: len(completion.token_ids),
@@ -78,8 +74,8 @@ class RewardPool:
                  timeout_s: float = 5.0, concurrency: int = 16, log_path: Path | None = None):
         self._tallies = [_Tally(c) for domain in domains for c in components_of(domain)]
         self._clips = {domain.name: domain.reward_clip for domain in domains}
-        self._timeout_s, self._log_path = timeout_s, log_path
-        functions = [(t.component.reference, t.component.arguments) for t in self._tallies]
+        self._timeout_s = timeout_s
+        functions = [(t.component.reference, t.component.reward.arguments) for t in self._tallies]
         self._workers = [RewardProcess(functions, log_path, timeout_s=timeout_s,
                                        concurrency=concurrency) for _ in range(num_workers)]
         self._idle: asyncio.Queue[RewardProcess] = asyncio.Queue()
@@ -118,12 +114,14 @@ class RewardPool:
         """
         calls = [call for group in groups for call in self._calls(group)]
         outcomes = [Outcome()] * len(calls)
-        size = max(1, min(CHUNK_CALLS, -(-len(calls) // len(self._workers))))
         try:
-            async with asyncio.TaskGroup() as chunks:
-                for start in range(0, len(calls), size):
-                    span = range(start, min(start + size, len(calls)))
-                    chunks.create_task(self._run(calls, span, outcomes))
+            async with asyncio.TaskGroup() as tasks:
+                for kind in (False, True):
+                    mine = [i for i, call in enumerate(calls) if self._is_async(call) == kind]
+                    size = max(1, min(CHUNK_CALLS, -(-len(mine) // len(self._workers))))
+                    for start in range(0, len(mine), size):
+                        tasks.create_task(
+                            self._run(tasks, calls, mine[start:start + size], outcomes))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         self._check([call[0] for call in calls], outcomes)
@@ -156,27 +154,32 @@ class RewardPool:
         shared = {"prompt": prompt.text, "metadata": dict(prompt.metadata)}
         return [(index, completion.text, prompt.answer,
                  {name: shared[name] if name in shared else _OF_COMPLETION[name](completion)
-                  for name in self._tallies[index].component.context})
+                  for name in self._tallies[index].component.reward.context})
                 for completion in group.completions for index in functions]
 
-    async def _run(self, calls: Sequence[Call], span: range, outcomes: list[Outcome]) -> None:
-        """Fill in the outcomes of the calls in `span`."""
-        pending, idle_deaths = list(span), 0
+    def _is_async(self, call: Call) -> bool:
+        return self._tallies[call[0]].component.reward.is_async
+
+    async def _run(self, tasks: asyncio.TaskGroup, calls: Sequence[Call], chunk: Sequence[int],
+                   outcomes: list[Outcome]) -> None:
+        """Fill in the outcomes of the calls in `chunk`. Plain calls run one after the other: the
+        first without an outcome ended the process. Coroutines run together: each of them runs
+        again, alone."""
+        is_async = self._is_async(calls[chunk[0]])
         worker = await self._idle.get()
         try:
-            while pending:
-                found = await worker.run([calls[i] for i in pending])
-                for place, outcome in found.items():
-                    outcomes[pending[place]] = outcome
-                    self._count(self._tallies[calls[pending[place]][0]], outcome)
-                idle_deaths = 0 if found else idle_deaths + 1
-                if idle_deaths == _MAX_IDLE_DEATHS:
-                    raise RewardError("reward processes end before their first call",
-                                      where=str(self._log_path or "standard error"),
-                                      remedy="see the messages there; is memory short?")
-                pending = [i for place, i in enumerate(pending) if place not in found]
+            found, failure = await worker.run([calls[i] for i in chunk],
+                                              self._timeout_s * (2 if is_async else 1))
         finally:
             self._idle.put_nowait(worker)
+        if failure and (len(chunk) == 1 or not is_async):
+            found[len(found)] = Outcome(failure)
+        for place, outcome in found.items():
+            outcomes[chunk[place]] = outcome
+            self._count(self._tallies[calls[chunk[place]][0]], outcome)
+        left = [i for place, i in enumerate(chunk) if place not in found]
+        for part in ([i] for i in left) if is_async else [left] if left else ():
+            tasks.create_task(self._run(tasks, calls, part, outcomes))
 
     def _count(self, tally: _Tally, outcome: Outcome) -> None:
         if not outcome.failure:

@@ -26,18 +26,6 @@ _SIGNATURE = "def reward(completion: str, answer: str, *, prompt: str, metadata,
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
-    """One reward component of one domain."""
-
-    domain: str
-    name: str
-    weight: float
-    reference: str  # "module:function"
-    arguments: Mapping[str, Any]
-    context: tuple[str, ...]  # of CONTEXT
-
-
-@dataclass(frozen=True, slots=True)
 class BoundReward:
     """A reward function with its recipe arguments and the context that it takes."""
 
@@ -53,6 +41,17 @@ class BoundReward:
     def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
         offered = {key: context[key] for key in self.context}
         return self.function(completion, answer, **offered, **self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One reward component of one domain."""
+
+    domain: str
+    name: str
+    weight: float
+    reference: str  # "module:function"
+    reward: BoundReward
 
 
 def needs(*modules: str, check: Callable[..., Any] | None = None
@@ -79,9 +78,8 @@ def components_of(domain: DomainConfig) -> tuple[Component, ...]:
         if any(component.name == name for component in components):
             raise RewardError(f"two reward components are called {name!r}", where=where,
                               remedy="give one of them a `name`")
-        context = bind(reward.function, reward.arguments, where=where).context
         components.append(Component(domain.name, name, reward.weight, reward.function,
-                                    dict(reward.arguments), context))
+                                    bind(reward.function, reward.arguments, where=where)))
     return tuple(components)
 
 

@@ -11,8 +11,6 @@ the user runs: a program may then find no thread left). It never binds root: und
 address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

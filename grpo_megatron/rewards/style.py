@@ -1,7 +1,5 @@
 """How a completion is written: its blocks and its language."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the screen shows, as data, and how it is drawn."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_megatron.telemetry.verdicts import PLAIN_LABELS, ROWS, judge
+from grpo_megatron.telemetry.verdicts import ROWS, judge
 
 _HISTORY_STEPS = 500
 _TREND_STEPS = 24
@@ -18,16 +16,12 @@ _BAR_CELLS = 40
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SAMPLE_CHARS = 160
 _PHASE_STYLES = {"rollout": "cyan", "reward": "magenta", "train": "green", "publish": "yellow"}
-_OTHER_STYLE = "blue"
 _LEVEL_STYLES = {"ok": "green", "watch": "yellow", "bad": "bold red"}
 
 
 class ScreenState:
-    """Values so far, the phases of the current step, and the last step's samples.
-
-    Args:
-        clock: Seconds, for phases.
-    """
+    """Values so far, the phases of the current step (by `clock`, in seconds), and the last step's
+    samples."""
 
     def __init__(self, run_name: str, num_steps: int, clock: Callable[[], float]):
         self.run_name, self.num_steps, self.clock = run_name, num_steps, clock
@@ -67,8 +61,8 @@ class ScreenState:
 
 def plain_line(state: ScreenState) -> str:
     """The last step in one line: `step 7/300  reward 0.51  entropy 0.2 …`; 7 steps are done."""
-    shown = [f"{label.replace(' ', '_')} {format_value(state.latest[label])}"
-             for label in PLAIN_LABELS if label in state.latest]
+    shown = [f"{row.label.replace(' ', '_')} {format_value(state.latest[row.label])}"
+             for row in ROWS if row.plain and row.label in state.latest]
     return "  ".join([f"step {state.steps_done}/{state.num_steps}", *shown])
 
 
@@ -110,7 +104,7 @@ def _phase_bar(state: ScreenState) -> Text:
     total = sum(seconds.values()) or 1.0
     bar, labels = Text(), Text()
     for name, passed in seconds.items():
-        style = _PHASE_STYLES.get(name, _OTHER_STYLE)
+        style = _PHASE_STYLES.get(name, "blue")
         bar.append("━" * round(_BAR_CELLS * passed / total), style)
         running = name == state.current_phase
         labels.append(f"  {'▸' if running else ''}{name} {passed:.1f}s",

@@ -35,12 +35,7 @@ class Screen:
 
     def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None = None,
              worst: Mapping[str, Any] | None = None) -> None:
-        """A step is complete.
-
-        Args:
-            metrics: The record that was written to metrics.jsonl.
-            best, worst: Samples as in samples/step_*.jsonl (`prompt`, `completion`, `reward`).
-        """
+        """A step is complete: its record in metrics.jsonl, samples as in samples/step_*.jsonl."""
         self._state.step(metrics, best, worst)
         self.message(plain_line(self._state))
 

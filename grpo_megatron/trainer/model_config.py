@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import family_of
-from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.plan.hf_config import megatron_settings, model_fields
 from grpo_megatron.trainer.platform import HAS_CUDA, HAS_TRANSFORMER_ENGINE
 from grpo_megatron.trainer.rope import rotary
 
@@ -37,12 +37,8 @@ def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> Transformer
 
 def _of_family(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The family's `[megatron]` table with its references replaced."""
-    settings: dict[str, Any] = {"activation_func": torch.nn.functional.silu}
-    for name, value in family_of(model_type).megatron.items():
-        negated, dollar, field = value.partition("$") if isinstance(value, str) else ("", "", "")
-        if dollar:
-            value = not fields[field] if negated else fields.get(field)
-        settings[name] = value
+    settings = {"activation_func": torch.nn.functional.silu,
+                **megatron_settings(family_of(model_type), fields)}
     if settings.get("num_moe_experts"):
         settings["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
     return settings

@@ -37,7 +37,7 @@ class References:
         """Whether the objective looks at a reference at all, if only to measure."""
         o = self.config.objective
         return (objective_of(self.config, {}).wants_reference
-                or (o.kl != "none" and o.monitor_samples > 0))
+                or (o.kl != "none" and o.monitor_share > 0))
 
     def take(self, policy: Policy, name: str = START) -> None:
         """Make the current weights a reference."""

@@ -110,7 +110,7 @@ class _Training:
             random.Random(f"{config.seed}/{self.table.manifest.get('step')}").shuffle(order)
             advantages = replace(advantages, values=advantages.values[order])
         watch = (Watch(config, self.policy, self.table, objective)
-                 if self.updates and config.objective.monitor_samples else None)
+                 if self.updates and config.objective.monitor_share else None)
         total, rates, by_update = Stats(), [], []
         if watch and self.references.wanted and not objective.wants_reference:
             total = watch.reference(self.references)

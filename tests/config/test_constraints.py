@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config import constraints, rules
-from grpo_megatron.config.constraints import check_constraints
-from grpo_megatron.config.objective_rules import OBJECTIVE_AND_BATCH, WITHIN_OBJECTIVE
+from grpo_megatron.config.constraints import (
+    OBJECTIVE_AND_BATCH,
+    WITHIN_OBJECTIVE,
+    check_constraints,
+)
 from grpo_megatron.plan import layout, resolve
 from tests.config.conftest import unchecked_config
 
@@ -47,6 +50,13 @@ from tests.config.conftest import unchecked_config
     ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),
     ("validation_prompts", ["data.num_validation=0"]),
     ("validation_prompts", ["data.num_validation=0", "cold_start=null", "evaluation.interval=5"]),
+    ("placement", ["placement.trainer_nodes=3"]),
+    ("placement", ["placement.gpus_per_node=1", "placement.rollout_nodes=1"]),
+    ("placement", ["placement.gpus_per_node=2"]),
+    ("placement", ["placement.gpus_per_node=2", "placement.rollout_nodes=1",
+                   "rollout.num_replicas=3"]),
+    ("placement", ["placement.gpus_per_node=2", "placement.rollout_nodes=3",
+                   "rollout.tensor_parallel_size=4", "rollout.num_replicas=2"]),
     ("min_lr", ["optimizer.min_lr=1"]),
     ("min_lr", ["cold_start.optimizer.min_lr=1"]),
 ])
@@ -74,6 +84,10 @@ def test_every_rule_has_its_text_and_every_text_its_rule():
     ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.1"],
     ["rollout.dtype=bfloat16", "publish.canary=false"],
     ["batch.num_samples_per_prompt=1", "num_steps=0"], ["publish.num_senders=2"],
+    ["model.preset=qwen3-8b", "model.path=/x"], ["placement.gpus_per_node=3"],
+    ["placement.gpus_per_node=2", "placement.mode=colocated", "rollout.num_replicas=2"],
+    ["placement.gpus_per_node=2", "placement.rollout_nodes=4", "rollout.tensor_parallel_size=4",
+     "rollout.num_replicas=2"],
     ["domains.0.template={{}} {metadata[expression]} ="], ["domains.0.max_new_tokens=6"],
     ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
 ])

@@ -19,12 +19,12 @@ def fill(verdicts: str, config: SamplingConfig, target: int, carried=(), accepta
     """Fill from one prompt per letter of `verdicts`; "k" prompts give kept groups."""
     prompts = [prompt_of(f"p{index}") for index in range(len(verdicts))]
     sampler = PromptSampler({"d": prompts}, {"d": 1.0}, 0)
-    sampler.next_batch(0, num_warm)
+    sampler.draw(num_warm)
     asked = []
 
     def draw(number, exclude):
         asked.append(number)
-        return sampler.next_batch(0, number, exclude).prompts
+        return sampler.draw(number, exclude)
 
     async def score(drawn):
         return [group([1, verdicts[int(p.prompt_id[1:])] == "r"], name=p.prompt_id)

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from grpo_megatron.config.loader import write_resolved
+from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.problems import InvalidConfigError
+from grpo_megatron.config.resolved import write_resolved
 from grpo_megatron.plan.resolve import resolve, resolve_run
 from tests.plan.test_model_facts import DENSE
 
@@ -43,6 +44,16 @@ def test_checkpoint_path(tmp_path):
     with pytest.raises(InvalidConfigError, match="no experts to split"):
         resolve(DEMO, flags)
     assert resolve(DEMO, [*flags, "trainer.expert_parallel_size=1"]).config.model.path == tmp_path
+
+
+def test_checkpoint_of_another_model_than_the_preset(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    flags = ["model.preset=qwen3-8b", f"model.path={tmp_path}", "trainer.expert_parallel_size=1"]
+    with pytest.raises(InvalidConfigError, match="of the preset qwen3-8b qwen3"):
+        resolve(DEMO, flags)
+    hf = load_preset("qwen3-8b").hf
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    assert resolve(DEMO, flags).config.model.path == tmp_path
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -1,20 +1,16 @@
 """Estimators for rewards inside samples: steps of a solution, turns of an agent. All [n]."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import Events, SampleBatch, by_groups, suffix_sums
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.errors import DataError
 
 
-@ESTIMATORS.register("process")
 def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Process supervision (DeepSeekMath, arXiv:2402.03300): all step rewards of a group are
     standardised together; a token's advantage is the sum over the steps that end at it or later.
@@ -27,7 +23,6 @@ def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return _credit(batch, events, pool.standardised(events.reward, o.std_kind, o.advantage_eps))
 
 
-@ESTIMATORS.register("gagpo")
 def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """GAGPO (arXiv:2605.13217): `V(s)` is the mean return-to-go of the group's visits to s;
     `delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`, `A_t = sum_l (gamma lambda)^l delta_{t+l}`,

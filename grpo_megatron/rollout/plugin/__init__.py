@@ -4,8 +4,6 @@ vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, th
 every worker. Each run-time fix has its own module, which says where the defect is.
 """
 
-from __future__ import annotations
-
 _registered = False
 
 

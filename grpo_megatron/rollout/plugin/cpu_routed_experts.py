@@ -6,8 +6,6 @@ calls that V2's runner makes (v1/worker/gpu/model_runner.py:1740 and :2181) work
 module adds those calls.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

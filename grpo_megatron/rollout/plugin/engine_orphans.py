@@ -5,8 +5,6 @@ parent, so after `kill -9` of the API server the engine core stays, with the mod
 (Workers of a tensor-parallel engine watch the engine core by a pipe.) Linux can signal a child.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

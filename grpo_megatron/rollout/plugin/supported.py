@@ -1,7 +1,5 @@
 """Which vLLM the run-time fixes were tested with."""
 
-from __future__ import annotations
-
 from grpo_megatron.errors import SetupError
 
 TESTED = ("0.32.",)

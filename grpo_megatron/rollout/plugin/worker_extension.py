@@ -1,7 +1,5 @@
 """Methods that `/collective_rpc` reaches in every engine worker (`--worker-extension-cls`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 
