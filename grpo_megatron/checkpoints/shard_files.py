@@ -38,7 +38,10 @@ class ShardFile:
 
 
 class OutputFile:
-    """One file that is open for tensors; what is written begins its way to the disk at once."""
+    """One file that is open for tensors; what is written begins its way to the disk at once.
+
+    A subclass has `put(name, tensor)`, which takes them contiguous, on the CPU.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -47,10 +50,6 @@ class OutputFile:
         with disk_errors(path):
             path.parent.mkdir(exist_ok=True)
             self.file = open(path, "wb")  # noqa: SIM115
-
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Contiguous, on the CPU."""
-        raise NotImplementedError
 
     def start_writing(self, begin: int) -> int:
         """What lies after `begin` leaves for the disk; returns the end."""
@@ -69,7 +68,8 @@ class OutputFile:
 
 
 class Target:
-    """A checkpoint in the making. A subclass knows the format.
+    """A checkpoint in the making. A subclass knows the format: it has `open(file)`, which makes an
+    OutputFile, and `read(file)`, which gives a written one's tensors from the disk.
 
     Args:
         working: directory that gets another name when all is done.
@@ -102,13 +102,6 @@ class Target:
             names = [self.single]
         return [ShardFile(name, tuple(group), tuple(e for unit in group for e in units[unit]))
                 for name, group in zip(names, groups, strict=True)]
-
-    def open(self, file: ShardFile) -> OutputFile:
-        raise NotImplementedError
-
-    def read(self, file: ShardFile) -> NamedTensors:
-        """The tensors of a written file, from the disk."""
-        raise NotImplementedError
 
     def write(self, file: ShardFile, tensors: NamedTensors,
               report: Callable[[int], object] = lambda num_bytes: None) -> None:

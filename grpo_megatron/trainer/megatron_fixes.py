@@ -29,14 +29,11 @@ def install() -> None:
             from grpo_megatron.errors import SetupError
             raise SetupError(f"megatron-core {megatron.core.__version__} is installed; the fixes "
                              f"in {__name__} are for {TESTED_VERSION}", remedy="make setup")
-        define_missing_te_names()
-        report_te_absent_in_mla()
-        checkpoint_without_output_is_not_fp8()
-        reduce_contiguous_tensors()
-        score_groups_as_deepseek()
-        rotate_packed_sequences_at_once()
-        save_torch_adam_without_step()
-        save_without_helper_processes()
+        for fix in (define_missing_te_names, report_te_absent_in_mla,
+                    checkpoint_without_output_is_not_fp8, reduce_contiguous_tensors,
+                    score_groups_as_deepseek, rotate_packed_sequences_at_once,
+                    save_torch_adam_without_step, save_without_helper_processes):
+            fix()
 
 
 def define_missing_te_names() -> None:
