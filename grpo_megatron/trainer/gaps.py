@@ -50,17 +50,13 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
         columns["flipped"] = _flipped_experts(policy, batch, routes, run)
         layers = replay.shape.layers
         for layer in layers if by_layer else layers[-1:]:
-            below = [_up_to(part, replay.layers, layer) for part in routes]
-            columns[f"through_{layer}"] = gathered(RoutingPass(replayed=below))
+            # the engine's routes up to this layer, the live router above
+            below = torch.tensor([number <= layer for number in replay.layers], dtype=torch.bool)
+            columns[f"through_{layer}"] = gathered(RoutingPass(replayed=[
+                Routes(part.ids, part.known & below[:, None]) for part in routes]))
     if dist.get_rank() == 0:
         write_columns(to, columns)
     return metrics
-
-
-def _up_to(routes: Routes, layers: Sequence[int], last: int) -> Routes:
-    """Replay in layers up to `last`, the live router above."""
-    below = torch.tensor([layer <= last for layer in layers], dtype=torch.bool)
-    return Routes(routes.ids, routes.known & below[:, None])
 
 
 def _flipped_experts(policy: Policy, batch: PreparedBatch, routes: Sequence[Routes],
