@@ -1,7 +1,5 @@
 """The layout of a run directory: the one place that knows its file names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +8,7 @@ class _Entry:
     def __init__(self, name: str):
         self._name = name
 
-    def __get__(self, run_dir: RunDir, _: object = None) -> Path:
+    def __get__(self, run_dir: "RunDir", _: object = None) -> Path:
         return run_dir.root / self._name
 
 

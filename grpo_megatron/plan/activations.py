@@ -1,7 +1,5 @@
 """What a training step holds beside the static bytes: the closed forms of `closed_forms.toml`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,14 +8,8 @@ from grpo_megatron.plan.weights import FORMS, Sizes, product, weights_of_chunk
 
 def step_bytes(s: Sizes, stage: int, gradients: int, *, tokens: int, sequence: int,
                num_microbatches: int, on_gpu: bool, replayed: bool) -> dict[str, int]:
-    """`activations`, `logits`, `routing`, `communication` of a rank at their highest.
-
-    Args:
-        gradients: bytes of the rank's gradients.
-        tokens: of a full micro-batch.
-        sequence: tokens of the longest sample.
-        replayed: the experts of a layer's tokens come from a record.
-    """
+    """`activations`, `logits`, `routing`, `communication` of a rank at their highest, in bytes like
+    its `gradients`; for `tokens` of a full micro-batch and of the longest `sequence`."""
     t, element = s.trainer, s.symbols["element"]
     tp, pp, dp = (t.tensor_parallel_size, t.pipeline_parallel_size, s.layout.data_parallel_size)
     copies = element if on_gpu else 8  # torch's plain norms keep float32

@@ -1,7 +1,5 @@
 """A recipe's plan: memory of every stage's fullest rank, and what a step moves and writes."""
 
-from __future__ import annotations
-
 import itertools
 import tomllib
 from dataclasses import dataclass
@@ -27,8 +25,7 @@ class RankMemory:
 
     stage: int
     rank: int
-    parts: dict[str, int]
-    """Bytes by component."""
+    parts: dict[str, int]  # bytes by component
 
     @property
     def total(self) -> int:
@@ -40,12 +37,9 @@ class Plan:
     """What a recipe needs."""
 
     stages: tuple[RankMemory, ...]
-    usable_bytes: int | None
-    """Of a GPU, for the trainer; None on a CPU."""
-    engine: dict[str, int]
-    """Of a GPU: bytes of weights and of the KV cache; tokens that the cache of a server holds."""
-    numbers: dict[str, float]
-    """Of the run; tokens and what follows from them at full length."""
+    usable_bytes: int | None  # of a GPU, for the trainer; None on a CPU
+    engine: dict[str, int]  # of a GPU: bytes of weights and KV cache; tokens of a server's cache
+    numbers: dict[str, float]  # of the run; tokens and what follows from them at full length
 
     @property
     def worst(self) -> RankMemory:
@@ -53,11 +47,8 @@ class Plan:
 
 
 def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = False) -> Plan:
-    """The plan of a valid recipe; `device` is a name in `devices.toml`.
-
-    Args:
-        worst_only: leave stages out that are not fuller than the second one.
-    """
+    """The plan of a valid recipe; `device` is a name in `devices.toml`. `worst_only`: without the
+    stages between the second and the last, which are never the fullest."""
     hf, _ = configuration_of(config.model)
     vocab_size = hf.get("vocab_size") or _made_vocabulary(config.model)
     sizes = sizes_of(hf, vocab_size, config.trainer)

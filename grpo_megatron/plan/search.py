@@ -1,7 +1,5 @@
 """Trainer layouts of a number of GPUs that obey every rule and fit, best first."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -25,8 +23,7 @@ class Candidate:
 
     trainer: TrainerConfig
     plan: Plan
-    cost: float
-    """Relative time of a token: 1 without recomputation, bubble and tensor parallelism."""
+    cost: float  # relative time of a token: 1 without recomputation, bubble and TP
 
     def settings(self, recipe: TrainerConfig) -> list[str]:
         """What differs from the recipe, as overrides."""

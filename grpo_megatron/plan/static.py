@@ -4,8 +4,6 @@ The buffers of Megatron's DistributedDataParallel, which the distributed optimiz
 (megatron/core/distributed/param_and_grad_buffer.py) and shards over data-parallel ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
@@ -18,12 +16,8 @@ _Span = tuple[int, int]
 def static_bytes(s: Sizes, stage: int, local_rank: int, *, frozen_routers: bool = False,
                  overlaps: bool = False) -> dict[str, int]:
     """`weights`, `gradients`, `optimizer` (Adam's moments, and float32 weights where the model's
-    are not) and `buffers` of rank `local_rank` of a pipeline stage's ranks.
-
-    Args:
-        frozen_routers: `routing.router_policy = "freeze_weights"`: they have no gradients.
-        overlaps: gradients are reduced while others are computed (on GPUs), so in buckets.
-    """
+    are not) and `buffers` of rank `local_rank` of a pipeline stage's ranks. Frozen routers have no
+    gradients; reductions that overlap with computation (on GPUs) are done in buckets."""
     t, element = s.trainer, s.symbols["element"]
     replicas = s.layout.data_parallel_size * t.context_parallel_size
     experts_size = s.layout.expert_tensor_parallel_size * t.expert_parallel_size

@@ -1,7 +1,5 @@
 """Every weight of a rank, in Megatron's order, as closed forms (`closed_forms.toml`)."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Mapping
@@ -23,8 +21,7 @@ class Weight:
     """One parameter of a rank."""
 
     numel: int
-    kind: str = ""
-    """"expert", "router", or "shared": a tied embedding over pipeline stages."""
+    kind: str = ""  # expert, router, or shared: a tied embedding over pipeline stages
 
 
 @dataclass(frozen=True)
@@ -33,15 +30,12 @@ class Sizes:
 
     trainer: TrainerConfig
     layout: LayoutSizes
-    model: Mapping[str, Any]
-    """`[megatron]` settings of the family."""
+    model: Mapping[str, Any]  # `[megatron]` settings of the family
     hf: Mapping[str, Any]
-    symbols: Mapping[str, Any]
-    """Sizes on a rank, by their names in the closed forms."""
+    symbols: Mapping[str, Any]  # sizes on a rank, by their names in the closed forms
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks a pipeline rank."""
         return self.trainer.virtual_pipeline_parallel_size or 1
 
     def layers_of(self, stage: int, chunk: int) -> list[bool]:

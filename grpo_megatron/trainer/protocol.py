@@ -8,12 +8,10 @@ neither torch nor Megatron, because both sides use it.
     -> {"result": {…}}   or   {"error": {"type": "TrainerError", "message": "…"}}
 """
 
-from __future__ import annotations
-
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from grpo_megatron import errors
 
@@ -30,12 +28,11 @@ class Endpoint:
         """Publish atomically, readable by the owner only."""
         temporary = path.with_suffix(".tmp")
         temporary.touch(mode=0o600)
-        temporary.write_text(json.dumps({"host": self.host, "port": self.port,
-                                         "token": self.token}))
+        temporary.write_text(json.dumps(asdict(self)))
         temporary.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Endpoint:
+    def read(cls, path: Path) -> Self:
         return cls(**json.loads(path.read_text()))
 
 
@@ -45,11 +42,10 @@ def encode(message: dict[str, Any]) -> bytes:
 
 def error_reply(error: BaseException) -> dict[str, Any]:
     """Our own errors keep their class, so that the exit code survives the process boundary."""
-    known = isinstance(error, errors.GrpoMegatronError)
-    return {"error": {"type": type(error).__name__ if known else "TrainerError",
-                      "message": error.message if known else f"{type(error).__name__}: {error}",
-                      "where": error.where if known else None,
-                      "remedy": error.remedy if known else None}}
+    if not isinstance(error, errors.GrpoMegatronError):
+        error = errors.TrainerError(f"{type(error).__name__}: {error}")
+    return {"error": {"type": type(error).__name__, "message": error.message,
+                      "where": error.where, "remedy": error.remedy}}
 
 
 def raise_reply(reply: dict[str, Any]) -> Any:

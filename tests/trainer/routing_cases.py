@@ -18,7 +18,8 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer import policy as policy_module
 from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import objective_of, sample_batch, train_rollouts
+from grpo_megatron.trainer.rl_update import train_rollouts
+from grpo_megatron.trainer.rollouts import objective_of, sample_batch
 from grpo_megatron.trainer.route_source import RouteSource
 from grpo_megatron.trainer.step import logprob_pass, prepare, train_step
 from tests.trainer import cases
