@@ -28,6 +28,7 @@ def plan(
     """Memory by component, bubble, tokens, bytes; an error if the recipe does not fit."""
     from grpo_megatron.config.suggest import did_you_mean
     from grpo_megatron.errors import ConfigError
+    from grpo_megatron.plan import search as layouts
     from grpo_megatron.plan.memory import DEVICES, memory_problems, plan_of
 
     if device not in DEVICES["memory"]:
@@ -44,7 +45,7 @@ def plan(
         _print(found)
     if problems := memory_problems(config, found):
         nodes, ranks = config.placement.trainer_nodes, config.trainer.num_ranks
-        fits = [f"fits: {row['settings']}" for row in _ranked(
+        fits = [f"fits: {row['settings']}" for row in layouts.search(
             config, nodes, ranks // nodes, device)[:2] if problems[0].rule == "trainer_memory"]
         raise ConfigError(
             "\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems), where=recipe,
@@ -74,11 +75,12 @@ def _size(num_bytes: float) -> str:
 
 def _search(config: RunConfig, text: str, device: str, as_json: bool) -> None:
     from grpo_megatron.errors import ConfigError
+    from grpo_megatron.plan.search import search
 
     if not (shape := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
         raise ConfigError(f"{text!r} is not NODESxGPUS", where="--search",
                           remedy="for example --search 16x8")
-    rows = _ranked(config, int(shape[1]), int(shape[2]), device)
+    rows = search(config, int(shape[1]), int(shape[2]), device)[:10]
     if not rows:
         raise ConfigError(f"no layout of {text} fits", where="--search",
                           remedy="more nodes, or fewer trainer.max_tokens_per_microbatch")
@@ -88,11 +90,3 @@ def _search(config: RunConfig, text: str, device: str, as_json: bool) -> None:
     print_table(("cost", "memory", "bubble", "settings"), [
         (f"{row['cost']:.2f}", _size(row["bytes"]), f"{row['bubble_fraction']:.1%}",
          row["settings"] or "as in the recipe") for row in rows])
-
-
-def _ranked(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> list[dict]:
-    from grpo_megatron.plan.search import search
-
-    return [{"settings": " ".join(c.settings(config.trainer)), "bytes": c.plan.worst.total,
-             "cost": c.cost, "bubble_fraction": c.plan.numbers["bubble_fraction"]}
-            for c in search(config, nodes, gpus_per_node, device)[:10]]

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RunConfig
@@ -17,23 +17,11 @@ _RECOMPUTE_COST, _TENSOR_COST, _FAR_COST = 1 / 3, 0.08, 0.15
 order layouts, they predict no time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A layout that fits."""
-
-    trainer: TrainerConfig
-    plan: Plan
-    cost: float  # relative time of a token: 1 without recomputation, bubble and TP
-
-    def settings(self, recipe: TrainerConfig) -> list[str]:
-        """What differs from the recipe, as overrides."""
-        old, new = recipe.model_dump(), self.trainer.model_dump()
-        return [f"trainer.{name}={as_toml(new[name])}" for name in new if new[name] != old[name]]
-
-
-def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> list[Candidate]:
-    """All that fit on trainer nodes of a shape, cheapest first; the roomier of equals."""
-    facts, found = model_facts(config.model), []
+def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> list[dict[str, Any]]:
+    """All layouts that fit on trainer nodes of a shape, cheapest first, the roomier of equals:
+    `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction` and `cost`,
+    the relative time of a token: 1 without recomputation, bubble and tensor parallelism."""
+    facts, found, old = model_facts(config.model), [], config.trainer.model_dump()
     placement = config.placement.model_copy(update={
         "trainer_nodes": nodes, "gpus_per_node": gpus_per_node})
     for trainer in _layouts(config.trainer, facts, nodes * gpus_per_node, gpus_per_node):
@@ -43,8 +31,12 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
         plan = plan_of(config.model_copy(update={
             "trainer": trainer, "placement": placement}), device, worst_only=True)
         if plan.worst.total <= plan.usable_bytes:
-            found.append(Candidate(trainer, plan, _cost(trainer, plan, gpus_per_node)))
-    return sorted(found, key=lambda c: (round(c.cost, 3), c.plan.worst.total))
+            found.append({
+                "settings": " ".join(f"trainer.{name}={as_toml(value)}" for name, value
+                                     in trainer.model_dump().items() if value != old[name]),
+                "bytes": plan.worst.total, "cost": _cost(trainer, plan, gpus_per_node),
+                "bubble_fraction": plan.numbers["bubble_fraction"]})
+    return sorted(found, key=lambda row: (round(row["cost"], 3), row["bytes"]))
 
 
 def _layouts(trainer: TrainerConfig, facts: ModelFacts, ranks: int,

@@ -92,4 +92,4 @@ def test_other_buffers(world1, settings, name):
 @pytest.mark.parametrize("name", preset_names())
 def test_static_bytes_of_every_model_and_layout(world1, name):
     for layout in layouts_of(name):
-        compare(world1, name, layout, limit=16)
+        compare(world1, name, layout, limit=3)
