@@ -61,23 +61,20 @@ def _as_rank(layout: TrainerConfig, rank: int) -> Iterator[None]:
         shutdown()
 
 
-def real_bytes(hf: dict[str, Any], trainer: dict[str, Any], ranks: list[int],
-               router_policy: str = "freeze_bias", overlaps: bool = False,
-               ) -> list[dict[str, Any]]:
-    """Numbers of elements and bytes that `build_policy` allocates on each of `ranks`."""
-    layout, found = TrainerConfig(**trainer), []
-    ddp_config = ddp.DistributedDataParallelConfig
-    for rank in ranks:
-        with ExitStack() as stack:
-            stack.enter_context(_as_rank(layout, rank))
-            if overlaps:
-                def overlapping(**settings):
-                    return ddp_config(**{**settings, "overlap_grad_reduce": True})
-                stack.enter_context(mock.patch.object(
-                    ddp, "DistributedDataParallelConfig", overlapping))
-            built = policy.build_policy(hf, layout, OptimizerConfig(), router_policy)
-            found.append({"rank": rank, **_bytes_of(built)})
-    return found
+def real_bytes(hf: dict[str, Any], trainer: dict[str, Any], rank: int,
+               router_policy: str = "freeze_bias", overlaps: bool = False) -> dict[str, Any]:
+    """Bytes that `build_policy` allocates on `rank`, and the sizes of its parameters by chunk."""
+    layout, ddp_config = TrainerConfig(**trainer), ddp.DistributedDataParallelConfig
+
+    def overlapping(**settings):
+        return ddp_config(**{**settings, "overlap_grad_reduce": True})
+
+    with ExitStack() as stack:
+        stack.enter_context(_as_rank(layout, rank))
+        if overlaps:
+            stack.enter_context(mock.patch.object(
+                ddp, "DistributedDataParallelConfig", overlapping))
+        return _bytes_of(policy.build_policy(hf, layout, OptimizerConfig(), router_policy))
 
 
 def _bytes_of(built: policy.Policy) -> dict[str, Any]:

@@ -49,7 +49,9 @@ def num_weights(hf: dict, layout: dict) -> int:
 
 
 def ranks_to_look_at(trainer: TrainerConfig, limit: int) -> list[int]:
-    """First and last ranks of up to `limit` stages, the outer ones first."""
+    """First and last ranks of up to `limit` stages, the outer ones first; 0: every rank."""
+    if not limit:
+        return list(range(trainer.num_ranks))
     per_stage, pp = trainer.num_ranks // trainer.pipeline_parallel_size, (
         trainer.pipeline_parallel_size)
     stages = sorted(range(pp), key=lambda p: min(p, pp - 1 - p))[:limit]
@@ -60,14 +62,15 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
     hf = {"vocab_size": 96, **load_preset(name).hf}
     trainer = TrainerConfig(**layout)
     sizes = sizes_of(hf, hf["vocab_size"], trainer)
-    for real in world1.run("tests.plan.meta_cases:real_bytes", hf=hf, trainer=layout,
-                           ranks=ranks_to_look_at(trainer, limit), **settings):
-        stage, rank = divmod(real.pop("rank"), trainer.num_ranks // trainer.pipeline_parallel_size)
+    for rank in ranks_to_look_at(trainer, limit):
+        real = world1.run("tests.plan.meta_cases:real_bytes", hf=hf, trainer=layout, rank=rank,
+                          **settings)
+        stage, local = divmod(rank, trainer.num_ranks // trainer.pipeline_parallel_size)
         assert real.pop("shapes") == [
             [weight.numel for weight in weights_of_chunk(sizes, stage, chunk)]
             for chunk in range(sizes.num_chunks)]
         assert static_bytes(
-            sizes, stage, rank, overlaps=settings.get("overlaps", False),
+            sizes, stage, local, overlaps=settings.get("overlaps", False),
             frozen_routers=settings.get("router_policy") == "freeze_weights") == real
 
 
@@ -80,6 +83,11 @@ QUICK = [("deepseek-v3", 0), ("tiny-qwen3-moe", 0), ("tiny-qwen3-moe", 8), ("qwe
 def test_static_bytes(world1, name, which):
     layouts = layouts_of(name)
     compare(world1, name, layouts[which % len(layouts)], limit=2)
+
+
+def test_static_bytes_of_every_rank(world1):
+    compare(world1, "tiny-qwen3-moe", {SHORT[key]: value for key, value in {
+        "ranks": 16, "tp": 2, "pp": 2, "ep": 2, "etp": 1}.items()}, limit=0)
 
 
 @pytest.mark.parametrize(("settings", "name"), list(itertools.product(
