@@ -11,6 +11,9 @@ Overrides = Annotated[list[str] | None, typer.Argument(
     metavar="KEY=VALUE", show_default=False,
     help="Settings on top of the recipe, for example trainer.num_ranks=4.")]
 
+InJob = Annotated[bool, typer.Option(
+    "--in-job", help="Start the processes as steps of the Slurm job around this one.")]
+
 
 def train(
     recipe: Annotated[str, typer.Argument(
@@ -20,6 +23,7 @@ def train(
         "--resume-if-exists", help="Continue the run of this name if there is one.")] = False,
     overwrite: Annotated[bool, typer.Option(
         "--overwrite", help="Delete the run of this name and start anew.")] = False,
+    in_job: InJob = False,
 ) -> None:
     """Train from a recipe. The run directory is runs_dir/name."""
     from grpo_megatron.errors import ConfigError
@@ -33,13 +37,14 @@ def train(
     from grpo_megatron.launch import local
 
     if resume_if_exists and _is_run(resolved.run_path):
-        raise typer.Exit(local.resume(resolved.run_path, flags))
-    raise typer.Exit(local.train(resolved, overwrite=overwrite))
+        raise typer.Exit(local.resume(resolved.run_path, flags, in_job=in_job))
+    raise typer.Exit(local.train(resolved, overwrite=overwrite, in_job=in_job))
 
 
 def resume(
     run: Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.")],
     overrides: Overrides = None,
+    in_job: InJob = False,
 ) -> None:
     """Continue a run from its newest checkpoint."""
     from grpo_megatron.errors import ConfigError
@@ -49,7 +54,7 @@ def resume(
                           remedy="runs here: " + (", ".join(_runs_beside(run)) or "none"))
     from grpo_megatron.launch import local
 
-    raise typer.Exit(local.resume(run, overrides or []))
+    raise typer.Exit(local.resume(run, overrides or [], in_job=in_job))
 
 
 def _is_run(path: Path) -> bool:

@@ -1,4 +1,7 @@
-"""The controller process: `python -m grpo_megatron.controller.main RUN_DIR ENGINE_URL…`."""
+"""The controller process: `python -m grpo_megatron.controller.main RUN_DIR ATTEMPT`.
+
+A line on standard input, or SIGTERM, stops the run after the current step, with a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import logging  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
+import threading  # noqa: E402
 import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -20,13 +24,14 @@ from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError  # noq
 from grpo_megatron.rundir import RunDir  # noqa: E402
 
 
-def main(run_path: str, engine_urls: list[str]) -> int:
+def main(run_path: str, attempt: str) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr,
                         format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run_dir = RunDir(Path(run_path))
+    run_dir = RunDir(Path(run_path), attempt)
     config = read_resolved(run_dir.config).config
+    stop = Stop()
     try:
-        finished = asyncio.run(run(config, run_dir, engine_urls, _stop_on_sigterm))
+        finished = asyncio.run(run(config, run_dir, stop.listen_for))
     except GrpoMegatronError as error:
         traceback.print_exc()
         show("failure", text=str(error))
@@ -38,13 +43,29 @@ def main(run_path: str, engine_urls: list[str]) -> int:
     return 0 if finished else INTERRUPTED_EXIT_CODE
 
 
-def _stop_on_sigterm(stopping: asyncio.Event) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+class Stop:
+    """Before RL begins nothing is lost: the process ends. Then its loop is told."""
+
+    def __init__(self) -> None:
+        self._tell = self._end
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._tell())
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def listen_for(self, stopping: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        self._tell = lambda: loop.call_soon_threadsafe(stopping.set)
+
+    def _read(self) -> None:
+        if sys.stdin.readline():  # a signal would reach the reward processes too, through Slurm
+            self._tell()
+
+    def _end(self) -> None:
+        show("message", text="stopped before the first step")
+        os._exit(INTERRUPTED_EXIT_CODE)
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1], sys.argv[2:])
+    code = main(*sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)  # libraries' threads must not delay the end of a run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from grpo_megatron.checkpoints.retention import complete_steps
@@ -19,16 +19,19 @@ from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors, make_mirrors
 
 
-async def run(config: RunConfig, run_dir: RunDir, engine_urls: Sequence[str],
-              on_open: Callable) -> bool:
-    """Returns whether the run is finished; False: it was told to stop and can be resumed."""
+async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
+    """Returns whether the run is finished; False: it was told to stop and can be resumed.
+
+    Args:
+        on_start: Gets the event that stops RL, when it begins.
+    """
     started = time.monotonic()
-    async with open_session(config, run_dir, engine_urls) as session:
-        on_open(session.stopping)
+    async with open_session(config, run_dir) as session:
         state = await _restore(session) or await _begin(session, started)
         with _telemetry(config, run_dir) as (metrics, mirrors):
             metrics.truncate_after(state.step - 1)
             loop = RLLoop(session, state, metrics, mirrors)
+            on_start(session.stopping)
             state = await loop.run()
         if state.step < config.num_steps:
             show("message", text=f"stopped after {state.step} steps; "

@@ -24,8 +24,9 @@ from rich.progress import (
 
 from grpo_megatron.errors import GrpoMegatronError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
-from grpo_megatron.launch.roles import HOST, free_ports
+from grpo_megatron.launch.roles import free_port
 from grpo_megatron.launch.run_lock import run_lock
+from grpo_megatron.network import LOOPBACK
 from grpo_megatron.rundir import RunDir
 
 
@@ -50,15 +51,14 @@ def convert(job: dict[str, Any], num_ranks: int) -> None:
 
 def _ranks(job: Path, num_ranks: int) -> list[ChildProcess]:
     """On the CPU, whatever the machine has: bytes are moved, not computed with."""
-    port, = free_ports(1)
-    threads = max((os.cpu_count() or 1) // num_ranks, 1)
+    threads, port = max((os.cpu_count() or 1) // num_ranks, 1), str(free_port())
     return [ChildProcess(
         f"rank-{rank}", [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job)],
         job.with_name(f"rank-{rank}.log"),
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
-         "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "",
+         "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": "",
          "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"},
-        pipe_stdout=True) for rank in range(num_ranks)]
+        piped=True) for rank in range(num_ranks)]
 
 
 @contextmanager
@@ -93,8 +93,7 @@ def _watch(ranks: list[ChildProcess], screen: _Screen) -> None:
 def _ended(rank: ChildProcess) -> None:
     rank.process.wait()
     if rank.exit_code:
-        raise TrainerError(f"{rank.name} ended with exit code {rank.exit_code}\n"
-                           f"{rank.log_tail()}", remedy="run the same command again to go on")
+        raise TrainerError(str(rank.end()), remedy="run the same command again to go on")
 
 
 class _Screen:

@@ -102,8 +102,9 @@ def _environment(config: RunConfig, host: str, on_cpu: bool) -> dict[str, str]:
     }
     if rollout.deterministic and not on_cpu:
         environment["VLLM_BATCH_INVARIANT"] = "1"
+    environment["VLLM_HOST_IP"] = host
     if _is_loopback(host):
-        environment |= {"VLLM_HOST_IP": host, "VLLM_LOOPBACK_IP": host}
+        environment["VLLM_LOOPBACK_IP"] = host
     if on_cpu:
         environment |= {
             # No compiler needed, and no 4-15 s of latency in the first request.

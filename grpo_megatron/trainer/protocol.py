@@ -11,32 +11,9 @@ neither torch nor Megatron, because both sides use it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_megatron import errors
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where the controller listens, and the secret that opens it."""
-
-    host: str
-    port: int
-    token: str
-
-    def write(self, path: Path) -> None:
-        """Publish atomically, readable by the owner only."""
-        temporary = path.with_suffix(".tmp")
-        temporary.touch(mode=0o600)
-        temporary.write_text(json.dumps({"host": self.host, "port": self.port,
-                                         "token": self.token}))
-        temporary.replace(path)
-
-    @classmethod
-    def read(cls, path: Path) -> Endpoint:
-        return cls(**json.loads(path.read_text()))
 
 
 def encode(message: dict[str, Any]) -> bytes:

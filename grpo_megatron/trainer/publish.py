@@ -6,7 +6,6 @@ weights need not pass through rank 0; what no sender holds travels to one point 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.config.rollout import PublishConfig
+from grpo_megatron.network import own_address
 from grpo_megatron.weights.gather import (
     GatherEntry,
     assign_receivers,
@@ -48,7 +48,7 @@ class WeightPublisher:
     def gather_plan(self) -> list[GatherEntry]:
         return plan_gather(self.shards, self.rules, tied_embeddings=self.tied)
 
-    def open(self, num_workers: int, host: str = "127.0.0.1") -> dict[str, Any]:
+    def open(self, num_workers: int) -> dict[str, Any]:
         """Make this publish's plan and listen for `num_workers` engine workers per sender.
 
         Returns:
@@ -69,7 +69,7 @@ class WeightPublisher:
                                  bucket_bytes=min(self.config.bucket_mib << 20, part))
         mine = None
         if dist.get_rank() in ranks:
-            address = os.environ.get("GRPO_MEGATRON_NODE_ADDRESS", host)
+            address = own_address()
             self.sender = WeightSender(address, num_workers, index=ranks.index(dist.get_rank()))
             mine = [address, self.sender.port]
         addresses: list = [None] * world
