@@ -24,6 +24,9 @@ class LocalProcesses:
     def __init__(self, config: RunConfig, run_dir: RunDir):
         self.config, self.run_dir = config, run_dir
 
+    def check(self) -> None:
+        """Nothing can be wrong with a run directory that only this machine uses."""
+
     def trainers(self) -> list[ChildProcess]:
         """One process per rank, with the variables that torchrun would set."""
         layout = self.config.trainer

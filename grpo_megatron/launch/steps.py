@@ -78,6 +78,25 @@ class SlurmSteps:
                              f"{self.placement.rollout_nodes} that generate", where="placement",
                              remedy=f"sbatch --nodes={wanted}")
 
+    def check(self) -> None:
+        """Every node must see the run's directory, and not one of its own at the same path.
+
+        Raises:
+            SetupError: The nodes that do not.
+        """
+        canary = self.run_dir.endpoints / "canary"
+        canary.touch()
+        for nodes in self._components():
+            done = subprocess.run([*self._srun(nodes, 1, "--job-name=canary"), "cat", str(canary)],
+                                  text=True, check=False, capture_output=True)
+            if done.returncode:
+                blind = sorted(set(re.findall(r"error: (\S+): tasks? ", done.stderr)))
+                raise SetupError(f"{', '.join(blind) or 'a node'} cannot read what another wrote: "
+                                 f"{done.stderr.strip().splitlines()[0]}",
+                                 where=str(self.run_dir.root),
+                                 remedy="set runs_dir to a file system that all nodes share; "
+                                        "containers must mount it")
+
     def trainers(self) -> list[ChildProcess]:
         """One step with all ranks, numbered by Slurm."""
         layout, nodes = self.config.trainer, self.nodes[:self.placement.trainer_nodes]
@@ -117,25 +136,31 @@ class SlurmSteps:
     def _step(self, name: str, module: str, *arguments: str, nodes: Sequence[str], log: str,
               tasks_per_node: int = 1, env: dict[str, str] | None = None,
               piped: bool = False) -> Step:
-        site, logs = os.environ, self.run_dir.logs
-        flags = [f"--job-name={name}", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
-                 f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}",
-                 "--overlap", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=1",
-                 "--open-mode=append", f"--{'error' if piped else 'output'}={logs / log}"]
-        if self.placement.gpus_per_node:
-            flags.append(f"--gpus-per-node={self.placement.gpus_per_node}")
-        if self.is_hetjob:
-            flags.append(f"--het-group={int(nodes[0] not in self._first_component())}")
-        argv = ["srun", *flags, *shlex.split(site.get("GRPO_MEGATRON_SRUN_FLAGS", "")),
-                *shlex.split(site.get("GRPO_MEGATRON_ENTER", "")),
-                site.get("GRPO_MEGATRON_PYTHON", sys.executable), "-m", module,
-                str(self.run_dir.root), self.run_dir.attempt, *arguments]
-        names = {NODES_VARIABLE: " ".join(self.nodes)}
-        return Step(name, argv, logs / f"srun-{name}.log", QUIET | names | (env or {}), piped,
-                    task_log=log)
+        logs = self.run_dir.logs
+        srun = self._srun(nodes, tasks_per_node, f"--job-name={name}", "--open-mode=append",
+                          f"--{'error' if piped else 'output'}={logs / log}")
+        python = os.environ.get("GRPO_MEGATRON_PYTHON", sys.executable)
+        argv = [*srun, python, "-m", module, str(self.run_dir.root), self.run_dir.attempt,
+                *arguments]
+        env = QUIET | {NODES_VARIABLE: " ".join(self.nodes)} | (env or {})
+        return Step(name, argv, logs / f"srun-{name}.log", env, piped, task_log=log)
 
-    def _first_component(self) -> Sequence[str]:
-        return self.nodes[:self.placement.trainer_nodes]
+    def _srun(self, nodes: Sequence[str], tasks_per_node: int, *flags: str) -> list[str]:
+        """Up to the program that it starts."""
+        argv = ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
+                f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}",
+                "--overlap", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=1", *flags]
+        if self.placement.gpus_per_node:
+            argv.append(f"--gpus-per-node={self.placement.gpus_per_node}")
+        if self.is_hetjob:
+            argv.append(f"--het-group={int(nodes[0] not in self._components()[0])}")
+        return [*argv, *shlex.split(os.environ.get("GRPO_MEGATRON_SRUN_FLAGS", "")),
+                *shlex.split(os.environ.get("GRPO_MEGATRON_ENTER", ""))]
+
+    def _components(self) -> list[Sequence[str]]:
+        """Nodes by component of the job."""
+        split = self.placement.trainer_nodes
+        return [self.nodes[:split], self.nodes[split:]] if self.is_hetjob else [self.nodes]
 
 
 def _nodes(compressed: str) -> list[str]:

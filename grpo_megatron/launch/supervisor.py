@@ -42,6 +42,7 @@ class Supervisor:
         self._last_line = self._failure = ""
 
     def run(self) -> int:
+        self.roles.check()
         self._prepare_model()
         self.replicas, self.trainers = self.roles.replicas(), self.roles.trainers()
         self.controller = self.roles.controller()
