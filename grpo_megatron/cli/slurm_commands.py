@@ -70,7 +70,7 @@ def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = Fal
 
     check_run(run)
     folder = RunDir(run).logs
-    files = sorted([*folder.glob("slurm-*.out")[-1:], *folder.glob("latest/*.log")])
+    files = [*sorted(folder.glob("slurm-*.out"))[-1:], *sorted(folder.glob("latest/*.log"))]
     os.execvp("tail", ["tail", *(["-F"] if follow else []), "-n", "20", *map(str, files)])
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import runs
-from tests.slurm.jobs import Cluster, all_gone
+from tests.slurm.jobs import CLUSTER, Cluster, all_gone, processes
 
 pytestmark = pytest.mark.slurm
 
