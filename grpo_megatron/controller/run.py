@@ -11,9 +11,11 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.cold_start import cold_start
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.evaluation import greedy_accuracy
+from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.session import Session, open_session
 from grpo_megatron.controller.state import RunState
+from grpo_megatron.errors import CheckpointError
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors, make_mirrors
@@ -73,14 +75,29 @@ async def _begin(session: Session, started: float) -> RunState:
 
 
 async def _restore(session: Session) -> RunState | None:
-    """The newest checkpoint that loads; None when there is none."""
-    for step in reversed(complete_steps(session.run_dir.checkpoints)):
-        directory = session.run_dir.step_checkpoint(step)
-        state = RunState(**await session.trainer.call("load", directory=str(directory)))
+    """The newest checkpoint that is whole; None when there is none yet.
+
+    Raises:
+        CheckpointError: There are some, and all are damaged.
+    """
+    run_dir, newest = session.run_dir, None
+    for step in reversed(complete_steps(run_dir.checkpoints)):
+        newest = newest or run_dir.step_checkpoint(step)
+        directory = str(run_dir.step_checkpoint(step))
+        if files := (await session.trainer.call("damage", directory=directory))["files"]:
+            show("message", text=f"the checkpoint of step {step} is damaged ({files[0]}): "
+                                 "taking the one before it")
+            session.event("checkpoint_damaged", step=step, files=files)
+            continue
+        state = RunState(**await session.trainer.call("load", directory=directory))
+        drop_disconnected(run_dir.store, state.step)
         await session.publisher.publish(state.step)
         show("message", text=f"resumed after step {state.step}")
         session.event("resumed", step=state.step)
         return state
+    if newest:
+        raise CheckpointError("every checkpoint of this run is damaged", where=str(newest),
+                              remedy="restore one from a backup, or begin again with --overwrite")
     return None
 
 

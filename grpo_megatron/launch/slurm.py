@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_megatron import assets
-from grpo_megatron.config.placement import PlacementConfig
 from grpo_megatron.config.resolved import ResolvedConfig, write_resolved
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError, RunLockedError, SetupError
@@ -22,8 +21,8 @@ from grpo_megatron.files import write_atomically
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
 
-SETTINGS = ("PARTITION", "ACCOUNT", "TIME_LIMIT", "NOTICE_S", "MAX_RESTARTS", "SBATCH_FLAGS",
-            "ROLLOUT_PARTITION")
+# of a site's file: names that it assigns, and those that it takes from the environment
+_NAMES = re.compile(r"^(?:export )?([A-Z][A-Z0-9_]*)=|\$\{([A-Z][A-Z0-9_]*):[-?]", re.MULTILINE)
 _BODY = "# --- the job\n"
 
 
@@ -39,12 +38,14 @@ def read_site(name: str) -> tuple[Path, dict[str, str]]:
     shipped = assets.slurm() / "sites"
     path = next((p for p in (Path(name), shipped / f"{name}.env") if p.is_file()), None)
     if path is None:
-        names = sorted(p.stem for p in shipped.glob("*.env"))
-        near = nearest(name, names)
+        known = sorted(p.stem for p in shipped.glob("*.env"))
+        near = nearest(name, known)
         raise ConfigError(f"no site {name!r}" + (f", did you mean {near[0]!r}?" if near else ""),
                           where="--site", remedy="give the path of your own file; examples in "
-                                                 f"{assets.display(shipped)}: {', '.join(names)}")
-    values = "".join(f'printf "%s\\0" "${{{setting}:-}}"; ' for setting in SETTINGS)
+                                                 f"{assets.display(shipped)}: {', '.join(known)}")
+    names = sorted({name for pair in _NAMES.findall(path.read_text()) for name in pair if name}
+                   | {"PARTITION"})
+    values = "".join(f'printf "%s\\0" "${{{name}-}}"; ' for name in names)
     done = subprocess.run(["bash", "-euc", f'. "$0"; {values}', str(path.resolve())],
                           capture_output=True, text=True, check=False)
     if done.returncode:
@@ -52,7 +53,7 @@ def read_site(name: str) -> tuple[Path, dict[str, str]]:
         raise ConfigError(said or "the file failed",
                           where=assets.display(path),
                           remedy="set it in the file, or in the environment of this command")
-    return path, dict(zip(SETTINGS, done.stdout.split("\0"), strict=False))
+    return path, dict(zip(names, done.stdout.split("\0"), strict=False))
 
 
 def render(run_dir: RunDir, resolved: ResolvedConfig, site: str) -> str:
@@ -69,29 +70,25 @@ def render(run_dir: RunDir, resolved: ResolvedConfig, site: str) -> str:
 
 
 def _directives(run_dir: RunDir, resolved: ResolvedConfig, site: dict[str, str]) -> list[str]:
-    config = resolved.config
-    everywhere = [f"--job-name={config.name}", f"--time={site['TIME_LIMIT']}",
-                  *([f"--account={site['ACCOUNT']}"] if site["ACCOUNT"] else []),
-                  *shlex.split(site["SBATCH_FLAGS"])]
-    gpus = config.placement.gpus_per_node
-    if gpus:
-        everywhere.append(f"--gpus-per-node={gpus}")
-    first = ["--requeue", "--open-mode=append", f"--signal=B:USR1@{site['NOTICE_S']}",
+    placement = resolved.config.placement
+    everywhere = [f"--job-name={resolved.config.name}", f"--time={site.get('TIME_LIMIT') or 60}",
+                  *shlex.split(site.get("SBATCH_FLAGS", ""))]
+    if account := site.get("ACCOUNT"):
+        everywhere.append(f"--account={account}")
+    if placement.gpus_per_node:
+        everywhere.append(f"--gpus-per-node={placement.gpus_per_node}")
+    first = ["--requeue", "--open-mode=append",
+             f"--signal=B:USR1@{site.get('NOTICE_S') or 600}",
              f"--output={(run_dir.root / 'logs').resolve()}/slurm-%j.out"]
-    parts = [[f"--partition={site['PARTITION']}", f"--nodes={nodes}"]
-             for nodes in _components(config.placement, bool(site["ROLLOUT_PARTITION"]))]
-    parts[-1][0] = f"--partition={site['ROLLOUT_PARTITION'] or site['PARTITION']}"
-    lines = [f"#SBATCH {flag}" for flag in (*everywhere, *first, *parts[0])]
-    for part in parts[1:]:
-        lines += ["#SBATCH hetjob", *(f"#SBATCH {flag}" for flag in (*everywhere, *part))]
-    return lines
-
-
-def _components(placement: PlacementConfig, hetjob: bool) -> list[int]:
-    """Nodes of each component of the job."""
-    if hetjob and placement.rollout_nodes:
-        return [placement.trainer_nodes, placement.rollout_nodes]
-    return [placement.num_nodes]
+    parts = [[*everywhere, *first, f"--partition={site['PARTITION']}"]]
+    if (second := site.get("ROLLOUT_PARTITION")) and placement.rollout_nodes:  # a hetjob
+        parts[0].append(f"--nodes={placement.trainer_nodes}")
+        parts.append([*everywhere, f"--partition={second}", f"--nodes={placement.rollout_nodes}"])
+    else:
+        parts[0].append(f"--nodes={placement.num_nodes}")
+    lines = "\n#SBATCH hetjob\n".join(
+        "\n".join(f"#SBATCH {flag}" for flag in part) for part in parts)
+    return lines.splitlines()
 
 
 def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> str:
@@ -147,11 +144,11 @@ def submit_again(run_dir: RunDir, flags: Sequence[str] = ()) -> str:
     try:
         job = slurm("sbatch", "--parsable", *flags, str(script)).partition(";")[0]
     except SetupError as error:
-        remedy = f"see {script}"
+        remedy = error.remedy or "change the site's file; submit --dry-run prints the script"
         if "partition" in error.message:
             known = sorted(set(slurm("sinfo", "--noheader", "--format=%R").split()))
             remedy = f"set PARTITION in the site's file; partitions here: {', '.join(known)}"
-        raise ConfigError(error.message, where=str(script), remedy=remedy) from None
+        raise ConfigError(error.message, where=error.where, remedy=remedy) from None
     write_atomically(run_dir.slurm / "job", job + "\n")
     return job
 

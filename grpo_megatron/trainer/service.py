@@ -14,6 +14,7 @@ from grpo_megatron.algorithms.objective import supervised_loss
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import (
+    damage,
     load_checkpoint,
     load_model,
     read_state,
@@ -67,6 +68,7 @@ class TrainerService:
         return {"train": self.train, "gaps": self.gaps, "supervise": self.supervise,
                 "logprobs": self.logprobs, "reset_optimizer": self.reset_optimizer,
                 "take_reference": self.take_reference, "save": self.save, "load": self.load,
+                "damage": self.damage,
                 "export": self.export, "publish_open": self.publisher.open,
                 "publish_join": self.publisher.join, "publish_send": self.publisher.send}
 
@@ -156,6 +158,14 @@ class TrainerService:
                         {**state, "reference": reference},
                         lambda working: copy_side_files(self.model_path, working))
         return {}
+
+    def damage(self, directory: str) -> dict[str, Any]:
+        """`files` of a checkpoint and of the reference that it names which are not as written."""
+        path = Path(directory)
+        files = [f"{path.name}/{name}" for name in damage(path)]
+        if not files and (name := read_state(path).get("reference")):
+            files = [f"{name}/{file}" for file in damage(path.with_name(name))]
+        return {"files": files}
 
     def load(self, directory: str) -> dict[str, Any]:
         if reference := read_state(Path(directory)).get("reference"):

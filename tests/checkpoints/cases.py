@@ -15,7 +15,12 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints.distributed import load_checkpoint, load_model, save_checkpoint
+from grpo_megatron.checkpoints.distributed import (
+    damage,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+)
 from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
 from grpo_megatron.config.run import RunConfig
@@ -79,6 +84,11 @@ def load_refusal(model: str, directory: str) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def damaged_files(directory: str) -> list[str]:
+    """Which files of a checkpoint are not as they were written."""
+    return damage(Path(directory))
 
 
 def import_refusal(model: str, directory: str) -> str | None:
