@@ -24,12 +24,13 @@ class Cluster:
 
     def __init__(self, shared: Path):
         self.shared = shared
-        command = shared / "bin" / "grpo-megatron"
-        command.parent.mkdir()
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m grpo_megatron.cli.main "$@"\n')
-        command.chmod(0o755)
+        commands = shared / "bin"
+        commands.mkdir()
+        for name, module in (("grpo-megatron", "-m grpo_megatron.cli.main "), ("python", "")):
+            (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
+            (commands / name).chmod(0o755)
         self.environment = {
-            **os.environ, "TEST_BIN": str(command.parent), "OMP_NUM_THREADS": "1",
+            **os.environ, "TEST_BIN": str(commands), "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT}:{runs.HERE}"}
 
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
