@@ -12,15 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich import progress
 
 from grpo_megatron.errors import GrpoMegatronError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
@@ -37,7 +29,8 @@ def convert(job: dict[str, Any], num_ranks: int) -> None:
         GrpoMegatronError: what the first rank that failed said.
         RunLockedError: another process converts to the same directory.
     """
-    with tempfile.TemporaryDirectory() as folder, _claimed(job["target"]), _Screen() as screen:
+    screen = _Screen()
+    with tempfile.TemporaryDirectory() as folder, _claimed(job["target"]), screen.bar:
         file = Path(folder, "job.json")
         file.write_text(json.dumps(job))
         ranks = _ranks(file, num_ranks)
@@ -99,39 +92,30 @@ def _ended(rank: ChildProcess) -> None:
 class _Screen:
     """A bar a phase on a terminal; a line a finished phase and a message everywhere."""
 
-    def __enter__(self) -> _Screen:
-        self._console = Console()
-        self._bar = Progress(
-            TextColumn("{task.description:>10}"), BarColumn(), DownloadColumn(),
-            TransferSpeedColumn(), TimeRemainingColumn(), console=self._console,
-            disable=not self._console.is_terminal)
-        self._tasks: dict[str, Any] = {}
-        self._totals: dict[str, int] = {}
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+    def __init__(self) -> None:
+        self.bar = progress.Progress(
+            progress.TextColumn("{task.description:>10}"), progress.BarColumn(),
+            progress.DownloadColumn(), progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(), disable=not sys.stdout.isatty())
+        self._tasks: dict[str, tuple[progress.TaskID, int]] = {}
 
     def show(self, message: dict[str, Any]) -> None:
         """Raises GrpoMegatronError where the message is one."""
-        if "error" in message:
-            text, where, remedy = message["error"]
-            error = GrpoMegatronError(text, where=where, remedy=remedy)
-            error.exit_code = message["exit_code"]
-            raise error
-        phase = message.get("phase")
-        if "total" in message:
-            self._totals[phase] = message["total"]
-            self._tasks[phase] = self._bar.add_task(phase, total=message["total"])
-        elif "bytes" in message and phase in self._tasks:
-            self._bar.advance(self._tasks[phase], message["bytes"])
-        elif "seconds" in message:
-            total, seconds = self._totals[phase] / 1e9, message["seconds"]
-            self._print(f"{phase}: {total:.3f} GB in {seconds:.1f} s, "
-                        f"{total / max(seconds, 1e-9):.2f} GB/s")
-        elif "message" in message:
-            self._print(message["message"])
+        match message:
+            case {"error": [text, where, remedy], "exit_code": code}:
+                error = GrpoMegatronError(text, where=where, remedy=remedy)
+                error.exit_code = code
+                raise error
+            case {"phase": phase, "total": total}:
+                self._tasks[phase] = self.bar.add_task(phase, total=total), total
+            case {"phase": phase, "bytes": count} if phase in self._tasks:
+                self.bar.advance(self._tasks[phase][0], count)
+            case {"phase": phase, "seconds": seconds}:
+                size = self._tasks[phase][1] / 1e9
+                self._print(f"{phase}: {size:.3f} GB in {seconds:.1f} s, "
+                            f"{size / max(seconds, 1e-9):.2f} GB/s")
+            case {"message": text}:
+                self._print(text)
 
     def _print(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

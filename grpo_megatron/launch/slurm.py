@@ -87,7 +87,7 @@ def _directives(run_dir: RunDir, resolved: ResolvedConfig, site: dict[str, str])
     else:
         parts[0].append(f"--nodes={placement.num_nodes}")
     lines = "\n#SBATCH hetjob\n".join(
-        "\n".join(f"#SBATCH {flag}" for flag in part) for part in parts)
+        "\n".join(f"#SBATCH {shlex.quote(flag)}" for flag in part) for part in parts)
     return lines.splitlines()
 
 
@@ -167,18 +167,14 @@ def active_job(run_dir: RunDir) -> str | None:
 
 def is_active(job: str) -> bool:
     """Whether Slurm still has the job to run, to end or to start again."""
-    try:
-        states = slurm("squeue", "--noheader", f"--jobs={job}", "--states=PD,CF,R,S,CG",
-                       "--format=%T").split()
-    except SetupError:  # Slurm has forgotten it
-        return False
-    return bool(states)
+    return state_of(job).get("JobState") in ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED",
+                                             "COMPLETING", "REQUEUED")
 
 
 def state_of(job: str) -> dict[str, str]:
     """What Slurm says of a job (JobState, Reason, Restarts, …); {} if it has forgotten it."""
     try:
-        words = slurm("scontrol", "--oneliner", "show", "job", job).split()
+        words = slurm("scontrol", "--oneliner", "show", "job", job).partition("\n")[0].split()
     except SetupError:
         return {}
     return dict(word.split("=", 1) for word in words if "=" in word)
