@@ -78,12 +78,17 @@ def own_address() -> str:
                              where=f"{INTERFACE_VARIABLE} on {socket.gethostname()}",
                              remedy="interfaces here: " + ", ".join(psutil.net_if_addrs()))
         return found[0]
-    for node in os.environ.get(NODES_VARIABLE, "").split():
+    nodes = os.environ.get(NODES_VARIABLE, "").split()
+    for node in nodes:
         with (contextlib.suppress(OSError),
               socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe):
             probe.connect((node, 9))  # sends nothing: only the route is chosen
             if not (address := probe.getsockname()[0]).startswith("127."):
                 return address
+    if len(nodes) > 1:
+        raise SetupError(f"no route from {socket.gethostname()} to the other nodes of the job",
+                         where=f"{NODES_VARIABLE}={' '.join(nodes)}",
+                         remedy=f"set {INTERFACE_VARIABLE} in the site's file")
     return LOOPBACK
 
 
