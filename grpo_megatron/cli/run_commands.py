@@ -55,7 +55,7 @@ def resume(
     from grpo_megatron.rundir import RunDir
 
     if (RunDir(run).slurm / "train.sbatch").exists() and not in_job and not here:
-        typer.echo(slurm.resume(RunDir(run), overrides or []))
+        typer.echo(slurm.resume(run, overrides or []))
         return
     raise typer.Exit(local.resume(run, overrides or [], in_job=in_job))
 

@@ -7,88 +7,49 @@ settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe.
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_megatron import assets
-from grpo_megatron.config.resolved import ResolvedConfig, write_resolved
+from grpo_megatron.config.resolved import ResolvedConfig, read_stored, write_resolved
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError, RunLockedError, SetupError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
-
-# of a site's file: names that it assigns, and those that it takes from the environment
-_NAMES = re.compile(r"^(?:export )?([A-Z][A-Z0-9_]*)=|\$\{([A-Z][A-Z0-9_]*):[-?]", re.MULTILINE)
-_BODY = "# --- the job\n"
+from grpo_megatron.telemetry.events import read_events
+from grpo_megatron.telemetry.metrics import read_metrics
 
 
-def read_site(name: str) -> tuple[Path, dict[str, str]]:
-    """The site's file and its settings as bash reads them here.
+def render(resolved: ResolvedConfig, site: str) -> str:
+    """The batch script of a run (see `slurm/render.sh`).
 
     Args:
-        name: Path of a file, or the name of a shipped example.
+        site: Path of a site's file, or the name of a shipped example.
 
     Raises:
         ConfigError: There is no such file, it is not bash, or a setting is missing.
     """
-    shipped = assets.slurm() / "sites"
-    path = next((p for p in (Path(name), shipped / f"{name}.env") if p.is_file()), None)
+    shipped, placement = assets.slurm() / "sites", resolved.config.placement
+    path = next((p for p in (Path(site), shipped / f"{site}.env") if p.is_file()), None)
     if path is None:
         known = sorted(p.stem for p in shipped.glob("*.env"))
-        near = nearest(name, known)
-        raise ConfigError(f"no site {name!r}" + (f", did you mean {near[0]!r}?" if near else ""),
+        near = nearest(site, known)
+        raise ConfigError(f"no site {site!r}" + (f", did you mean {near[0]!r}?" if near else ""),
                           where="--site", remedy="give the path of your own file; examples in "
                                                  f"{assets.display(shipped)}: {', '.join(known)}")
-    names = sorted({name for pair in _NAMES.findall(path.read_text()) for name in pair if name}
-                   | {"PARTITION"})
-    values = "".join(f'printf "%s\\0" "${{{name}-}}"; ' for name in names)
-    done = subprocess.run(["bash", "-euc", f'. "$0"; {values}', str(path.resolve())],
-                          capture_output=True, text=True, check=False)
+    sizes = placement.trainer_nodes, placement.rollout_nodes, placement.gpus_per_node
+    done = subprocess.run(
+        ["bash", str(assets.slurm() / "render.sh"), str(path.resolve()),
+         str(resolved.run_path.resolve()), resolved.config.name, *map(str, sizes)],
+        capture_output=True, text=True, check=False)
     if done.returncode:
         said = re.sub(r"^.*: line \d+: ", "", done.stderr.strip())
-        raise ConfigError(said or "the file failed",
-                          where=assets.display(path),
+        raise ConfigError(said or "the file failed", where=assets.display(path),
                           remedy="set it in the file, or in the environment of this command")
-    return path, dict(zip(names, done.stdout.split("\0"), strict=False))
-
-
-def render(run_dir: RunDir, resolved: ResolvedConfig, site: str) -> str:
-    """The batch script of a run. Raises ConfigError: see `read_site`."""
-    path, settings = read_site(site)
-    shipped = (assets.slurm() / "train.sbatch").read_text()
-    about, _, body = shipped.partition(_BODY)
-    comment = [line for line in about.splitlines()[1:] if line.startswith("# ")][:2]
-    given = "\n".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
-    return "\n".join([
-        "#!/usr/bin/env bash", *comment, *_directives(run_dir, resolved, settings), "",
-        f"# --- the site: {assets.display(path)}", given, path.read_text().rstrip(), "",
-        f"set -- {shlex.quote(str(run_dir.root.resolve()))}", _BODY + body])
-
-
-def _directives(run_dir: RunDir, resolved: ResolvedConfig, site: dict[str, str]) -> list[str]:
-    placement = resolved.config.placement
-    everywhere = [f"--job-name={resolved.config.name}", f"--time={site.get('TIME_LIMIT') or 60}",
-                  *shlex.split(site.get("SBATCH_FLAGS", ""))]
-    if account := site.get("ACCOUNT"):
-        everywhere.append(f"--account={account}")
-    if placement.gpus_per_node:
-        everywhere.append(f"--gpus-per-node={placement.gpus_per_node}")
-    first = ["--requeue", "--open-mode=append",
-             f"--signal=B:USR1@{site.get('NOTICE_S') or 600}",
-             f"--output={(run_dir.root / 'logs').resolve()}/slurm-%j.out"]
-    parts = [[*everywhere, *first, f"--partition={site['PARTITION']}"]]
-    if (second := site.get("ROLLOUT_PARTITION")) and placement.rollout_nodes:  # a hetjob
-        parts[0].append(f"--nodes={placement.trainer_nodes}")
-        parts.append([*everywhere, f"--partition={second}", f"--nodes={placement.rollout_nodes}"])
-    else:
-        parts[0].append(f"--nodes={placement.num_nodes}")
-    lines = "\n#SBATCH hetjob\n".join(
-        "\n".join(f"#SBATCH {shlex.quote(flag)}" for flag in part) for part in parts)
-    return lines.splitlines()
+    return done.stdout
 
 
 def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> str:
@@ -105,7 +66,7 @@ def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> st
         raise ConfigError(f"run {resolved.config.name!r} exists", where=str(run_dir.root),
                           remedy=f"go on with it by `grpo-megatron resume {run_dir.root}`, or "
                                  "choose another name=…")
-    script = render(run_dir, resolved, site)
+    script = render(resolved, site)
     is_new = not run_dir.root.exists()
     try:
         run_dir.create()
@@ -122,8 +83,9 @@ def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> st
         raise
 
 
-def resume(run_dir: RunDir, overrides: Sequence[str]) -> str:
+def resume(path: Path, overrides: Sequence[str]) -> str:
     """Go on with a run by another job; returns its id. Raises: see `submit_again`."""
+    run_dir = RunDir(path)
     if overrides and not active_job(run_dir):
         write_resolved(run_dir.config, resolve_run(run_dir.config, overrides))
     return submit_again(run_dir)
@@ -180,20 +142,32 @@ def state_of(job: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def cancel(run_dir: RunDir, *, now: bool) -> str:
-    """End the run's job, with a checkpoint unless `now`; returns the job's id.
+def status_line(path: Path) -> str:
+    """One line about a run: its steps, its job, what happened last."""
+    run_dir = RunDir(path)
+    steps = len(read_metrics(run_dir.metrics)) if run_dir.metrics.exists() else 0
+    last = ["nothing yet", *(event["kind"] for event in read_events(run_dir.events))][-1]
+    words = ["no job"]
+    if job := job_of(run_dir):
+        state = state_of(job)
+        words = [f"job {job}", state.get("JobState", "unknown to Slurm"), *(
+            f"{key.lower()} {state[key]}" for key in ("Reason", "Restarts", "RunTime")
+            if state.get(key, "None") != "None")]
+    return (f"{path}  step {steps}/{read_stored(run_dir.config).config.num_steps}  "
+            f"{' '.join(words)}  last event: {last}")
+
+
+def cancel(path: Path, *, now: bool) -> str:
+    """End a run's job, with a checkpoint unless `now`; returns the job's id.
 
     Raises:
         ConfigError: No job of this run waits or runs.
     """
-    job = active_job(run_dir)
-    if job is None:
-        raise ConfigError("no job of this run waits or runs", where=str(run_dir.root),
+    if (job := active_job(RunDir(path))) is None:
+        raise ConfigError("no job of this run waits or runs", where=str(path),
                           remedy="grpo-megatron status")
-    if now or state_of(job).get("JobState") != "RUNNING":
-        slurm("scancel", job)
-    else:
-        slurm("scancel", "--batch", "--signal=INT", job)
+    running = state_of(job)["JobState"] == "RUNNING"
+    slurm("scancel", *(["--batch", "--signal=INT"] if running and not now else []), job)
     return job
 
 

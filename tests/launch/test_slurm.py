@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from grpo_megatron.launch.steps import Step
 RECIPES = assets.names(assets.recipes())
 SITES = sorted(p.stem for p in (assets.slurm() / "sites").glob("*.env"))
 GIVEN = {"VENV": "/shared/venv", "PARTITION": "gpu", "ACCOUNT": "lab", "IMAGE": "/shared/image"}
-SHELLCHECK = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 def check(script: Path) -> None:
@@ -72,7 +73,7 @@ def test_a_rendered_script_is_complete(given, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--site", "bare"], ["VENV", "slurm/sites/bare.env"]),
     (["--site", "baer"], ["did you mean 'bare'"]),
-    ([], ["--site", "slurm/sites"]),
+    ([], ["--site"]),
 ])
 def test_a_wrong_site_is_one_message(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.delenv("VENV", raising=False)
@@ -83,9 +84,9 @@ def test_a_wrong_site_is_one_message(tmp_path, monkeypatch, capsys, arguments, w
 
 
 def test_without_slurm_nothing_is_left_behind(given, tmp_path, monkeypatch, capsys):
-    bash = Path(shutil.which("bash"))
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "bash").symlink_to(bash)
+    for tool in ("bash", "sed", "sort", "cat"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert main(["submit", "demo/gspo-moe-cpu", "--site", "bare",
                  f"runs_dir={tmp_path}/runs"]) != 0
