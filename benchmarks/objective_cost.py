@@ -29,8 +29,7 @@ from grpo_megatron.algorithms.advantages import needed_columns
 from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.algorithms.evaluate import evaluate
 from grpo_megatron.algorithms.objective import Objective
-from grpo_megatron.config.objective import ObjectiveConfig
-from grpo_megatron.config.objective_presets import PRESETS
+from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 
 NUM_SAMPLES, NUM_TOKENS, GROUP = 4096, 1_000_000, 16
 MICROBATCH_TOKENS = 16_384
@@ -161,7 +160,7 @@ def forward_seconds(num_tokens: int) -> float:
         logprob_pass(policy, batch)
         started = time.perf_counter()
         logprob_pass(policy, batch)
-        return (time.perf_counter() - started) * NUM_TOKENS / batch.num_policy_tokens
+        return (time.perf_counter() - started) * NUM_TOKENS / table.completion_lengths.sum()
 
 
 def main() -> None:

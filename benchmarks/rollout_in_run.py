@@ -70,11 +70,11 @@ async def sample(config: RunConfig, run_dir: RunDir, port: int, steps: int) -> l
     async with EngineClient(f"http://127.0.0.1:{port}") as client:
         await client.wait_ready(120)
         speeds = []
-        for step in range(-2, steps):  # two batches to warm up
+        for _ in range(-2, steps):  # two batches to warm up
             await client.reset_prefix_cache()
-            batch = sampler.next_batch(max(step, 0), config.batch.num_prompts)
+            batch = sampler.draw(config.batch.num_prompts)
             start = time.perf_counter()
-            tokens = await raw_batch(config, port, batch.prompts, tokenizer.stop_token_ids)
+            tokens = await raw_batch(config, port, batch, tokenizer.stop_token_ids)
             speeds.append(tokens / (time.perf_counter() - start))
         return speeds[2:]
 

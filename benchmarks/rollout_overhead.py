@@ -33,7 +33,7 @@ from grpo_megatron.rollout.engine import serve_command
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rollout.worker import RolloutWorker
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import Prompt, RolloutGroup
 
 VOCABULARY = 512
 
@@ -86,7 +86,7 @@ async def compare(options, config, directory, port, is_alive) -> None:
     async with EngineClient(f"http://127.0.0.1:{port}") as client:
         await client.wait_ready(120, is_alive)
         await client.set_weight_version(0)
-        worker = RolloutWorker(config, ReplicaPool.of([client]))
+        worker = RolloutWorker(config, ReplicaPool([client]))
         ratios = []
         for pair in range(-1, options.pairs):  # one pair to warm up
             speeds = {}
@@ -96,13 +96,22 @@ async def compare(options, config, directory, port, is_alive) -> None:
                 if which == "raw":
                     await raw(config, port, prompts, options)
                 else:
-                    await worker.rollouts(0, prompts, directory=directory, open_shard=ShardWriter)
+                    groups = await worker.rollouts(0, prompts)
+                    await asyncio.to_thread(write, groups, directory)
                 speeds[which] = total / (time.perf_counter() - start)
             ratio = speeds["ours"] / speeds["raw"]
             print(f"pair {pair}: raw {speeds['raw']:.0f}, ours {speeds['ours']:.0f} tokens/s, "
                   f"ratio {ratio:.3f}{' (warm-up)' if pair < 0 else ''}", flush=True)
             ratios += [ratio] if pair >= 0 else []
         print(f"median ratio {statistics.median(ratios):.3f} of {len(ratios)} pairs")
+
+
+def write(groups: list[RolloutGroup], directory: Path) -> None:
+    """As a step of the sample store: durable when this returns."""
+    writer = ShardWriter(directory / "rollout-0.safetensors")
+    for group in groups:
+        writer.append(group)
+    writer.close()
 
 
 async def raw(config: RunConfig, port: int, prompts: list[Prompt], options) -> list:

@@ -176,7 +176,7 @@ class OurSide:
     def _set_lengths(self, step: int) -> None:
         sampler, size = self.loop.sampler, self.case.num_samples
         before = sampler.state_dict()
-        prompts = sampler.next_batch(step, self.case.num_prompts).prompts
+        prompts = sampler.draw(self.case.num_prompts)
         sampler.load_state_dict(before)
         lengths = self.case.lengths(step)
         table = {p.token_ids: lengths[i * size:(i + 1) * size] for i, p in enumerate(prompts)}

@@ -4,8 +4,6 @@ A wheel carries them under `grpo_megatron/_assets/`; a checkout (also an editabl
 them beside the package.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grpo_megatron.errors import SetupError
@@ -15,11 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def root() -> Path:
-    """The directory that holds `models/`, `recipes/` and `slurm/`.
-
-    Raises:
-        SetupError: The installation carries no assets.
-    """
+    """The directory that holds `models/`, `recipes/` and `slurm/`."""
     for candidate in (_PACKAGE / "_assets", _PACKAGE.parent):
         if all((candidate / folder).is_dir() for folder in FOLDERS):
             return candidate

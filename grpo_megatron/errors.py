@@ -3,21 +3,16 @@
 A message says what is wrong, where it was set, the nearest valid value and the remedy.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 
 class GrpoMegatronError(Exception):
-    """Root of all errors that a user can act on.
-
-    Args:
-        message: What is wrong, with the offending value.
-        where: File, line, flag or process that the message is about.
-        remedy: What to do about it.
-    """
+    """Root of all errors that a user can act on. `where` is a file, line, flag or process."""
 
     exit_code = 1
+
+    def __init_subclass__(cls, exit_code: int | None = None):
+        cls.exit_code = exit_code or cls.exit_code
 
     def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None):
         super().__init__(message)
@@ -27,66 +22,45 @@ class GrpoMegatronError(Exception):
         return partial(type(self), where=self.where, remedy=self.remedy), (self.message,)
 
     def __str__(self) -> str:
-        parts = [self.message]
-        if self.where:
-            parts.append(f"  where:  {self.where}")
-        if self.remedy:
-            parts.append(f"  remedy: {self.remedy}")
-        return "\n".join(parts)
+        where = f"\n  where:  {self.where}" if self.where else ""
+        remedy = f"\n  remedy: {self.remedy}" if self.remedy else ""
+        return self.message + where + remedy
 
 
-class ConfigError(GrpoMegatronError, ValueError):
+class ConfigError(GrpoMegatronError, ValueError, exit_code=2):
     """A recipe, an override or a combination of them is invalid. Nothing was started."""
 
-    exit_code = 2
 
-
-class SetupError(GrpoMegatronError):
+class SetupError(GrpoMegatronError, exit_code=3):
     """The machine lacks something: a package, a library, disk, a free port."""
 
-    exit_code = 3
 
-
-class DataError(GrpoMegatronError, ValueError):
+class DataError(GrpoMegatronError, ValueError, exit_code=4):
     """A data set, tokenizer, template or stored sample is unreadable or inconsistent."""
 
-    exit_code = 4
 
-
-class EngineError(GrpoMegatronError):
+class EngineError(GrpoMegatronError, exit_code=5):
     """A rollout engine died, hung or answered nonsense, and no other could take over."""
 
-    exit_code = 5
 
-
-class TrainerError(GrpoMegatronError):
+class TrainerError(GrpoMegatronError, exit_code=6):
     """A trainer rank died or refused a command."""
 
-    exit_code = 6
 
-
-class MismatchError(GrpoMegatronError):
+class MismatchError(GrpoMegatronError, exit_code=7):
     """Two sides that must agree do not: weights, log-probs, routes or digests."""
 
-    exit_code = 7
 
-
-class CheckpointError(GrpoMegatronError):
+class CheckpointError(GrpoMegatronError, exit_code=8):
     """A checkpoint is missing, incomplete, corrupt or of another model."""
 
-    exit_code = 8
 
-
-class RunLockedError(GrpoMegatronError):
+class RunLockedError(GrpoMegatronError, exit_code=9):
     """Another process is writing this run directory."""
 
-    exit_code = 9
 
-
-class RewardError(GrpoMegatronError):
+class RewardError(GrpoMegatronError, exit_code=10):
     """A reward function cannot be imported, or raised on every sample."""
-
-    exit_code = 10
 
 
 INTERRUPTED_EXIT_CODE = 130

@@ -5,8 +5,6 @@ file. On one machine everything is on loopback; in a Slurm job of several nodes 
 connects them (`GRPO_MEGATRON_NODES`), or on `GRPO_MEGATRON_INTERFACE` where the site says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -15,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -41,7 +40,7 @@ class Endpoint:
         temporary.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Endpoint:
+    def read(cls, path: Path) -> Self:
         return cls(**json.loads(path.read_text()))
 
 

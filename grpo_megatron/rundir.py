@@ -1,7 +1,5 @@
 """The layout of a run directory: the one place that knows its file names."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,7 @@ class _Entry:
     def __init__(self, name: str, *, by_attempt: bool = False):
         self._name, self._by_attempt = name, by_attempt
 
-    def __get__(self, run_dir: RunDir, _: object = None) -> Path:
+    def __get__(self, run_dir: "RunDir", _: object = None) -> Path:
         path = run_dir.root / self._name
         return path / run_dir.attempt if self._by_attempt else path
 
@@ -53,7 +51,7 @@ class RunDir:
                      self.endpoints):
             path.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, attempt: str = "") -> RunDir:
+    def begin(self, attempt: str = "") -> "RunDir":
         """The directory as a new attempt sees it; earlier attempts keep their logs.
 
         Args:

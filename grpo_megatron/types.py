@@ -1,10 +1,8 @@
 """One record per arrow of the data flow. Shape legend: T_p prompt tokens, T completion tokens,
 K experts per token, G samples per prompt.
 
-`PromptBatch -> RolloutGroup -> ScoredGroup -> SampleTable (batching.store) -> StepReport`
+`Problem -> Prompt -> RolloutGroup -> ScoredGroup -> SampleTable (batching.store)`
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +10,18 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question with its expected answer, before templates and tokens.
+
+    Example: `Problem("What is 37 + 48?", "85", {"expression": "37 + 48"})`
+    """
+
+    question: str
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # what else the source knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +37,6 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptBatch:
-    """The prompts of one RL step, in sampling order."""
-
-    step: int
-    prompts: tuple[Prompt, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class RolloutGroup:
     completions: tuple[Completion, ...]
     replica: int
 
-    def by_context(self) -> list[RolloutGroup]:
+    def by_context(self) -> list["RolloutGroup"]:
         """Runs of completions that continue the same tokens, which become their prompt."""
         return [RolloutGroup(replace(self.prompt, token_ids=self.prompt.token_ids + context),
                              tuple(run), self.replica)
@@ -109,12 +111,3 @@ class ScoredGroup:
     rewards: np.ndarray  # float64 [G]; NaN: unscorable
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Per sample, weighted step rewards: (end of the step in the text, reward)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What the trainer says of one optimizer step or of one pass."""
-
-    step: int
-    metrics: Mapping[str, float]
-    seconds: Mapping[str, float]

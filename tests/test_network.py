@@ -1,7 +1,5 @@
 """How processes find each other."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

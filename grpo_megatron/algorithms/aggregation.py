@@ -5,16 +5,11 @@ optimizer step, known before its first micro-batch, so splitting the step differ
 nothing. Shape legend: N trained samples.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
-
-AGGREGATIONS = Registry("aggregation")
 
 
 @dataclass(frozen=True)
@@ -29,52 +24,40 @@ class Lengths:
 
 def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray,
                   ) -> tuple[np.ndarray, np.ndarray]:
-    """Weight of every token of each sample, and its slope by lambda_grpo's exponent.
+    """Weight of every token of each sample, and its slope by lambda_grpo's exponent; float64 [N].
 
-    With `denominator = "domain"` every domain counts for itself and the losses add up.
-
-    Args:
-        domains: int64 [N].
-
-    Returns:
-        float64 [N] twice.
+    With `denominator = "domain"` every domain (int64 [N]) counts for itself, the losses add up.
     """
     weights, slopes = np.zeros(len(domains)), np.zeros(len(domains))
     scopes = domains if o.denominator == "domain" else np.zeros_like(domains)
     for scope in np.unique(scopes):
         rows = scopes == scope
-        part = Lengths(lengths.tokens[rows], lengths.groups[rows], lengths.constant,
-                       lengths.exponent)
+        part = replace(lengths, tokens=lengths.tokens[rows], groups=lengths.groups[rows])
         found = AGGREGATIONS[o.aggregation](o, part)
         weights[rows], slopes[rows] = found if isinstance(found, tuple) else (found, 0.0)
     return weights, slopes
 
 
-@AGGREGATIONS.register("seq_mean_token_mean")
 def seq_mean_token_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
     """`1 / (N_seq T_i)` (GRPO, GSPO, SAPO); long answers pay less per token."""
     return 1.0 / (max(len(lengths.tokens), 1) * np.maximum(lengths.tokens, 1).astype(np.float64))
 
 
-@AGGREGATIONS.register("token_mean")
 def token_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
     """`1 / N_tok` (DAPO, arXiv:2503.14476); long samples weigh more."""
     return np.full(len(lengths.tokens), 1.0 / max(int(lengths.tokens.sum()), 1))
 
 
-@AGGREGATIONS.register("seq_mean_token_sum")
 def seq_mean_token_sum(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
     """`1 / N_seq`: the unnormalised sequence gradient."""
     return np.full(len(lengths.tokens), 1.0 / max(len(lengths.tokens), 1))
 
 
-@AGGREGATIONS.register("constant")
 def constant(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
     """`1 / (N_seq L)`, L fixed for the whole run (Dr. GRPO, arXiv:2503.20783)."""
     return seq_mean_token_sum(o, lengths) / lengths.constant
 
 
-@AGGREGATIONS.register("prompt_mean")
 def prompt_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
     """`1 / (Q N_tok of the group)`: the mean over prompts of their token mean."""
     _, group = np.unique(lengths.groups, return_inverse=True)
@@ -82,7 +65,6 @@ def prompt_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
     return 1.0 / (max(len(tokens), 1) * np.maximum(tokens, 1.0))[group]
 
 
-@AGGREGATIONS.register("lambda_grpo")
 def lambda_grpo(o: ObjectiveConfig, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
     """`f_i / N_tok`, `f_i = G softmax_i(h_i^lambda)` in the group, `h = 1 + rho z`, z the
     length's z-score; lambda is learned, 0 is token_mean (λ-GRPO, arXiv:2510.06870)."""
@@ -103,3 +85,7 @@ def lambda_grpo(o: ObjectiveConfig, lengths: Lengths) -> tuple[np.ndarray, np.nd
     slope = share * (slope - mean(share * slope))
     total = max(int(lengths.tokens.sum()), 1)
     return share / total, slope / total
+
+
+AGGREGATIONS = {f.__name__: f for f in (
+    seq_mean_token_mean, token_mean, seq_mean_token_sum, constant, prompt_mean, lambda_grpo)}

@@ -52,10 +52,6 @@ class SampleBatch:
         return int(self.group_ids.max()) + 1 if len(self) else 0
 
     @cached_property
-    def num_domains(self) -> int:
-        return int(self.domains.max()) + 1 if len(self) else 0
-
-    @cached_property
     def offsets(self) -> Tensor:
         """int64 [N+1], first token of every sample."""
         return torch.cat([self.token_counts.new_zeros(1), self.token_counts.cumsum(0)])
@@ -84,7 +80,9 @@ class SampleBatch:
 
     def sums(self, values: Tensor) -> Tensor:
         """[n] -> [N], the sum of every sample's tokens."""
-        return segment_sums(values, self.token_counts)
+        if not len(self):
+            return values.new_zeros(0)
+        return torch.segment_reduce(values, "sum", lengths=self.token_counts, unsafe=True)
 
     def means(self, values: Tensor) -> Tensor:
         """[n] -> [N], the mean of every sample's tokens; 0 for an empty one."""
@@ -131,11 +129,28 @@ class SampleBatch:
         yield from order.split(counts.tolist())
 
 
-def segment_sums(values: Tensor, counts: Tensor) -> Tensor:
-    """[n] -> [N]: sums of consecutive runs of `counts` (int64 [N]) values."""
-    if not len(counts):
-        return values.new_zeros(0)
-    return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
+@dataclass(frozen=True)
+class LossBatch:
+    """What an objective may look at: n policy tokens of the S samples in one micro-batch, flat,
+    prompt and padding left out; log-probs at the sampling temperature. All on one device."""
+
+    logprobs: Tensor  # [n] with gradient
+    old_logprobs: Tensor  # [n] proximal policy
+    rollout_logprobs: Tensor  # [n] behaviour policy, as the engine reported
+    entropies: Tensor  # [n] of the current policy, with gradient
+    advantages: Tensor  # [n]
+    weights: Tensor  # [n] aggregation weight, holds the global denominators
+    sample: Tensor  # int64 [n], 0..S-1
+    token_counts: Tensor  # int64 [S]
+    domain: Tensor  # int64 [S], 0..D-1
+    untruncated_logprobs: Tensor  # [n] with gradient; like `logprobs` unless sampling truncates
+    ref_logprobs: Tensor | None = None  # [n], not truncated either
+    turn: Tensor | None = None  # int64 [n], 0..: the turn of each token (GAGPO)
+    weight_slopes: Tensor | None = None  # [n], by the exponent of lambda_grpo
+    preference: Tensor | None = None  # [2, S]: coefficient of the margin, loss
+    decisions: Mapping[str, Tensor] | None = None
+    """Who was clipped or rejected when this batch was trained, bool [n] by name: to be followed,
+    because rounding decides otherwise at a bound."""
 
 
 def suffix_sums(values: Tensor, batch: SampleBatch) -> Tensor:
@@ -147,15 +162,11 @@ def suffix_sums(values: Tensor, batch: SampleBatch) -> Tensor:
 
 def by_groups(batch: SampleBatch, function) -> Tensor:
     """Apply `function(part) -> [n of part]`, local to groups, chunk by chunk; float64 -> [n]."""
-    out = torch.empty(batch.num_tokens, dtype=_float_type(batch))
+    floats = [c.dtype for c in batch.tokens.values() if c.is_floating_point()]
+    out = torch.empty(batch.num_tokens, dtype=(*floats, torch.float32)[0])
     for rows in batch.group_chunks():
         out[batch.flat_index(rows)] = function(batch.subset(rows)).to(out.dtype)
     return out
-
-
-def _float_type(batch: SampleBatch) -> torch.dtype:
-    floats = [c.dtype for c in batch.tokens.values() if c.is_floating_point()]
-    return floats[0] if floats else torch.float32
 
 
 def _events_of(events: Events | None, rows: Tensor, num_samples: int) -> Events | None:

@@ -1,14 +1,15 @@
 """CASE.json: a small batch by hand, for `grpo-megatron objective eval`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, compress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
 import torch
 from torch import Tensor
 
@@ -17,12 +18,13 @@ from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import DataError
 
-_TOKEN_FIELDS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "token_ids",
-                 "loss_mask")
-_SAMPLE_FIELDS = ("rewards", "advantages", "group_ids", "domains", "truncated", "sample_ids",
-                  "steps", "turns")
-_OTHER_FIELDS = ("logprobs", "components", "component_weights")
 _LARGEST = 1e150  # squares stay finite
+_double = partial(torch.tensor, dtype=torch.float64)
+_NOT_WHOLE = "is {input!r}, not a whole number of at least 0 (32 bit)"
+_WORDS = {"missing": "is missing", "list_type": "is not a list", "dict_type": "is not an object",
+          "too_short": "has no samples", "extra_forbidden": "is no field of a case",
+          "literal_error": "is {input!r}, not 0 or 1", "int_type": _NOT_WHOLE,
+          "greater_than_equal": _NOT_WHOLE, "less_than": _NOT_WHOLE}
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,88 @@ class Case:
     batch: SampleBatch
     domains: tuple[str, ...]
     columns: Mapping[str, Tensor]  # [n] float64: logprobs, old_, rollout_, ref_logprobs, entropies
-    mask: tuple[tuple[bool, ...], ...]  # of all tokens
+    mask: Sequence[Sequence[bool]]  # of all tokens
     truncated: Tensor  # bool [N]
     advantages: Advantages | None  # given instead of rewards
+
+
+def _number(value: Any, *, null: bool = False, infinite: bool = False) -> float:
+    if value is None and null:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"is {value!r}, not a number")
+    if value != value and not null:
+        raise ValueError("is NaN", "null and NaN are for rewards (unscorable) only")
+    endless = value in (math.inf, -math.inf)
+    if abs(value) > _LARGEST and not (endless and infinite):
+        raise ValueError("is infinite" if endless else "is too large")
+    return float(value)
+
+
+def _label(value: Any) -> int | str:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"is {value!r}, not a name or a whole number")
+    return value
+
+
+Number = Annotated[float, pydantic.PlainValidator(_number)]
+Reward = Annotated[float, pydantic.PlainValidator(partial(_number, null=True))]
+LogProb = Annotated[float, pydantic.PlainValidator(partial(_number, infinite=True))]
+Whole = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31)]
+Flag = Literal[0, 1, False, True]
+Label = Annotated[int | str, pydantic.PlainValidator(_label)]
+
+
+class _Step(pydantic.BaseModel):
+    """`[end, reward]` or a table; `end` counts all tokens of the sample."""
+
+    end: int
+    reward: Number
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        keys = list(cls.model_fields)
+        if isinstance(value, list) and len(value) == len(keys):
+            value = dict(zip(keys, value, strict=True))
+        if not isinstance(value, dict) or type(value.get("end")) is not int:
+            raise ValueError(f"is not {', '.join(keys)}")
+        return {"reward": None, "state": None} | value
+
+
+class _Turn(_Step):
+    state: Any
+
+
+class _Document(pydantic.BaseModel):
+    """The fields of a case. Ragged lists have one list per sample, one value per token."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    logprobs: list[list[LogProb]] = pydantic.Field(min_length=1)
+    old_logprobs: list[list[LogProb]] | None = None
+    rollout_logprobs: list[list[LogProb]] | None = None
+    ref_logprobs: list[list[LogProb]] | None = None
+    entropies: list[list[Number]] | None = None
+    token_ids: list[list[Whole]] | None = None
+    loss_mask: list[list[Flag]] | None = None
+    rewards: list[Reward] | None = None
+    advantages: Annotated[
+        Annotated[list[Number], pydantic.Tag("samples")]
+        | Annotated[list[list[Number]], pydantic.Tag("tokens")],
+        pydantic.Discriminator(lambda rows: "tokens" if isinstance(rows, list) and any(
+            isinstance(row, list) for row in rows) else "samples")] | None = None
+    group_ids: list[Label] | None = None
+    domains: list[Label] | None = None
+    truncated: list[Flag] | None = None
+    sample_ids: list[Whole] | None = None
+    steps: list[list[_Step]] | None = None
+    turns: list[list[_Turn]] | None = None
+    components: dict[str, list[Reward]] = {}
+    component_weights: dict[str, Number] = {}
+
+
+_RAGGED = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "token_ids",
+           "loss_mask")
 
 
 def read_case(path: Path) -> Case:
@@ -52,225 +133,134 @@ def read_case(path: Path) -> Case:
 
 def parse_case(document: Mapping[str, Any], *, where: str = "case") -> Case:
     """Check a case and lay its ragged lists flat."""
-    reader = _Reader(document, where)
-    logprobs = reader.ragged("logprobs")
-    counts = [len(row) for row in logprobs]
-    tokens = {name: reader.ragged(name, counts) for name in _TOKEN_FIELDS if name in document}
-    mask = tuple(tuple(bool(m) for m in row)
-                 for row in tokens.pop("loss_mask", [[1] * n for n in counts]))
-    columns = {"logprobs": logprobs, **tokens}
-
-    def flat(name: str) -> Tensor:
-        kept = [v for row, marks in zip(columns[name], mask, strict=True)
-                for v, m in zip(row, marks, strict=True) if m]
-        return torch.tensor(kept, dtype=torch.int64 if name == "token_ids" else torch.float64)
-
-    flats = {name: flat(name) for name in columns}
-    flats.setdefault("old_logprobs", flats["logprobs"])
-    flats.setdefault("rollout_logprobs", flats["old_logprobs"])
-    names, domains = reader.labels("domains", len(counts))
-    _, groups = reader.labels("group_ids", len(counts))
-    _same_domain(reader, groups, domains)
-    components, weights = reader.components(len(counts))
-    batch = SampleBatch(
-        rewards=_rewards(reader, components, weights, len(counts)), group_ids=groups,
-        token_counts=torch.tensor([sum(m) for m in mask]),
-        sample_ids=reader.sample_ids(len(counts)), domains=domains,
-        trained=torch.ones(len(counts), dtype=torch.bool), components=components,
-        component_weights=weights,
-        tokens={n: c for n, c in flats.items() if n not in ("logprobs", "rollout_logprobs")},
-        events=reader.events(mask))
-    truncated = document.get("truncated", [False] * len(counts))
-    reader.length("truncated", truncated, len(counts))
-    for i, value in enumerate(truncated):
-        reader.flag(f"truncated[{i}]", value)
-    return Case(batch, names, flats, mask, torch.tensor(truncated).bool(),
-                reader.advantages(mask))
+    try:
+        given = _Document.model_validate(document)
+        _check_lengths(given)
+        return _case(given)
+    except pydantic.ValidationError as error:
+        told = _told(error.errors()[0])
+    except ValueError as error:
+        told = error.args
+    raise DataError(told[0], where=where, remedy=(*told, None)[1])
 
 
-def _rewards(reader: _Reader, components: Mapping[str, Tensor], weights: Mapping[str, Tensor],
-             count: int) -> Tensor:
-    document = reader.document
-    if "rewards" in document:
-        return reader.numbers("rewards", document["rewards"], count)
-    if components:
-        return sum(torch.nan_to_num(components[n]) * weights[n] for n in components)
-    if "advantages" not in document:
-        reader.fail("rewards", "is missing", "give rewards, components or advantages")
-    return torch.zeros(count, dtype=torch.float64)
+def _told(error: Mapping[str, Any]) -> tuple[str, ...]:
+    """What pydantic found, as place and fault, and perhaps the remedy."""
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]
+                    if part not in ("samples", "tokens"))[1:]
+    if error["type"] == "value_error":
+        what, *remedy = error["ctx"]["error"].args
+        return f"{place} {what}", *remedy
+    remedy = ()
+    if error["type"] == "extra_forbidden":
+        known = list(_Document.model_fields)
+        close = nearest(place, known)
+        remedy = (f"did you mean {close[0]}?" if close else f"fields: {', '.join(known)}",)
+    return f"{place} {_WORDS.get(error['type'], error['msg']).format(**error)}", *remedy
 
 
-def _same_domain(reader: _Reader, groups: Tensor, domains: Tensor) -> None:
-    first: dict[int, int] = {}
+def _check_lengths(given: _Document) -> None:
+    counts = [len(row) for row in given.logprobs]
+    per_sample = {name: values for name, values in given if isinstance(values, list)}
+    per_sample |= {f"components.{name}": values for name, values in given.components.items()}
+    for name, values in per_sample.items():
+        if len(values) != len(counts):
+            raise ValueError(f"{name} has {len(values)} entries, logprobs has {len(counts)}",
+                             "one entry per sample")
+        if name in _RAGGED or (name == "advantages" and isinstance(values[0], list)):
+            for i, (row, count) in enumerate(zip(values, counts, strict=True)):
+                if len(row) != count:
+                    raise ValueError(f"{name}[{i}] has {len(row)} tokens, logprobs[{i}] has "
+                                     f"{count}")
+
+
+def _case(given: _Document) -> Case:
+    size = len(given.logprobs)
+    mask = given.loss_mask or [[True] * len(row) for row in given.logprobs]
+
+    def flat(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor(list(compress(chain(*rows), chain(*mask))), dtype=dtype)
+
+    columns = {name: flat(rows, torch.int64 if name == "token_ids" else torch.float64)
+               for name in ("logprobs", *_RAGGED[:-1]) if (rows := getattr(given, name))}
+    columns.setdefault("old_logprobs", columns["logprobs"])
+    columns.setdefault("rollout_logprobs", columns["old_logprobs"])
+    names, domains = _labels("domains", given.domains, size)
+    _, groups = _labels("group_ids", given.group_ids, size)
+    of_group: dict[int, int] = {}
     for i, (group, domain) in enumerate(zip(groups.tolist(), domains.tolist(), strict=True)):
-        if first.setdefault(group, domain) != domain:
-            reader.fail(f"domains[{i}]", "differs from the domain of its group",
-                        "a group has one prompt, hence one domain")
+        if of_group.setdefault(group, domain) != domain:
+            raise ValueError(f"domains[{i}] differs from the domain of its group",
+                             "a group has one prompt, hence one domain")
+    ids = given.sample_ids or range(size)
+    if len(set(ids)) < size:
+        raise ValueError("sample_ids are not unique")
+    rewards, components, weights = _rewards(given, size)
+    batch = SampleBatch(
+        rewards, groups, torch.tensor([sum(row) for row in mask]), torch.tensor(ids), domains,
+        torch.ones(size, dtype=torch.bool), components, weights,
+        {n: c for n, c in columns.items() if n not in ("logprobs", "rollout_logprobs")},
+        _events(given, mask))
+    advantages = given.advantages
+    if advantages is not None:
+        per_token = isinstance(advantages[0], list)
+        advantages = Advantages(flat(advantages) if per_token else _double(advantages), per_token)
+    return Case(batch, names, columns, mask, torch.tensor(given.truncated or [False] * size),
+                advantages)
 
 
-class _Reader:
-    """Fields of the document, with errors that say where."""
+def _rewards(given: _Document,
+             size: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Rewards, components and their weights, float64 [N] each."""
+    if stray := [name for name in given.component_weights if name not in given.components]:
+        raise ValueError(f"component_weights.{stray[0]} belongs to no component")
+    components = {name: _double(values) for name, values in given.components.items()}
+    weights = {name: _double([given.component_weights.get(name, 1.0)] * size)
+               for name in components}
+    if given.rewards is not None:
+        return _double(given.rewards), components, weights
+    if not components and given.advantages is None:
+        raise ValueError("rewards is missing", "give rewards, components or advantages")
+    parts = [torch.nan_to_num(values) * weights[name] for name, values in components.items()]
+    return sum(parts, torch.zeros(size).double()), components, weights
 
-    def __init__(self, document: Mapping[str, Any], where: str):
-        self.document, self.where = document, where
-        known = (*_SAMPLE_FIELDS, *_TOKEN_FIELDS, *_OTHER_FIELDS)
-        for name in document:
-            if name not in known:
-                close = nearest(name, list(known))
-                self.fail(name, "is no field of a case",
-                          f"did you mean {close[0]}?" if close else f"fields: {', '.join(known)}")
 
-    def fail(self, place: str, what: str, remedy: str | None = None):
-        raise DataError(f"{place} {what}", where=self.where, remedy=remedy)
-
-    def length(self, name: str, values: Any, count: int) -> None:
-        if not isinstance(values, list):
-            self.fail(name, "is not a list")
-        if len(values) != count:
-            self.fail(name, f"has {len(values)} entries, logprobs has {count}",
-                      "one entry per sample")
-
-    def number(self, place: str, value: Any, *, nan: bool = False,
-               infinite: bool = False) -> float:
-        if value is None and nan:
-            return math.nan
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.fail(place, f"is {value!r}, not a number")
-        if value != value and not nan:
-            self.fail(place, "is NaN", "null and NaN are for rewards (unscorable) only")
-        endless = value in (math.inf, -math.inf)
-        if abs(value) > _LARGEST and not (endless and infinite):
-            self.fail(place, "is infinite" if endless else "is too large")
-        return float(value)
-
-    def whole(self, place: str, value: Any) -> int:
-        if type(value) is not int or not 0 <= value < 2**31:
-            self.fail(place, f"is {value!r}, not a whole number of at least 0 (32 bit)")
-        return value
-
-    def flag(self, place: str, value: Any) -> None:
-        if value not in (0, 1):
-            self.fail(place, f"is {value!r}, not 0 or 1")
-
-    def numbers(self, name: str, values: Any, count: int) -> Tensor:
-        self.length(name, values, count)
-        found = [self.number(f"{name}[{i}]", v, nan=True) for i, v in enumerate(values)]
-        return torch.tensor(found, dtype=torch.float64)
-
-    def components(self, count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Values and weights by component, float64 [N] each."""
-        values, weights = (self.document.get(name, {}) for name in (
-            "components", "component_weights"))
-        for name, table in (("components", values), ("component_weights", weights)):
-            if not isinstance(table, dict):
-                self.fail(name, "is not an object", "give names with their values")
-        for name in weights:
-            if name not in values:
-                self.fail(f"component_weights.{name}", "belongs to no component")
-        return ({n: self.numbers(f"components.{n}", v, count) for n, v in values.items()},
-                {n: torch.full((count,), self.number(f"component_weights.{n}",
-                                                     weights.get(n, 1.0)), dtype=torch.float64)
-                 for n in values})
-
-    def ragged(self, name: str, counts: Sequence[int] | None = None) -> list[list[float]]:
-        rows = self.document.get(name)
-        if not isinstance(rows, list) or not rows:
-            self.fail(name, "is missing" if rows is None else "has no samples",
-                      "give one list per sample")
-        if counts is not None:
-            self.length(name, rows, len(counts))
-        for i, row in enumerate(rows):
-            if not isinstance(row, list):
-                self.fail(f"{name}[{i}]", "is not a list")
-            if counts is not None and len(row) != counts[i]:
-                self.fail(f"{name}[{i}]", f"has {len(row)} tokens, logprobs[{i}] has {counts[i]}")
-        def entry(place: str, value: Any) -> float:
-            if name == "loss_mask":
-                self.flag(place, value)
-                return float(value)
-            if name == "token_ids":
-                return self.whole(place, value)
-            return self.number(place, value, infinite=name.endswith("logprobs"))
-
-        return [[entry(f"{name}[{i}][{t}]", v) for t, v in enumerate(row)]
-                for i, row in enumerate(rows)]
-
-    def advantages(self, mask: Sequence[Sequence[bool]]) -> Advantages | None:
-        """One number per sample, or a list per sample where they differ within samples."""
-        rows = self.document.get("advantages")
-        if rows is None:
-            return None
-        self.length("advantages", rows, len(mask))
-        if not any(isinstance(row, list) for row in rows):
-            found = [self.number(f"advantages[{i}]", row) for i, row in enumerate(rows)]
-            return Advantages(torch.tensor(found, dtype=torch.float64), per_token=False)
-        rows = self.ragged("advantages", [len(marks) for marks in mask])
-        kept = [v for row, marks in zip(rows, mask, strict=True)
-                for v, m in zip(row, marks, strict=True) if m]
-        return Advantages(torch.tensor(kept, dtype=torch.float64), per_token=True)
-
-    def labels(self, name: str, count: int) -> tuple[tuple[str, ...], Tensor]:
-        """Names in order of appearance, int64 [N] of indices; numbers are indices themselves."""
-        values = self.document.get(name)
-        if values is None:
-            return ("all",), torch.zeros(count, dtype=torch.int64)
-        self.length(name, values, count)
-        for i, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int | str):
-                self.fail(f"{name}[{i}]", f"is {value!r}, not a name or a whole number")
-        if all(isinstance(v, int) for v in values):
-            empty = sorted(set(range(max(values) + 1)) - set(values))
-            if min(values) < 0:
-                self.fail(f"{name}[{values.index(min(values))}]", "is negative")
-            if empty:
-                self.fail(name, f"leaves {empty[0]} empty", "number from 0 without gaps")
-            return tuple(map(str, range(max(values) + 1))), torch.tensor(values)
+def _labels(name: str, values: Sequence[int | str] | None,
+            size: int) -> tuple[tuple[str, ...], Tensor]:
+    """Names in order of appearance, int64 [N] of indices; numbers are indices themselves."""
+    if values is None:
+        return ("all",), torch.zeros(size, dtype=torch.int64)
+    if not all(isinstance(value, int) for value in values):
         names = tuple(dict.fromkeys(map(str, values)))
-        return names, torch.tensor([names.index(str(v)) for v in values])
+        return names, torch.tensor([names.index(str(value)) for value in values])
+    if min(values) < 0:
+        raise ValueError(f"{name}[{values.index(min(values))}] is negative")
+    if empty := set(range(max(values) + 1)) - set(values):
+        raise ValueError(f"{name} leaves {min(empty)} empty", "number from 0 without gaps")
+    return tuple(map(str, range(max(values) + 1))), torch.tensor(values)
 
-    def sample_ids(self, count: int) -> Tensor:
-        values = self.document.get("sample_ids", list(range(count)))
-        self.length("sample_ids", values, count)
-        if len({self.whole(f"sample_ids[{i}]", v) for i, v in enumerate(values)}) < count:
-            self.fail("sample_ids", "are not unique")
-        return torch.tensor(values, dtype=torch.int64)
 
-    def events(self, mask: Sequence[Sequence[bool]]) -> Events | None:
-        """`steps`: [[end, reward], …] per sample; `turns`: [{"end", "reward", "state"}, …]."""
-        name = "steps" if "steps" in self.document else "turns"
-        rows = self.document.get(name)
-        if rows is None:
-            return None
-        if name == "steps" and "turns" in self.document:
-            self.fail("turns", "and steps exclude each other")
-        self.length(name, rows, len(mask))
-        keys = ("end", "reward", "state") if name == "turns" else ("end", "reward")
-        found: list[tuple[int, int, float, str]] = []
-        for i, row in enumerate(rows):
-            if not isinstance(row, list):
-                self.fail(f"{name}[{i}]", "is not a list")
-            found += [self._event(f"{name}[{i}][{k}]", keys, item, i, mask[i])
-                      for k, item in enumerate(row)]
-        if name == "turns" and len({event[:2] for event in found}) < len(found):
-            self.fail(name, "has two turns that end with the same policy token")
-        sample, end, reward, state = zip(*found, strict=True) if found else ((), (), (), ())
-        states = {s: number for number, s in enumerate(dict.fromkeys(state))}
-        return Events(torch.tensor(sample, dtype=torch.int64),
-                      torch.tensor(end, dtype=torch.int64),
-                      torch.tensor(reward, dtype=torch.float64),
-                      torch.tensor([states[s] for s in state], dtype=torch.int64)
-                      if name == "turns" else None)
-
-    def _event(self, place: str, keys: Sequence[str], item: Any, sample: int,
-               mask: Sequence[bool]) -> tuple[int, int, float, str]:
-        if isinstance(item, dict):
-            item = [item.get(key) for key in keys]
-        if not isinstance(item, list) or len(item) != len(keys) or type(item[0]) is not int:
-            self.fail(place, f"is not {', '.join(keys)}")
-        if not 0 <= item[0] < len(mask):
-            self.fail(place, f"ends at token {item[0]} of {len(mask)}")
-        policy_tokens = sum(mask[:item[0] + 1])
-        if not policy_tokens:
-            self.fail(place, "has no policy token")
-        return (sample, policy_tokens - 1, self.number(f"{place}.reward", item[1]),
-                str(item[-1]))
+def _events(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
+    """Rewards inside samples, at policy tokens."""
+    name, rows = ("steps", given.steps) if given.turns is None else ("turns", given.turns)
+    if rows is None:
+        return None
+    if given.steps is not None and given.turns is not None:
+        raise ValueError("turns and steps exclude each other")
+    places: list[tuple[int, int]] = []  # sample, last policy token
+    for i, row in enumerate(rows):
+        for k, event in enumerate(row):
+            if not 0 <= event.end < len(mask[i]):
+                raise ValueError(f"{name}[{i}][{k}] ends at token {event.end} of {len(mask[i])}")
+            places.append((i, sum(mask[i][:event.end + 1]) - 1))
+            if places[-1][1] < 0:
+                raise ValueError(f"{name}[{i}][{k}] has no policy token")
+    if name == "turns" and len(set(places)) < len(places):
+        raise ValueError("turns has two turns that end with the same policy token")
+    events = list(chain(*rows))
+    sample, end = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+    states = [str(event.state) for event in events] if name == "turns" else []
+    numbers = {state: number for number, state in enumerate(dict.fromkeys(states))}
+    return Events(sample, end, _double([event.reward for event in events]),
+                  torch.tensor([numbers[s] for s in states], dtype=torch.int64)
+                  if name == "turns" else None)

@@ -3,8 +3,6 @@
 Shape legend: N samples; `ids` int64 [N] names the group of each. Only samples with `valid` count.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

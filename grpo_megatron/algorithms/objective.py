@@ -1,48 +1,23 @@
 """The policy objective: a composition of choices, evaluated on flat policy tokens.
 
-Shape legend: n policy tokens of the S samples in one micro-batch, flat, prompt and padding
-already left out; all log-probs at the sampling temperature.
+Shape legend: n policy tokens of the S samples in one micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.clips import CLIPS, Bounds, clip_status, clipped_as, gmpo_clip
-from grpo_megatron.algorithms.kl import KL
-from grpo_megatron.algorithms.monitors import Masks, measure
+from grpo_megatron.algorithms.batch import LossBatch
+from grpo_megatron.algorithms.clips import CLIPS, Update, clip_status, clipped_as, gmpo_clip
+from grpo_megatron.algorithms.monitors import measure
 from grpo_megatron.algorithms.off_policy import MISMATCH, off_policy_distance
-from grpo_megatron.algorithms.ratios import RATIOS, bounded
-from grpo_megatron.algorithms.regularisers import llds
+from grpo_megatron.algorithms.ratios import RATIOS, bounded, segment_sum
+from grpo_megatron.algorithms.regularisers import KL, llds
 from grpo_megatron.algorithms.stats import Meter, Stats
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
-
-
-@dataclass(frozen=True)
-class LossBatch:
-    """What an objective may look at. All tensors on one device."""
-
-    logprobs: Tensor  # [n] with gradient
-    old_logprobs: Tensor  # [n] proximal policy
-    rollout_logprobs: Tensor  # [n] behaviour policy, as the engine reported
-    entropies: Tensor  # [n] of the current policy, with gradient
-    advantages: Tensor  # [n]
-    weights: Tensor  # [n] aggregation weight, holds the global denominators
-    sample: Tensor  # int64 [n], 0..S-1
-    token_counts: Tensor  # int64 [S]
-    domain: Tensor  # int64 [S], 0..D-1
-    untruncated_logprobs: Tensor  # [n] with gradient; like `logprobs` unless sampling truncates
-    ref_logprobs: Tensor | None = None  # [n], not truncated either
-    turn: Tensor | None = None  # int64 [n], 0..: the turn of each token (GAGPO)
-    weight_slopes: Tensor | None = None  # [n], by the exponent of lambda_grpo
-    preference: Tensor | None = None  # [2, S]: coefficient of the margin, loss
-    decisions: Mapping[str, Tensor] | None = None
-    """Who was clipped or rejected when this batch was trained, bool [n] by name: to be followed,
-    because rounding decides otherwise at a bound."""
 
 
 @dataclass(frozen=True)
@@ -83,33 +58,35 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     o = objective.config
     batch, infinite = _without_infinite(batch)
     old = batch.rollout_logprobs if o.proximal == "rollout" else batch.old_logprobs
-    log_diff = bounded(batch.logprobs - old)
-    bounds = Bounds(objective.value("clip_low", batch), objective.value("clip_high", batch))
-    log_ratio = _log_ratio(o, log_diff, bounds, batch)
-    term = CLIPS[o.clip](o, log_ratio, batch.advantages, bounds, batch.logprobs)
-    status = clip_status(o, (log_diff if o.clip == "gmpo" else log_ratio).detach(),
-                         batch.advantages, bounds)
+    tokens = Update(bounded(batch.logprobs - old), batch.advantages, batch.logprobs,
+                    objective.value("clip_low", batch), objective.value("clip_high", batch))
+    update = replace(tokens, log_ratio=_log_ratio(o, tokens, batch))
+    term = CLIPS[o.clip](o, update)
+    status = clip_status(o, tokens if o.clip == "gmpo" else update)
     if batch.decisions is not None and o.clip in ("ppo", "upper"):
         followed = clipped_as(batch.decisions, status)
-        term = torch.where(followed, term.detach(), log_ratio.exp() * batch.advantages)
-    factor, masks = _off_policy_factor(objective, batch)
-    losses = -term if factor is None else -(term * factor)
+        term = torch.where(followed, term.detach(), update.log_ratio.exp() * batch.advantages)
     meter = Meter(batch.domain[batch.sample], batch.domain, objective.domains)
-    if objective.wants_reference and o.kl in KL.functions:
-        beta = objective.value("kl_beta", batch)
-        losses = losses + beta * KL[o.kl](batch.untruncated_logprobs, batch.ref_logprobs, log_diff)
+    factor, masks = _off_policy_factor(objective, batch, meter.stats)
+    losses = -term if factor is None else -(term * factor)
+    if objective.wants_reference and o.kl in KL:
+        losses = losses + objective.value("kl_beta", batch) * KL[o.kl](
+            batch.untruncated_logprobs, batch.ref_logprobs, tokens.log_ratio)
     weight = objective.value("entropy_weight", batch)
     if isinstance(weight, Tensor) or weight != 0:
         losses = losses - weight * batch.entropies
     if o.llds_weight > 0:
-        losses = losses + o.llds_weight * llds(log_diff, batch.advantages, batch.sample,
+        losses = losses + o.llds_weight * llds(tokens.log_ratio, batch.advantages, batch.sample,
                                                batch.token_counts)
-    loss = (batch.weights * losses).sum()
+    weighted = batch.weights * losses
+    loss = weighted.sum()
     if batch.preference is not None:
-        loss = loss + _preference(batch, log_diff)
-    measure(meter, batch, log_ratio.detach().exp(), log_diff.detach(),
-            Masks(status, factor, masks, infinite))
-    meter.stats.mean("loss/abs_terms", (batch.weights * losses).abs().sum(), 0.0, "sum")
+        coefficient, value = batch.preference
+        margin = segment_sum(tokens.log_ratio, batch.sample, batch.token_counts)
+        loss = loss + (coefficient * (margin - margin.detach()) + value).sum()
+    measure(meter, batch, update.log_ratio.detach().exp(), tokens.log_ratio.detach(),
+            clipped=status, rejected=masks, infinite=infinite, factor=factor)
+    meter.stats.mean("loss/abs_terms", weighted.abs().sum(), 0.0, "sum")
     meter.stats.decisions = {**status, **masks}
     if batch.decisions is not None:
         differs = [now != batch.decisions[name] for name, now in meter.stats.decisions.items()
@@ -118,8 +95,6 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
                    else torch.zeros_like(infinite))
     if batch.weight_slopes is not None:
         meter.stats.mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
-    if o.off_policy_mask == "opsm":
-        _keep_distances(meter.stats, objective, batch)
     return loss, meter.stats
 
 
@@ -130,58 +105,47 @@ def supervised_loss(logprobs: Tensor, weight: float) -> tuple[Tensor, Stats]:
     return -weight * logprobs.sum(), stats
 
 
-def _log_ratio(o: ObjectiveConfig, log_diff: Tensor, bounds: Bounds, batch: LossBatch) -> Tensor:
+def _log_ratio(o: ObjectiveConfig, tokens: Update, batch: LossBatch) -> Tensor:
+    log_diff = tokens.log_ratio
     if o.clip == "gmpo":
-        held = gmpo_clip(log_diff, batch.advantages, bounds)
+        log_diff = gmpo_clip(tokens)
         if batch.decisions is not None:
-            status = clip_status(o, log_diff.detach(), batch.advantages, bounds)
-            held = torch.where(clipped_as(batch.decisions, status), held.detach(), log_diff)
-        log_diff = held
+            followed = clipped_as(batch.decisions, clip_status(o, tokens))
+            log_diff = torch.where(followed, log_diff.detach(), tokens.log_ratio)
     if o.ratio == "turn_geo" and batch.turn is not None:
         return RATIOS[o.ratio](log_diff, batch.turn, torch.bincount(batch.turn))
     return RATIOS[o.ratio](log_diff, batch.sample, batch.token_counts)
 
 
-def _off_policy_factor(objective: Objective,
-                       batch: LossBatch) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """What multiplies the surrogate term, [n]; None for 1. Also who was rejected, bool [n]."""
-    o, factor, masks = objective.config, None, {}
+def _off_policy_factor(objective: Objective, batch: LossBatch,
+                       stats: Stats) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """What multiplies the surrogate term, [n]; None for 1. Also who was rejected, bool [n].
+
+    `stats` keeps the distances by sample of domains whose threshold is still to be calibrated.
+    """
+    o, factor, masks, decisions = objective.config, None, {}, batch.decisions or {}
     if o.mismatch != "none":
-        log_rho = bounded(batch.old_logprobs.detach() - batch.rollout_logprobs)
-        sums = log_rho.new_zeros(len(batch.token_counts)).index_add(0, batch.sample, log_rho)
-        factor = MISMATCH[o.mismatch](o, log_rho, sums, batch.token_counts, batch.sample)
+        weigh = partial(MISMATCH[o.mismatch],
+                        log_rho=bounded(batch.old_logprobs.detach() - batch.rollout_logprobs),
+                        sample=batch.sample, counts=batch.token_counts)
+        factor = weigh(o)
         masks["mismatch"] = factor == 0
-        if batch.decisions is not None and "mismatch" in batch.decisions:
-            wide = o.model_copy(update={"mismatch_min": 0.0, "mismatch_max": torch.inf})
-            free = MISMATCH[o.mismatch](wide, log_rho, sums, batch.token_counts, batch.sample)
-            at_bound = masks["mismatch"] & ~batch.decisions["mismatch"]
-            factor = torch.where(at_bound, free, factor).masked_fill(
-                batch.decisions["mismatch"], 0.0)
+        if "mismatch" in decisions:
+            free = weigh(o.model_copy(update={"mismatch_min": 0.0, "mismatch_max": torch.inf}))
+            at_bound = masks["mismatch"] & ~decisions["mismatch"]
+            factor = torch.where(at_bound, free, factor).masked_fill(decisions["mismatch"], 0.0)
     if o.off_policy_mask == "opsm":
         distance = off_policy_distance(batch.rollout_logprobs, batch.logprobs, batch.sample,
-                                       batch.token_counts)[batch.sample]
-        delta = _at_tokens([torch.inf if d is None else d for d in objective.deltas()], batch)
-        masks["opsm"] = (batch.advantages < 0) & (distance > delta)
-        rejected = (batch.decisions or {}).get("opsm", masks["opsm"])
-        keep = (~rejected).to(batch.logprobs.dtype)
+                                       batch.token_counts)
+        deltas = objective.deltas()
+        for number, (name, delta) in enumerate(zip(objective.domains, deltas, strict=True)):
+            if delta is None:
+                stats.samples[name] = distance[batch.domain == number].double()
+        delta = _at_tokens([torch.inf if d is None else d for d in deltas], batch)
+        masks["opsm"] = (batch.advantages < 0) & (distance[batch.sample] > delta)
+        keep = (~decisions.get("opsm", masks["opsm"])).to(batch.logprobs.dtype)
         factor = keep if factor is None else factor * keep
     return factor, masks
-
-
-def _preference(batch: LossBatch, log_diff: Tensor) -> Tensor:
-    coefficient, value = batch.preference
-    margin = log_diff.new_zeros(len(batch.token_counts)).index_add(0, batch.sample, log_diff)
-    return (coefficient * (margin - margin.detach()) + value).sum()
-
-
-def _keep_distances(stats: Stats, objective: Objective, batch: LossBatch) -> None:
-    """Per-sample distances of the domains whose threshold is still to be calibrated."""
-    distance = off_policy_distance(batch.rollout_logprobs, batch.logprobs, batch.sample,
-                                   batch.token_counts)
-    for number, (name, delta) in enumerate(zip(objective.domains, objective.deltas(),
-                                               strict=True)):
-        if delta is None:
-            stats.samples[name] = distance[batch.domain == number].double()
 
 
 def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
@@ -193,10 +157,9 @@ def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
     infinite = torch.stack([torch.isinf(column.detach()) for column in columns.values()]).any(0)
     if not bool(infinite.any()):
         return batch, infinite
-    fields = {name: getattr(batch, name) for name in LossBatch.__dataclass_fields__}
-    fields |= {name: torch.where(infinite, 0.0, column) for name, column in columns.items()}
-    fields["weights"] = torch.where(infinite, 0.0, batch.weights)
-    return LossBatch(**fields), infinite
+    columns["weights"] = batch.weights
+    return replace(batch, **{name: torch.where(infinite, 0.0, column)
+                             for name, column in columns.items()}), infinite
 
 
 def _at_tokens(values: Sequence[float], batch: LossBatch) -> float | Tensor:

@@ -4,65 +4,52 @@ Shape legend: n policy tokens of S samples; `rho = pi_old / pi_engine`: trainer 
 plus the version lag.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.ratios import bounded
-from grpo_megatron.algorithms.registry import Registry
+from grpo_megatron.algorithms.ratios import bounded, segment_mean, segment_sum
 from grpo_megatron.config.objective import ObjectiveConfig
 
-MISMATCH = Registry("mismatch")
 CALIBRATION_QUANTILE, CALIBRATION_FACTOR, CALIBRATION_RANGE = 0.99, 5.0, (0.01, 0.5)
 
 
-@MISMATCH.register("tis")
-def tis(o: ObjectiveConfig, log_rho: Tensor, sums: Tensor, counts: Tensor,
-        sample: Tensor) -> Tensor:
+def tis(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`min(rho_t, mismatch_max)`: truncated importance sampling per token."""
     return log_rho.exp().clamp(max=o.mismatch_max)
 
 
-@MISMATCH.register("tis_sequence")
-def tis_sequence(o: ObjectiveConfig, log_rho: Tensor, sums: Tensor, counts: Tensor,
-                 sample: Tensor) -> Tensor:
+def tis_sequence(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`min(prod_t rho_t, mismatch_max)`: high variance for long samples."""
-    return bounded(sums).exp().clamp(max=o.mismatch_max)[sample]
+    return bounded(segment_sum(log_rho, sample, counts)).exp().clamp(max=o.mismatch_max)[sample]
 
 
-@MISMATCH.register("mis_sequence")
-def mis_sequence(o: ObjectiveConfig, log_rho: Tensor, sums: Tensor, counts: Tensor,
-                 sample: Tensor) -> Tensor:
+def mis_sequence(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`prod rho` where it is at most mismatch_max, else 0: long samples are mostly masked."""
-    product = bounded(sums).exp()
+    product = bounded(segment_sum(log_rho, sample, counts)).exp()
     return torch.where(product <= o.mismatch_max, product, 0.0)[sample]
 
 
-@MISMATCH.register("geometric_mask")
-def geometric_mask(o: ObjectiveConfig, log_rho: Tensor, sums: Tensor, counts: Tensor,
-                   sample: Tensor) -> Tensor:
+def geometric_mask(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`rho_t` in samples whose geometric mean of rho is within [mismatch_min, mismatch_max]."""
-    mean = bounded(sums / counts.clamp(min=1)).exp()
+    mean = bounded(segment_mean(log_rho, sample, counts)).exp()
     keep = (mean >= o.mismatch_min) & (mean <= o.mismatch_max)
     return torch.where(keep[sample], log_rho.exp(), 0.0)
 
 
-@MISMATCH.register("icepop")
-def icepop(o: ObjectiveConfig, log_rho: Tensor, sums: Tensor, counts: Tensor,
-           sample: Tensor) -> Tensor:
+def icepop(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`rho_t` where it is within [mismatch_min, mismatch_max], else 0 (IcePop)."""
     rho = log_rho.exp()
     return torch.where((rho >= o.mismatch_min) & (rho <= o.mismatch_max), rho, 0.0)
+
+
+MISMATCH = {f.__name__: f for f in (tis, tis_sequence, mis_sequence, geometric_mask, icepop)}
 
 
 def off_policy_distance(rollout: Tensor, logprobs: Tensor, sample: Tensor,
                         counts: Tensor) -> Tensor:
     """`mean_t (log pi_engine - log pi_theta)`, [S]: what OPSM compares with delta. It sees
     staleness and mismatch at once (DeepSeek-V3.2, arXiv:2512.02556)."""
-    gap = rollout - logprobs.detach()
-    total = gap.new_zeros(len(counts)).index_add(0, sample, gap)
-    return total / counts.clamp(min=1)
+    return segment_mean(rollout - logprobs.detach(), sample, counts)
 
 
 def calibrated_delta(distances: Tensor) -> float:

@@ -4,52 +4,45 @@ Shape legend: n policy tokens of S samples, flat; `segment` int64 [n] in 0..S-1 
 the turn) of each token; `counts` int64 [S]. All return [n] with gradient.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.registry import Registry
-
-RATIOS = Registry("ratio")
 MAX_LOG_RATIO = 20.0  # exp stays finite in fp32; the gradient beyond is zero
 
 
-@RATIOS.register("token")
 def token(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`r_t = pi_theta / pi_old` of each token (PPO, GRPO)."""
     return log_diff
 
 
-@RATIOS.register("sequence_geo")
 def sequence_geo(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`s_i = exp((1/T_i) sum_t log r_t)`: length-normalised, GSPO (arXiv:2507.18071 eq. 7)."""
-    return bounded(_mean(log_diff, segment, counts))[segment]
+    return bounded(segment_mean(log_diff, segment, counts))[segment]
 
 
-@RATIOS.register("turn_geo")
 def turn_geo(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """As sequence_geo over the tokens of one action (GAGPO); `segment` holds turns."""
     return sequence_geo(log_diff, segment, counts)
 
 
-@RATIOS.register("sequence_token")
 def sequence_token(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """GSPO-token: the value of sequence_geo, the gradient of each token's own log-prob."""
-    value = bounded(_mean(log_diff.detach(), segment, counts))[segment]
+    value = bounded(segment_mean(log_diff.detach(), segment, counts))[segment]
     return value + log_diff - log_diff.detach()
 
 
-@RATIOS.register("sequence_product")
 def sequence_product(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`prod_t r_t`: the trajectory ratio (TIC-GRPO, arXiv:2508.02833)."""
-    return bounded(_sum(log_diff, segment, counts))[segment]
+    return bounded(segment_sum(log_diff, segment, counts))[segment]
 
 
-@RATIOS.register("sequence_mean")
 def sequence_mean(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`(1/T_i) sum_t r_t`: mean of the token ratios (GRPO-S, arXiv:2508.04349)."""
-    return _mean(log_diff.exp(), segment, counts).clamp(min=1e-9).log()[segment]
+    return segment_mean(log_diff.exp(), segment, counts).clamp(min=1e-9).log()[segment]
+
+
+RATIOS = {f.__name__: f for f in (
+    token, sequence_geo, turn_geo, sequence_token, sequence_product, sequence_mean)}
 
 
 def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
@@ -63,9 +56,9 @@ def bounded(values: Tensor) -> Tensor:
     return values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _sum(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+def segment_sum(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     return values.new_zeros(len(counts)).index_add(0, segment, values)
 
 
-def _mean(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
-    return _sum(values, segment, counts) / counts.clamp(min=1)
+def segment_mean(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    return segment_sum(values, segment, counts) / counts.clamp(min=1)

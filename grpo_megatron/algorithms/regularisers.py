@@ -1,13 +1,38 @@
-"""Terms beside the clipped surrogate."""
+"""Terms beside the clipped surrogate: KL to the reference, LLDS, preference.
 
-from __future__ import annotations
+The KL estimators are per token, [n] with gradient; the effect of a token on later prefixes is left
+out. `d = log pi_ref - log pi_theta`, over the whole vocabulary also where sampling truncates;
+`log_diff = log pi_theta - log pi_old`, over what could be sampled.
+"""
 
 import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.batch import SampleBatch
-from grpo_megatron.algorithms.groups import Groups
+from grpo_megatron.algorithms.groups import ZERO_VARIANCE, Groups
+from grpo_megatron.algorithms.ratios import bounded, segment_sum
 from grpo_megatron.config.objective import ObjectiveConfig
+
+
+def k2(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
+    """`d^2 / 2`: its gradient is the exact token-level one on policy."""
+    return bounded(ref - logprobs) ** 2 / 2
+
+
+def k3(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
+    """`e^d - d - 1` (Schulman): an unbiased value, but the gradient of KL(reference || policy);
+    unbounded where the policy has become much less likely (GRPO, arXiv:2402.03300)."""
+    d = bounded(ref - logprobs)
+    return torch.expm1(d) - d
+
+
+def is_k3(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
+    """`r k3`, with the gradient through the token ratio r: the exact token-level gradient, also
+    off policy, bounded as the policy's probability vanishes (DeepSeek-V3.2, arXiv:2512.02556)."""
+    return log_diff.exp() * k3(logprobs, ref, log_diff)
+
+
+KL = {f.__name__: f for f in (k2, k3, is_k3)}
 
 
 def llds(log_diff: Tensor, advantages: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
@@ -15,8 +40,8 @@ def llds(log_diff: Tensor, advantages: Tensor, sample: Tensor, counts: Tensor) -
     right answers (LLDS, arXiv:2512.04220). The gate is open for samples whose summed log-prob
     fell; it is detached."""
     drop = -log_diff
-    total = drop.new_zeros(len(counts)).index_add(0, sample, drop.detach())
-    return torch.where((advantages >= 0) & (total > 0)[sample], drop.clamp(min=0), 0.0)
+    fell = segment_sum(drop.detach(), sample, counts) > 0
+    return torch.where((advantages >= 0) & fell[sample], drop.clamp(min=0), 0.0)
 
 
 def preference_coefficients(o: ObjectiveConfig, batch: SampleBatch, rewards: Tensor,
@@ -28,22 +53,16 @@ def preference_coefficients(o: ObjectiveConfig, batch: SampleBatch, rewards: Ten
     The best and the worst sample of a group may lie in different micro-batches, so the gradient
     goes through fixed coefficients: taken at the weights of this update they are exact.
 
-    Args:
-        rewards, margins: float64 [N].
-
-    Returns:
-        [N]: d loss / d m_i, and the loss, given to the best samples.
+    Returns `d loss / d m_i`, and the loss, given to the best samples. All float64 [N].
     """
     groups = Groups(batch.group_ids, batch.valid & batch.trained)
-    live = groups.valid & (groups.centred(rewards) != 0)
-    live = groups.valid & (groups.sum(live.double()) > 0)
+    live = groups.valid & (groups.spread(rewards) > ZERO_VARIANCE)
     best = live & (groups.rank(-rewards, batch.sample_ids) == 0)
     worst = live & (groups.rank(rewards, batch.sample_ids) == 0)
     scope = batch.domains if o.denominator == "domain" else torch.zeros_like(batch.domains)
     pairs = Groups(scope, torch.ones_like(best)).sum(best.double()).clamp(min=1)
-    gap = groups.sum(torch.where(best, margins, 0.0)) - groups.sum(
-        torch.where(worst, margins, 0.0))
-    pull = o.preference_weight * o.preference_beta * torch.sigmoid(-o.preference_beta * gap) / pairs
-    loss = o.preference_weight * torch.nn.functional.softplus(-o.preference_beta * gap) / pairs
-    return (torch.where(worst, pull, 0.0) - torch.where(best, pull, 0.0),
-            torch.where(best, loss, 0.0))
+    sign = best.double() - worst.double()
+    behind = -o.preference_beta * groups.sum(sign * margins)
+    pull = o.preference_weight * o.preference_beta * torch.sigmoid(behind) / pairs
+    loss = o.preference_weight * torch.nn.functional.softplus(behind) / pairs
+    return -sign * pull, torch.where(best, loss, 0.0)

@@ -39,14 +39,11 @@ class Stats:
     def add(self, other: Stats) -> None:
         """Accumulate another micro-batch."""
         self.units |= other.units
-        for name, pair in other.means.items():
-            self.means[name] = self.means[name] + pair if name in self.means else pair
-        for name, values in other.samples.items():
-            known = self.samples.get(name)
-            self.samples[name] = values if known is None else torch.cat([known, values])
-        for name, value in other.maxima.items():
-            old = self.maxima.get(name)
-            self.maxima[name] = value if old is None else torch.maximum(old, value)
+        for mine, theirs, join in ((self.means, other.means, torch.add),
+                                   (self.maxima, other.maxima, torch.maximum),
+                                   (self.samples, other.samples, lambda *both: torch.cat(both))):
+            for name, value in theirs.items():
+                mine[name] = join(mine[name], value) if name in mine else value
 
     def result(self) -> dict[str, float]:
         """Sums (unit "sum") as they are; what nothing was counted for is left out."""

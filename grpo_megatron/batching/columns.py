@@ -5,10 +5,8 @@ Format: 8-byte little-endian header length, JSON header, raw bytes
 (https://huggingface.co/docs/safetensors).
 """
 
-from __future__ import annotations
-
+import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,21 +14,17 @@ import xxhash
 from safetensors.numpy import save
 
 from grpo_megatron.errors import DataError
+from grpo_megatron.files import open_atomically
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "I64": np.int64, "I32": np.int32,
-           "U8": np.uint8, "U16": np.uint16, "U64": np.uint64,
-           "BOOL": np.bool_}
+           "U8": np.uint8, "U16": np.uint16, "U64": np.uint64, "BOOL": np.bool_}
 
 
 def write_columns(path: Path, columns: dict[str, np.ndarray]) -> str:
-    """Write `columns` durably (temporary name, fsync, rename); returns the file's checksum."""
+    """Write `columns` durably and atomically; returns the file's checksum."""
     payload = save({name: np.ascontiguousarray(array) for name, array in columns.items()})
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    with open_atomically(path) as file:
         file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
     return xxhash.xxh3_128_hexdigest(payload)
 
 
@@ -58,8 +52,5 @@ def read_columns(path: Path) -> dict[str, np.ndarray]:
 
 def file_checksum(path: Path) -> str:
     """Checksum of a whole file, as `write_columns` returns it."""
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -6,8 +6,6 @@ can be computed again at another layout, where rounding may decide otherwise at 
     step_000123/decisions-0.safetensors   rows int64 [S]; per name, packed bits of their tokens
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,31 +14,25 @@ import numpy as np
 from grpo_megatron.batching.columns import read_columns, write_columns
 from grpo_megatron.errors import DataError
 
-Flags = Mapping[str, np.ndarray]
 
-
-def write_decisions(directory: Path, rank: int, num_ranks: int, rows: Sequence[np.ndarray],
-                    flags: Sequence[Flags]) -> None:
-    """rows[m]: table rows of micro-batch m, int64 [S]; flags[m][name]: bool [n] of its tokens."""
+def write_decisions(directory: Path, rank: int, num_ranks: int,
+                    found: Sequence[tuple[np.ndarray, Mapping[str, np.ndarray]]]) -> None:
+    """found: of every micro-batch its table rows, int64 [S], and flags of its tokens, bool [n]."""
     if rank == 0:  # an earlier attempt may have had more ranks
         for path in directory.glob("decisions-*.safetensors"):
             if int(path.stem.partition("-")[2]) >= num_ranks:
                 path.unlink()
-    names = dict.fromkeys(name for part in flags for name in part)
-    columns = {name: np.packbits(np.concatenate([part[name] for part in flags]))
+    names = dict.fromkeys(name for _, flags in found for name in flags)
+    columns = {name: np.packbits(np.concatenate([flags[name] for _, flags in found]))
                for name in names}
-    columns["rows"] = np.concatenate([np.empty(0, np.int64), *rows])
+    columns["rows"] = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in found)])
     write_columns(directory / f"decisions-{rank}.safetensors", columns)
 
 
 def read_decisions(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:
     """Decisions of the whole step in the order of its table, bool [n] by name.
 
-    Args:
-        lengths: completion tokens of all samples, int64 [N].
-
-    Raises:
-        DataError: some sample has none: the step was never trained to its end.
+    Raises DataError when they belong to another step. lengths: of completions, int64 [N].
     """
     starts = np.concatenate([[0], np.cumsum(lengths)])
     found: dict[str, np.ndarray] = {}

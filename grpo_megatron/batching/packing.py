@@ -4,25 +4,11 @@ Every rank computes the same plan from the lengths alone, so a recorded step can
 any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length.
 """
 
-from __future__ import annotations
-
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_megatron.errors import DataError
-
-
-@dataclass(frozen=True, slots=True)
-class PackingPlan:
-    """`microbatches[rank][m]` holds sample rows (int64); all ranks have equally many."""
-
-    microbatches: tuple[tuple[np.ndarray, ...], ...]
-
-    @property
-    def num_microbatches(self) -> int:
-        return len(self.microbatches[0])
 
 
 def sample_costs(lengths: np.ndarray, quadratic: float = 1 / 4096) -> np.ndarray:
@@ -32,17 +18,16 @@ def sample_costs(lengths: np.ndarray, quadratic: float = 1 / 4096) -> np.ndarray
 
 
 def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
-                      multiple_of: int = 1) -> PackingPlan:
+                      multiple_of: int = 1) -> list[list[np.ndarray]]:
     """First-fit decreasing into bins of `max_tokens`, then evened out by cost.
 
     Args:
         lengths: prompt plus completion tokens per sample, int [N].
         num_ranks: data-parallel size.
-        max_tokens: capacity of a micro-batch.
         multiple_of: micro-batches per rank are a multiple of this (interleaved pipelines).
 
-    Raises:
-        DataError: a sample is longer than a micro-batch.
+    Returns:
+        By rank, then micro-batch: sample rows, int64. All ranks have equally many micro-batches.
     """
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > max_tokens:
@@ -58,7 +43,7 @@ def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
     costs = sample_costs(lengths)
     bins.sort(key=lambda rows: -float(costs[rows].sum()))
     ranks = _deal([float(costs[rows].sum()) for rows in bins], num_ranks)
-    return PackingPlan(tuple(tuple(bins[b] for b in rank) for rank in ranks))
+    return [[bins[b] for b in rank] for rank in ranks]
 
 
 def _first_fit(sorted_lengths: np.ndarray, capacity: int) -> int:

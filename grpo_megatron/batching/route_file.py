@@ -11,16 +11,14 @@ but ids is in the file; a checksum for every 64 KiB and the exceptions are colum
 (-1: no route). A row without exception was computed by the version that sampled the next token.
 """
 
-from __future__ import annotations
-
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from grpo_megatron.errors import EngineError
+from grpo_megatron.files import open_atomically
 from grpo_megatron.routing.shape import RouteShape, RouteStatus, invalid
 from grpo_megatron.types import Completion, RolloutGroup
 
@@ -31,26 +29,26 @@ _NO_ROUTE = -1
 def write_routes(path: Path, groups: Sequence[RolloutGroup],
                  shape: RouteShape) -> dict[str, np.ndarray]:
     """Write a shard's routes durably; returns their columns."""
-    chosen, checksums = [], _BlockChecksums()
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    chosen: list[int] = []
+    checksums: list[int] = []
+
+    def parts() -> Iterator[np.ndarray]:
         for group in groups:
-            parts, of_samples = _distinct_prompts(group, shape)
-            chosen += of_samples
-            num_prompt = len(group.prompt.token_ids)
-            parts += [_ids(c, num_prompt, num_prompt + max(len(c.token_ids) - 1, 0), shape)
-                      for c in group.completions]
-            for part in parts:
-                data = np.ascontiguousarray(part.transpose(1, 0, 2)).tobytes()
-                file.write(data)
-                checksums.update(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+            prompts, of_samples = _distinct_prompts(group, shape)
+            chosen.extend(of_samples)
+            yield from prompts
+            start = len(group.prompt.token_ids)
+            for c in group.completions:
+                yield _ids(c, start, start + max(len(c.token_ids) - 1, 0), shape)
+
+    with open_atomically(path) as file:
+        for block in _blocks(parts()):
+            file.write(block)
+            checksums.append(xxhash.xxh3_64_intdigest(block))
     exceptions = [(sample, *span) for sample, (group, completion) in enumerate(
         (g, c) for g in groups for c in g.completions)
         for span in _exceptions(completion, len(group.prompt.token_ids))]
-    columns = {"route_checksums": checksums.result()}
+    columns = {"route_checksums": np.array(checksums, np.uint64)}
     if any(chosen):
         columns["route_prompt"] = np.array(chosen, np.int32)
     if exceptions:
@@ -58,32 +56,16 @@ def write_routes(path: Path, groups: Sequence[RolloutGroup],
     return columns
 
 
-class _BlockChecksums:
-    """xxh3 of every BLOCK_BYTES of a stream."""
-
-    def __init__(self) -> None:
-        self._done: list[int] = []
-        self._open, self._filled = xxhash.xxh3_64(), 0
-
-    def update(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            part = view[:BLOCK_BYTES - self._filled]
-            view = view[len(part):]
-            self._open.update(part)
-            self._filled += len(part)
-            if self._filled == BLOCK_BYTES:
-                self._close()
-
-    def _close(self) -> None:
-        self._done.append(self._open.intdigest())
-        self._open, self._filled = xxhash.xxh3_64(), 0
-
-    def result(self) -> np.ndarray:
-        """uint64, the last one of a shorter block."""
-        if self._filled:
-            self._close()
-        return np.array(self._done, np.uint64)
+def _blocks(parts: Iterable[np.ndarray]) -> Iterator[bytes]:
+    """Parts [tokens, layers, experts] layer by layer, in blocks; the last one is shorter."""
+    data = bytearray()
+    for part in parts:
+        data += np.ascontiguousarray(part.transpose(1, 0, 2)).tobytes()
+        while len(data) >= BLOCK_BYTES:
+            yield bytes(data[:BLOCK_BYTES])
+            del data[:BLOCK_BYTES]
+    if data:
+        yield bytes(data)
 
 
 def _ids(completion: Completion, start: int, end: int, shape: RouteShape) -> np.ndarray:
@@ -129,12 +111,7 @@ def _exceptions(completion: Completion, num_prompt: int) -> Iterator[tuple[int, 
 
 
 class RouteFile:
-    """Read access to one shard's routes; bytes stay on disk until they are sliced.
-
-    Args:
-        columns: The shard's.
-        shape: As the manifest has it.
-    """
+    """Read access to one shard's routes; bytes stay on disk until they are sliced."""
 
     def __init__(self, path: Path, columns: Mapping[str, np.ndarray], shape: RouteShape):
         self.path, self.shape = path, shape
@@ -167,13 +144,9 @@ class RouteFile:
         self._sample_start = starts[group] + (parts * of_prompt)[group] + within
 
     def read(self, sample: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Routes of a sample in some layers.
+        """Routes of a sample in some `layers`, which are positions in `shape.layers`.
 
-        Args:
-            layers: Positions in `shape.layers`.
-
-        Returns:
-            ids [len(layers), T_p + T - 1, K], and RouteStatus uint8 [len(layers), T_p + T - 1].
+        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1].
         """
         parts = [self._part(self._prompt_start[sample], self._num_prompt[sample], layers),
                  self._part(self._sample_start[sample], self._num_completion[sample], layers)]

@@ -9,12 +9,9 @@ It is written under `step_000123.tmp` and renamed when complete, so a directory 
 final name is whole. It carries samples to the trainer, is the crash log, and can be replayed.
 """
 
-from __future__ import annotations
-
 import json
-import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +21,13 @@ import numpy as np
 from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
 from grpo_megatron.batching.route_file import RouteFile, write_routes
 from grpo_megatron.errors import DataError
+from grpo_megatron.files import replace_directory, write_atomically
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
 from grpo_megatron.types import Completion, KeptSets, RolloutGroup
 
 FORMAT = 2
+_ROW_COLUMNS = {"shard": np.int32, "index": np.int64, "group": np.int32, "update": np.int32,
+                "reward": np.float64, "domain": np.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ShardInfo:
     num_groups: int
     num_samples: int
     num_tokens: int
-    routes: dict | None = None  # shape of `<shard>.routes`, see RouteShape.to_json
+    routes: dict | None = None  # shape of `<shard>.routes`, fields of RouteShape
 
 
 class ShardWriter:
@@ -86,7 +86,7 @@ class ShardWriter:
             columns |= write_routes(self.path.with_suffix(".routes"), self._groups, shape)
         checksum = write_columns(self.path, columns)
         return ShardInfo(self.path.name, checksum, len(self._groups), len(samples),
-                         len(columns["completion_ids"]), shape.to_json() if shape else None)
+                         len(columns["completion_ids"]), asdict(shape) if shape else None)
 
 
 def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
@@ -137,12 +137,8 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
     """
     working = directory.with_name(directory.name + ".tmp")
     columns = {
-        "shard": np.array([r.shard for r in rows], np.int32),
-        "index": np.array([r.index for r in rows], np.int64),
-        "group": np.array([r.group for r in rows], np.int32),
-        "update": np.array([r.update for r in rows], np.int32),
-        "reward": np.array([r.reward for r in rows], np.float64),
-        "domain": np.array([r.domain for r in rows], np.int32),
+        **{name: np.array([getattr(r, name) for r in rows], dtype)
+           for name, dtype in _ROW_COLUMNS.items()},
         "truncated": np.array([r.truncated for r in rows], np.uint8),
         **{f"step_{name}": np.array([step[i] for step in steps], dtype) for i, (name, dtype)
            in enumerate((("row", np.int64), ("end", np.int64), ("reward", np.float64)))},
@@ -151,15 +147,8 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
     train_checksum = write_columns(working / "train.safetensors", columns)
     document = {"format": FORMAT, **manifest, "num_samples": len(rows),
                 "train_checksum": train_checksum, "shards": [asdict(s) for s in shards]}
-    with open(working / "manifest.json", "w") as file:
-        json.dump(document, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    shutil.rmtree(directory, ignore_errors=True)
-    os.replace(working, directory)
-    parent = os.open(directory.parent, os.O_RDONLY)
-    os.fsync(parent)
-    os.close(parent)
+    write_atomically(working / "manifest.json", json.dumps(document, indent=1))
+    replace_directory(working, directory)
     return directory
 
 
@@ -191,9 +180,8 @@ class SampleTable:
                       RouteShape.from_json(s["routes"])) if s.get("routes") else None
             for s, columns in zip(self.manifest["shards"], self._shards, strict=True)]
         train = read_columns(directory / "train.safetensors")
-        self.shard, self.index = np.array(train["shard"]), np.array(train["index"])
-        self.group, self.update = np.array(train["group"]), np.array(train["update"])
-        self.reward, self.domain = np.array(train["reward"]), np.array(train["domain"])
+        self.shard, self.index, self.group, self.update, self.reward, self.domain = (
+            np.array(train[name]) for name in _ROW_COLUMNS)
         self.truncated = np.array(train["truncated"], bool)
         self.steps = tuple(np.array(train[f"step_{name}"]) for name in ("row", "end", "reward"))
         self.components = {name.partition("/")[2]: np.array(values)
@@ -205,27 +193,24 @@ class SampleTable:
     @cached_property
     def prompt_lengths(self) -> np.ndarray:
         """int64 [N]."""
-        return self._lengths("prompt_offsets", self._shard_groups)
+        return self._of_shards(lambda shard: np.diff(shard["prompt_offsets"])[shard["group"]])
 
     @cached_property
     def completion_lengths(self) -> np.ndarray:
         """int64 [N]."""
-        return self._lengths("completion_offsets", self.index)
+        return self._of_shards(lambda shard: np.diff(shard["completion_offsets"]))
 
     @cached_property
     def _shard_groups(self) -> np.ndarray:
-        groups = np.empty(len(self), np.int64)
-        for s, columns in enumerate(self._shards):
-            rows = self.shard == s
-            groups[rows] = columns["group"][self.index[rows]]
-        return groups
+        return self._of_shards(lambda shard: shard["group"])
 
-    def _lengths(self, column: str, positions: np.ndarray) -> np.ndarray:
-        lengths = np.empty(len(self), np.int64)
-        for s, columns in enumerate(self._shards):
-            rows = self.shard == s
-            lengths[rows] = np.diff(columns[column])[positions[rows]]
-        return lengths
+    def _of_shards(self, column: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray:
+        """Of every sample what `column` gives for all samples of a shard, int64 [N]."""
+        found = np.empty(len(self), np.int64)
+        for number, shard in enumerate(self._shards):
+            rows = self.shard == number
+            found[rows] = column(shard)[self.index[rows]]
+        return found
 
     def prompt_ids(self, row: int) -> np.ndarray:
         """int32 [T_p]."""
@@ -233,18 +218,21 @@ class SampleTable:
         start, end = columns["prompt_offsets"][group:group + 2]
         return columns["prompt_ids"][start:end]
 
+    def _at(self, row: int, offsets: str) -> tuple[Mapping[str, np.ndarray], int, int]:
+        """The columns of a sample's shard, and where in them it is."""
+        columns, index = self._shards[self.shard[row]], self.index[row]
+        return columns, *columns[offsets][index:index + 2]
+
     def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [T] and behaviour log-probs float32 [T]."""
-        columns, index = self._shards[self.shard[row]], self.index[row]
-        start, end = columns["completion_offsets"][index:index + 2]
+        columns, start, end = self._at(row, "completion_offsets")
         return columns["completion_ids"][start:end], columns["rollout_logprobs"][start:end]
 
     def kept(self, row: int) -> KeptSets | None:
         """What truncated sampling kept at every completion token; None: everything."""
-        columns, index = self._shards[self.shard[row]], self.index[row]
+        columns, start, end = self._at(row, "completion_offsets")
         if "kept_ids" not in columns:
             return None
-        start, end = columns["completion_offsets"][index:index + 2]
         offsets = np.asarray(columns["kept_offsets"][start:end + 1])
         return KeptSets(columns["kept_ids"][offsets[0]:offsets[-1]], offsets - offsets[0])
 
@@ -255,8 +243,7 @@ class SampleTable:
 
     def versions(self, row: int) -> np.ndarray:
         """Weight version of every completion token, int32 [T]."""
-        columns, index = self._shards[self.shard[row]], self.index[row]
-        first, last = columns["span_offsets"][index:index + 2]
+        columns, first, last = self._at(row, "span_offsets")
         lengths = columns["span_end"][first:last] - columns["span_start"][first:last]
         return np.repeat(columns["span_version"][first:last], lengths)
 
@@ -271,14 +258,9 @@ class SampleTable:
 
     def routes(self, row: int, layers: Sequence[int],
                shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
-        """Experts of a sample's tokens in some layers, each row with its RouteStatus.
+        """Experts of a sample's tokens in some layers (numbers from 0) of a model of `shape`.
 
-        Args:
-            layers: Layer numbers, from 0.
-            shape: Of the model that will replay them.
-
-        Returns:
-            ids [len(layers), T_p + T - 1, K], status uint8 [len(layers), T_p + T - 1].
+        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1].
         """
         file = self._routes[self.shard[row]]
         if file is not None and file.shape == shape:

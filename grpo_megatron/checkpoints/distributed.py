@@ -6,12 +6,10 @@
     reference_step_000100/     reference weights, written when new; checkpoints name theirs
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,23 +18,24 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_megatron.checkpoints.durable import sync, write_json
+from grpo_megatron.checkpoints.durable import copy_side_files, write_json
 from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.weights.shards import unwrap
+from grpo_megatron.files import replace_directory
+from grpo_megatron.weights.gather import all_gathered
 
 COMPLETE = "complete.json"
 
 
 def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
-                    state: dict[str, Any],
-                    add_files: Callable[[Path], None] = lambda _: None) -> None:
+                    state: dict[str, Any], source: Path | None = None) -> None:
     """Write model and optimizer, then `state` and the mark that it is complete. Collective.
 
     Args:
-        add_files: Puts more into the directory, on rank 0.
+        source: Hugging Face directory, of which config, tokenizer and template are copied.
     """
     with _appearing_whole(directory) as working:
         if dist.get_rank() == 0:
@@ -45,7 +44,8 @@ def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
         dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
         dist.barrier()
         if dist.get_rank() == 0:
-            add_files(working)
+            if source is not None:
+                copy_side_files(source, working)
             write_json(working / COMPLETE, state)
 
 
@@ -63,9 +63,7 @@ def _appearing_whole(directory: Path) -> Iterator[Path]:
     found = _digests(working, names)
     if dist.get_rank() == 0:
         write_json(working / DIGESTS, found)
-        shutil.rmtree(directory, ignore_errors=True)
-        os.replace(working, directory)
-        sync(directory.parent)
+        replace_directory(working, directory)
     dist.barrier()
 
 
@@ -81,10 +79,8 @@ def damage(directory: Path) -> list[str]:
 
 def _digests(directory: Path, names: Sequence[str]) -> dict[str, Any]:
     """[bytes, digest] of files as they are on disk; every rank reads its share. Collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    shares: list = [None] * world
-    dist.all_gather_object(shares, {name: _digest(directory / name)
-                                    for name in names[rank::world]})
+    mine = names[dist.get_rank()::dist.get_world_size()]
+    shares = all_gathered({name: _digest(directory / name) for name in mine})
     return {name: value for share in shares for name, value in share.items()}
 
 
@@ -101,22 +97,16 @@ def _digest(path: Path) -> list[Any] | None:
         return None
 
 
-def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
-                    prepare_optimizer: Callable[[Any], None]) -> dict[str, Any]:
-    """Fill model and optimizer; returns the saved `state`. Collective.
-
-    Args:
-        prepare_optimizer: gives the optimizer a state to load into.
+def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
+    """Fill model and optimizer, which must have a state to load into. Collective.
 
     Raises:
         CheckpointError: incomplete, or of another model.
     """
-    state = read_state(directory)
-    prepare_optimizer(optimizer)
+    read_state(directory)
     loaded = _load(_sharded_state(chunks, optimizer, is_loading=True), directory / "weights")
     _fill(chunks, loaded)
     optimizer.load_state_dict(loaded["optimizer"])
-    return state
 
 
 def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
@@ -139,8 +129,8 @@ def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _fill(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
-    for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(loaded[_chunk_key(index, chunks)], strict=True)
+    for key, model in _by_key(chunks).items():
+        model.load_state_dict(loaded[key], strict=True)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -152,8 +142,9 @@ def read_state(directory: Path) -> dict[str, Any]:
                               where=str(directory)) from error
 
 
-def _chunk_key(index: int, chunks: Sequence[torch.nn.Module]) -> str:
-    return "model" if len(chunks) == 1 else f"model{index}"
+def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    models = unwrap_model(list(chunks))
+    return {f"model{index if len(models) > 1 else ''}": m for index, m in enumerate(models)}
 
 
 def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer: Any, *,
@@ -169,8 +160,8 @@ def model_state(chunks: Sequence[torch.nn.Module],
                 metadata: dict[str, Any] | None = None) -> dict[str, Any]:
     """Megatron's description of every parameter, by model chunk."""
     metadata = metadata or _metadata()
-    return {_chunk_key(index, chunks): unwrap(chunk).sharded_state_dict(metadata=metadata)
-            for index, chunk in enumerate(chunks)}
+    return {key: model.sharded_state_dict(metadata=metadata)
+            for key, model in _by_key(chunks).items()}
 
 
 def _metadata() -> dict[str, Any]:

@@ -1,23 +1,22 @@
-"""Directories that are whole or absent: written under a temporary name, synced, then renamed."""
-
-from __future__ import annotations
+"""Checkpoint directories under work: a temporary name, side files, full disks."""
 
 import errno
 import json
-import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.errors import SetupError
+from grpo_megatron.errors import MismatchError, SetupError
+from grpo_megatron.files import replace_directory, sync, write_atomically
 
 PROGRESS = ".progress"
 """Inside a working directory: one record a finished file. Not part of the result."""
 
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-_OURS = ("complete.json", "conversion.json", ".lock")
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json",
+               "complete.json", "conversion.json", ".lock")
 
 
 def working_directory(final: Path) -> Path:
@@ -26,14 +25,10 @@ def working_directory(final: Path) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Durably, and never half: readers see the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".new")
-    with disk_errors(path), open(partial, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    """Durably, and never half."""
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(value, indent=1))
 
 
 def copy_side_files(source: Path, target: Path) -> None:
@@ -42,7 +37,7 @@ def copy_side_files(source: Path, target: Path) -> None:
     Only a config.json that says the weights are quantised loses that: ours never are.
     """
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name not in _OURS:
+        if file.is_file() and not file.name.endswith(_NOT_COPIED):
             with disk_errors(target):
                 shutil.copyfile(file, target / file.name)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
@@ -56,17 +51,15 @@ def commit(working: Path, final: Path) -> None:
     (working / ".lock").unlink(missing_ok=True)
     for path in (*working.rglob("*"), working):
         sync(path)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(working, final)
-    sync(final.parent)
+    replace_directory(working, final)
 
 
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def refuse_differences(by_rank: Iterable[Sequence[str]], directory: Path) -> None:
+    """Raises MismatchError where any rank read tensors back as something else."""
+    if names := list(chain.from_iterable(by_rank)):
+        raise MismatchError(f"{len(names)} tensors were read back as something else than was "
+                            f"written, for example {names[:3]}", where=str(directory),
+                            remedy="look at the disk: other bytes came back than went there")
 
 
 @contextmanager
@@ -74,8 +67,10 @@ def disk_errors(where: Path) -> Iterator[None]:
     """A full disk is the machine's fault, not ours: SetupError instead of OSError."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except (OSError, RuntimeError) as error:
+        # torch.save raises a RuntimeError of its own while it closes the broken archive
+        cause = error if isinstance(error, OSError) else error.__context__
+        if getattr(cause, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise SetupError(f"cannot write: {error.strerror}", where=str(where),
+        raise SetupError(f"cannot write: {cause.strerror}", where=str(where),
                          remedy="make room; a conversion goes on where it stopped") from error

@@ -1,151 +1,126 @@
-"""Write a Hugging Face checkpoint tensor by tensor, read it back, then give it its name.
+"""Hugging Face checkpoints: the files, and the export of a model that is spread over ranks."""
 
-All ranks of a sharded model write at once, each its own files.
-"""
-
-from __future__ import annotations
-
+import json
 import shutil
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
-from grpo_megatron.checkpoints.durable import (
-    commit,
-    copy_side_files,
-    working_directory,
-    write_json,
-)
-from grpo_megatron.checkpoints.shard_files import (
-    Records,
-    SafetensorsFile,
-    ShardFile,
-    compare_digests,
-    digests_of,
-    plan_files,
-)
-from grpo_megatron.errors import CheckpointError, MismatchError
-from grpo_megatron.weights.digests import file_digest
-from grpo_megatron.weights.gather import GatherEntry, hf_shapes, stream
-from grpo_megatron.weights.layout import AttentionShape
-from grpo_megatron.weights.shards import Shard
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.checkpoints import durable, shard_files
+from grpo_megatron.checkpoints.hf_reader import HFReader
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.weights.digests import as_bytes
+from grpo_megatron.weights.gather import ShardedModel, all_gathered
+from grpo_megatron.weights.transfer_plan import entry_of
 
-DEFAULT_SHARD_BYTES = 5 << 30
-_PATTERN = "model-{number:05d}-of-{count:05d}.safetensors"
+_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def plan_hf_files(units: Sequence[Sequence[TensorEntry]], shard_bytes: int) -> list[ShardFile]:
-    """Files of at most `shard_bytes`, unless one unit is larger."""
-    return plan_files(units, shard_bytes, _PATTERN, "model.safetensors")
+class SafetensorsFile(shard_files.OutputFile):
+    """Header first, then each tensor at its place in whatever order they come."""
 
-
-class HFFiles:
-    """Files that are open for tensors; a file that has all of its own is synced and recorded."""
-
-    def __init__(self, working: Path, files: Sequence[ShardFile]):
-        self.working, self.records = working, Records(working)
-        self._place = {entry.name: file for file in files for entry in file.entries}
-        self._open: dict[str, SafetensorsFile] = {}
-        self._digests: dict[str, dict[str, str]] = {}
+    def __init__(self, path: Path, file: shard_files.ShardFile):
+        super().__init__(path)
+        self._missing = {entry.name: entry for entry in file.entries}
+        self._offsets, header, end = {}, {"__metadata__": {"format": "pt"}}, 0
+        # wider types first keeps every tensor aligned
+        for entry in sorted(file.entries, key=lambda e: -e.torch_dtype.itemsize):
+            self._offsets[entry.name] = end
+            header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape,
+                                  "data_offsets": (end, end := end + entry.num_bytes)}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        with durable.disk_errors(path):
+            self.file.write(len(text).to_bytes(8, "little") + text)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Any order; the tensor may be reused by the caller afterwards."""
-        file = self._place[name]
-        if file.name not in self._open:
-            self._open[file.name] = SafetensorsFile(self.working / file.name, file)
-        tensor = tensor.detach().to("cpu").contiguous()
-        self._open[file.name].put(name, tensor)
-        digests = self._digests.setdefault(file.name, {})
-        digests[name] = file_digest(tensor)
-        if len(digests) == len(file.entries):
-            self.records.finish(self._open.pop(file.name), file, digests)
+        entry = self._missing.pop(name, None)
+        if entry is None or entry_of(name, tensor) != entry:
+            raise CheckpointError(f"{name!r} {tensor.dtype} {tuple(tensor.shape)} was not planned "
+                                  "for this file", where=str(self.path))
+        begin = self._start + self._offsets[name]
+        with durable.disk_errors(self.path):
+            self.file.seek(begin)
+            self.file.write(as_bytes(tensor))
+            self.start_writing(begin)
 
     def close(self) -> None:
-        """Raises CheckpointError for files that did not get all of their tensors."""
-        self.records.wait()
-        for file in self._open.values():
-            file.close()
+        if self._missing:
+            raise CheckpointError(f"{len(self._missing)} tensors did not come, for example "
+                                  f"{sorted(self._missing)[:3]}", where=str(self.path))
+        super().close()
 
 
-def finish_hf(working: Path, files: Sequence[ShardFile], source: Path) -> None:
-    """Index where there are several files, and what `source` has beside its weights."""
-    if len(files) > 1:
-        index = {"metadata": {"total_size": sum(file.num_bytes for file in files)},
-                 "weight_map": {e.name: file.name for file in files for e in file.entries}}
-        write_json(working / "model.safetensors.index.json", index)
-    copy_side_files(source, working)
-    write_json(working / "conversion.json", {"tensors": Records(working).digests(files)})
+class HFTarget(shard_files.Target):
+    """Safetensors files with an index, and the side files of the source."""
+
+    pattern = "model-{number:05d}-of-{count:05d}.safetensors"
+    single = "model.safetensors"
+
+    def open(self, file: shard_files.ShardFile) -> SafetensorsFile:
+        return SafetensorsFile(self.working / file.name, file)
+
+    @cached_property
+    def _reader(self) -> HFReader:
+        return HFReader(self.working)
+
+    def read(self, file: shard_files.ShardFile) -> shard_files.NamedTensors:
+        return ((entry.name, self._reader.tensor(entry.name)) for entry in file.entries)
+
+    def finish(self, source: Path) -> None:
+        if len(self.files) > 1:
+            index = {"metadata": {"total_size": sum(file.num_bytes for file in self.files)},
+                     "weight_map": {e.name: file.name for file in self.files
+                                    for e in file.entries}}
+            durable.write_json(self.working / "model.safetensors.index.json", index)
+        super().finish(source)
 
 
-def read_back(working: Path, files: Sequence[ShardFile]) -> list[str]:
-    """Names of tensors that are not on the disk as they were given."""
-    bad = []
-    for file in files:
-        with safe_open(working / file.name, "pt") as opened:
-            found = digests_of((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
-        recorded = Records(working).digests([file])
-        bad += compare_digests(found, recorded | {e.name: recorded.get(e.name, "")
-                                                  for e in file.entries})
-    return bad
+def export_model(model: ShardedModel, directory: Path, source: Path,
+                 shard_bytes: int = shard_files.DEFAULT_SHARD_BYTES) -> int:
+    """Write a model that is spread over all ranks; each writes its own files. Collective.
 
-
-def export_model(entries: Sequence[GatherEntry], shards: Sequence[Shard], shape: AttentionShape,
-                 directory: Path, source: Path, *, vocab_size: int,
-                 shard_bytes: int = DEFAULT_SHARD_BYTES) -> int:
-    """Write a model that is spread over all ranks. Collective.
-
-    Args:
-        source: its config, tokenizer and template are copied byte for byte.
-
-    Returns:
-        Bytes of weights written.
+    Config, tokenizer and template are those of `source`. Returns the bytes of weights written.
 
     Raises:
         MismatchError: what was read back is not what the ranks hold.
         SetupError: the disk is full.
     """
-    rank, world, working = dist.get_rank(), dist.get_world_size(), working_directory(directory)
-    units = [[TensorEntry(name, str(entry.dtype).removeprefix("torch."), hf_shape)
-              for name, hf_shape in hf_shapes(entry, shape, vocab_size)] for entry in entries]
-    files = plan_hf_files(units, shard_bytes)
-    if not files:
-        raise CheckpointError("no tensor to export", where=str(directory))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    working = durable.working_directory(directory)
     if rank == 0:
         shutil.rmtree(working, ignore_errors=True)
         working.mkdir(parents=True)
+    target = HFTarget(working, [e.parameter.entries(e.dtype) for e in model.entries], shard_bytes)
     dist.barrier()
-    order = _interleaved(files, world)
-    receivers = [number % world for number, _ in order]
-    writer = HFFiles(working, files)
-    for _, name, tensor in stream([entries[unit] for _, unit in order], shards, shape,
-                                  vocab_size=vocab_size, receivers=receivers):
-        writer.put(name, tensor)
-    writer.close()
+    order = _interleaved(target.files, world)
+    tensors = model.stream([model.entries[unit] for _, unit in order],
+                           [number % world for number, _ in order])
+    for file in target.files[rank::world]:
+        target.write(file, islice(tensors, len(file.entries)))
+    for _ in tensors:  # ranks that have all of theirs still take part in the gathers
+        pass
+    target.wait()
+    dist.barrier()
+    if rank == 0:
+        target.finish(source)
     dist.barrier()
     # Another rank reads than wrote: on two machines that shows what did not reach the disk.
-    bad: list = [None] * world
-    dist.all_gather_object(bad, read_back(working, files[(rank + 1) % world :: world]))
-    refuse_differences([name for part in bad for name in part], directory)
+    bad = [name for file in target.files[(rank + 1) % world :: world]
+           for name in target.read_back(file)]
+    durable.refuse_differences(all_gathered(bad), directory)
     if rank == 0:
-        finish_hf(working, files, source)
-        commit(working, directory)
+        durable.commit(working, directory)
     dist.barrier()
-    return sum(file.num_bytes for file in files)
+    return sum(file.num_bytes for file in target.files)
 
 
-def refuse_differences(names: Sequence[str], directory: Path) -> None:
-    """Raises MismatchError unless `names`, those that were read back wrong, is empty."""
-    if names:
-        raise MismatchError(f"{len(names)} tensors were read back as something else than was "
-                            f"written, for example {names[:3]}", where=str(directory),
-                            remedy="look at the disk: other bytes came back than went there")
-
-
-def _interleaved(files: Sequence[ShardFile], world: int) -> list[tuple[int, int]]:
+def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> list[tuple[int, int]]:
     """(file, unit): `world` files grow together, so that no rank waits for another's file."""
     order = []
     for start in range(0, len(files), world):

@@ -1,9 +1,6 @@
-"""Read a Hugging Face checkpoint into a sharded model: each rank reads the slices that it holds."""
+"""Hugging Face checkpoints held against a model, and read into one that is spread over ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,78 +8,78 @@ import torch
 from grpo_megatron.checkpoints.hf_reader import HFReader
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.model_facts import read_config
-from grpo_megatron.weights.layout import AttentionShape, merge, shard, split
-from grpo_megatron.weights.rules import Rule, carried_names, resolve
-from grpo_megatron.weights.shards import Shard
+from grpo_megatron.weights.gather import Shard, ShardedModel
+from grpo_megatron.weights.parameters import Parameter, carried_parameter
+from grpo_megatron.weights.rules import carried_names
 
-_PADDING = -1
+_LISTED = 20
+Shape = tuple[int, ...]
+
+
+class HFSource:
+    """A Hugging Face checkpoint as the parameters of a model.
+
+    Raises CheckpointError for other tensors or shapes than the model's. With `carry`, also what the
+    checkpoint has and Megatron's model has not (`carried_names`).
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], directory: Path, *, carry: bool = True):
+        self.reader = reader = HFReader(directory)
+        reader.check_index()
+        found = {name: reader.shape(name) for name in sorted(reader.names())}
+        carried = {n: found.pop(n) for n in sorted(carried_names(read_config(directory), found))}
+        refuse_unfit(directory, found, {name: shape for p in parameters for name, shape in p.hf})
+        self.parameters = [*parameters, *(carried_parameter(*c) for c in carried.items() if carry)]
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        found = {self.reader.dtype(name) for name, _ in parameter.hf}
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{[name for name, _ in parameter.hf]} are one parameter in Megatron, but have "
+                f"dtypes {sorted(map(str, found))}", where=str(self.reader.directory),
+                remedy="choose one with --dtype")
+        return found.pop()
+
+    def tensors(self, parameter: Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self.reader.tensor(name)) for name, _ in parameter.hf)
+
+    def prefetch(self, parameter: Parameter) -> None:
+        for name, _ in parameter.hf:
+            self.reader.prefetch(name)
+
+
+def refuse_unfit(directory: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Raises CheckpointError with all differences between a checkpoint and its model."""
+    other = [f"{name}: {found[name]}, the model has {shape}" for name, shape in wanted.items()
+             if found.get(name, shape) != shape]
+    lines = []
+    for what, names in (("missing", wanted.keys() - found.keys()), ("of another shape", other),
+                        ("without a place in the model", found.keys() - wanted.keys())):
+        if names:
+            listed = [f"    {name}" for name in sorted(names)]
+            lines += [f"  {len(names)} {what}:", *listed[:_LISTED]]
+            lines += ["    ..."] * (len(names) > _LISTED)
+    if lines:
+        raise CheckpointError("\n".join(["the tensors are not those of config.json:", *lines]),
+                              where=str(directory), remedy="is config.json of this checkpoint?")
+
 
 @torch.no_grad()
-def import_weights(shards: Sequence[Shard], rules: tuple[Rule, ...], shape: AttentionShape,
-                   directory: Path, *, vocab_size: int, tied_embeddings: bool) -> set[str]:
-    """Fill every parameter; returns the Hugging Face names that this rank read.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape than the model.
-    """
-    reader, used = HFReader(directory), set()
-    for part in shards:
-        kind, names = resolve(rules, part.name)
-        if tied_embeddings and names == ["lm_head.weight"]:
-            names = ["model.embed_tokens.weight"]
-        check_shapes(reader, names, split(kind, torch.empty(part.full_shape, device="meta"),
-                                          shape, vocab_size))
-        _fill(part, reader, kind, names, shape)
-        used.update(names)
-    return used
+def import_weights(model: ShardedModel, directory: Path) -> None:
+    """Fill every parameter; each rank copies the rows and columns that it holds. Collective."""
+    reader = HFSource([entry.parameter for entry in model.entries], directory).reader
+    for part in model.shards:
+        parameter = model.map.parameter(part.name, part.full_shape)
+        parts = part.size if part.dim == 0 else 1
+        merged = parameter.merge([_held(reader, name, shape[0], part)
+                                  for name, shape in parameter.hf], parts)
+        part.tensor[: len(merged)] = merged
+        part.tensor[len(merged) :] = 0  # padding of the vocabulary
 
 
-def check_shapes(reader: HFReader, names: Sequence[str], model: Sequence[torch.Tensor]) -> None:
-    """Raises CheckpointError for a tensor that is missing or not of the model's shape."""
-    for name, wanted in zip(names, model, strict=True):
-        if reader.shape(name) != tuple(wanted.shape):
-            raise CheckpointError(f"tensor {name!r} has shape {reader.shape(name)}, the model "
-                                  f"has {tuple(wanted.shape)}", where=str(reader.directory))
-
-
-def _fill(part: Shard, reader: HFReader, kind: str, names: Sequence[str],
-          shape: AttentionShape) -> None:
-    """Copy run by run: layouts move whole rows, so they are asked where each row comes from."""
-    starts = torch.tensor([0] + [reader.shape(name)[0] for name in names]).cumsum(0)
-    rows = merge(kind, [torch.arange(a, b)[:, None] for a, b in pairwise(starts)], shape)
-    padding = part.full_shape[0] - len(rows)  # of the vocabulary
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, padding), value=_PADDING)
-    columns = None
+def _held(reader: HFReader, name: str, rows: int, part: Shard) -> torch.Tensor:
+    """What this rank holds of a tensor; a view of the mapped file."""
     if part.dim == 1:
-        width = part.tensor.shape[1]
-        columns = slice(part.rank * width, (part.rank + 1) * width)
-    else:
-        rows = shard(kind, rows, part.dim, part.size, part.rank)
-    for start, end, index, first in _runs(rows[:, 0], starts):
-        if first == _PADDING:
-            part.tensor[start:end].zero_()
-            continue
-        found = reader.rows(names[index], first, first + end - start)
-        part.tensor[start:end].copy_(found if columns is None else found[:, columns])
-
-
-def _runs(rows: torch.Tensor, starts: torch.Tensor) -> Iterator[tuple[int, int, int, int]]:
-    """Cut `rows` (int64 [n], counted over all tensors) into pieces that lie together in one.
-
-    Yields:
-        Start and end in `rows`, which tensor, its first row.
-    """
-    owner = torch.bucketize(rows, starts[1:], right=True)
-    cuts = ((rows.diff() != 1) | owner.diff().bool()).nonzero()[:, 0] + 1
-    for start, end in pairwise([0, *cuts.tolist(), len(rows)]):
-        index = int(owner[start])
-        yield start, end, index, int(rows[start] - starts[index])
-
-
-def check_all_used(directory: Path, used: set[str]) -> None:
-    """`used`: names read by any rank. Raises CheckpointError for tensors nobody wanted."""
-    names = HFReader(directory).names()
-    extra = names - used - carried_names(read_config(directory), names)
-    if extra:
-        raise CheckpointError(f"{len(extra)} tensors have no place in the model, for example "
-                              f"{sorted(extra)[:3]}", where=str(directory))
+        return reader.tensor(name).chunk(part.size, 1)[part.rank]
+    count = -(-rows // part.size)  # padding is at the end
+    return reader.rows(name, min(part.rank * count, rows), min((part.rank + 1) * count, rows))

@@ -1,7 +1,5 @@
 """Which checkpoints exist, and which may go. Imports neither torch nor Megatron."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -5,39 +5,29 @@ The format is that of torch.distributed.checkpoint: a global tensor is a set of 
 Nothing in it depends on the layout that wrote it.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.metadata as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from grpo_megatron.checkpoints import shard_files
 from grpo_megatron.checkpoints.durable import disk_errors, write_json
-from grpo_megatron.checkpoints.shard_files import (
-    ShardFile,
-    as_bytes,
-    finish_file,
-    will_need,
-    write_all,
-)
+from grpo_megatron.checkpoints.hf_import import refuse_unfit
 from grpo_megatron.errors import CheckpointError
+from grpo_megatron.weights.digests import as_bytes
+from grpo_megatron.weights.parameters import CARRIED, VOCABULARY, Parameter, carried_parameter
 
 _OBJECTS = "objects.distcp"
 
@@ -52,64 +42,90 @@ class Piece:
     global_shape: tuple[int, ...]
 
 
-class TorchDistReader:
-    """Raises CheckpointError when `directory` is none, or damaged."""
+@dataclass(frozen=True, slots=True)
+class ParameterTable:
+    """What a checkpoint of a model consists of, in checkpoint order."""
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    parameters: tuple[Parameter, ...]
+    pieces: Mapping[str, tuple[Piece, ...]]  # by parameter, in the order of its rows
+    objects: tuple[str, ...]  # keys of extra states, which hold nothing
+
+    def pieces_of(self, parameter: Parameter) -> tuple[Piece, ...]:
+        shape = parameter.shape
+        return self.pieces.get(parameter.name) or (
+            Piece(parameter.name, (0,) * len(shape), shape, shape),)  # a carried one
+
+
+def is_torch_dist(directory: Path) -> bool:
+    """Whether `directory` is a checkpoint of ours with distributed weights."""
+    return (directory / "weights" / ".metadata").exists()
+
+
+class MegatronSource:
+    """A distributed checkpoint, of a run or converted, as the parameters of its model.
+
+    Raises CheckpointError when it is none, damaged, or of another model.
+    """
+
+    def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
+        self.table, self.directory = table, directory / "weights"
         try:
-            self.metadata = FileSystemReader(directory).read_metadata()
+            self.metadata = FileSystemReader(self.directory).read_metadata()
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             raise CheckpointError(f"not a distributed checkpoint: {error}",
-                                  where=str(directory)) from error
-        self.tensors = {key: found for key, found in self.metadata.state_dict_metadata.items()
-                        if isinstance(found, TensorStorageMetadata)}
+                                  where=str(self.directory)) from error
+        self.stored = {key: found for key, found in self.metadata.state_dict_metadata.items()
+                        if isinstance(found, dcp.TensorStorageMetadata)}
         self._whole = {(key, chunk.offsets, chunk.sizes): [chunk]
-                       for key, found in self.tensors.items() for chunk in found.chunks}
+                       for key, found in self.stored.items() for chunk in found.chunks}
+        found = {key: tuple(tensor.size) for key, tensor in self.stored.items()
+                 if not key.startswith("optimizer.")}
+        carried = {key: found.pop(key) for key in sorted(found) if key.startswith(CARRIED)}
+        wanted = {piece.key: piece.global_shape for p in table.parameters
+                  for piece in table.pieces[p.name]}
+        for key in VOCABULARY:  # the layout that saved it may have padded them
+            if key in wanted and key in found and found[key][0] > wanted[key][0]:
+                found[key] = (wanted[key][0], *found[key][1:])
+        refuse_unfit(directory, found, wanted)
+        self.parameters = [*table.parameters, *(
+            carried_parameter(key.removeprefix(CARRIED), shape)
+            for key, shape in carried.items() if carry)]
 
-    def dtype(self, key: str) -> torch.dtype:
-        return self.tensors[key].properties.dtype
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        return self.stored[self.table.pieces_of(parameter)[0].key].properties.dtype
 
-    def read(self, pieces: Sequence[Piece], shape: tuple[int, ...]) -> torch.Tensor:
-        """The parameter of `shape` whose rows lie in `pieces`, in order."""
-        if len(pieces) == 1:
-            return self._region(pieces[0]).reshape(shape)
-        out = torch.empty(shape, dtype=self.dtype(pieces[0].key))
-        start = 0
-        for piece in pieces:
-            found = self._region(piece).reshape(-1, *shape[1:])
-            out[start : start + len(found)] = found
-            start += len(found)
-        return out
+    def tensors(self, parameter: Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+        regions = [self._region(piece).reshape(-1, *parameter.shape[1:])
+                   for piece in self.table.pieces_of(parameter)]
+        full = torch.cat(regions) if len(regions) > 1 else regions[0]
+        return zip((name for name, _ in parameter.hf), parameter.split(full), strict=True)
 
-    def prefetch(self, pieces: Sequence[Piece]) -> None:
-        """Let the disk read the parameter before `read` asks for it."""
-        for piece in pieces:
-            if place := self.metadata.storage_data.get(MetadataIndex(piece.key, piece.offset)):
-                will_need(self.directory / place.relative_path, place.offset, place.length)
+    def prefetch(self, parameter: Parameter) -> None:
+        for piece in self.table.pieces_of(parameter):
+            if at := self.metadata.storage_data.get(dcp.MetadataIndex(piece.key, piece.offset)):
+                shard_files.will_need(self.directory / at.relative_path, at.offset, at.length)
 
     def _region(self, piece: Piece) -> torch.Tensor:
         out, filled = None, 0
         exact = self._whole.get((piece.key, piece.offset, piece.sizes))
-        for chunk in exact or self.tensors[piece.key].chunks:
-            lows = [max(a, b) for a, b in zip(piece.offset, chunk.offsets, strict=True)]
-            highs = [min(a + m, b + n) for a, m, b, n in
-                     zip(piece.offset, piece.sizes, chunk.offsets, chunk.sizes, strict=True)]
-            if any(low >= high for low, high in zip(lows, highs, strict=True)):
+        for chunk in exact or self.stored[piece.key].chunks:
+            bounds = [(max(a, b), min(a + m, b + n)) for a, m, b, n in
+                      zip(piece.offset, piece.sizes, chunk.offsets, chunk.sizes, strict=True)]
+            if any(low >= high for low, high in bounds):
                 continue
-            part = self._chunk(piece.key, chunk)[_slices(lows, highs, chunk.offsets)]
+            part = self._chunk(piece.key, chunk)[_slices(bounds, chunk.offsets)]
             if tuple(part.shape) == piece.sizes:
                 return part
             if out is None:
                 out = torch.empty(piece.sizes, dtype=part.dtype)
-            out[_slices(lows, highs, piece.offset)] = part
+            out[_slices(bounds, piece.offset)] = part
             filled += part.numel()
         if out is None or filled != out.numel():
             raise CheckpointError(f"a part of {piece.key} is missing", where=str(self.directory))
         return out
 
-    def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        place = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+    def _chunk(self, key: str, chunk: dcp.ChunkStorageMetadata) -> torch.Tensor:
+        place = self.metadata.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
         try:
             with open(self.directory / place.relative_path, "rb") as file:
                 view = _create_file_view(file, place.offset, place.length)
@@ -119,100 +135,93 @@ class TorchDistReader:
                                   where=str(self.directory)) from error
 
 
-def _slices(lows: Sequence[int], highs: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(lows, highs, origin, strict=True))
+def _slices(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(low - o, high - o) for (low, high), o in zip(bounds, origin, strict=True))
 
 
-class TorchDistFile:
-    """One `.distcp` file of archives."""
+class DistcpFile(shard_files.OutputFile):
+    """Archives one after the other; a parameter is written once all of its tensors came."""
 
-    def __init__(self, path: Path, file: ShardFile):
-        self.path, self.items = path, []
+    def __init__(self, path: Path, parameters: Sequence[Parameter], table: ParameterTable):
+        super().__init__(path)
         torch.serialization.set_crc32_options(False)  # the records hold better sums
-        with disk_errors(path):
-            self._file = _Stream(open(path, "wb", buffering=0))  # noqa: SIM115
+        self._table, self._parameters = table, list(parameters)
+        self._held: list[torch.Tensor] = []
 
-    def put(self, pieces: Sequence[Piece], tensor: torch.Tensor) -> None:
-        """All rows of a parameter, contiguous, on the CPU."""
-        start = 0
-        for piece in pieces:
-            count = math.prod(piece.sizes) // math.prod(tensor.shape[1:])
-            part = tensor[start : start + count].reshape(piece.sizes)
-            start += count
-            begin = self._file.raw.tell()
-            with disk_errors(self.path):
-                self._file.save(_own_storage(part))
-            length = self._file.raw.tell() - begin
-            self.items.append([piece.key, piece.global_shape, piece.offset, piece.sizes,
-                               str(part.dtype).removeprefix("torch."), begin, length])
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        self._held.append(tensor)
+        if len(self._held) == len(self._parameters[0].hf):
+            parameter = self._parameters.pop(0)
+            rows = parameter.merge(self._held).contiguous().flatten()
+            self._held = []
+            pieces = self._table.pieces_of(parameter)
+            for piece, part in zip(pieces, rows.split([math.prod(p.sizes) for p in pieces]),
+                                   strict=True):
+                self._save(piece, part.view(piece.sizes))
 
-    def close(self) -> None:
-        finish_file(self._file.raw, self.path)
-
-
-class _Stream(io.RawIOBase):
-    """What `torch.save` writes to; large blocks begin their way to the disk at once."""
-
-    def __init__(self, raw):
-        self.raw, self._error = raw, None
-
-    def save(self, tensor: torch.Tensor) -> None:
-        """`torch.save`, which hides an OSError behind a RuntimeError of its own."""
-        try:
-            torch.save(tensor, self)
-        except RuntimeError:
-            if self._error is None:
-                raise
-            raise self._error from None
-
-    def write(self, data) -> int:
-        try:
-            return write_all(self.raw, memoryview(data))
-        except OSError as error:
-            self._error = error
-            raise
+    def _save(self, piece: Piece, tensor: torch.Tensor) -> None:
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # `torch.save` writes all of it
+            tensor = torch.frombuffer(as_bytes(tensor), dtype=tensor.dtype).view(tensor.shape)
+        begin = self.file.tell()
+        with disk_errors(self.path):
+            torch.save(tensor, self.file)
+            end = self.start_writing(begin)
+        self.items.append([piece.key, piece.global_shape, piece.offset, piece.sizes,
+                           str(tensor.dtype).removeprefix("torch."), begin, end - begin])
 
 
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own: `torch.save` writes whole storages."""
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return torch.from_numpy(as_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
+class MegatronTarget(shard_files.Target):
+    """A distributed checkpoint, which loads at any layout; `parameters` are those of the source."""
+
+    pattern = "part-{number:05d}-of-{count:05d}.distcp"
+
+    def __init__(self, table: ParameterTable, parameters: Sequence[Parameter], *arguments: Any):
+        super().__init__(*arguments)
+        self.table, self.parameters = table, parameters
+
+    def open(self, file: shard_files.ShardFile) -> DistcpFile:
+        return DistcpFile(self.working / "weights" / file.name,
+                          [self.parameters[unit] for unit in file.units], self.table)
+
+    @cached_property
+    def _source(self) -> MegatronSource:
+        return MegatronSource(self.table, self.working)
+
+    def read(self, file: shard_files.ShardFile) -> shard_files.NamedTensors:
+        return chain.from_iterable(self._source.tensors(self.parameters[unit])
+                                   for unit in file.units)
+
+    def finish(self, source: Path) -> None:
+        _write_metadata(self.working / "weights", self.table.objects, {
+            file.name: self.record(file)["items"] for file in self.files})
+        super().finish(source)
+        write_json(self.working / "complete.json", {"converted_from": str(source)})
 
 
-def finish(directory: Path, items: dict[str, list[Any]], objects: Iterable[str]) -> None:
-    """Write what makes the files one checkpoint.
-
-    Args:
-        items: of every `TorchDistFile`, by file name.
-        objects: keys of Megatron's extra states, which are empty.
-    """
-    tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+def _write_metadata(directory: Path, objects: Sequence[str],
+                    items: Mapping[str, list[Any]]) -> None:
+    """What makes the files one checkpoint. items: of every `DistcpFile`, by file name."""
+    known: dict[str, Any] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for file, described in items.items():
         for key, shape, offset, sizes, dtype, begin, length in described:
-            properties = TensorProperties(dtype=getattr(torch, dtype))
-            held = tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(shape), []))
-            chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
+            properties = dcp.TensorProperties(dtype=getattr(torch, dtype))
+            held = known.setdefault(key, dcp.TensorStorageMetadata(
+                properties, torch.Size(shape), []))
+            chunk = dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
             held.chunks.append(chunk)
-            places[MetadataIndex(key, chunk.offsets)] = _StorageInfo(file, begin, length)
+            places[dcp.MetadataIndex(key, chunk.offsets)] = _StorageInfo(file, begin, length)
     empty = io.BytesIO()
     torch.save([None], empty)
-    known: dict[str, Any] = dict(tensors)
     with disk_errors(directory):
         with open(directory / _OBJECTS, "wb") as file:
             for key in objects:
-                places[MetadataIndex(key)] = _StorageInfo(_OBJECTS, file.tell(), file.write(
+                places[dcp.MetadataIndex(key)] = _StorageInfo(_OBJECTS, file.tell(), file.write(
                     empty.getvalue()))
-                known[key] = BytesStorageMetadata()
+                known[key] = dcp.BytesStorageMetadata()
         torch.save({}, directory / "common.pt")
         with open(directory / ".metadata", "wb") as file:
-            pickle.dump(Metadata(known, storage_data=places), file)
+            pickle.dump(dcp.Metadata(known, storage_data=places), file)
     write_json(directory / "metadata.json", {
         "sharded_backend": "torch_dist", "sharded_backend_version": 1,
         "common_backend": "torch", "common_backend_version": 1})
-
-
-def is_torch_dist(directory: Path) -> bool:
-    """Whether `directory` is a checkpoint of ours with distributed weights."""
-    return (directory / "weights" / ".metadata").exists()

@@ -42,10 +42,9 @@ def diff(first: Annotated[str, typer.Argument(help="Recipe or run directory.")],
     if as_json:
         typer.echo(json.dumps({key: {"first": before.get(key), "second": after.get(key)}
                                for key in keys}, indent=2))
-        return
-    rows = [(key, _cell(left, before, key), _cell(right, after, key)) for key in keys]
-    if rows:
-        print_table(("key", first, second), rows)
+    elif keys:
+        print_table(("key", first, second), [
+            (key, _cell(left, before, key), _cell(right, after, key)) for key in keys])
     else:
         typer.echo("no differences")
 

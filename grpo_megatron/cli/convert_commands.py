@@ -1,7 +1,5 @@
 """`convert from-hf`, `convert to-hf`, `convert check`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,20 +25,6 @@ Mtp = Annotated[bool, typer.Option(
     "--mtp/--no-mtp", help="Carry multi-token-prediction layers along unchanged, or drop them.")]
 
 
-@app.command("from-hf")
-def from_hf(source: Source, to: Target, layout: Layout = None, dtype: Dtype = None,
-            shard_gb: ShardGB = 5.0, probe: Compare = True, mtp: Mtp = True) -> None:
-    """Make a checkpoint that Megatron loads at any layout (`model.path=…`)."""
-    _convert("megatron", source, to, layout, dtype, shard_gb, probe, mtp)
-
-
-@app.command("to-hf")
-def to_hf(source: Source, to: Target, layout: Layout = None, dtype: Dtype = None,
-          shard_gb: ShardGB = 5.0, probe: Compare = True, mtp: Mtp = True) -> None:
-    """Make a Hugging Face checkpoint of a run's checkpoint or a converted one."""
-    _convert("hf", source, to, layout, dtype, shard_gb, probe, mtp)
-
-
 @app.command()
 def check(source: Source, layout: Layout = None) -> None:
     """Read every tensor: names, shapes, finite numbers, digests where they were recorded."""
@@ -51,8 +35,13 @@ def check(source: Source, layout: Layout = None) -> None:
     typer.echo(f"{source} is whole")
 
 
-def _convert(to: str, source: Path, target: Path, layout: list[str] | None, dtype: str | None,
-             shard_gb: float, probe: bool, mtp: bool) -> None:
+@app.command("from-hf", help="Make a checkpoint that Megatron loads at any layout "
+             "(`model.path=…`).")
+@app.command("to-hf", help="Make a Hugging Face checkpoint of a run's checkpoint or a converted "
+             "one.")
+def _convert(context: typer.Context, source: Source, to: Target, layout: Layout = None,
+             dtype: Dtype = None, shard_gb: ShardGB = 5.0, probe: Compare = True,
+             mtp: Mtp = True) -> None:
     from grpo_megatron.launch.convert import convert
 
     if dtype not in (None, "float32", "float16", "bfloat16"):
@@ -60,17 +49,18 @@ def _convert(to: str, source: Path, target: Path, layout: list[str] | None, dtyp
                           remedy="float32, float16 or bfloat16")
     if shard_gb <= 0:
         raise ConfigError(f"--shard-gb {shard_gb} is not positive", where="command line")
-    if target.exists():
-        raise ConfigError(f"{target} exists", where="command line",
+    if to.exists():
+        raise ConfigError(f"{to} exists", where="command line",
                           remedy="remove it, or choose another --to")
     values = _layout(layout, source)
-    convert({"source": str(source.absolute()), "target": str(target.absolute()), "to": to,
+    convert({"source": str(source.absolute()), "target": str(to.absolute()),
+             "to": {"from-hf": "megatron", "to-hf": "hf"}[context.info_name],
              "dtype": dtype, "shard_bytes": int(shard_gb * 1e9), "layout": values,
              "probe": probe, "carry": mtp}, values["num_ranks"])
     if not any((source / name).exists() for name in ("tokenizer.json", "tokenizer.model",
                                                      "tokenizer_config.json", "vocab.json")):
-        typer.echo(f"warning: {source} has no tokenizer, so {target} has none", err=True)
-    typer.echo(f"{target} was read back and is what {source} says")
+        typer.echo(f"warning: {source} has no tokenizer, so {to} has none", err=True)
+    typer.echo(f"{to} was read back and is what {source} says")
 
 
 def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:

@@ -1,22 +1,47 @@
-"""`doctor`: prints the checks of `doctor_checks`."""
+"""`doctor`: what is missing on this machine and how to get it. Engines are looked up or started in
+a child process, never imported."""
 
-from __future__ import annotations
-
+import ctypes
+import importlib.metadata
+import importlib.util
 import json
-from dataclasses import asdict
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
 
-from grpo_megatron.cli.doctor_checks import Finding, all_findings
 from grpo_megatron.errors import SetupError
 
 _STYLE = {"ok": "green", "missing": "bold red", "warning": "yellow", "optional": "dim"}
+_KNOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TORCH_PROBE = """
+import json, torch
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda,
+                  "devices": torch.cuda.device_count(),
+                  "gloo": torch.distributed.is_gloo_available(),
+                  "nccl": torch.distributed.is_nccl_available()}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One checked thing."""
+
+    what: str
+    status: Literal["ok", "missing", "warning", "optional"]
+    """`missing`: required. `optional`: absent, and only some uses need it."""
+    found: str
+    remedy: str = ""
 
 
 def run_doctor(*, as_json: bool = False) -> int:
-    """Check the machine and print what was found.
-
-    Returns:
-        0, or the exit code of `SetupError` if something required is missing.
-    """
+    """Print what was found; returns `SetupError.exit_code` if something required is missing."""
     findings = all_findings()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -33,10 +58,123 @@ def _print(findings: list[Finding]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
         line = Text(f"{finding.status:<9}", style=_STYLE[finding.status])
-        line.append(f"{finding.what:<24}{finding.found}", style="not bold default")
-        console.print(line)
+        console.print(line.append(f"{finding.what:<24}{finding.found}", style="not bold default"))
         if finding.status != "ok" and finding.remedy:
             console.print(Text(f"{'':<9}  {finding.remedy}", style="dim"))
     missing = [finding.what for finding in findings if finding.status == "missing"]
     console.print("\nmissing: " + ", ".join(missing) if missing else
                   "\nnothing required is missing")
+
+
+def all_findings() -> list[Finding]:
+    """Run every check; takes some seconds, because torch is started once."""
+    on_gpu = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
+    return [python_version(), *packages("gpu" if on_gpu else "cpu"), torch_works(on_gpu=on_gpu),
+            *modules(on_gpu=on_gpu), *system_tools(on_gpu=on_gpu), code_sandbox(), *sizes()]
+
+
+def python_version() -> Finding:
+    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    return Finding("python", "ok" if good else "missing", platform.python_version(),
+                   "use Python 3.11 or 3.12 and run `make setup`")
+
+
+def packages(build: Literal["cpu", "gpu"]) -> Iterator[Finding]:
+    """Check what the installed metadata of grpo-megatron requires, with the extra `build`."""
+    from packaging.requirements import Requirement
+
+    try:
+        texts = importlib.metadata.requires("grpo-megatron") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("grpo-megatron", "missing", "not installed",
+                      "run `make setup`, or `pip install --no-deps -e .` in the checkout")
+        return
+    for wanted in map(Requirement, texts):
+        needed = wanted.marker is None or any(wanted.marker.evaluate({"extra": extra})
+                                              for extra in ("", build))
+        if not needed or wanted.name == "transformer-engine":  # that one: modules
+            continue
+        text = f"{wanted.name}{wanted.specifier}"
+        try:
+            version = importlib.metadata.version(wanted.name)
+            good = wanted.specifier.contains(version, prereleases=True)
+        except importlib.metadata.PackageNotFoundError:
+            version, good = "not installed", False
+        yield Finding(wanted.name, "ok" if good else "missing", version,
+                      f"{text} is required: run `make setup`, or `pip install '{text}'`")
+
+
+def torch_works(*, on_gpu: bool) -> Finding:
+    """Import torch in a child process, so that a broken build is a finding and not a crash."""
+    def missing(found: str, remedy: str) -> Finding:
+        return Finding("torch runtime", "missing", found, remedy)
+
+    try:
+        done = subprocess.run([sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True,
+                              timeout=120, check=True)
+    except subprocess.CalledProcessError as error:
+        return missing((error.stderr.strip().splitlines() or ["died"])[-1], "run `make setup`")
+    except subprocess.TimeoutExpired:
+        return missing("importing torch takes more than 120 s",
+                       "check the file system of the environment")
+    facts = json.loads(done.stdout)
+    if on_gpu and not facts["devices"]:
+        return missing(f"{facts['version']} sees no GPU",
+                       "install the CUDA build of torch that matches the driver")
+    device, collectives = "CPU", "gloo"
+    if facts["devices"]:
+        device, collectives = f"CUDA {facts['cuda']}, {facts['devices']} GPU(s)", "nccl"
+    if not facts[collectives]:
+        return missing(f"{device}, {collectives} not available",
+                       f"install a build of torch with {collectives}")
+    return Finding("torch runtime", "ok", f"{device}, {collectives}")
+
+
+def modules(*, on_gpu: bool) -> Iterator[Finding]:
+    """CUDA builds that break `import vllm` beside a CPU torch, and what only GPU training uses."""
+    for name in () if on_gpu else _KNOWN["unwanted"]:
+        if importlib.util.find_spec(name) is not None:
+            yield Finding(name, "missing", "installed: its CUDA build breaks vLLM's CPU build",
+                          f"remove it: pip uninstall {name}")
+    for name, remedy in _KNOWN["gpu_extras"].items():
+        found = importlib.util.find_spec(name) is not None
+        yield Finding(name, "ok" if found else "optional",
+                      "installed" if found else "not installed" + ("" if on_gpu else " (no GPU)"),
+                      remedy)
+
+
+def system_tools(*, on_gpu: bool) -> Iterator[Finding]:
+    """What vLLM's CPU build loads or runs."""
+    places = {"libnuma": _library("libnuma.so.1"), "lscpu": shutil.which("lscpu")}
+    for name, place in places.items():
+        status = "ok" if place else "optional" if on_gpu else "missing"
+        yield Finding(name, status, place or "not found", _KNOWN["system_tools"][name])
+
+
+def _library(name: str) -> str | None:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return None
+    return name
+
+
+def code_sandbox() -> Finding:
+    """Whether an isolated program runs; needed by the reward `code_tests` only."""
+    from grpo_megatron.rewards import sandbox
+
+    reason = sandbox.why_not()
+    return Finding("code sandbox", "optional" if reason else "ok", reason or "bubblewrap works",
+                   f"without it the reward code_tests is refused: {sandbox.REMEDY}")
+
+
+def sizes() -> Iterator[Finding]:
+    """Room in memory and on disk, in GiB."""
+    shared = Path("/dev/shm")
+    free = {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "/dev/shm": shutil.disk_usage(shared).free if shared.is_dir() else 0,
+            "disk": shutil.disk_usage(Path.cwd()).free}
+    for what, num_bytes in free.items():
+        gib, wanted = num_bytes / 2**30, _KNOWN["sizes"][what]
+        yield Finding(what, "ok" if gib >= wanted["gib"] else "warning", f"{gib:.1f} GiB",
+                      wanted["remedy"])

@@ -1,7 +1,5 @@
 """`grpo-megatron`: the command line. Bodies import what they need, so that typos answer fast."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -58,16 +56,8 @@ def doctor(as_json: config_commands.Json = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; every error that a user can act on becomes a message and an exit code.
-
-    Set `GRPO_MEGATRON_TRACEBACK=1` for tracebacks.
-
-    Args:
-        arguments: Command line without the program's name; default: that of the process.
-
-    Returns:
-        The exit code (`errors.py`); 130 after Ctrl-C.
-    """
+    """Run one command; every error that a user can act on becomes a message and an exit code
+    (`errors.py`; 130 after Ctrl-C). Set `GRPO_MEGATRON_TRACEBACK=1` for tracebacks."""
     try:
         return app(args=None if arguments is None else list(arguments),
                    standalone_mode=False) or 0

@@ -1,7 +1,5 @@
 """`objective list`, `objective show`, `objective eval`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +14,7 @@ app = typer.Typer(no_args_is_help=True, help="The objectives: what they are, wha
 @app.command("list")
 def list_objectives(as_json: Json = False) -> None:
     """All presets, with evidence grade and use."""
-    from grpo_megatron.config.objective_presets import PRESETS
+    from grpo_megatron.config.objective import PRESETS
 
     if as_json:
         fields = {"title", "source", "use", "evidence"}
@@ -31,7 +29,7 @@ def list_objectives(as_json: Json = False) -> None:
 def show(name: Annotated[str, typer.Argument(help="A preset (see `objective list`).")]) -> None:
     """Formula, choices, source and evidence of one preset."""
     from grpo_megatron.algorithms.catalogue import describe
-    from grpo_megatron.config.objective_loader import load_objective
+    from grpo_megatron.config.loader import load_objective
 
     load_objective(name)  # refuses unknown names
     typer.echo(describe(name))
@@ -48,7 +46,7 @@ def evaluate(
     from grpo_megatron.algorithms.case import read_case
     from grpo_megatron.algorithms.evaluate import evaluate_case
     from grpo_megatron.algorithms.objective import Objective
-    from grpo_megatron.config.objective_loader import load_objective
+    from grpo_megatron.config.loader import load_objective
     from grpo_megatron.errors import ConfigError
 
     files = [text for text in arguments if "=" not in text]

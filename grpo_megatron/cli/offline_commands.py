@@ -1,7 +1,5 @@
 """`replay` and `mismatch`: compute recorded steps again, at any layout, and say what differs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

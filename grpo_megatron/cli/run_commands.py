@@ -1,7 +1,5 @@
 """`train` and `resume`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`submit`, `status`, `logs`, `cancel`: runs as Slurm jobs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

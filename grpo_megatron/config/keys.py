@@ -1,7 +1,5 @@
 """Dotted keys: `domains.0.weight` is the path `("domains", 0, "weight")`."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -18,22 +16,13 @@ def dotted(path: KeyPath) -> str:
 
 
 def split_key(text: str) -> tuple[str, ...]:
-    """`domains.0."odd key"` -> `("domains", "0", "odd key")`.
-
-    Raises:
-        ValueError: An empty part or characters that a bare key cannot have.
-    """
+    """`domains.0."odd key"` -> `("domains", "0", "odd key")`; ValueError for what is no key."""
     parts: list[str] = []
     node: Any = tomllib.loads(f"{text} = 0")
     while isinstance(node, dict):
         [(part, node)] = node.items()
         parts.append(part)
     return tuple(parts)
-
-
-def is_table(value: Any) -> bool:
-    """Whether `value` has keys of its own (an empty table counts as one value)."""
-    return isinstance(value, Mapping) and bool(value)
 
 
 def is_array_of_tables(value: Any) -> bool:
@@ -43,7 +32,7 @@ def is_array_of_tables(value: Any) -> bool:
 
 def leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield `(path, value)` of everything that is set as one value."""
-    if is_table(value):
+    if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from leaves(item, (*prefix, key))
     elif is_array_of_tables(value):

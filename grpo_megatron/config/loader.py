@@ -1,28 +1,17 @@
 """Recipes to resolved configurations: preset defaults < recipe chain < flags, then validation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.keys import dotted, leaves
-from grpo_megatron.config.overrides import apply_overrides
+from grpo_megatron.config.layers import DEFAULT, Layers, Origin, apply_overrides
+from grpo_megatron.config.objective import PRESETS, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.presets import ModelPreset, load_preset, preset_names
 from grpo_megatron.config.problems import Problem
-from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
-from grpo_megatron.config.resolved import (
-    ResolvedConfig,
-    read_stored,
-    resolved_from,
-    write_resolved,
-)
+from grpo_megatron.config.resolved import ResolvedConfig, read_stored
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_recipe_chain
 from grpo_megatron.config.validation import Check, valid
-
-_BELOW_RECIPE = ("default", "preset")
-
-__all__ = ["load_recipe", "read_resolved", "write_resolved"]
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
@@ -34,8 +23,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
         overrides: `trainer.num_ranks=4`, `domains.0.weight=2`, `cold_start=null`.
         checks: Rule sets beyond those of the schema (`plan.resolve` adds the layout rules).
 
-    Raises:
-        ConfigError: Everything that is wrong, at once (`InvalidConfigError.problems`).
+    Raises InvalidConfigError with everything that is wrong (`problems`).
     """
     chain = read_recipe_chain(find_recipe(recipe))
     layers, _ = _assemble(None, chain, overrides)
@@ -47,10 +35,8 @@ def read_resolved(path: Path, overrides: Sequence[str] = (), *,
                   checks: Sequence[Check] = ()) -> ResolvedConfig:
     """Read a run's `config.json` (or its directory), with more overrides on top.
 
-    Without overrides the stored configuration is returned as it is.
-
-    Raises:
-        ConfigError: A missing or damaged file, or everything that is wrong with the overrides.
+    Without overrides the stored configuration is returned as it is. ConfigError for a missing or
+    damaged file, or with everything that is wrong with the overrides.
     """
     resolved = read_stored(path)
     if not overrides:
@@ -58,10 +44,34 @@ def read_resolved(path: Path, overrides: Sequence[str] = (), *,
     tree = resolved.config.model_dump(mode="json")
     # another preset replaces what the old one had set
     tree["objective"] = {key: value for key, value in tree["objective"].items() if
-                         resolved.provenance[f"objective.{key}"].kind not in _BELOW_RECIPE}
+                         resolved.provenance[f"objective.{key}"].kind not in ("default", "preset")}
     layers = Layers(tree, {path: resolved.provenance.get(dotted(path), DEFAULT)
                            for path, _ in leaves(tree)})
     return _finish(layers, apply_overrides(layers, overrides), checks, resolved.recipe)
+
+
+def load_objective(preset: str, overrides: Sequence[str] = (), domains: Sequence[str] = ("all",),
+                   ) -> tuple[ObjectiveConfig, dict[str, DomainObjective]]:
+    """Choices of a preset with changes (`clip_low=0.1`, `domain.math.kl_beta=0.01`).
+
+    Returns the choices, and what each domain sets for itself. Raises as `load_recipe`.
+    """
+    tables = [{"name": name, "source": "file", "path": "case", "objective": {},
+               "rewards": [{"function": "case:rewards"}]} for name in domains]
+    layers = Layers()
+    layers.merge({"name": "objective", "num_steps": 0, "model": {"preset": preset_names()[0]},
+                  "domains": tables, "objective": {"preset": preset}},
+                 lambda path: Origin("flag", preset))
+    problems = apply_overrides(layers, [_full_key(text, domains) for text in overrides])
+    config = valid(layers, problems, (), "objective")
+    return config.objective, {d.name: d.objective for d in config.domains if d.objective}
+
+
+def _full_key(text: str, domains: Sequence[str]) -> str:
+    for index, name in enumerate(domains):
+        if text.startswith(f"domain.{name}."):
+            return f"domains.{index}.objective.{text[len(name) + 8:]}"
+    return text if text.startswith("objective.") else f"objective.{text}"
 
 
 def _assemble(preset: ModelPreset | None, chain: Sequence[TomlFile],
@@ -71,9 +81,8 @@ def _assemble(preset: ModelPreset | None, chain: Sequence[TomlFile],
     if preset:
         layers.merge(preset.defaults,
                      lambda path: Origin("model", preset.file.where(("defaults", *path))))
-    for document in chain:
-        layers.merge(document.values,
-                     lambda path, file=document: Origin("recipe", file.where(path)))
+    for file in chain:
+        layers.merge(file.values, lambda path, file=file: Origin("recipe", file.where(path)))
     return layers, apply_overrides(layers, overrides)
 
 
@@ -84,6 +93,14 @@ def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
     return load_preset(name) if isinstance(name, str) and name in preset_names() else None
 
 
-def _finish(layers: Layers, problems: list[Problem], checks: Sequence[Check],
+def _finish(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
             recipe: str) -> ResolvedConfig:
-    return resolved_from(valid(layers, problems, checks, recipe), layers, recipe)
+    """Validate, and pair the configuration with the origins of its values."""
+    config = valid(layers, problems, checks, recipe)
+    preset = config.objective.preset
+    below = {("objective", key): Origin("preset", f"objective preset {preset}")
+             for key in PRESETS[preset].values}
+    origins = {**below, **layers.origins}
+    return ResolvedConfig(recipe=recipe, config=config, provenance={
+        dotted(path): origins.get(path, DEFAULT)
+        for path, _ in leaves(config.model_dump(mode="json"))})

@@ -1,7 +1,5 @@
 """Model presets: `models/<name>.toml`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +18,14 @@ class ModelPreset:
 
     name: str
     file: TomlFile
-    hf: dict[str, Any]
-    """Becomes `config.json` of the model."""
+    hf: dict[str, Any]  # becomes `config.json` of the model
     tokenizer: dict[str, Any]
-    defaults: dict[str, Any]
-    """Settings below the recipe's, in the shape of a recipe."""
-    checkpoint: dict[str, Any]
-    """Of a released model: repository, parameters, stop tokens, chat template."""
-    layouts: list[dict[str, Any]]
-    """Recommended `[trainer]` and `[rollout]` settings, with the GPUs of both together."""
+    defaults: dict[str, Any]  # below the recipe's, in the shape of a recipe
+    checkpoint: dict[str, Any]  # of a released model: repository, parameters, stop tokens, template
+    layouts: list[dict[str, Any]]  # recommended [trainer] and [rollout], with the GPUs of both
 
     @property
     def path(self) -> Path:
-        """Of the file."""
         return self.file.path
 
 
@@ -42,11 +35,7 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str) -> ModelPreset:
-    """Read `models/<name>.toml`.
-
-    Raises:
-        ConfigError: No such preset, or a file that is not one.
-    """
+    """Read `models/<name>.toml`; ConfigError where there is none, or it is no preset."""
     if name not in preset_names():
         raise ConfigError(f"no model preset is called {name!r}", where=str(assets.models()),
                           remedy=did_you_mean(name, preset_names()))

@@ -1,7 +1,5 @@
 """What can be wrong with a recipe, and how all of it is told at once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,20 +12,13 @@ from grpo_megatron.errors import ConfigError
 class Violation:
     """A rule between keys that does not hold. Knows nothing of files and flags."""
 
-    rule: str
-    """Short fixed name of the rule, for tests and scripts."""
-    key: str
-    """Dotted key to change."""
-    value: Any
-    """Its value now."""
-    message: str
-    """The rule in words, with every number that takes part."""
-    nearest: tuple[Any, ...] = ()
-    """Valid values of `key` close to `value`."""
-    remedy: str = ""
-    """What to do; empty: use a nearest value."""
-    related: tuple[str, ...] = ()
-    """Other keys that take part."""
+    rule: str  # its short fixed name
+    key: str  # dotted, to change
+    value: Any  # of the key now
+    message: str  # the rule in words, with every number that takes part
+    nearest: tuple[Any, ...] = ()  # valid values of the key close to its value
+    remedy: str = ""  # empty: use a nearest value
+    related: tuple[str, ...] = ()  # other keys that take part
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +44,14 @@ class Problem:
 
 
 class InvalidConfigError(ConfigError):
-    """Everything that is wrong with a recipe and its overrides.
-
-    Args:
-        message: The full text, or just a headline if `problems` are given.
-        problems: All problems, in the order of the text.
-    """
+    """Everything that is wrong with a recipe and its overrides; `message` is a headline, or, if
+    there are no `problems`, the full text."""
 
     def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None,
                  problems: Sequence[Problem] = ()):
         if problems:
-            parts = [f"  {number}. {problem}" for number, problem in enumerate(problems, start=1)]
-            message = "\n".join([message, *parts])
+            numbered = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+            message = "\n".join([message, *numbered])
         super().__init__(message, where=where, remedy=remedy)
         self.problems = tuple(problems)
 

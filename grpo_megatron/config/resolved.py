@@ -1,7 +1,5 @@
 """A resolved configuration and its file, `config.json` in the run directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 
@@ -10,9 +8,8 @@ from pydantic import Field, ValidationError
 import grpo_megatron
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
-from grpo_megatron.config.keys import dotted, leaves
-from grpo_megatron.config.objective_presets import PRESETS
-from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
+from grpo_megatron.config.keys import dotted
+from grpo_megatron.config.layers import Origin
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.files import write_atomically
@@ -21,30 +18,16 @@ from grpo_megatron.files import write_atomically
 class ResolvedConfig(Strict):
     """A valid configuration and where each of its values comes from."""
 
-    format: Literal[1] = 1
-    """Of the file."""
-    version: str = Field(grpo_megatron.__version__, alias="grpo_megatron")
-    """Of the package that wrote it."""
-    recipe: str
-    """The recipe it was made from, as messages show it."""
+    format: Literal[1] = 1  # of the file
+    version: str = Field(grpo_megatron.__version__, alias="grpo_megatron")  # which wrote it
+    recipe: str  # it was made from, as messages show it
     config: RunConfig
-    provenance: dict[str, Origin]
-    """Origin of every leaf, by dotted key."""
+    provenance: dict[str, Origin]  # of every leaf, by dotted key
 
     @property
     def run_path(self) -> Path:
         """The run directory."""
         return self.config.runs_dir / self.config.name
-
-
-def resolved_from(config: RunConfig, layers: Layers, recipe: str) -> ResolvedConfig:
-    """Pair a configuration with the origins recorded while its tree was merged."""
-    tree = config.model_dump(mode="json")
-    objective = Origin("preset", f"objective preset {config.objective.preset}")
-    below = {("objective", key): objective for key in PRESETS[config.objective.preset].values}
-    origins = {**below, **layers.origins}
-    return ResolvedConfig(recipe=recipe, config=config, provenance={
-        dotted(path): origins.get(path, DEFAULT) for path, _ in leaves(tree)})
 
 
 def to_json(resolved: ResolvedConfig) -> str:
@@ -58,11 +41,8 @@ def write_resolved(path: Path, resolved: ResolvedConfig) -> None:
 
 
 def read_stored(path: Path) -> ResolvedConfig:
-    """Read a `config.json`, or the one in a run directory, as it is.
-
-    Raises:
-        ConfigError: Missing, damaged, or written by a version with another schema.
-    """
+    """Read a `config.json`, or the one in a run directory, as it is; ConfigError where it is
+    missing, damaged, or written by a version with another schema."""
     file = path / "config.json" if path.is_dir() else path
     where = assets.display(file)
     try:

@@ -1,13 +1,10 @@
 """Rules between keys: a condition in Python for each, and what is said in `rules.toml`."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config.base import Strict
 from grpo_megatron.config.keys import value_at
 from grpo_megatron.config.problems import Violation
 
@@ -15,16 +12,6 @@ Conditions = Mapping[str, Callable[..., Any]]
 """By name: true where the rule is broken, or what its text needs to know beside the configuration:
 one mapping, or a list with one for each place where it is broken. `nearest` and `related` in it
 take the place of those in the text."""
-
-
-class _Text(Strict):
-    """What is said; fields in braces are filled in. Without a remedy, the nearest value is it."""
-
-    key: str
-    message: str
-    nearest: tuple[Any, ...] = ()
-    remedy: str = ""
-    related: tuple[str, ...] = ()
 
 
 _TEXTS = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
@@ -46,13 +33,13 @@ def cases_of(conditions: Conditions, *subject: Any) -> Iterator[tuple[str, Mappi
 
 def _violation(name: str, known: dict[str, Any]) -> Violation:
     rule, _, variant = name.partition(".")
-    text = _Text(**(_TEXTS[rule][variant] if variant else _TEXTS[rule]))
+    text = _TEXTS[rule][variant] if variant else _TEXTS[rule]
 
     def filled(name: str) -> tuple[Any, ...]:
-        parts = known.get(name) or getattr(text, name)
+        parts = known.get(name) or text.get(name, ())
         return tuple(part.format(**known) if isinstance(part, str) else part for part in parts)
 
-    key, nearest = text.key.format(**known), filled("nearest")
-    remedy = "" if known.get("nearest") else text.remedy.format(**known)
-    return Violation(rule, key, value_at(known["c"], key), text.message.format(**known), nearest,
-                     remedy, filled("related"))
+    key = text["key"].format(**known)
+    remedy = "" if known.get("nearest") else text.get("remedy", "").format(**known)
+    return Violation(rule, key, value_at(known["c"], key), text["message"].format(**known),
+                     filled("nearest"), remedy, filled("related"))

@@ -1,7 +1,5 @@
 """Questions about the schema of `RunConfig`: which keys exist, of which type, what they mean."""
 
-from __future__ import annotations
-
 import tomllib
 import types
 from collections.abc import Iterator, Sequence
@@ -18,7 +16,7 @@ from grpo_megatron.config.suggest import nearest, plain
 
 
 @cache
-def _fields() -> dict[KeyPath, FieldInfo]:
+def all_fields() -> dict[KeyPath, FieldInfo]:
     """Every key with fixed meaning; list elements are `*`."""
     return dict(_walk(RunConfig, ()))
 
@@ -44,26 +42,21 @@ def _general(path: Sequence[str | int]) -> KeyPath:
     return tuple("*" if str(part).isdigit() else part for part in path)
 
 
-def all_keys() -> list[str]:
-    """Every dotted key; list elements show as `*`."""
-    return list(map(dotted, _fields()))
-
-
 def type_of(path: KeyPath) -> Any:
     """Type at `path` without `| None`; `None` where the schema knows no such key."""
-    info = _fields().get(_general(path))
+    info = all_fields().get(_general(path))
     return info and _without_none(info.annotation)
 
 
 def meaning_of(path: KeyPath) -> str:
     """The help text of the key at `path`, or nothing."""
-    info = _fields().get(_general(path))
+    info = all_fields().get(_general(path))
     return (info.description if info else None) or ""
 
 
 def keys_of(path: Sequence[str | int]) -> list[str]:
     """Keys of the table at `path`; empty where it is no table with fixed keys."""
-    return [str(key[-1]) for key in _fields() if key[:-1] == _general(path)]
+    return [str(key[-1]) for key in all_fields() if key[:-1] == _general(path)]
 
 
 def is_list(path: KeyPath) -> bool:
@@ -89,8 +82,8 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     Likely typing errors come first, then the same name in another table.
     """
     *table, key = map(str, path)
-    here, anywhere = keys_of(table), {str(known[-1]): [] for known in _fields()}
-    for known in _fields():
+    here, anywhere = keys_of(table), {str(known[-1]): [] for known in all_fields()}
+    for known in all_fields():
         anywhere[str(known[-1])].append(dotted(known))
     habits = tomllib.loads(Path(__file__).with_name("habits.toml").read_text())
     habit = habits.get(plain(key))

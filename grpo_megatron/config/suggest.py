@@ -1,7 +1,5 @@
 """Did you mean: the nearest valid word."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

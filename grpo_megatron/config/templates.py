@@ -4,8 +4,6 @@
 the prompt; here every field is checked when the template is parsed, before any problem is read.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Mapping
@@ -18,12 +16,9 @@ _LEAKS = ("answer", "solution")
 
 
 class PromptTemplate:
-    """A parsed template.
+    """`PromptTemplate("{metadata[a]} =").render("", {"a": "37 + 48"})` gives `"37 + 48 ="`.
 
-    Example: `PromptTemplate("{metadata[a]} =").render("", {"a": "37 + 48"})` gives `"37 + 48 ="`.
-
-    Raises:
-        DataError: Unbalanced braces, an unknown field, or one that would leak the answer.
+    DataError for unbalanced braces, an unknown field, or one that would leak the answer.
     """
 
     def __init__(self, text: str, *, where: str | None = None):

@@ -1,23 +1,23 @@
 """A TOML file with line numbers, and the chain of recipes that `extends` makes."""
 
-from __future__ import annotations
-
 import re
 import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron import assets
-from grpo_megatron.config.keys import KeyPath
+from grpo_megatron.config.keys import KeyPath, dotted
 from grpo_megatron.config.suggest import did_you_mean, nearest
-from grpo_megatron.config.toml_lines import key_lines
 from grpo_megatron.errors import ConfigError
 
 _AT_LINE = re.compile(r" \(at line (\d+), column (\d+)\)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TomlFile:
     """A parsed file."""
 
@@ -25,7 +25,12 @@ class TomlFile:
     display: str
     """The path as messages show it."""
     values: dict[str, Any]
-    lines: dict[KeyPath, int]
+    text: str
+
+    @cached_property
+    def lines(self) -> dict[KeyPath, int]:
+        """See `key_lines`."""
+        return key_lines(self.text)
 
     def where(self, path: KeyPath) -> str:
         """`file:line` of a key, or of the nearest table around it."""
@@ -36,19 +41,15 @@ class TomlFile:
 
 
 def read_toml(path: Path) -> TomlFile:
-    """Parse one file.
-
-    Raises:
-        ConfigError: Unreadable, not UTF-8 or not TOML; with file and line.
-    """
+    """Parse one file; ConfigError, with file and line, where it is unreadable or not TOML."""
     display = assets.display(path)
     try:
         text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text)
+        return TomlFile(path, display, tomllib.loads(text), text)
     except tomllib.TOMLDecodeError as error:
         at = _AT_LINE.search(str(error))
-        raise ConfigError(_AT_LINE.sub("", str(error)) + ": not valid TOML",
-                          where=f"{display}:{at[1] if at else text.count(chr(10)) + 1}",
+        what, line = _AT_LINE.sub("", str(error)), at[1] if at else text.count("\n") + 1
+        raise ConfigError(f"{what}: not valid TOML", where=f"{display}:{line}",
                           remedy="correct the syntax at this line") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 text: {error.reason} at byte {error.start}", where=display,
@@ -56,15 +57,59 @@ def read_toml(path: Path) -> TomlFile:
     except OSError as error:
         raise ConfigError(f"cannot read the file: {error.strerror}", where=display,
                           remedy="check the path and its permissions") from None
-    return TomlFile(path, display, values, key_lines(text))
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """The line, from 1, of every key, table and element of an array of tables of a valid document;
+    `tomllib` does not keep them. A statement ends with the first line at which it parses."""
+    lines: dict[KeyPath, int] = {}
+    sizes: Counter[KeyPath] = Counter()  # elements seen of each `[[array]]`
+    statement, first, table = "", 1, ()
+    for number, line in enumerate(text.split("\n"), start=1):
+        statement += line + "\n"
+        try:
+            tree = tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:
+            continue
+        is_header = statement.lstrip().startswith("[")
+        if is_header:
+            table, tree = _header(tree, sizes), {}
+            for length in range(1, len(table) + 1):
+                lines.setdefault(table[:length], first)
+        end = 0
+        for path in _paths(tree):
+            name = re.escape(dotted(path[-1:]))
+            place = re.compile(rf"(?<![\w-]){name}[\"']?\s*=").search(statement, end)
+            end = place.end() if place else end
+            lines.setdefault((*table, *path), first + statement.count("\n", 0, end))
+        statement, first = "", number + 1
+    return lines
+
+
+def _header(tree: Any, sizes: Counter[KeyPath]) -> KeyPath:
+    """The path of `[table]` or `[[array]]`; below an array, that of its newest element."""
+    path: KeyPath = ()
+    while isinstance(tree, dict) and tree:
+        [(name, tree)] = tree.items()
+        path = (*path, name)
+        sizes[path] += isinstance(tree, list)  # what `[[array]]` parses to
+        if sizes[path]:
+            path = (*path, sizes[path] - 1)
+    return path
+
+
+def _paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Of every key in a value, in the order of the text."""
+    items = value.items() if isinstance(value, dict) else (
+        enumerate(value) if isinstance(value, list) else ())
+    for key, item in items:
+        if isinstance(key, str):
+            yield (*path, key)
+        yield from _paths(item, (*path, key))
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """A path, or a name below `recipes/` with or without `.toml`.
-
-    Raises:
-        ConfigError: Neither exists; lists near matches.
-    """
+    """A path, or a name below `recipes/` with or without `.toml`; ConfigError lists near ones."""
     shipped = assets.recipes()
     for candidate in (Path(recipe), shipped / recipe, shipped / f"{recipe}.toml"):
         if candidate.is_file():
@@ -79,11 +124,8 @@ def find_recipe(recipe: str | Path) -> Path:
 
 
 def read_recipe_chain(path: Path) -> list[TomlFile]:
-    """The recipe and all that it extends, base first, without their `extends` keys.
-
-    Raises:
-        ConfigError: A missing or unreadable file, or a recipe that extends itself.
-    """
+    """The recipe and all that it extends, base first, without their `extends` keys; ConfigError for
+    a missing or unreadable file, or a recipe that extends itself."""
     chain: list[TomlFile] = []
     next_path: Path | None = path
     while next_path is not None:

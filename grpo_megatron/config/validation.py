@@ -1,23 +1,26 @@
-"""From a merged tree to a `RunConfig`, or to the list of everything that is wrong with it."""
-
-from __future__ import annotations
+"""From a merged tree to a `RunConfig`, or to the list of everything that is wrong with it: key,
+value, place, nearest, fix, in the words of a recipe (`messages.toml`)."""
 
 import contextlib
 import copy
 import json
+import math
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from grpo_megatron.config import schema
 from grpo_megatron.config.constraints import check_constraints
 from grpo_megatron.config.keys import KeyPath, dotted, value_at
-from grpo_megatron.config.messages import problem_of
+from grpo_megatron.config.layers import DEFAULT, Layers, Origin
 from grpo_megatron.config.problems import InvalidConfigError, Problem, Violation, as_toml
-from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.config.schema import nearest_keys
+from grpo_megatron.config.suggest import nearest
 
+_WORDS = tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))
 Check = Callable[[RunConfig], list[Violation]]
 """A rule set over a whole, well-typed configuration."""
 
@@ -28,12 +31,10 @@ def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
 
     Rules run even when some keys are wrong, on what is left without these keys; what a rule
     says about a wrong key is dropped then, because its intended value is not known.
-
-    Raises:
-        ConfigError: Everything that is wrong, at once.
+    Raises InvalidConfigError with everything that is wrong.
     """
     config, errors = _parse(layers.tree)
-    found = [*problems, *(problem_of(error, layers) for error in errors)]
+    found = [*problems, *(_problem_of(error, layers) for error in errors)]
     if errors:
         config, _ = _parse(_without(layers.tree, [error["loc"] for error in errors]))
     if config is not None:
@@ -64,7 +65,7 @@ def _unsure_keys(errors: Sequence[dict[str, Any]]) -> set[str]:
     """The wrong keys, and what the unknown ones may stand for."""
     return {dotted(error["loc"]) for error in errors} | {
         key for error in errors if error["type"] == "extra_forbidden"
-        for key in nearest_keys(error["loc"])}
+        for key in schema.nearest_keys(error["loc"])}
 
 
 def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
@@ -80,18 +81,76 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
     return tree
 
 
+def _problem_of(error: dict[str, Any], layers: Layers) -> Problem:
+    """Turn one entry of `ValidationError.errors()` into a problem."""
+    path: KeyPath = error["loc"]
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(path, error["input"], layers)
+    if error["type"] == "missing":
+        return _missing_key(path, layers)
+    return _wrong_value(path, error, layers)
+
+
+def _unknown_key(path: KeyPath, value: Any, layers: Layers) -> Problem:
+    near = schema.nearest_keys(path)
+    full, suffix = path, ""
+    while isinstance(value, dict) and len(value) == 1:  # `trianer.num_ranks=2`: show it all
+        key, value = next(iter(value.items()))
+        full, suffix = (*full, key), f"{suffix}.{key}"
+    near = [key + suffix for key in near]
+    parent = dotted(path[:-1])
+    fix = f"write {near[0]}" if near else (
+        f"valid keys of {parent or 'the top level'}: " + ", ".join(schema.keys_of(path[:-1])))
+    return Problem(dotted(full), "unknown key", str(layers.origin(full)), value=as_toml(value),
+                   nearest=tuple(near), remedy=fix)
+
+
+def _missing_key(path: KeyPath, layers: Layers) -> Problem:
+    where = str(layers.origin(path[:-1])) if len(path) > 1 else ""
+    return Problem(dotted(path), "is required", where if where != "default" else "",
+                   meaning=schema.meaning_of(path),
+                   remedy=f"add {path[-1]} to the recipe, or pass {dotted(path)}=…")
+
+
+def _wrong_value(path: KeyPath, error: dict[str, Any], layers: Layers) -> Problem:
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    choices = list(map(str, schema.choices_at(path)))
+    words = {**context, "choices": ", ".join(choices)}
+    message = _WORDS[kind].format(**words) if kind in _WORDS else error["msg"]
+    bound = context.get("ge", context.get("le"))
+    near = nearest(str(value), choices, count=1) if choices else (
+        _meant(value, kind) if bound is None else [f"{bound:g}"])
+    key = dotted(path)
+    return Problem(key, message, str(layers.origin(path)), value=as_toml(value),
+                   nearest=tuple(near), meaning=schema.meaning_of(path),
+                   remedy=f"set {key}={near[0]}" if near else "")
+
+
+def _meant(value: Any, kind: str) -> list[str]:
+    """`"2"` for a number, `True` for a bool, 2.0 for a whole number: what was surely meant."""
+    text = str(value).strip()
+    if kind == "bool_type":
+        return nearest(text, ("true", "false"), count=1)
+    if kind == "string_type" and not isinstance(value, dict | list):
+        return [f'"{text}"']
+    if kind not in ("int_type", "int_from_float", "float_type") or isinstance(value, bool):
+        return []
+    try:
+        number = float(text.replace(",", ""))
+    except ValueError:
+        return []
+    return [f"{number:{'g' if kind == 'float_type' else '.0f'}}"] if math.isfinite(number) else []
+
+
 def _problem_of_violation(violation: Violation, config: RunConfig, layers: Layers) -> Problem:
     def origin(key: str) -> Origin:
         path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
         return layers.origins.get(path, DEFAULT)
 
-    nearest = tuple(value if isinstance(value, str) else as_toml(value)
-                    for value in violation.nearest)
+    near = tuple(value if isinstance(value, str) else as_toml(value)
+                 for value in violation.nearest)
     related = tuple(f"{key} = {as_toml(value_at(config, key))} ({origin(key)})"
                     for key in violation.related if origin(key) is not DEFAULT)
-    remedy = violation.remedy
-    if not remedy and nearest:
-        remedy = f"set {violation.key}={nearest[0]}"
     return Problem(violation.key, violation.message, str(origin(violation.key)),
-                   value=as_toml(violation.value), nearest=nearest, remedy=remedy,
-                   related=related)
+                   value=as_toml(violation.value), nearest=near, related=related,
+                   remedy=violation.remedy or (f"set {violation.key}={near[0]}" if near else ""))

@@ -1,12 +1,31 @@
-"""Alarms that need several steps and several metrics."""
-
-from __future__ import annotations
+"""Alarms over the metrics of a run: which are on, and what the user is told."""
 
 from collections import deque
 from collections.abc import Mapping
 
+import numpy as np
+
 WINDOW_STEPS = 5
 NUM_WINDOWS = 3
+
+
+class Alarms:
+    """Of one run. `load_limit` is `routing.load_alarm`."""
+
+    def __init__(self, load_limit: float):
+        self._load_limit, self._lazy = load_limit, LazyDisplacement()
+
+    def __call__(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Take a step's metrics; text by alarm, "" of those that are off."""
+        texts = {"lazy_displacement": "right answers become less likely while the gradient grows "
+                 "(lazy likelihood displacement); see objective.llds_weight"
+                 if self._lazy(metrics) else ""}
+        if (load := metrics.get("routing/load_max_ratio")) is not None:
+            texts["expert_load"] = (
+                f"an expert has {load:.1f} times its layer's mean load (routing.load_alarm = "
+                f"{self._load_limit:g}); see routing.balance_weight"
+                if load > self._load_limit else "")
+        return texts
 
 
 class LazyDisplacement:
@@ -19,15 +38,11 @@ class LazyDisplacement:
         self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS * NUM_WINDOWS)
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
-        """Take a step's metrics; whether the alarm is on."""
         gain, norm = (metrics.get(n) for n in ("step/logprob_gain_positive", "grad/norm"))
         if gain is None or norm is None or gain != gain:
             return False
         self._steps.append((gain, norm))
         if len(self._steps) < WINDOW_STEPS * NUM_WINDOWS:
             return False
-        steps = list(self._steps)
-        windows = [steps[i:i + WINDOW_STEPS] for i in range(0, len(steps), WINDOW_STEPS)]
-        gains = [sum(gain for gain, _ in window) for window in windows]
-        norms = [sum(norm for _, norm in window) for window in windows]
-        return max(gains) < 0 and norms == sorted(norms) and norms[0] < norms[-1]
+        gains, norms = np.array(self._steps).reshape(NUM_WINDOWS, WINDOW_STEPS, 2).mean(1).T
+        return bool((gains < 0).all() and (np.diff(norms) >= 0).all() and norms[0] < norms[-1])

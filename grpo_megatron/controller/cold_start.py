@@ -1,24 +1,15 @@
 """A short supervised start: the policy must be right sometimes before rewards can teach it."""
 
-from __future__ import annotations
-
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import record_supervised
 from grpo_megatron.controller.session import Session
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import TrainerError
 
 
-async def cold_start(session: Session) -> float:
-    """Train on prompt + answer until greedy validation accuracy reaches the target.
-
-    Returns:
-        That accuracy; its weights are published as version 0.
-
-    Raises:
-        TrainerError: `cold_start.max_steps` were not enough.
-    """
+async def cold_start(session: Session) -> None:
+    """Train on prompt + answer until greedy validation accuracy reaches the target, within
+    `cold_start.max_steps`. The weights are published as version 0."""
     config, settings = session.config, session.config.cold_start
     weights = {domain.name: domain.weight for domain in config.domains}
     sampler = PromptSampler(session.splits.train, weights, config.seed + 1)
@@ -35,9 +26,9 @@ async def cold_start(session: Session) -> float:
         batches = []
         # accuracy climbs steeply once it starts to: look often there, so that every seed
         # starts RL at about the same height
-        near = accuracy >= settings.target_accuracy / 4
-        for _ in range(max(settings.steps_per_evaluation // (10 if near else 1), 1)):
-            prompts = sampler.next_batch(done, settings.batch_size).prompts
+        often = 10 if accuracy >= settings.target_accuracy / 4 else 1
+        for _ in range(max(settings.steps_per_evaluation // often, 1)):
+            prompts = sampler.draw(settings.batch_size)
             batches.append([(p, [*session.tokenizer.encode(p.answer), eos]) for p in prompts])
         with session.phase("train"):
             record_supervised(directory, batches)
@@ -47,10 +38,9 @@ async def cold_start(session: Session) -> float:
         with session.phase("publish"):
             await session.publisher.publish(0)
         with session.phase("rollout"):
-            accuracy = await greedy_accuracy(session, session.splits.validation)
+            accuracy = await session.greedy_accuracy(session.splits.validation)
         show("message", text=f"cold start: step {done}, nll {report['metrics']['loss/nll']:.3f}, "
                              f"validation accuracy {accuracy:.3f}")
     await session.trainer.call("reset_optimizer", cold_start=False)
     session.event("cold_start_done", steps=done, accuracy=accuracy)
     session.take_seconds()
-    return accuracy

@@ -4,8 +4,6 @@ A retry continues prompt, wrong attempt and a cue. Only what the policy then add
 attempt and cue are its context, so every trained token was sampled where it is trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,7 +38,7 @@ class Correction:
                                               max_tokens=self._settings.max_retry_tokens)
         scored = await session.rewards.score([
             replace(retry, prompt=groups[number].group.prompt)
-            for (number, _), retry in zip(retries, found.groups, strict=True)])
+            for (number, _), retry in zip(retries, found, strict=True)])
         self._seen += [float(self._selection.correct(retry)[0]) for retry in scored]
         corrected = list(groups)
         for ((number, sample), prompt), retry in zip(retries.items(), scored, strict=True):

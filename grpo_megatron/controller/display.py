@@ -4,8 +4,6 @@ Kinds: `phase` (name), `step` (metrics, best, worst), `message` (text), `failure
 process ends), `result` (text, the run's last line).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,43 +3,38 @@
 A line on standard input, or SIGTERM, stops the run after the current step, with a checkpoint.
 """
 
-from __future__ import annotations
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
 
 from grpo_megatron.controller.display import claim_stdout, show
-
-claim_stdout()  # before any library can print
-
-import asyncio  # noqa: E402
-import logging  # noqa: E402
-import os  # noqa: E402
-import signal  # noqa: E402
-import sys  # noqa: E402
-import threading  # noqa: E402
-import traceback  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-from grpo_megatron.config.loader import read_resolved  # noqa: E402
-from grpo_megatron.controller.run import run  # noqa: E402
-from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError  # noqa: E402
-from grpo_megatron.rundir import RunDir  # noqa: E402
+from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
 
 def main(run_path: str, attempt: str) -> int:
+    """Run to the end, or until told to stop; returns the exit code."""
+    claim_stdout()  # before any library can print
+    stop = Stop()
+    from grpo_megatron.config.loader import read_resolved
+    from grpo_megatron.controller.run import run
+    from grpo_megatron.rundir import RunDir
+
     logging.basicConfig(level=logging.INFO, stream=sys.stderr,
                         format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_dir = RunDir(Path(run_path), attempt)
-    config = read_resolved(run_dir.config).config
-    stop = Stop()
     try:
+        config = read_resolved(run_dir.config).config
         finished = asyncio.run(run(config, run_dir, stop.listen_for))
-    except GrpoMegatronError as error:
-        traceback.print_exc()
-        show("failure", text=str(error))
-        return error.exit_code
     except Exception as error:
         traceback.print_exc()
-        show("failure", text=f"{type(error).__name__}: {error}")
-        return 1
+        known = isinstance(error, GrpoMegatronError)
+        show("failure", text=str(error) if known else f"{type(error).__name__}: {error}")
+        return error.exit_code if known else 1
     return 0 if finished else INTERRUPTED_EXIT_CODE
 
 

@@ -5,8 +5,6 @@ with something else (prepacked copies, stale caches). It costs no time: it is sa
 step's rollouts, and the trainer, idle then, recomputes its log-probs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import Completion, Prompt
 from grpo_megatron.weights.transfer_plan import TransferPlan
 
 CANARY_TOKENS = 16
@@ -42,17 +40,11 @@ class Publisher:
         self.config, self.run_dir = config, run_dir
         self.trainer, self.engines = trainer, engines
         self.version = -1
-        self._publisher: WeightPublisher | None = None
-        self._clients: list[EngineClient] = []
+        self._publisher = WeightPublisher([])
         self._plan: TransferPlan | None = None
 
     async def publish(self, version: int) -> None:
-        """Bring `version` into all live engines.
-
-        Raises:
-            MismatchError: an engine does not hold what the trainer sent.
-            EngineError: no engine is left.
-        """
+        """Bring `version` into all live engines; raises an EngineError when none is left."""
         while True:
             try:
                 await self._publish(version)
@@ -63,9 +55,9 @@ class Publisher:
 
     async def _publish(self, version: int) -> None:
         clients = [replica.client for replica in self.engines.alive]
-        if clients != self._clients:
+        if clients != self._publisher.clients:
             await self._connect(clients)
-        if self.config.publish.method == "file":
+        if self._plan is None:
             directory = self.run_dir.root / "publish"
             await self.trainer.call("export", directory=str(directory))
             await self._publisher.publish_file(version, str(directory.absolute()))
@@ -78,36 +70,29 @@ class Publisher:
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
         """Form the transfer groups among the trainer and these engines."""
-        self._publisher = WeightPublisher(clients, pause_mode=self.config.publish.pause)
+        publisher = WeightPublisher(clients, pause_mode=self.config.publish.pause)
         if self.config.publish.method == "gloo":
-            workers = await self._publisher.num_workers()
+            workers = await publisher.num_workers()
             opened = await self.trainer.call("publish_open", num_workers=workers)
             self._plan = TransferPlan.from_json(opened["plan"])
             senders = [(host, port) for host, port in opened["senders"]]
-            await self._publisher.prepare(senders, lambda: self.trainer.call("publish_join"))
-        self._clients = list(clients)
+            await publisher.prepare(senders, lambda: self.trainer.call("publish_join"))
+        self._publisher = publisher
 
     async def _bury_dead(self, error: EngineError) -> None:
         """Go on with the engines that still answer; without a dead one, the error stands."""
-        before = len(self.engines.alive)
-        for replica in self.engines.alive:
-            if not await replica.client.health():
-                replica.cause_of_death = error
-                self.engines.on_death(replica)
-        if len(self.engines.alive) in (0, before):
+        before = self.engines.alive
+        for replica in before:
+            await self.engines.examine(replica, error)
+        if len(self.engines.alive) in (0, len(before)):
             raise error
-        self._clients = []
 
     async def check_canary(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Let every live engine answer `prompts` and the trainer recompute the log-probs.
-
-        Raises:
-            MismatchError: they are further apart than `publish.canary_tolerance`.
-        """
-        started = time.perf_counter()
-        replicas, tolerance = self.engines.alive, canary_tolerance(self.config)
+        """Let every live engine answer `prompts` and the trainer recompute the log-probs, which
+        may be no further apart than `publish.canary_tolerance`."""
+        started, tolerance = time.perf_counter(), canary_tolerance(self.config)
         worst = {"abs_max": 0.0, "abs_mean": 0.0}
-        for replica in replicas:
+        for replica in self.engines.alive:
             try:
                 completions = await asyncio.gather(*(self._sample(replica.client, p)
                                                      for p in prompts))
@@ -127,10 +112,10 @@ class Publisher:
                     remedy="the engine computes with other weights than it was sent, or in "
                            "another precision than the tolerance is for")
             worst = {name: max(worst[name], found[name]) for name in worst}
-        return {"canary/abs_max": worst["abs_max"], "canary/abs_mean": worst["abs_mean"],
+        return {**{f"canary/{name}": value for name, value in worst.items()},
                 "canary/seconds": time.perf_counter() - started}
 
-    async def _sample(self, client: EngineClient, prompt: Prompt):
+    async def _sample(self, client: EngineClient, prompt: Prompt) -> Completion:
         rollout = self.config.rollout
         tokens = min(CANARY_TOKENS, self.config.max_new_tokens_of(prompt.domain))
         seed = None

@@ -1,7 +1,5 @@
 """Write a batch of scored rollouts as one immutable step of the sample store."""
 
-from __future__ import annotations
-
 import bisect
 import shutil
 from collections.abc import Callable, Sequence
@@ -9,37 +7,42 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.batching.store import (
-    SampleRow,
-    ShardInfo,
-    ShardWriter,
-    begin_step,
-    finish_step,
-)
+from grpo_megatron.batching.store import SampleRow, ShardWriter, begin_step, finish_step
+from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 
+Decode = Callable[[Sequence[int]], str]
 
-def record_step(directory: Path, groups: Sequence[ScoredGroup],
-                places: Sequence[tuple[int, int]], shards: Sequence[ShardInfo],
-                updates: np.ndarray, domains: Sequence[str], manifest: dict,
-                decode: Callable[[Sequence[int]], str]) -> None:
-    """Finish a step whose shards are already in its working directory.
+
+def record_step(directory: Path, groups: Sequence[ScoredGroup], num_updates: int,
+                domains: Sequence[str], manifest: dict, decode: Decode,
+                route_shape: RouteShape | None = None) -> None:
+    """Write a step, one shard a replica. In prompt order within each shard: equal rollouts give
+    equal files.
 
     Args:
-        places: per group, (shard, index of its first sample in that shard).
-        updates: int [Q], the optimizer step of each group.
+        num_updates: optimizer steps; each trains a contiguous part of the groups, of nearly equal
+            size.
         domains: the recipe's domains, in order.
         decode: token ids to text, for the places of step rewards.
     """
-    rows = []
-    for number, (scored, (shard, first)) in enumerate(zip(groups, places, strict=True)):
-        domain = domains.index(scored.group.prompt.domain)
-        rows += [SampleRow(shard, first + offset, number, int(updates[number]), float(reward),
-                           domain, completion.truncated)
-                 for offset, (reward, completion)
-                 in enumerate(zip(scored.rewards, scored.group.completions, strict=True))]
-    finish_step(directory, shards, rows, {**manifest, "domains": list(domains)},
-                _components(groups), _steps(groups, decode))
+    working = begin_step(directory)
+    replicas = sorted({scored.group.replica for scored in groups})
+    writers = [ShardWriter(working / f"rollout-{replica}.safetensors", route_shape)
+               for replica in replicas]
+    rows, num_rows = [], [0] * len(writers)
+    for number, scored in enumerate(groups):
+        shard, domain = replicas.index(scored.group.replica), scored.group.prompt.domain
+        update = number * min(num_updates, len(groups)) // len(groups)
+        for part in scored.group.by_context():
+            writers[shard].append(part)
+        for reward, completion in zip(scored.rewards, scored.group.completions, strict=True):
+            rows.append(SampleRow(shard, num_rows[shard], number, update, float(reward),
+                                  domains.index(domain), completion.truncated))
+            num_rows[shard] += 1
+    finish_step(directory, [writer.close() for writer in writers], rows,
+                {**manifest, "domains": list(domains)}, _components(groups),
+                _steps(groups, decode))
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
@@ -49,8 +52,7 @@ def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
         name, np.full(len(g.rewards), np.nan)), np.float64) for g in groups]) for name in names}
 
 
-def _steps(groups: Sequence[ScoredGroup],
-           decode: Callable[[Sequence[int]], str]) -> list[tuple[int, int, float]]:
+def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int, float]]:
     """Step rewards as (row, last token of the step, reward); steps without a token are left out."""
     completions = [c for group in groups for c in group.group.completions]
     per_row = [steps for g in groups for steps in (g.steps or [()] * len(g.rewards))]
@@ -59,7 +61,7 @@ def _steps(groups: Sequence[ScoredGroup],
             for end, reward in steps if len(completion.token_ids)]
 
 
-def token_at(token_ids: np.ndarray, end: int, decode: Callable[[Sequence[int]], str]) -> int:
+def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
     """The first token whose text reaches place `end`, else the last token."""
     found = bisect.bisect_left(range(len(token_ids)), end,
                                key=lambda t: len(decode(token_ids[:t + 1].tolist())))
@@ -69,22 +71,24 @@ def token_at(token_ids: np.ndarray, end: int, decode: Callable[[Sequence[int]], 
 def record_supervised(directory: Path, batches: Sequence[Sequence[tuple[Prompt, list[int]]]],
                       ) -> None:
     """Prompts with the tokens they should be answered with; one optimizer step per batch."""
-    working = begin_step(directory)
-    writer, rows = ShardWriter(working / "supervised-0.safetensors"), []
-    for update, batch in enumerate(batches):
-        for prompt, answer in batch:
-            index = writer.append(_group(prompt, answer))
-            rows.append(SampleRow(0, index, index, update, 0.0))
-    finish_step(directory, [writer.close()], rows, {"kind": "supervised", "stale": False})
+    _record_pairs(directory, "supervised", [(update, prompt, Completion(
+        np.asarray(answer, np.int32), np.zeros(len(answer), np.float32),
+        (VersionSpan(0, 0, len(answer)),), "stop", ""))
+        for update, batch in enumerate(batches) for prompt, answer in batch])
 
 
 def record_completions(directory: Path, pairs: Sequence[tuple[Prompt, Completion]]) -> None:
     """Completions whose log-probs the trainer shall compute, one sample each."""
-    working = begin_step(directory)
-    writer = ShardWriter(working / "completions-0.safetensors")
-    rows = [SampleRow(0, i := writer.append(RolloutGroup(prompt, (completion,), 0)), i, 0, 0.0)
-            for prompt, completion in pairs]
-    finish_step(directory, [writer.close()], rows, {"kind": "completions", "stale": False})
+    _record_pairs(directory, "completions", [(0, *pair) for pair in pairs])
+
+
+def _record_pairs(directory: Path, kind: str, samples: Sequence[tuple[int, Prompt, Completion]]
+                  ) -> None:
+    writer, rows = ShardWriter(begin_step(directory) / f"{kind}-0.safetensors"), []
+    for update, prompt, completion in samples:
+        index = writer.append(RolloutGroup(prompt, (completion,), 0))
+        rows.append(SampleRow(0, index, index, update, 0.0))
+    finish_step(directory, [writer.close()], rows, {"kind": kind, "stale": False})
 
 
 def prune_store(store: Path, checkpoints: Sequence[int], keep: int) -> None:
@@ -93,9 +97,7 @@ def prune_store(store: Path, checkpoints: Sequence[int], keep: int) -> None:
     Kept are the steps since the newest of `checkpoints` (steps, ascending), and the first `keep`
     after each of the others: those can be computed again from there.
     """
-    if not checkpoints:
-        return
-    for path in store.glob("step_*"):
+    for path in store.glob("step_*") if checkpoints else ():
         if not path.name[5:].isdigit():
             continue
         step = int(path.name[5:])
@@ -112,9 +114,3 @@ def drop_disconnected(store: Path, step: int) -> None:
     for path in store.glob("step_*"):
         if path.name[5:].isdigit() and int(path.name[5:]) > step:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _group(prompt: Prompt, answer: list[int]) -> RolloutGroup:
-    completion = Completion(np.asarray(answer, np.int32), np.zeros(len(answer), np.float32),
-                            (VersionSpan(0, 0, len(answer)),), "stop", "")
-    return RolloutGroup(prompt, (completion,), 0)

@@ -7,35 +7,25 @@ Everything a step needs is on disk before it trains, and a step whose samples ar
 is trained from them, never sampled again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.batching.store import ShardWriter, begin_step
 from grpo_megatron.checkpoints.retention import complete_steps, prune
-from grpo_megatron.controller.alarms import LazyDisplacement
+from grpo_megatron.controller.alarms import Alarms
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import prune_store, record_step
 from grpo_megatron.controller.selection import not_older
 from grpo_megatron.controller.session import Session
 from grpo_megatron.controller.state import RunState
 from grpo_megatron.controller.step_groups import GroupSource
-from grpo_megatron.controller.training_rows import (
-    by_domain,
-    rollout_metrics,
-    staleness,
-    updates_of,
-)
+from grpo_megatron.controller.step_metrics import by_domain, staleness
 from grpo_megatron.data.sampler import PromptSampler
-from grpo_megatron.rollout.worker import write_shards
+from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors
@@ -48,12 +38,9 @@ class RecordedStep:
 
     step: int
     directory: Path
-    version: int  # of the weights that sampled it
-    sampler: dict[str, Any]  # state after the step's draws
-    metrics: dict[str, float]
-    extremes: list[dict[str, Any]]  # of telemetry.samples.Sample
-    canary: dict[str, float]
-    seconds: dict[str, float]
+    manifest: dict[str, Any]  # see `RLLoop._sample`
+    seconds: dict[str, float] = field(default_factory=dict)
+    canary: dict[str, float] = field(default_factory=dict)
 
 
 class RLLoop:
@@ -71,8 +58,8 @@ class RLLoop:
         if state.sampler:
             self.sampler.load_state_dict(state.sampler)
         self.source = GroupSource(session, self.sampler)
-        self.open_shard = partial(ShardWriter, route_shape=recorded_shape(self.config))
-        self.lazy_displacement = LazyDisplacement()
+        self.route_shape = recorded_shape(self.config)
+        self.alarms = Alarms(self.config.routing.load_alarm)
         self.started = time.monotonic() - state.seconds
         self.phase_seconds: Counter[str] = Counter()
         self._checkpointed = -1
@@ -85,9 +72,9 @@ class RLLoop:
             recorded = await (pending or self.collect(step))
             pending = None
             if self.ahead:
-                recorded = replace(recorded, canary=canary)
-            if self.ahead and step + 1 < self.config.num_steps:
-                pending = asyncio.create_task(self.collect(step + 1))
+                recorded.canary = canary
+                if step + 1 < self.config.num_steps:
+                    pending = asyncio.create_task(self.collect(step + 1))
             try:
                 report = await self.train(recorded)
                 if pending and self.config.publish.pause == "wait":
@@ -110,13 +97,13 @@ class RLLoop:
     async def collect(self, step: int) -> RecordedStep:
         """The step's samples, from the store or from the engines."""
         directory = self.run_dir.step_store(step)
-        if (directory / "manifest.json").exists():
-            recorded = _read_recorded(step, directory)
-            self.sampler.load_state_dict(recorded.sampler)  # its draws depended on its answers
-            return recorded
+        if (file := directory / "manifest.json").exists():
+            manifest = json.loads(file.read_text())
+            self.sampler.load_state_dict(manifest["sampler"])  # its draws depended on its answers
+            return RecordedStep(step, directory, manifest)
         if self.ahead:  # the trainer is about to have other weights than the engines
             return await self._sample(step, directory)
-        recorded, canary = await _both(self._sample(step, directory), self._canary())
+        recorded, canary = await finish_or_cancel([self._sample(step, directory), self._canary()])
         return replace(recorded, canary=canary)
 
     async def _canary(self) -> dict[str, float]:
@@ -126,29 +113,28 @@ class RLLoop:
         return await self.session.publisher.check_canary(prompts[:2])
 
     async def _sample(self, step: int, directory: Path) -> RecordedStep:
-        started, version = time.perf_counter(), self.session.publisher.version
+        config, started = self.config, time.perf_counter()
+        version = self.session.publisher.version  # of the weights that sample
         chosen = await self.source.groups_of(step)
-        groups, written_from = chosen.groups, time.perf_counter()
-        written = await asyncio.to_thread(write_shards, [g.group for g in groups],
-                                          begin_step(directory), self.open_shard)
-        rollout_s = chosen.rollout_s + time.perf_counter() - written_from
-        metrics = by_domain(rollout_metrics, chosen.sampled) | chosen.metrics
-        metrics |= by_domain(lambda part: staleness(part, step), groups)
-        best, worst = extremes(step, groups, self.config.telemetry.samples_per_step)
-        shown = [asdict(sample) for sample in (*best, *worst)]
-        state = self.sampler.state_dict()
-        stale = version < step or len(not_older(groups, step)) < len(groups)
+        best, worst = extremes(step, chosen.groups, config.telemetry.samples_per_step)
+        stale = version < step or len(not_older(chosen.groups, step)) < len(chosen.groups)
         manifest = {"kind": "rl", "step": step, "version": version, "stale": stale,
-                    "sampler": state, "metrics": metrics, "extremes": shown}
-        record_step(directory, groups, written.places, written.shards,
-                    updates_of(len(groups), self.config.batch.updates_per_rollout),
-                    [d.name for d in self.config.domains], manifest,
-                    self.session.tokenizer.decode)
-        seconds = {"rollout": rollout_s, "reward": time.perf_counter() - started - rollout_s}
-        return RecordedStep(step, directory, version, state, metrics, shown, {}, seconds)
+                    "sampler": self.sampler.state_dict(),  # after the step's draws
+                    "metrics": chosen.metrics | by_domain(
+                        lambda part: staleness(part, step), chosen.groups),
+                    "extremes": [asdict(sample) for sample in (*best, *worst)]}
+        written_from = time.perf_counter()
+        await asyncio.to_thread(
+            record_step, directory, chosen.groups, config.batch.updates_per_rollout,
+            [d.name for d in config.domains], manifest, self.session.tokenizer.decode,
+            self.route_shape)
+        now = time.perf_counter()
+        rollout_s = chosen.rollout_s + now - written_from
+        return RecordedStep(step, directory, manifest,
+                            {"rollout": rollout_s, "reward": now - started - rollout_s})
 
     async def train(self, recorded: RecordedStep) -> dict[str, Any]:
-        if recorded.metrics["sampling/skipped_steps"]:  # no group was kept
+        if recorded.manifest["metrics"]["sampling/skipped_steps"]:  # no group was kept
             return {"metrics": {}, "updates": 0, "tokens": 0, "old_logprobs_s": 0.0,
                     "state": self.state.objective}
         with self.session.phase("train"):
@@ -159,46 +145,39 @@ class RLLoop:
 
     async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:
         """Metrics, evaluation, checkpoint."""
-        step = recorded.step
+        step, manifest = recorded.step, recorded.manifest
         seconds = recorded.seconds | self.session.take_seconds()
         self.phase_seconds.update(seconds)
-        metrics = {**recorded.metrics, **recorded.canary, **report["metrics"],
-                   "policy/version": float(recorded.version),
-                   "policy/staleness": float(step - recorded.version)}
-        metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
-        metrics |= {"time/old_logprobs_s": report["old_logprobs_s"],
-                    "time/step_s": sum(seconds.values())}
-        metrics |= _throughput(metrics, seconds, report["tokens"])
+        metrics = {**manifest["metrics"], **recorded.canary, **report["metrics"],
+                   **self.session.rewards.metrics(),
+                   "policy/version": float(manifest["version"]),
+                   "policy/staleness": float(step - manifest["version"]),
+                   **{f"time/{name}_s": value for name, value in seconds.items()},
+                   "time/old_logprobs_s": report["old_logprobs_s"],
+                   "time/step_s": sum(seconds.values())}
+        for phase, tokens in (("rollout", metrics["batch/num_tokens"]),
+                              ("train", report["tokens"])):
+            if seconds.get(phase):
+                metrics[f"throughput/{phase}_tokens_per_s"] = tokens / seconds[phase]
         self.state = replace(self.state, step=step + 1, updates=self.state.updates
-                             + report["updates"], sampler=recorded.sampler,
+                             + report["updates"], sampler=manifest["sampler"],
                              seconds=self.elapsed_s(), objective=report["state"])
-        metrics |= self._alarms(step, metrics)
+        for alarm, text in self.alarms(metrics).items():
+            metrics[f"alarm/{alarm}"] = float(bool(text))
+            if text:
+                show("message", text=f"step {step}: {text}")
         interval = self.config.evaluation.interval
         if interval and (step + 1) % interval == 0:
-            metrics["evaluation/accuracy"] = await greedy_accuracy(
-                self.session, self.session.splits.validation)
+            metrics["evaluation/accuracy"] = await self.session.greedy_accuracy(
+                self.session.splits.validation)
         record = self.metrics.write(step, metrics)
         self.metrics.write_normalisers(report.get("normalisers", {}))
         self.mirrors.log(record)
-        write_samples(self.run_dir, step, (Sample(**s) for s in recorded.extremes))
-        show("step", metrics=record, samples=recorded.extremes)
+        write_samples(self.run_dir, step, (Sample(**s) for s in manifest["extremes"]))
+        show("step", metrics=record, samples=manifest["extremes"])
         every = self.config.checkpoint.interval
         if every and (step + 1) % every == 0:
             await self.checkpoint()
-
-    def _alarms(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        alarms = {"alarm/lazy_displacement": self.lazy_displacement(metrics)}
-        load, limit = metrics.get("routing/load_max_ratio"), self.config.routing.load_alarm
-        if load is not None:
-            alarms["alarm/expert_load"] = load > limit
-        for name, text in (
-                ("alarm/lazy_displacement", "right answers become less likely while the gradient "
-                 "grows (lazy likelihood displacement); see objective.llds_weight"),
-                ("alarm/expert_load", f"an expert has {load or 0:.1f} times its layer's mean load "
-                 f"(routing.load_alarm = {limit:g}); see routing.balance_weight")):
-            if alarms.get(name):
-                show("message", text=f"step {step}: {text}")
-        return {name: float(on) for name, on in alarms.items()}
 
     def elapsed_s(self) -> float:
         """Wall time of the run, earlier attempts included."""
@@ -217,32 +196,3 @@ class RLLoop:
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
         prune_store(self.run_dir.store, complete_steps(self.run_dir.checkpoints),
                     self.config.checkpoint.keep_steps)
-
-
-def _throughput(metrics: dict[str, float], seconds: dict[str, float],
-                tokens: int) -> dict[str, float]:
-    """Tokens per second and phase."""
-    out = {}
-    if seconds.get("rollout"):
-        out["throughput/rollout_tokens_per_s"] = metrics["batch/num_tokens"] / seconds["rollout"]
-    if seconds.get("train"):
-        out["throughput/train_tokens_per_s"] = tokens / seconds["train"]
-    return out
-
-
-def _read_recorded(step: int, directory: Path) -> RecordedStep:
-    manifest = json.loads((directory / "manifest.json").read_text())
-    return RecordedStep(step, directory, manifest["version"], manifest["sampler"],
-                        manifest["metrics"], manifest["extremes"], {}, {})
-
-
-async def _both(first, second):
-    """Run two coroutines; when one fails, cancel the other before raising."""
-    tasks = [asyncio.create_task(first), asyncio.create_task(second)]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

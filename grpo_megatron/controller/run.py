@@ -1,16 +1,13 @@
 """One run from start to end: cold start, RL, held-out accuracy before and after, export."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.cold_start import cold_start
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.session import Session, open_session
@@ -18,7 +15,7 @@ from grpo_megatron.controller.state import RunState
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
-from grpo_megatron.telemetry.mirrors import Mirrors, make_mirrors
+from grpo_megatron.telemetry.mirrors import make_mirrors
 
 
 async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
@@ -30,7 +27,8 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
     started = time.monotonic()
     async with open_session(config, run_dir) as session:
         state = await _restore(session) or await _begin(session, started)
-        with _telemetry(config, run_dir) as (metrics, mirrors):
+        with closing(MetricsWriter(run_dir)) as metrics, closing(make_mirrors(
+                config.telemetry, run_dir, config.name, config.model_dump(mode="json"))) as mirrors:
             metrics.truncate_after(state.step - 1)
             loop = RLLoop(session, state, metrics, mirrors)
             on_start(session.stopping)
@@ -41,7 +39,7 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
             return False
         spent = ", ".join(f"{name} {s:.0f}" for name, s in loop.phase_seconds.most_common())
         show("message", text=f"seconds by phase of {state.step} RL steps: {spent}")
-        after = await _heldout(session)
+        after = await session.greedy_accuracy(session.splits.heldout)
         exported = await session.trainer.call("export", directory=str(run_dir.export))
         show("message", text=f"exported {exported['bytes'] / 1e9:.3f} GB, read back whole: "
                              f"{run_dir.export}")
@@ -52,20 +50,13 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
         return True
 
 
-@contextmanager
-def _telemetry(config: RunConfig, run_dir: RunDir) -> Iterator[tuple[MetricsWriter, Mirrors]]:
-    with closing(MetricsWriter(run_dir)) as metrics, closing(make_mirrors(
-            config.telemetry, run_dir, config.name, config.model_dump(mode="json"))) as mirrors:
-        yield metrics, mirrors
-
-
 async def _begin(session: Session, started: float) -> RunState:
     """Version 0: initial weights, after the cold start where there is one."""
     await session.publisher.publish(0)
     if session.config.cold_start is not None:
         await cold_start(session)
     await session.trainer.call("take_reference")
-    before = await _heldout(session)
+    before = await session.greedy_accuracy(session.splits.heldout)
     show("message", text=f"held-out accuracy before RL {before:.3f}")
     state = RunState(0, 0, {}, before, time.monotonic() - started)
     if session.config.cold_start is not None:  # not to be repeated by a resume
@@ -99,8 +90,3 @@ async def _restore(session: Session) -> RunState | None:
         raise CheckpointError("every checkpoint of this run is damaged", where=str(newest),
                               remedy="restore one from a backup, or begin again with --overwrite")
     return None
-
-
-async def _heldout(session: Session) -> float:
-    prompts = session.splits.heldout
-    return await greedy_accuracy(session, prompts) if prompts else float("nan")

@@ -1,14 +1,12 @@
 """Which groups are kept and which of their samples are trained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from grpo_megatron.algorithms.groups import ZERO_VARIANCE
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.controller.training_rows import all_equal
 from grpo_megatron.types import ScoredGroup
 
 
@@ -43,14 +41,19 @@ class Selection:
         mixed = bool((correct == 1).any() and (correct == 0).any())
         without_signal = self._settings.zero_variance == "drop" and all_equal(seen.rewards)
         in_loss = self._overlong == "none" or not _truncated(group).all()
-        return (in_loss and (mixed or not self._settings.dynamic)
-                and not without_signal)
+        return in_loss and (mixed or not self._settings.dynamic) and not without_signal
 
 
 def not_older(groups: Sequence[ScoredGroup], version: int) -> list[ScoredGroup]:
     """The groups without a token that was sampled before weight version `version`."""
     return [g for g in groups if all(span.version >= version for completion
                                      in g.group.completions for span in completion.versions)]
+
+
+def all_equal(rewards: np.ndarray) -> bool:
+    """Whether the scored rewards of a group carry no signal."""
+    valid = rewards[~np.isnan(rewards)]
+    return len(valid) == 0 or float(valid.max() - valid.min()) <= ZERO_VARIANCE
 
 
 def _truncated(group: ScoredGroup) -> np.ndarray:

@@ -1,18 +1,19 @@
 """Everything a stage works with: prompts, engines, trainer, rewards, metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.selection import Selection
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.data.prompts import load_splits
 from grpo_megatron.data.splits import Splits
@@ -26,6 +27,7 @@ from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.worker import RolloutWorker
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
+from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,15 @@ class Session:
         seconds, self.seconds = self.seconds, {}
         return seconds
 
+    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
+        """Fraction of prompts whose most likely answer, of the published weights, is correct;
+        NaN of none."""
+        if not prompts:
+            return float("nan")
+        groups = await self.worker.greedy(prompts, self.config.rollout.max_new_tokens)
+        scored, selection = await self.rewards.score(groups), Selection(self.config)
+        return float(np.mean([selection.correct(group)[0] == 1 for group in scored]))
+
     def event(self, kind: str, **fields) -> None:
         append_event(self.run_dir.events, kind, **fields)
 
@@ -83,8 +94,8 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
             log_path=run_dir.logs / "rewards.log"))
         show("phase", name="starting")
         clients = await _connect(config, run_dir, stack)
-        engines = ReplicaPool.of(clients, max_attempts=config.rollout.max_attempts,
-                                 on_death=lambda replica: _mourn(run_dir, replica))
+        engines = ReplicaPool(clients, max_attempts=config.rollout.max_attempts,
+                              on_death=lambda replica: _mourn(run_dir, replica))
         worker = RolloutWorker(config, engines, stop_token_ids=tokenizer.stop_token_ids,
                                decode=tokenizer.decode)
         publisher = Publisher(config, run_dir, trainer, engines)
@@ -124,7 +135,7 @@ async def _connect(config: RunConfig, run_dir: RunDir,
 
 def _mourn(run_dir: RunDir, replica: Replica) -> None:
     """A dead engine is named, once."""
-    cause = replica.cause_of_death
-    logger.warning("%s is dead: %s", replica.client.name, cause)
-    show("message", text=f"{replica.client.name} is dead; its requests go to the others")
-    append_event(run_dir.events, "engine_dead", role=replica.client.name, cause=str(cause))
+    name, cause = replica.client.name, str(replica.cause_of_death)
+    logger.warning("%s is dead: %s", name, cause)
+    show("message", text=f"{name} is dead; its requests go to the others")
+    append_event(run_dir.events, "engine_dead", role=name, cause=cause)

@@ -1,19 +1,18 @@
 """The groups of one RL step: drawn, sampled, scored, selected and counted."""
 
-from __future__ import annotations
-
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_megatron.config.sampling import SamplingConfig
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.group_metrics import group_metrics
-from grpo_megatron.controller.refill import fill_batch
 from grpo_megatron.controller.selection import Selection, not_older
 from grpo_megatron.controller.session import Session
+from grpo_megatron.controller.step_metrics import by_domain, group_metrics, rollout_metrics
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.types import Prompt, ScoredGroup
 
@@ -23,8 +22,7 @@ class StepGroups:
     """What a step trains, and what was sampled for it."""
 
     groups: list[ScoredGroup]  # to train; may be none
-    sampled: list[ScoredGroup]  # before any correction and selection; what metrics describe
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # of what was sampled, before any correction and selection
     rollout_s: float
 
 
@@ -52,17 +50,16 @@ class GroupSource:
             nonlocal rollout_s
             show("phase", name="rollout")
             started = time.perf_counter()
-            rollouts = await session.worker.rollouts(step, prompts)
+            groups = await session.worker.rollouts(step, prompts)
             rollout_s += time.perf_counter() - started
             show("phase", name="reward")
-            scored = await session.rewards.score(rollouts.groups)
+            scored = await session.rewards.score(groups)
             first_tries.extend(scored)
             return await self._correction(step, scored) if self._correction else scored
 
         kept, sampled, num_rounds = await fill_batch(
-            settings, batch.num_prompts, sampler.acceptance, self._surplus,
-            lambda number, exclude: sampler.next_batch(step, number, exclude).prompts,
-            score, selection.keeps)
+            settings, batch.num_prompts, sampler.acceptance, self._surplus, sampler.draw, score,
+            selection.keeps)
         groups, surplus = kept[:batch.num_prompts], kept[batch.num_prompts:]
         # decided now, not when they are due: a resumed run then counts the same
         oldest = step + 1 - batch.max_staleness - settings.surplus_staleness
@@ -70,17 +67,59 @@ class GroupSource:
         for group in first_tries:
             if not np.isnan(correct := selection.correct(group)).all():
                 sampler.observe(group.group.prompt, float(np.nanmean(correct)))
-        described = first_tries or groups
-        metrics = group_metrics(described, selection) | sampler.metrics() | {
+
+        def described(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+            return by_domain(lambda part: group_metrics(part, selection), groups)
+
+        metrics = (by_domain(rollout_metrics, first_tries or groups)
+                   | described(first_tries or groups) | sampler.metrics() | {
             "sampling/rounds": num_rounds, "sampling/surplus": len(surplus),
             "sampling/stale_dropped": len(surplus) - len(self._surplus),
             "sampling/missing": batch.num_prompts - len(groups),
-            "sampling/skipped_steps": not groups}
+            "sampling/skipped_steps": not groups})
         if self._correction:  # acceptance is that of the corrected groups
             metrics |= self._correction.take_metrics() | {
-                name: value for name, value in group_metrics(sampled or groups, selection).items()
+                name: value for name, value in described(sampled or groups).items()
                 if name.startswith("sampling/")}
         if sampled:
             sampler.acceptance = metrics["sampling/acceptance_rate"]
-        return StepGroups(groups, described,
-                          {name: float(value) for name, value in metrics.items()}, rollout_s)
+        return StepGroups(groups, {name: float(value) for name, value in metrics.items()},
+                          rollout_s)
+
+
+async def fill_batch(settings: SamplingConfig, target: int, acceptance: float,
+                     carried: Sequence[ScoredGroup],
+                     draw: Callable[[int, Collection[str] | None], Sequence[Prompt]],
+                     score: Callable[[Sequence[Prompt]], Awaitable[list[ScoredGroup]]],
+                     keeps: Callable[[ScoredGroup], bool],
+                     ) -> tuple[list[ScoredGroup], list[ScoredGroup], int]:
+    """Sample rounds of prompts until `target` groups are kept or the rounds run out (dynamic
+    sampling, DAPO, arXiv:2503.14476).
+
+    A round draws missing / acceptance prompts, within `max_oversampling`. Without
+    `settings.dynamic` there is one round of `target` prompts.
+
+    Args:
+        acceptance: Expected fraction of kept groups; replaced by what this step observes.
+        carried: Surplus of the step before.
+        draw: `PromptSampler.draw`.
+
+    Returns:
+        Kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds.
+    """
+    kept, sampled, num_rounds = list(carried), [], 0
+    used = {group.group.prompt.prompt_id for group in carried}
+    while len(kept) < target and num_rounds <= settings.max_refill_rounds * settings.dynamic:
+        missing = target - len(kept)
+        if sampled:
+            acceptance = (len(kept) - len(carried)) / len(sampled)
+        size = math.ceil(missing * min(settings.max_oversampling, 1 / max(acceptance, 1e-9)))
+        prompts = draw(size, used) if settings.dynamic else draw(missing, None)
+        if not prompts:  # the step has had every prompt
+            break
+        used |= {prompt.prompt_id for prompt in prompts}
+        groups = await score(prompts)
+        sampled += groups
+        kept += filter(keeps, groups)
+        num_rounds += 1
+    return kept, sampled, num_rounds

@@ -1,7 +1,5 @@
 """The controller's end of the command connection."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -32,17 +30,16 @@ class TrainerLink:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = json.loads(await reader.readline() or "{}")
-        if hello.get("token") != self._token or self._connected.done():
+        if hello.get("token") == self._token and not self._connected.done():
+            self._connected.set_result((reader, writer))
+        else:
             writer.close()
-            return
-        self._connected.set_result((reader, writer))
 
     async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Run a command on all ranks.
 
         Raises:
-            GrpoMegatronError: of the class that rank 0 reported.
-            TrainerError: the trainer has gone or does not answer.
+            GrpoMegatronError: of the class that rank 0 reported; a TrainerError when it has gone.
         """
         async with self._lock:
             reader, writer = await self._connected
@@ -50,13 +47,13 @@ class TrainerLink:
                 writer.write(encode({"command": command, "arguments": arguments}))
                 await writer.drain()
                 line = await asyncio.wait_for(reader.readline(), self._timeout_s)
+                if not line:
+                    raise ConnectionError("end of the connection")
             except TimeoutError as error:
                 raise TrainerError(f"no answer to {command!r} within {self._timeout_s:.0f} s",
                                    where="trainer.command_timeout_s") from error
             except ConnectionError as error:
                 raise TrainerError(f"the trainer went away during {command!r}") from error
-        if not line:
-            raise TrainerError(f"the trainer went away during {command!r}")
         return raise_reply(json.loads(line))
 
     async def close(self) -> None:

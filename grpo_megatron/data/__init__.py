@@ -1,1 +1,0 @@
-"""Prompts: sources, templates, tokenizers, splits and the resumable sampler."""

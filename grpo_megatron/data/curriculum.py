@@ -8,8 +8,6 @@ Weighted draws without replacement take the smallest -ln(u) / w (Efraimidis and 
 where u is a hash of (seed, domain, prompts drawn so far, prompt id).
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import zlib
@@ -24,12 +22,7 @@ MASTERED_AT, MASTERED_VISITS, DEMOTED_BELOW = 0.95, 3, 0.8
 
 
 class Curriculum:
-    """Success of every prompt of a domain, and draws that follow it.
-
-    Args:
-        prompt_ids: The domain's prompts, in any order.
-        key: What the draws depend on besides success: seed and domain.
-    """
+    """Success of every prompt of a domain, and draws that follow it and `key` (seed, domain)."""
 
     def __init__(self, prompt_ids: Iterable[str], key: str, settings: CurriculumConfig):
         self._ids, self._key, self._settings = sorted(prompt_ids), key, settings

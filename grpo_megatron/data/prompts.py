@@ -1,18 +1,17 @@
 """From a recipe to the prompts of a run: sources, templates, tokens, splits."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.templates import PromptTemplate
-from grpo_megatron.data.sources import load_problems
+from grpo_megatron.data.file_source import load_file
+from grpo_megatron.data.reasoning_gym_source import load_reasoning_gym
 from grpo_megatron.data.splits import Splits, make_splits, text_hash
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import Problem, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +21,6 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
 
     A prompt that leaves no room for its domain's `max_new_tokens` within `rollout.max_model_len` is
     dropped with a warning, before the split.
-
-    Raises:
-        DataError: See the sources, templates, tokenizer and splits.
     """
     longest = config.rollout.max_model_len
     prompts = (prompt for domain in config.domains for prompt in _fitting(
@@ -36,12 +32,13 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
     return splits
 
 
-def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:
-    """The prompts of one domain in the source's order. Ids are stable: domain + text hash.
+def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
+    """The problems of one domain in the source's order; `seed` is for procedural sources."""
+    return load_file(domain) if domain.source == "file" else load_reasoning_gym(domain, seed)
 
-    Raises:
-        DataError: See the sources, templates and tokenizer.
-    """
+
+def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:
+    """The prompts of one domain in the source's order. Ids are stable: domain + text hash."""
     where = f"[[domains]] {domain.name}"
     template = PromptTemplate(domain.template, where=where)
     problems = load_problems(domain, seed)

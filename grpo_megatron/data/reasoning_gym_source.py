@@ -1,14 +1,12 @@
 """Procedural problems from reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.data.sources import Problem
 from grpo_megatron.errors import DataError
+from grpo_megatron.types import Problem
 
 
 def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
@@ -16,9 +14,6 @@ def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
 
     `arguments.seed` wins over `seed`, so that a recipe can pin its problems. The question is
     also kept in the metadata because some of the library's scorers read it.
-
-    Raises:
-        DataError: Unknown data set or argument, or values that the data set refuses.
     """
     where = f"[[domains]] {domain.name}"
     dataset = _create(domain, seed, where)
@@ -32,8 +27,7 @@ def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
         # Data sets with many right answers have none of their own; their scorer decides.
         answer = item.get(domain.answer_field)
         metadata = {**item.get("metadata", {}), "question": item["question"]}
-        problems.append(Problem(domain.name, question, "" if answer is None else str(answer),
-                                metadata))
+        problems.append(Problem(question, "" if answer is None else str(answer), metadata))
     return problems
 
 

@@ -4,10 +4,8 @@ The hash depends on nothing but the text, so neither the seed nor the order of t
 prompt between splits, and equal prompts cannot be on both sides.
 """
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from grpo_megatron.errors import DataError
@@ -30,34 +28,37 @@ def text_hash(text: str) -> str:
 
 
 def make_splits(prompts: Iterable[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
-    """Drop duplicates (first wins), then take held-out and validation prompts by hash.
-
-    Held-out and validation prompts are shared out over domains by their number of distinct
-    prompts (largest remainder, at least one each where the number allows it).
-
-    Args:
-        prompts: All prompts of all domains.
-        num_heldout: Exact number of held-out prompts over all domains.
-        num_validation: Exact number of validation prompts over all domains.
-
-    Raises:
-        DataError: A domain would keep no training prompt.
-    """
-    domains, num_duplicates = _distinct_by_domain(prompts)
-    sizes = {name: len(members) for name, members in domains.items()}
-    heldout_of = share(num_heldout, sizes)
-    validation_of = share(num_validation, sizes)
-    train: dict[str, tuple[Prompt, ...]] = {}
+    """Drop duplicates (first wins), then take held-out and validation prompts by hash: exactly
+    so many, shared out over domains by their number of distinct prompts. Every domain must keep
+    training prompts."""
+    prompts = list(prompts)
+    if not prompts:
+        raise DataError("no prompts", remedy="check [[domains]]")
+    distinct: dict[str, Prompt] = {}
+    for prompt in prompts:
+        distinct.setdefault(prompt.text, prompt)
+    train: dict[str, list[Prompt]] = {prompt.domain: [] for prompt in prompts}
+    for prompt in sorted(distinct.values(), key=lambda prompt: text_hash(prompt.text)):
+        train[prompt.domain].append(prompt)
+    sizes = {name: len(members) for name, members in train.items()}
+    shares = share(num_heldout, sizes), share(num_validation, sizes)
     validation: list[Prompt] = []
     heldout: list[Prompt] = []
-    for name, members in domains.items():
-        _check_size(name, sizes, heldout_of[name], validation_of[name], num_duplicates)
-        members.sort(key=lambda prompt: text_hash(prompt.text))
-        end_heldout, end = heldout_of[name], heldout_of[name] + validation_of[name]
-        heldout += members[:end_heldout]
-        validation += members[end_heldout:end]
-        train[name] = tuple(members[end:])
-    return Splits(train, tuple(validation), tuple(heldout), num_duplicates)
+    for name, members in train.items():
+        for into, size in zip((heldout, validation), (each[name] for each in shares), strict=True):
+            into += members[:size]
+            del members[:size]
+        if not members:
+            others = [other for other in sizes if other != name]
+            scope = f" (its share beside {', '.join(others)})" if others else ""
+            raise DataError(
+                f"domain {name!r} has {sizes[name]} distinct prompts, but {shares[0][name]} "
+                f"held-out and {shares[1][name]} validation prompts{scope} leave none for "
+                f"training; {len(prompts) - len(distinct)} duplicates were dropped",
+                where="[data] num_heldout, num_validation",
+                remedy="raise num_problems of the domain, or lower num_heldout or num_validation")
+    return Splits({name: tuple(members) for name, members in train.items()}, tuple(validation),
+                  tuple(heldout), len(prompts) - len(distinct))
 
 
 def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -70,33 +71,3 @@ def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
     for name in by_remainder[: total - sum(parts.values())]:
         parts[name] += 1
     return parts
-
-
-def _distinct_by_domain(prompts: Iterable[Prompt]) -> tuple[dict[str, list[Prompt]], int]:
-    seen: set[str] = set()
-    domains: dict[str, list[Prompt]] = {}
-    num_duplicates = 0
-    for prompt in prompts:
-        members = domains.setdefault(prompt.domain, [])
-        if prompt.text in seen:
-            num_duplicates += 1
-        else:
-            seen.add(prompt.text)
-            members.append(prompt)
-    if not domains:
-        raise DataError("no prompts", remedy="check [[domains]]")
-    return domains, num_duplicates
-
-
-def _check_size(name: str, sizes: Mapping[str, int], heldout: int, validation: int,
-                num_duplicates: int) -> None:
-    if sizes[name] > heldout + validation:
-        return
-    others: Sequence[str] = [other for other in sizes if other != name]
-    scope = f" (its share beside {', '.join(others)})" if others else ""
-    raise DataError(
-        f"domain {name!r} has {sizes[name]} distinct prompts, but {heldout} held-out and "
-        f"{validation} validation prompts{scope} leave none for training; "
-        f"{num_duplicates} duplicates were dropped",
-        where="[data] num_heldout, num_validation",
-        remedy="raise num_problems of the domain, or lower num_heldout or num_validation")

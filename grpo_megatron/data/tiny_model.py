@@ -1,22 +1,36 @@
 """A tiny model from a preset: configuration, tokenizer and random weights as a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from grpo_megatron.config.base import Strict
 from grpo_megatron.config.presets import ModelPreset
-from grpo_megatron.data.character_tokenizer import (
-    EOS_TOKEN_ID,
-    PAD_TOKEN_ID,
-    CharacterTokenizerConfig,
-    write_character_tokenizer,
-)
 from grpo_megatron.errors import DataError
+
+_SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>"}  # ids 0 and 1
+_ENDS = {"eos_token_id": 1, "pad_token_id": 0}
+_TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast", **_SPECIAL,
+    "clean_up_tokenization_spaces": False,
+    # Contents one after the other: a text model without roles has no tokens to mark turns with.
+    "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+}
+
+
+class CharacterTokenizerConfig(Strict):
+    """`[tokenizer]` of a model preset."""
+
+    kind: Literal["characters"]
+    """One token per character."""
+    alphabet: str = Field(min_length=1)
+    """Every character that a prompt or an answer may hold, once each."""
+    pad_to_multiple: int = Field(32, ge=1)
+    """The vocabulary is filled up to a multiple of this."""
 
 
 def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
@@ -24,25 +38,25 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
 
     config.json is `[hf]` as it stands, not what transformers would make of it, so that export
     can copy it byte for byte.
-
-    Raises:
-        DataError: The preset describes no tokenizer that can be made.
     """
     if preset.checkpoint:
         raise DataError(f"{preset.name} is a released checkpoint, not a model to start at random",
                         where=str(preset.path), remedy="download "
                         f"{preset.checkpoint['repository']} and set model.path to its directory")
     try:
-        tokenizer = CharacterTokenizerConfig.model_validate(preset.tokenizer)
+        settings = CharacterTokenizerConfig.model_validate(preset.tokenizer)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(("tokenizer", *map(str, first["loc"])))
         raise DataError(f"model preset: {key}: {first['msg']}", where=str(preset.path)) from error
+    tokenizer = _character_tokenizer(settings)
     directory.mkdir(parents=True, exist_ok=True)
-    vocab_size = write_character_tokenizer(directory, tokenizer)
-    ends = {"eos_token_id": EOS_TOKEN_ID, "pad_token_id": PAD_TOKEN_ID}
-    _write_json(directory / "config.json", {**preset.hf, "vocab_size": vocab_size, **ends})
-    _write_json(directory / "generation_config.json", {**ends, "do_sample": True})
+    tokenizer.save(str(directory / "tokenizer.json"))
+    for name, content in (
+            ("tokenizer_config", _TOKENIZER_CONFIG),
+            ("config", {**preset.hf, "vocab_size": tokenizer.get_vocab_size(), **_ENDS}),
+            ("generation_config", {**_ENDS, "do_sample": True})):
+        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def init_weights(directory: Path, seed: int) -> None:
@@ -50,9 +64,6 @@ def init_weights(directory: Path, seed: int) -> None:
 
     The weights depend on config.json and `seed` only; the caller's random state is kept. Files
     appear under their final names once complete.
-
-    Raises:
-        DataError: transformers refuses the configuration.
     """
     # Imported here: torch takes seconds, and most users of this package never need it.
     import torch
@@ -64,7 +75,12 @@ def init_weights(directory: Path, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            _fill_padding_row(model)
+            embedding = model.get_input_embeddings()
+            # transformers zeroes the padding token's. A policy can sample that token, and the
+            # gradient of RMSNorm at zero is 1 / sqrt(eps): one such sample in a batch made the
+            # gradient norm 160 instead of 1.5.
+            if embedding.padding_idx is not None:
+                embedding.weight.data[embedding.padding_idx].normal_(0.0, config.initializer_range)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"transformers cannot build the model: {error}",
                         where=str(directory / "config.json")) from error
@@ -78,14 +94,19 @@ def init_weights(directory: Path, seed: int) -> None:
     shutil.rmtree(partial)
 
 
-def _fill_padding_row(model: Any) -> None:
-    """transformers zeroes the embedding of the padding token. A policy can sample that token,
-    and the gradient of RMSNorm at zero is 1 / sqrt(eps): one such sample in a batch made the
-    gradient norm 160 instead of 1.5."""
-    embedding = model.get_input_embeddings()
-    if embedding.padding_idx is not None:
-        embedding.weight.data[embedding.padding_idx].normal_(0.0, model.config.initializer_range)
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _character_tokenizer(settings: CharacterTokenizerConfig) -> Tokenizer:
+    """Padding, end of text, the alphabet, then visible fillers: an untrained policy samples
+    these too, and they must show in the decoded text instead of vanishing from a wrong answer."""
+    repeated = sorted({c for c in settings.alphabet if settings.alphabet.count(c) > 1})
+    if repeated:
+        raise DataError(f"the alphabet holds {repeated[0]!r} more than once",
+                        where="[tokenizer] alphabet", remedy="remove the repetition")
+    tokens = [*_SPECIAL.values(), *settings.alphabet]
+    tokens += [f"<|unused_{i}|>" for i in range(-len(tokens) % settings.pad_to_multiple)]
+    # No unknown token: the library then raises on a character outside of the alphabet.
+    tokenizer = Tokenizer(models.WordLevel(vocab={token: i for i, token in enumerate(tokens)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
+                                  for token in _SPECIAL.values()])
+    return tokenizer

@@ -1,37 +1,29 @@
 """Text to token ids and back, from a Hugging Face checkpoint directory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from grpo_megatron.errors import DataError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 
 class TextTokenizer:
-    """A thin wrapper that never adds special tokens and never maps text to an unknown token.
+    """Never adds special tokens and never maps text to an unknown token.
 
     Attributes:
         eos_token_id: The tokenizer's end token.
-        pad_token_id: The tokenizer's padding token; the end token where it has none.
         stop_token_ids: Every id that ends a completion, sorted: the end tokens of
             generation_config.json, of config.json and of the tokenizer.
-        vocab_size: Rows of the model's embedding (config.json), at least the tokenizer's size.
     """
 
-    def __init__(self, backend: Tokenizer, *, eos_token_id: int, pad_token_id: int | None = None,
-                 unk_token_id: int | None = None, stop_token_ids: Sequence[int] = (),
-                 vocab_size: int | None = None):
+    def __init__(self, backend: Tokenizer, eos_token_id: int, stop_token_ids: Sequence[int],
+                 unk_token_id: int | None):
         self._backend, self._unk_token_id = backend, unk_token_id
         self.eos_token_id = eos_token_id
-        self.pad_token_id = eos_token_id if pad_token_id is None else pad_token_id
         self.stop_token_ids = tuple(sorted({eos_token_id, *stop_token_ids}))
-        self.vocab_size = vocab_size or backend.get_vocab_size()
 
     def encode(self, text: str, *, where: str | None = None) -> list[int]:
         """Token ids of `text`, without special tokens.
@@ -72,80 +64,55 @@ class TextTokenizer:
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer of a checkpoint directory, without torch where tokenizer.json exists.
+    """The tokenizer of a checkpoint directory.
 
     Raises:
-        DataError: No tokenizer there, or none that the `tokenizers` library can run, or no end
-            token anywhere.
+        DataError: No tokenizer there that the `tokenizers` library can run, or no end token.
     """
     path = Path(path)
     backend = _backend(path)
-    settings = _read_json(path / "tokenizer_config.json")
-    generation = _read_json(path / "generation_config.json")
-    config = _read_json(path / "config.json")
-    text_config = config.get("text_config") or config
-    stop_ids = [*_ids(generation.get("eos_token_id")), *_ids(text_config.get("eos_token_id"))]
-    eos = _token_id(backend, settings.get("eos_token"))
-    if eos is None:
-        if not stop_ids:
-            raise DataError("no end token in tokenizer_config.json, generation_config.json or "
-                            "config.json", where=str(path), remedy="add eos_token_id to "
-                            "generation_config.json")
-        eos = stop_ids[0]
-    size = max(backend.get_vocab_size(), int(text_config.get("vocab_size") or 0))
-    return TextTokenizer(backend, eos_token_id=eos, stop_token_ids=stop_ids, vocab_size=size,
-                         pad_token_id=_token_id(backend, settings.get("pad_token")),
-                         unk_token_id=_token_id(backend, settings.get("unk_token")))
+    settings, generation, config = (_read_json(path / f"{name}.json") for name in (
+        "tokenizer_config", "generation_config", "config"))
+
+    def token_id(kind: str) -> int | None:
+        token = settings.get(kind)
+        text = token.get("content") if isinstance(token, dict) else token
+        return backend.token_to_id(text) if text else None
+
+    found = [source.get("eos_token_id") for source in (
+        generation, config.get("text_config") or config)]
+    stop_ids = [i for ids in found if ids is not None
+                for i in (ids if isinstance(ids, list) else [ids])]
+    eos = token_id("eos_token")
+    if eos is None and not stop_ids:
+        raise DataError("no end token in tokenizer_config.json, generation_config.json or "
+                        "config.json", where=str(path), remedy="add eos_token_id to "
+                        "generation_config.json")
+    return TextTokenizer(backend, stop_ids[0] if eos is None else eos, stop_ids,
+                         token_id("unk_token"))
 
 
 def _backend(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
     if not path.is_dir():
         raise DataError("no such checkpoint directory", where=str(path))
     file = path / "tokenizer.json"
-    if file.is_file():
-        try:
+    try:
+        if file.is_file():
             backend = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"unreadable tokenizer: {error}", where=str(file)) from error
-    else:
-        backend = _converted(path)
+        else:  # older checkpoints: transformers builds the fast tokenizer, where it has one
+            from transformers import AutoTokenizer
+
+            backend = AutoTokenizer.from_pretrained(path, local_files_only=True).backend_tokenizer
+    except Exception as error:  # the libraries raise plain Exception, and much else
+        raise DataError(f"unreadable tokenizer: {error}", where=str(file),
+                        remedy="copy tokenizer.json from the original checkpoint") from error
     backend.no_padding()
     backend.no_truncation()
     return backend
 
 
-def _converted(path: Path) -> Tokenizer:
-    """For older checkpoints: let transformers build the fast tokenizer."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"no readable tokenizer: {error}", where=str(path),
-                        remedy="copy tokenizer.json from the original checkpoint") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise DataError("this tokenizer has no fast version", where=str(path),
-                        remedy="convert it to tokenizer.json")
-    return tokenizer.backend_tokenizer
-
-
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise DataError(f"not JSON: {error}", where=str(file)) from error
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
-
-
-def _token_id(backend: Tokenizer, token: str | dict[str, Any] | None) -> int | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return backend.token_to_id(text) if text else None

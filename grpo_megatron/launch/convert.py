@@ -1,7 +1,5 @@
 """Start the ranks of a conversion, show how far they are, pass on their error."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -69,7 +67,7 @@ def _claimed(target: str | None) -> Iterator[None]:
             shutil.rmtree(working.root)  # nothing was begun
 
 
-def _watch(ranks: list[ChildProcess], screen: _Screen) -> None:
+def _watch(ranks: list[ChildProcess], screen: "_Screen") -> None:
     pipes = {rank.process.stdout.fileno(): rank for rank in ranks}
     buffers = dict.fromkeys(pipes, b"")
     while pipes:

@@ -1,7 +1,5 @@
 """`train` and `resume`: take the run directory, then supervise the run's roles."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -10,8 +10,6 @@ Docker, Kubernetes) a run is on one machine. NeMo-Run's own job makes no checkpo
 limit: `grpo-megatron submit` does.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A trainer without engines, at any layout, on what a run recorded: for `replay`, `mismatch`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Child processes that cannot outlive their supervisor, and whose death is noticed at once."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """The programs of a run, as processes of this machine. `launch.steps` starts the same in a job."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

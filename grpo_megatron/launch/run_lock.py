@@ -1,7 +1,5 @@
 """One writer per run directory."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -4,8 +4,6 @@ What a job needs lies in the run directory: `slurm/train.sbatch` as submitted, w
 settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -12,8 +12,6 @@ GPUs are its own. The site says what to put between srun and the program:
     GRPO_MEGATRON_PYTHON       the interpreter inside (default: this one)
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

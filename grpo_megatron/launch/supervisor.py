@@ -4,8 +4,6 @@ A finished controller ends the run. A dead trainer rank, a dead controller or th
 rollout server end it with an error that shows the dead one's last lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

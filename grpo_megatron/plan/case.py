@@ -20,17 +20,6 @@ class Case:
     facts: ModelFacts
     engines: Engines
 
-    @property
-    def etp(self) -> int:
-        """Expert tensor parallel size, resolved."""
-        return self.trainer.expert_tensor_parallel_size or self.trainer.tensor_parallel_size
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Sequence parallelism, resolved."""
-        chosen = self.trainer.sequence_parallel
-        return self.trainer.tensor_parallel_size > 1 if chosen is None else chosen
-
     def with_value(self, key: str, value: Any) -> Case:
         """The same case with one other value."""
         table, name = key.split(".")

@@ -4,8 +4,6 @@ The tables drive import, export, publishing and digests (`weights.rules`), the r
 config.json (`plan.hf_config`) and Megatron's configuration (`trainer.model_config`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,8 +50,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fields: Fields
     rope: dict[str, dict[str, Any]]
     megatron: dict[str, Any]
-    lacks: str = ""
-    """What Megatron-Core has no layer for; such a family is refused with it."""
+    lacks: str = ""  # what Megatron-Core has no layer for; such a family is refused with it
 
 
 def family_names() -> list[str]:
@@ -62,11 +59,8 @@ def family_names() -> list[str]:
 
 @cache
 def family_of(model_type: str | None) -> Family:
-    """The family of a `model_type`.
-
-    Raises:
-        ConfigError: No such family, or one that Megatron-Core cannot compute.
-    """
+    """The family of a `model_type`; ConfigError where there is none, or one that Megatron-Core
+    cannot compute."""
     known = family_names()
     if model_type not in known:
         near = nearest(str(model_type), known) or known

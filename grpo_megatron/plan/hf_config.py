@@ -4,8 +4,6 @@ Dialects: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 
 authors call the number of experts `num_experts`, `num_local_experts` or `n_routed_experts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +17,8 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
 
     Beside the family's own fields: `num_key_value_heads`, `head_dim`, `moe_layers` (per layer: 1
     with experts, 0 dense), `shared_expert_intermediate_size` and `rope` (see `rope_fields`).
-
-    Raises:
-        ConfigError: Unknown family; a field that is missing, unknown, or has a value that the
-            trainer does not compute.
+    ConfigError for an unknown family, and for a field that is missing, unknown, or has a value that
+    the trainer does not compute.
     """
     family = family_of(hf.get("model_type"))
     try:
@@ -41,12 +37,19 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
         raise ConfigError(error.message, where=where, remedy=error.remedy) from None
 
 
-def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The same fields under one name each.
+def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The family's `[megatron]` table with its references to fields replaced."""
+    settings = {}
+    for name, value in family.megatron.items():
+        negated, dollar, field = value.partition("$") if isinstance(value, str) else ("", "", "")
+        if dollar:
+            value = not fields[field] if negated else fields.get(field)
+        settings[name] = value
+    return settings
 
-    Raises:
-        ConfigError: Two names of one field disagree.
-    """
+
+def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The same fields under one name each; ConfigError where two names of one field disagree."""
     fields = dict(hf)
     for name, others in base_tables()["aliases"].items():
         for other in others:
@@ -84,11 +87,8 @@ def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def rope_fields(fields: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:
-    """`type`, `theta`, `percent` (of the head that is rotated) and the type's own parameters.
-
-    Raises:
-        ConfigError: No theta; a type, or a parameter of it, that is not known.
-    """
+    """`type`, `theta`, `percent` (of the head that is rotated) and the type's own parameters;
+    ConfigError without theta, and for a type, or a parameter of it, that is not known."""
     given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     old, kind = given.pop("type", None), given.pop("rope_type", None)
     kind = kind or old or "default"

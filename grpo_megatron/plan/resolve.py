@@ -1,7 +1,5 @@
 """Load a recipe with every rule applied: those of the schema, the model and the machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,20 +18,12 @@ from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_fact
 
 
 def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Read, override and validate a recipe.
-
-    Raises:
-        ConfigError: Everything that is wrong, at once.
-    """
+    """Read, override and validate a recipe; ConfigError with everything that is wrong."""
     return load_recipe(recipe, overrides, checks=(check_plan,))
 
 
 def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Read a run's stored configuration, with more overrides on top (for `resume`).
-
-    Raises:
-        ConfigError: Everything that is wrong, at once.
-    """
+    """The same for a run's stored configuration, with more overrides on top."""
     return read_resolved(path, overrides, checks=(check_plan,))
 
 

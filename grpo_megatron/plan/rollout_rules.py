@@ -1,8 +1,6 @@
 """Layouts that vLLM refuses or dies of, some of them only in its CPU build. What is said about
 each: `config/rules.toml`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_megatron.config.rules import Conditions

@@ -1,8 +1,6 @@
 """Layouts that Megatron-Core refuses, hangs on, or computes wrong without saying so. What is said
 about each: `config/rules.toml`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +21,7 @@ def _attention_world(c: Case) -> _Found:
 
 def _expert_world(c: Case) -> _Found:
     t = c.trainer
-    size = c.etp * t.expert_parallel_size * t.pipeline_parallel_size
+    size = t.etp * t.expert_parallel_size * t.pipeline_parallel_size
     if (t.expert_parallel_size == 1 and t.expert_tensor_parallel_size is None) or (
             t.num_ranks % size == 0):
         return None  # without EP and ETP this is the rule of attention_world
@@ -35,7 +33,7 @@ def _expert_world(c: Case) -> _Found:
 
 
 def _splits_experts_unevenly(c: Case) -> bool:
-    return c.facts.is_moe and c.facts.moe_intermediate_size % c.etp != 0
+    return c.facts.is_moe and c.facts.moe_intermediate_size % c.trainer.etp != 0
 
 
 def _heads_divide(c: Case) -> _Found:
@@ -90,7 +88,7 @@ def _alone(c: Case) -> bool:
 
 
 def _needs_sequence_parallel(c: Case) -> _Found:
-    if c.trainer.tensor_parallel_size == 1 or c.sequence_parallel:
+    if c.trainer.tensor_parallel_size == 1 or c.trainer.sp:
         return None
     layers = "MoE layers" if c.facts.is_moe else "latent attention (MLA)"
     return {"layers": layers} if c.facts.is_moe or c.facts.is_mla else None

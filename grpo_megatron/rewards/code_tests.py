@@ -6,8 +6,6 @@ sandbox, the only one that knows what is expected. What it can still do: answer 
 without solving the problem (it sees the inputs, as every function does), and attack the kernel.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

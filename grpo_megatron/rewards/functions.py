@@ -9,9 +9,9 @@ NaN or None means "cannot be scored" (a bad reference answer), which is not the 
 `async def` runs beside others of its kind: for rewards that wait for a server. A process reward
 returns a list, `(end, reward)` for every step, `end` being the place in the completion where the
 step ends; its value is their sum, and `objective.advantage = "process"` credits each step's tokens.
-"""
 
-from __future__ import annotations
+With `answer_tag`, a reward looks into the last `<answer_tag>…</answer_tag>` only.
+"""
 
 import math
 import re
@@ -38,11 +38,7 @@ _MATH_TIMEOUT_S = 2  # math-verify's own, in whole seconds, beneath the pool's h
 
 
 def exact_match(completion: str, answer: str, *, answer_tag: str | None = None) -> float:
-    """1 where the completion is the answer, but for surrounding white space; else 0.
-
-    Args:
-        answer_tag: Compare what stands in the last `<answer_tag>…</answer_tag>` only.
-    """
+    """1 where the completion is the answer, but for surrounding white space; else 0."""
     if not answer.strip():
         return math.nan
     given = extract(completion, answer_tag)
@@ -55,11 +51,7 @@ def numeric_match(completion: str, answer: str, *, tolerance: float = 0.0,
     is not a number.
 
     Numbers may have a sign, thousands separators, decimals, or be fractions; they are compared
-    exactly (`0.5` equals `1/2`).
-
-    Args:
-        tolerance: Largest absolute difference that still counts as equal.
-        answer_tag: Look into the last `<answer_tag>…</answer_tag>` only.
+    exactly (`0.5` equals `1/2`), up to an absolute difference of `tolerance`.
     """
     expected = _number(answer.strip().lstrip("$"))
     if expected is None:
@@ -73,11 +65,7 @@ def numeric_match(completion: str, answer: str, *, tolerance: float = 0.0,
 @needs("math_verify")
 def math_verify(completion: str, answer: str, *, answer_tag: str | None = None) -> float:
     """1 where math-verify finds completion and answer equivalent; 0 where it does not or cannot
-    read the completion; NaN where it cannot read the answer.
-
-    Args:
-        answer_tag: Look into the last `<answer_tag>…</answer_tag>` only.
-    """
+    read the completion; NaN where it cannot read the answer."""
     from math_verify import parse, verify
 
     gold = _parsed_gold(answer)
@@ -93,14 +81,7 @@ def math_verify(completion: str, answer: str, *, answer_tag: str | None = None) 
 @needs("reasoning_gym")
 def reasoning_gym_score(completion: str, answer: str, *, metadata: Mapping[str, Any],
                         answer_tag: str | None = None) -> float:
-    """The score in [0, 1] that reasoning-gym's own data set gives, by `source_dataset`.
-
-    Args:
-        answer_tag: Score what stands in the last `<answer_tag>…</answer_tag>` only.
-
-    Raises:
-        DataError: The prompt does not come from reasoning-gym.
-    """
+    """The score in [0, 1] that reasoning-gym's own data set gives, by `source_dataset`."""
     if "source_dataset" not in metadata:
         raise DataError("the prompt's metadata has no `source_dataset`",
                         remedy="use reasoning_gym_score with source = \"reasoning_gym\" only")

@@ -1,7 +1,5 @@
 """Rewards of the number of tokens n and of repeated tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Processes and not threads: math-verify needs `signal.alarm` of a main thread, an
 kill stops a regular expression that backtracks for ever.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
@@ -19,21 +17,17 @@ import numpy as np
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.journal import Outcome
 from grpo_megatron.rewards.process import RewardProcess
-from grpo_megatron.rewards.registry import Component, components_of
-from grpo_megatron.rewards.worker import Call
+from grpo_megatron.rewards.registry import BoundReward, bind
+from grpo_megatron.rewards.worker import Call, Outcome
 from grpo_megatron.types import Completion, RolloutGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 CHUNK_CALLS = 64
 """Calls per message: a message costs about as much as 20 cheap calls."""
-
 MAX_KILLS = 32
 """Workers that one function may cost without a single result in between."""
-
-_MAX_IDLE_DEATHS = 3
 _MIN_SAMPLES_TO_GIVE_UP = 64
 _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {
     "num_tokens": lambda completion: len(completion.token_ids),
@@ -43,18 +37,73 @@ _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {
 
 
 @dataclass(slots=True)
-class _Tally:
-    """How the calls of one component have ended so far."""
+class Component:
+    """One reward component of one domain, and how its calls have ended so far."""
 
-    component: Component
+    domain: str
+    name: str
+    weight: float
+    reward: BoundReward
     failures: Counter[str] = field(default_factory=Counter)
     num_scored: int = 0
     kills_in_a_row: int = 0
     trace: str = ""  # the first
 
-    @property
-    def name(self) -> str:
-        return f"{self.component.domain}.{self.component.name}"
+    def count(self, outcome: Outcome) -> None:
+        """Take the outcome of a call.
+
+        Raises:
+            RewardError: The function keeps killing its process.
+        """
+        if not outcome.failure:
+            self.num_scored += 1
+            self.kills_in_a_row = 0
+            return
+        self.failures[outcome.failure] += 1
+        if outcome.failure != "raised":
+            self.kills_in_a_row += 1
+            if self.kills_in_a_row >= MAX_KILLS:
+                raise self.error(f"{outcome.failure.replace('_', ' ')} on {MAX_KILLS} samples "
+                                 "without a result in between")
+        elif not self.trace:
+            self.trace = outcome.trace.rstrip()
+            logger.warning("reward %s of domain %s raised; the sample is unscorable. First "
+                           "traceback:\n%s", self.name, self.domain, self.trace)
+
+    def check(self, failures: Sequence[str]) -> None:
+        """A function that failed on every sample is broken. One bad group is no proof of that
+        once the function has worked; many samples are."""
+        if failures and all(failures) and (
+                self.num_scored == 0 or len(failures) >= _MIN_SAMPLES_TO_GIVE_UP):
+            told = ", ".join(f"{number} {cause.replace('_', ' ')}"
+                             for cause, number in Counter(failures).items())
+            raise self.error(f"failed on every sample ({told})")
+
+    def error(self, what: str) -> RewardError:
+        return RewardError(f"reward {self.reward.reference} {what}\n{self.trace}".rstrip(),
+                           where=f"[[domains]] {self.domain}, reward {self.name}",
+                           remedy="correct the function, or raise [data] reward_timeout_s")
+
+
+def components_of(domain: DomainConfig) -> tuple[Component, ...]:
+    """The domain's components, each imported and checked against its signature.
+
+    Raises:
+        RewardError: A function cannot be imported or called, or two have the same name.
+    """
+    components: dict[str, Component] = {}
+    for reward in domain.rewards:
+        name = reward.component
+        try:
+            if name in components:
+                raise RewardError(f"two reward components are called {name!r}",
+                                  remedy="give one of them a `name`")
+            components[name] = Component(domain.name, name, reward.weight,
+                                         bind(reward.function, reward.arguments))
+        except RewardError as error:
+            error.where = f"[[domains]] {domain.name}, reward {name}"
+            raise
+    return tuple(components.values())
 
 
 class RewardPool:
@@ -64,7 +113,6 @@ class RewardPool:
     process is replaced where it had to be killed. Results do not depend on the number of workers.
 
     Args:
-        domains: Domains with their rewards.
         num_workers: Processes.
         timeout_s: Hard limit per call.
         concurrency: Coroutines of async rewards that one process runs at a time.
@@ -76,10 +124,10 @@ class RewardPool:
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
                  timeout_s: float = 5.0, concurrency: int = 16, log_path: Path | None = None):
-        self._tallies = [_Tally(c) for domain in domains for c in components_of(domain)]
+        self.components = [c for domain in domains for c in components_of(domain)]
         self._clips = {domain.name: domain.reward_clip for domain in domains}
-        self._timeout_s, self._log_path = timeout_s, log_path
-        functions = [(t.component.reference, t.component.arguments) for t in self._tallies]
+        self._timeout_s = timeout_s
+        functions = [(c.reward.reference, c.reward.arguments) for c in self.components]
         self._workers = [RewardProcess(functions, log_path, timeout_s=timeout_s,
                                        concurrency=concurrency) for _ in range(num_workers)]
         self._idle: asyncio.Queue[RewardProcess] = asyncio.Queue()
@@ -87,22 +135,11 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        """Start every process now rather than at the first call."""
+        await asyncio.gather(*(worker.start() for worker in self._workers))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def start(self) -> None:
-        """Start every process now rather than at the first call.
-
-        Raises:
-            RewardError: A process cannot import the rewards.
-        """
-        await asyncio.gather(*(worker.start() for worker in self._workers))
-
-    async def close(self) -> None:
-        """End every process (idempotent)."""
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     async def score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
@@ -118,32 +155,31 @@ class RewardPool:
         """
         calls = [call for group in groups for call in self._calls(group)]
         outcomes = [Outcome()] * len(calls)
-        size = max(1, min(CHUNK_CALLS, -(-len(calls) // len(self._workers))))
         try:
-            async with asyncio.TaskGroup() as chunks:
-                for start in range(0, len(calls), size):
-                    span = range(start, min(start + size, len(calls)))
-                    chunks.create_task(self._run(calls, span, outcomes))
+            async with asyncio.TaskGroup() as tasks:
+                for kind in (False, True):
+                    mine = [i for i, call in enumerate(calls) if self._is_async(call) == kind]
+                    size = max(1, min(CHUNK_CALLS, -(-len(mine) // len(self._workers))))
+                    for start in range(0, len(mine), size):
+                        tasks.create_task(
+                            self._run(tasks, calls, mine[start:start + size], outcomes))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        self._check([call[0] for call in calls], outcomes)
+        for index, component in enumerate(self.components):
+            component.check([outcome.failure for call, outcome in zip(calls, outcomes, strict=True)
+                             if call[0] == index])
         left = iter(outcomes)
         return [self._scored(group, left) for group in groups]
 
     def metrics(self) -> dict[str, float]:
-        """Failures since the start, `reward/<domain>.<component>/<cause>`, and restarts."""
+        """Failures since the pool's start, `reward/<domain>.<component>/<cause>`, and restarts."""
         restarts = sum(max(worker.num_starts - 1, 0) for worker in self._workers)
         return {"reward/pool/restarts": float(restarts),
-                **{f"reward/{tally.name}/{cause}": float(tally.failures[cause])
-                   for tally in self._tallies for cause in ("raised", "timed_out", "died")}}
-
-    @property
-    def tracebacks(self) -> Mapping[str, str]:
-        """First traceback by `<domain>.<component>` of the functions that raised."""
-        return {tally.name: tally.trace for tally in self._tallies if tally.trace}
+                **{f"reward/{c.domain}.{c.name}/{cause}": float(c.failures[cause])
+                   for c in self.components for cause in ("raised", "timed_out", "died")}}
 
     def _of_domain(self, domain: str) -> list[int]:
-        return [i for i, tally in enumerate(self._tallies) if tally.component.domain == domain]
+        return [i for i, c in enumerate(self.components) if c.domain == domain]
 
     def _calls(self, group: RolloutGroup) -> list[Call]:
         """One completion after the other, each with every component of the domain."""
@@ -156,69 +192,36 @@ class RewardPool:
         shared = {"prompt": prompt.text, "metadata": dict(prompt.metadata)}
         return [(index, completion.text, prompt.answer,
                  {name: shared[name] if name in shared else _OF_COMPLETION[name](completion)
-                  for name in self._tallies[index].component.context})
+                  for name in self.components[index].reward.context})
                 for completion in group.completions for index in functions]
 
-    async def _run(self, calls: Sequence[Call], span: range, outcomes: list[Outcome]) -> None:
-        """Fill in the outcomes of the calls in `span`."""
-        pending, idle_deaths = list(span), 0
+    def _is_async(self, call: Call) -> bool:
+        return self.components[call[0]].reward.is_async
+
+    async def _run(self, tasks: asyncio.TaskGroup, calls: Sequence[Call], chunk: Sequence[int],
+                   outcomes: list[Outcome]) -> None:
+        """Fill in the outcomes of the calls in `chunk`. Plain calls run one after the other: the
+        first without an outcome ended the process. Coroutines run together: each of them runs
+        again, alone."""
+        is_async = self._is_async(calls[chunk[0]])
         worker = await self._idle.get()
         try:
-            while pending:
-                found = await worker.run([calls[i] for i in pending])
-                for place, outcome in found.items():
-                    outcomes[pending[place]] = outcome
-                    self._count(self._tallies[calls[pending[place]][0]], outcome)
-                idle_deaths = 0 if found else idle_deaths + 1
-                if idle_deaths == _MAX_IDLE_DEATHS:
-                    raise RewardError("reward processes end before their first call",
-                                      where=str(self._log_path or "standard error"),
-                                      remedy="see the messages there; is memory short?")
-                pending = [i for place, i in enumerate(pending) if place not in found]
+            found, failure = await worker.run([calls[i] for i in chunk],
+                                              self._timeout_s * (2 if is_async else 1))
         finally:
             self._idle.put_nowait(worker)
-
-    def _count(self, tally: _Tally, outcome: Outcome) -> None:
-        if not outcome.failure:
-            tally.num_scored += 1
-            tally.kills_in_a_row = 0
-            return
-        tally.failures[outcome.failure] += 1
-        if outcome.failure != "raised":
-            tally.kills_in_a_row += 1
-            if tally.kills_in_a_row >= MAX_KILLS:
-                raise self._failed(tally, f"{outcome.failure.replace('_', ' ')} on {MAX_KILLS} "
-                                   "samples without a result in between")
-        elif not tally.trace:
-            tally.trace = outcome.trace.rstrip()
-            logger.warning("reward %s of domain %s raised; the sample is unscorable. First "
-                           "traceback:\n%s", tally.component.name, tally.component.domain,
-                           tally.trace)
-
-    def _check(self, functions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        """A function that failed on every sample is broken. One bad group is no proof of that
-        once the function has worked; many samples are."""
-        for index, tally in enumerate(self._tallies):
-            failures = [outcome.failure for function, outcome in zip(functions, outcomes,
-                                                                     strict=True)
-                        if function == index]
-            if failures and all(failures) and (
-                    tally.num_scored == 0 or len(failures) >= _MIN_SAMPLES_TO_GIVE_UP):
-                told = ", ".join(f"{number} {cause.replace('_', ' ')}"
-                                 for cause, number in Counter(failures).items())
-                raise self._failed(tally, f"failed on every sample ({told})")
-
-    def _failed(self, tally: _Tally, what: str) -> RewardError:
-        component = tally.component
-        return RewardError("\n".join(filter(None, (f"reward {component.reference} {what}",
-                                                   tally.trace))),
-                           where=f"[[domains]] {component.domain}, reward {component.name}",
-                           remedy="correct the function; [data] reward_timeout_s is "
-                           f"{self._timeout_s:g} s")
+        if failure and (len(chunk) == 1 or not is_async):
+            found[len(found)] = Outcome(failure)
+        for place, outcome in found.items():
+            outcomes[chunk[place]] = outcome
+            self.components[calls[chunk[place]][0]].count(outcome)
+        left = [i for place, i in enumerate(chunk) if place not in found]
+        for part in ([i] for i in left) if is_async else [left] if left else ():
+            tasks.create_task(self._run(tasks, calls, part, outcomes))
 
     def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
         """Takes the outcomes of the group's calls."""
-        components = [self._tallies[i].component for i in self._of_domain(group.prompt.domain)]
+        components = [self.components[i] for i in self._of_domain(group.prompt.domain)]
         rows = [list(islice(outcomes, len(components))) for _ in group.completions]
         table = np.asarray([[outcome.value for outcome in row] for row in rows],
                            np.float64).reshape(len(rows), len(components))

@@ -1,7 +1,5 @@
 """From `module:function` in a recipe to a checked function. Light: workers import it too."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math
@@ -9,13 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError
-
-if TYPE_CHECKING:
-    from grpo_megatron.config.data import DomainConfig
 
 CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids")
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
@@ -26,21 +21,10 @@ _SIGNATURE = "def reward(completion: str, answer: str, *, prompt: str, metadata,
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
-    """One reward component of one domain."""
-
-    domain: str
-    name: str
-    weight: float
-    reference: str  # "module:function"
-    arguments: Mapping[str, Any]
-    context: tuple[str, ...]  # of CONTEXT
-
-
-@dataclass(frozen=True, slots=True)
 class BoundReward:
-    """A reward function with its recipe arguments and the context that it takes."""
+    """A reward function with its recipe arguments and the part of CONTEXT that it takes."""
 
+    reference: str  # "module:function"
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     context: tuple[str, ...]
@@ -55,37 +39,18 @@ class BoundReward:
         return self.function(completion, answer, **offered, **self.arguments)
 
 
-def needs(*modules: str, check: Callable[..., Any] | None = None
+def needs(*modules: str, check: Callable[..., Any] = lambda **_: None
           ) -> Callable[[_Function], _Function]:
     """Modules that workers import before the first call, so that no call's time pays for it.
     `check(**arguments)` raises RewardError where the reward cannot work with the recipe's."""
     def mark(function: _Function) -> _Function:
-        function.imports, function.check = modules, check  # type: ignore[attr-defined]
+        function.needs = modules, check  # type: ignore[attr-defined]
         return function
 
     return mark
 
 
-def components_of(domain: DomainConfig) -> tuple[Component, ...]:
-    """The domain's components, each imported and checked against its signature.
-
-    Raises:
-        RewardError: A function cannot be imported or called, or two have the same name.
-    """
-    components = []
-    for reward in domain.rewards:
-        name = reward.component
-        where = f"[[domains]] {domain.name}, reward {name}"
-        if any(component.name == name for component in components):
-            raise RewardError(f"two reward components are called {name!r}", where=where,
-                              remedy="give one of them a `name`")
-        context = bind(reward.function, reward.arguments, where=where).context
-        components.append(Component(domain.name, name, reward.weight, reward.function,
-                                    dict(reward.arguments), context))
-    return tuple(components)
-
-
-def bind(reference: str, arguments: Mapping[str, Any], *, where: str | None = None) -> BoundReward:
+def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
     """Import `module:function` and check that it can be called as a reward.
 
     The current directory is searched last, so that a file beside the recipe needs no package.
@@ -94,16 +59,9 @@ def bind(reference: str, arguments: Mapping[str, Any], *, where: str | None = No
         RewardError: No such module or function, an error inside the module, a signature that
             does not fit, an argument that the function does not take or that its check refuses.
     """
-    try:
-        return _bound(reference, arguments)
-    except RewardError as error:
-        error.where = error.where or where
-        raise
-
-
-def _bound(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
     function = _imported(reference)
-    for module in getattr(function, "imports", ()):
+    modules, check = getattr(function, "needs", ((), lambda **_: None))
+    for module in modules:
         try:
             importlib.import_module(module)
         except Exception as error:
@@ -112,7 +70,7 @@ def _bound(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none: nothing to check
-        return BoundReward(function, arguments, ())
+        return BoundReward(reference, function, arguments, ())
     if taken := [key for key in arguments if key in CONTEXT]:
         raise RewardError(f"reward {reference}: argument {taken[0]!r} is the pool's own",
                           remedy="rename the argument")
@@ -126,18 +84,12 @@ def _bound(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
             f"reward {reference}{signature} cannot be called: {error}",
             remedy=f"{strange!r} is not an argument of it. {did_you_mean(strange, known)}"
             if strange else f"a reward is {_SIGNATURE}") from error
-    if check := getattr(function, "check", None):
-        check(**arguments)
-    return BoundReward(function, arguments, context)
+    check(**arguments)
+    return BoundReward(reference, function, arguments, context)
 
 
 def to_float(value: Any) -> float:
-    """A reward's return value as a finite float, or NaN for NaN and None ("cannot be scored").
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Infinite.
-    """
+    """A reward's return value as a finite float, or NaN for NaN and None ("cannot be scored")."""
     if value is None:
         return math.nan
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__")
@@ -159,8 +111,8 @@ def _takes(signature: inspect.Signature, key: str) -> bool:
 
 
 def _imported(reference: str) -> Callable[..., Any]:
-    module_name, colon, name = reference.partition(":")
-    if not (colon and module_name and name):
+    module_name, _, name = reference.partition(":")
+    if not (module_name and name):
         raise RewardError(f"reward {reference!r} is not `module:function`",
                           remedy="for example grpo_megatron.rewards.functions:exact_match")
     if os.getcwd() not in sys.path and "" not in sys.path:

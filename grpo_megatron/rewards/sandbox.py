@@ -11,8 +11,6 @@ the user runs: a program may then find no thread left). It never binds root: und
 address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
@@ -23,6 +21,7 @@ import shutil
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -57,14 +56,9 @@ class Outcome:
     stderr: bytearray = field(default_factory=bytearray)
 
 
-def run_program(source: str, stdin: str = "", *, limits: Limits) -> Outcome:
-    """Run a Python program to its end; nothing of it is left then."""
-    return asyncio.run(run({"/program.py": source}, stdin, limits=limits))
-
-
 async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
               arguments: Sequence[str] = (), give_fds: Sequence[int] = ()) -> Outcome:
-    """As `run_program`; when cancelled, the program is killed.
+    """Run a Python program to its end, or until cancelled; nothing of it is left then.
 
     Args:
         files: Content by path in the sandbox, read-only; the first is the program.
@@ -119,7 +113,9 @@ def why_not() -> str | None:
         return f"only on Linux on {' and '.join(seccomp.ARCHITECTURES)}"
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
-    outcome = run_program("print('isolated')", limits=Limits(wall_s=30.0))
+    probe = run({"/program.py": "print('isolated')"}, limits=Limits(wall_s=30.0))
+    with ThreadPoolExecutor() as thread:  # the caller may be inside of an event loop
+        outcome = thread.submit(asyncio.run, probe).result()
     if outcome.exit_code == 0 and outcome.stdout == b"isolated\n":
         return None
     return outcome.stderr.decode(errors="replace").strip() or f"a program has {outcome.ending}"

@@ -5,8 +5,6 @@ memory beside the address space (memfd, SysV and POSIX queues, sockets by name);
 an attack on the kernel needs. Threads and files stay possible.
 """
 
-from __future__ import annotations
-
 import errno
 import platform
 import struct

@@ -1,7 +1,5 @@
 """How a completion is written: its blocks and its language."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -29,10 +27,7 @@ def format_tags(completion: str, answer: str, *, think_tag: str = "think",
     """1 for exactly one think block, then exactly one answer block, neither empty; else 0.
 
     Nothing but white space may stand outside of the blocks (DeepSeek-R1, arXiv:2501.12948).
-
-    Args:
-        think_tag, answer_tag: Names of the blocks.
-        opened: The prompt already ends with the opening think tag.
+    `opened`: the prompt already ends with the opening think tag.
     """
     text = f"<{think_tag}>{completion}" if opened else completion
     tags = re.escape(think_tag), re.escape(answer_tag)
@@ -56,11 +51,8 @@ def language_consistency(completion: str, answer: str, *, scripts: Sequence[str]
 
     A word is a run of letters of one Unicode script, or one letter of a script that puts no
     spaces between words. The script stands for the language: English and French are both
-    `latin`; Japanese is `["han", "hiragana", "katakana"]`.
-
-    Args:
-        scripts: Scripts of the target language, as Unicode names its letters.
-        think_tag: Name of the block that holds the chain of thought; None: all is.
+    `latin`; Japanese is `["han", "hiragana", "katakana"]`. The chain of thought is the block
+    `think_tag`, or everything.
     """
     if think_tag:  # a block that the prompt opened, or that nothing closed, counts too
         completion = completion.partition(f"</{think_tag}>")[0].rpartition(f"<{think_tag}>")[2]

@@ -1,66 +1,85 @@
-"""A reward process: `python -m grpo_megatron.rewards.worker SOCKET JOURNAL PARENT_PID`.
+"""A reward process: `python -m grpo_megatron.rewards.worker SOCKET PARENT_PID`.
 
-It reads chunks of calls (pickles) from the socket, notes results in the journal and answers with
-a line when a chunk is done. It ends when the input ends, and with its parent even while a reward
-hangs.
+It reads chunks of calls (pickles) from the socket, says that it has one, and answers every call
+with a line: plain ones in their order, coroutines as they end. It ends when the input ends, and
+with its parent even while a reward hangs.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
+import math
 import operator
-import os
 import pickle
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.coroutines import score_all
-from grpo_megatron.rewards.journal import FINISHED, Journal, Outcome
+from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rewards.registry import bind, to_float
 
 Call = tuple[int, str, str, Mapping[str, Any]]
 """Index of the function, completion, answer, the context that the function takes."""
 
 
+class Outcome(NamedTuple):
+    """How one call ended."""
+
+    failure: str = ""  # "raised", "timed_out" or "died"; the parent writes the last
+    value: float = math.nan
+    steps: Sequence[tuple[int, float]] = ()  # step rewards: (end in the text, reward) each
+    trace: str = ""  # of what it raised
+
+
 def main() -> None:
     """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    link, journal_fd, parent = map(int, sys.argv[1:])
-    _die_with(parent)
-    stream, journal = socket.socket(fileno=link).makefile("rwb"), Journal(journal_fd)
+    link, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)  # a socket's end cannot stop a reward that hangs
+    stream = socket.socket(fileno=link).makefile("rwb")
 
-    def answer(failure: str | None) -> None:
-        stream.write(json.dumps(failure).encode() + b"\n")
+    def tell(message: Any) -> None:
+        stream.write(json.dumps(message).encode() + b"\n")
         stream.flush()
 
     functions, limits = pickle.load(stream)
     try:
         rewards = [bind(reference, arguments) for reference, arguments in functions]
     except RewardError as error:
-        return answer(str(error))
-    answer(None)
+        return tell(str(error))
+    tell(None)
     with asyncio.Runner() as loop:  # one for all chunks, so that rewards may keep connections
         while stream.peek(1):
             calls: list[Call] = pickle.load(stream)
-            waiting = {}
-            for index, (function, *arguments) in enumerate(calls):
-                call = partial(rewards[function], *arguments)
-                if rewards[function].is_async:
-                    waiting[index] = call
-                else:
-                    journal.begin(index)
-                    journal.note(index, _outcome(call))
-            if waiting:
-                loop.run(score_all(waiting, journal, **limits))
-            journal.begin(FINISHED)
-            answer(None)
+            tell(None)
+            bound = [partial(rewards[function], *rest) for function, *rest in calls]
+            if rewards[calls[0][0]].is_async:
+                loop.run(_await_all(bound, tell, **limits))
+            else:
+                for index, call in enumerate(bound):
+                    tell((index, _outcome(call)))
+
+
+async def _await_all(calls: Sequence[Callable[[], Any]], tell: Callable[[Any], None], *,
+                     timeout_s: float, concurrency: int) -> None:
+    """A call over its limit is cancelled; the parent ends one that does not let itself be."""
+    free = asyncio.Semaphore(concurrency)
+
+    async def score(index: int, call: Callable[[], Any]) -> None:
+        async with free:
+            try:
+                async with asyncio.timeout(timeout_s) as limit:
+                    value = await call()
+                outcome = _outcome(lambda: value)
+            except BaseException:
+                outcome = Outcome("raised", trace=traceback.format_exc())
+            tell((index, Outcome("timed_out") if limit.expired() else outcome))
+
+    await asyncio.gather(*(score(index, call) for index, call in enumerate(calls)))
 
 
 def _outcome(call: Callable[[], Any]) -> Outcome:
@@ -72,17 +91,6 @@ def _outcome(call: Callable[[], Any]) -> Outcome:
         return Outcome(value=to_float(sum(reward for _, reward in steps)), steps=steps)
     except BaseException:  # SystemExit of a reward must not end the worker either
         return Outcome("raised", trace=traceback.format_exc())
-
-
-def _die_with(parent: int) -> None:
-    """Linux: be killed when the parent ends. A socket's end cannot stop a reward that hangs."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """The replicas of a run: which are alive, and where a failed request goes next."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from grpo_megatron.errors import EngineError
@@ -26,89 +25,59 @@ class Replica:
         return self.cause_of_death is None
 
 
-@dataclass(slots=True)
 class ReplicaPool:
-    """Replicas with health, and retries on another one.
+    """Replicas with health, and retries on another one, `max_attempts` in all. `on_death` is
+    called once with a replica that was found dead."""
 
-    Attributes:
-        replicas: All of them, dead ones included.
-        max_attempts: Times a request is tried.
-        on_death: Called once with a replica that was found dead.
-    """
-
-    replicas: list[Replica]
-    max_attempts: int = 3
-    on_death: Callable[[Replica], None] = field(default=lambda replica: None)
-
-    @classmethod
-    def of(
-        cls, clients: Sequence[EngineClient], *, max_attempts: int = 3,
-        on_death: Callable[[Replica], None] = lambda replica: None,
-    ) -> ReplicaPool:
-        return cls([Replica(i, c) for i, c in enumerate(clients)], max_attempts, on_death)
+    def __init__(self, clients: Sequence[EngineClient], *, max_attempts: int = 3,
+                 on_death: Callable[[Replica], None] = lambda replica: None):
+        self.replicas = [Replica(i, client) for i, client in enumerate(clients)]
+        self._max_attempts, self._on_death = max_attempts, on_death
 
     @property
     def alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.is_alive]
 
     def pick(self, avoid: Replica | None = None) -> Replica:
-        """The live replica with the fewest requests, `avoid` only if there is no other.
-
-        Raises:
-            EngineError: None is alive; names the last to die and why.
-        """
+        """The live replica with the fewest requests, `avoid` only if there is no other."""
         choices = [r for r in self.alive if r is not avoid] or self.alive
         if not choices:
             raise self._all_dead()
         return min(choices, key=lambda replica: replica.in_flight)
 
-    async def call(
-        self, request: Callable[[Replica], Awaitable[Result]], *, first: Replica | None = None,
-    ) -> tuple[Result, Replica]:
-        """Make a request, on another live replica when one does not answer.
-
-        Args:
-            request: May run several times, so it must not depend on having run before.
-            first: Where to try first; any when it is dead.
-
-        Returns:
-            What `request` returned and the replica that served it.
+    async def call(self, request: Callable[[Replica], Awaitable[Result]], *,
+                   first: Replica | None = None) -> tuple[Result, Replica]:
+        """Make a request, first of `first`, on another live replica when one does not answer;
+        `request` may run several times. Returns what it returned and the replica that served it.
 
         Raises:
             EngineError: It was refused, failed `max_attempts` times, or no replica is alive.
         """
         replica = first if first is not None and first.is_alive else self.pick()
-        for attempt in range(1, self.max_attempts + 1):
+        for attempt in itertools.count(1):
             replica.in_flight += 1
             try:
                 return await request(replica), replica
             except EngineUnreachable as error:
-                await self._examine(replica, error)
+                await self.examine(replica, error)
                 if not self.alive:
                     raise self._all_dead() from error
-                if attempt == self.max_attempts:
+                if attempt == self._max_attempts:
                     error.add_note(f"after {attempt} attempts")
                     raise
             finally:
                 replica.in_flight -= 1
             replica = self.pick(avoid=replica)
-        raise AssertionError("unreachable")
 
-    async def _examine(self, replica: Replica, error: EngineError) -> None:
+    async def examine(self, replica: Replica, error: EngineError) -> None:
         """Mark a replica dead unless it still says that it is healthy."""
         if replica.is_alive and not await replica.client.health() and replica.is_alive:
             replica.cause_of_death = error
-            self.on_death(replica)
+            self._on_death(replica)
 
     def _all_dead(self) -> EngineError:
-        last = self.replicas[-1]
-        for replica in self.replicas:
-            if replica.cause_of_death is not None:
-                last = replica
-        count = len(self.replicas)
+        *_, last = (replica for replica in self.replicas if replica.cause_of_death is not None)
         return EngineError(
-            f"no rollout engine is alive: all {count} died, {last.client.name} because "
-            f"{last.cause_of_death.message if last.cause_of_death else 'of an unknown reason'}",
-            where=last.client.base_url,
-            remedy="look at the end of its log; the run can be resumed",
-        )
+            f"no rollout engine is alive: all {len(self.replicas)} died, {last.client.name} "
+            f"because {last.cause_of_death.message}", where=last.client.base_url,
+            remedy="look at the end of its log; the run can be resumed")

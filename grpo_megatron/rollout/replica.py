@@ -4,8 +4,6 @@ Chooses a port on the node where it was started, publishes the address, becomes 
 tensor parallelism over several nodes it is started once on each of them; the first serves.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

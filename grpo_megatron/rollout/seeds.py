@@ -1,7 +1,5 @@
 """Seeds that depend on what is sampled, never on when or where."""
 
-from __future__ import annotations
-
 import hashlib
 
 

@@ -5,40 +5,31 @@ A replica that dies costs one segment, and tokens sampled before new weights cam
 the version, log-probs and routes of their own time.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from grpo_megatron.errors import EngineError
-from grpo_megatron.rollout.decode import Decoder
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.types import Completion, KeptSets, VersionSpan
 
-_MAX_EMPTY = 100
-"""Aborted segments without a token in a row: each is a publish that came before its turn."""
 Result = TypeVar("Result")
 
+Ask = Callable[..., Awaitable[list[Completion]]]
+"""One request: (token ids, n=, max_tokens=, seed=, routes_from=), see `GenerateRequest`."""
 
-class Ask(Protocol):
-    """One request, see `EngineClient.generate`."""
-
-    def __call__(self, token_ids: Sequence[int], *, n: int, max_tokens: int, seed: int | None,
-                 routes_from: int) -> Coroutine[Any, Any, list[Completion]]: ...
+_MAX_EMPTY = 100
+"""Aborted segments without a token in a row: each is a publish that came before its turn."""
 
 
-async def complete(
-    ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int, segment_tokens: int | None = None,
-    seed: int | None = None, decode: Decoder | None = None,
-) -> list[Completion]:
+async def complete(ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int,
+                   segment_tokens: int | None = None, seed: int | None = None) -> list[Completion]:
     """`n` whole completions of a prompt.
 
     Args:
-        max_tokens: Longest completion.
         segment_tokens: Longest segment; None: only aborted ones are continued.
         seed: Of the first segment; those after it derive theirs from it and from their position,
             because an engine cannot enter a seed's random numbers midway.
@@ -56,16 +47,13 @@ async def complete(
             tail, = await ask(
                 [*prompt, *whole.token_ids.tolist()], n=1, max_tokens=goal - done,
                 seed=None if seed is None else derive_seed(seed + child, "segment", done),
-                routes_from=len(prompt) + done - 1 if done else 0,
-            )
+                routes_from=len(prompt) + done - 1 if done else 0)
             num_empty = 0 if len(tail.token_ids) else num_empty + 1
             if num_empty >= _MAX_EMPTY:
                 raise EngineError(f"a request was aborted {num_empty} times before its next token",
                                   remedy="publish less often, or set publish.pause=keep")
             whole = merge(whole, tail, len(prompt))
-        reason = "stop" if whole.finish_reason == "stop" else "length"
-        text = decode(whole.token_ids.tolist()) if decode is not None else ""
-        return replace(whole, finish_reason=reason, text=text)
+        return replace(whole, finish_reason="stop" if whole.finish_reason == "stop" else "length")
 
     return await finish_or_cancel([finish(i, head) for i, head in enumerate(heads)])
 
@@ -87,14 +75,14 @@ def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
         return tail
     if not len(tail.token_ids):
         return replace(head, finish_reason=tail.finish_reason)
-    num_rows = (num_prompt + done - 1, len(tail.token_ids))
     shifted = [VersionSpan(s.version, s.start + done, s.end + done) for s in tail.versions]
-    routes, spans = _merged_routes((head, tail), num_rows)
     return Completion(
         token_ids=np.concatenate([head.token_ids, tail.token_ids]),
         logprobs=np.concatenate([head.logprobs, tail.logprobs]),
         versions=_joined([*head.versions, *shifted]), finish_reason=tail.finish_reason, text="",
-        routes=routes, route_versions=spans, kept=_merged_kept(head.kept, tail.kept))
+        routes=_merged_routes(head, tail, num_prompt),
+        route_versions=_joined([*head.route_versions, *tail.route_versions]),
+        kept=_merged_kept(head.kept, tail.kept))
 
 
 def _merged_kept(head: KeptSets | None, tail: KeptSets | None) -> KeptSets | None:
@@ -104,19 +92,18 @@ def _merged_kept(head: KeptSets | None, tail: KeptSets | None) -> KeptSets | Non
                     np.concatenate([head.offsets, head.offsets[-1] + tail.offsets[1:]]))
 
 
-def _merged_routes(
-    parts: Sequence[Completion], num_rows: Sequence[int],
-) -> tuple[np.ndarray | None, tuple[VersionSpan, ...]]:
-    known = [part.routes for part in parts if part.routes is not None]
+def _merged_routes(head: Completion, tail: Completion, num_prompt: int) -> np.ndarray | None:
+    known = [part.routes for part in (head, tail) if part.routes is not None]
     if not known:
-        return None, ()
+        return None
     if len({(routes.shape[1:], routes.dtype) for routes in known}) > 1:
         raise EngineError(f"segments of one completion have routes of shapes "
                           f"{[routes.shape[1:] for routes in known]}",
                           remedy="all engines must serve the same model")
-    rows = [np.zeros((count, *known[0].shape[1:]), known[0].dtype) if part.routes is None
-            else part.routes for part, count in zip(parts, num_rows, strict=True)]
-    return np.concatenate(rows), _joined([s for part in parts for s in part.route_versions])
+    num_rows = num_prompt + len(head.token_ids) - 1, len(tail.token_ids)
+    return np.concatenate([
+        np.zeros((count, *known[0].shape[1:]), known[0].dtype) if part.routes is None
+        else part.routes for part, count in zip((head, tail), num_rows, strict=True)])
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
@@ -129,12 +116,20 @@ def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
     return tuple(joined)
 
 
-async def finish_or_cancel(coroutines: Sequence[Awaitable[Result]]) -> list[Result]:
-    """Run all; on an error or cancellation, cancel the rest (which aborts their requests)."""
+async def finish_or_cancel(coroutines: Iterable[Awaitable[Result]], settle_s: float = 0.0
+                           ) -> list[Result]:
+    """Run all; on an error or cancellation, cancel the rest (which aborts their requests). What
+    else fails within `settle_s` is noted on the error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except BaseException as error:
+        done, _ = await asyncio.wait(tasks, timeout=settle_s)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done if settle_s else ():
+            other = None if task.cancelled() else task.exception()
+            if other is not None and other is not error:
+                error.add_note(f"then: {other}")
+        raise

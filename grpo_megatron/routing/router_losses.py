@@ -4,8 +4,6 @@ Shape legend: n tokens, E experts, K experts per token. `scores` [n, E] are what
 the largest of: logits, softmax probabilities, or sigmoid scores plus the selection bias.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,11 +1,9 @@
 """What a route is: the experts that one token was sent to, in every MoE layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -44,11 +42,8 @@ class RouteShape:
         """Size of the routes of so many tokens."""
         return tokens * len(self.layers) * self.experts_per_token * self.dtype.itemsize
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> RouteShape:
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
         return cls(**{**document, "layers": tuple(document["layers"])})
 
     def __str__(self) -> str:

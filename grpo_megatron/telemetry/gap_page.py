@@ -1,77 +1,45 @@
 """The mismatch report as one self-contained HTML page: no script, no network."""
 
-from __future__ import annotations
-
-import html
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 
-from grpo_megatron.telemetry.gap_parts import GapParts
+from grpo_megatron.telemetry.gap_parts import GapParts, sizes
 
-_STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .7em; text-align: right }
-th:first-child, td:first-child { text-align: left } tr:last-child td { font-weight: bold }
-.map td { padding: 0; min-width: 1.1em; height: 1.1em; border: 1px solid #fff }
-.map th { font-weight: normal; font-size: 11px; padding: 0 .4em }
-p { max-width: 50em }
-"""
+_PAGE = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
+    Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+_RATE = "routing/rollout_slot_flip_rate/"
 
 
 def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float],
              notes: Sequence[str]) -> str:
     """A whole HTML document."""
-    body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(n)}</p>" for n in notes),
-            "<h2>Causes</h2>", _table(("log-prob gap: engine - trainer", "mean", "mean |.|",
-                                       "max |.|"), gap.table())]
+    rates = {n.rpartition("_")[2]: v for n, v in metrics.items() if n.startswith(_RATE)}
     positions = gap.by_position()
-    body += ["<h2>By position in the completion</h2>",
-             _heat_map(list(positions), [str(i) for i in range(len(next(iter(
-                 positions.values()))))], np.array(list(positions.values())), per_row=True)]
-    if gap.by_layer:
-        rows = [(f"layer {layer}", float(v.mean()), float(np.abs(v).mean()),
-                 float(np.abs(v).max(initial=0))) for layer, v in gap.by_layer.items()]
-        body += ["<h2>Routing part by layer</h2>",
-                 _table(("after the layers below it", "mean", "mean |.|", "max |.|"), rows)]
-    rates = {n.rpartition("_")[2]: v for n, v in metrics.items()
-             if n.startswith("routing/rollout_slot_flip_rate/")}
-    if rates:
-        body += ["<h2>Slots that the trainer would route elsewhere</h2>",
-                 _heat_map(["flip rate"], list(rates), np.array([list(rates.values())]))]
+    flipped = None
     if gap.flipped is not None and gap.flipped.size:
         experts, layers = gap.flipped.shape
-        names = [f"layer {n}" for n in (gap.layers if len(gap.layers) == layers
-                                        else range(layers))]
-        body += ["<h2>Experts the engine used where the trainer would not have</h2>",
-                 _heat_map(names, [str(e) for e in range(experts)], gap.flipped.T)]
-    return (f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}"
-            f"</title><style>{_STYLE}</style><body>{''.join(body)}</body></html>\n")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence]) -> str:
-    cells = "".join(f"<th>{html.escape(str(name))}</th>" for name in head)
-    lines = ("".join(f"<td>{html.escape(v) if isinstance(v, str) else f'{v:.3e}'}</td>"
-                     for v in row) for row in rows)
-    return f"<table><tr>{cells}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+        names = gap.layers if len(gap.layers) == layers else range(layers)
+        flipped = _heat_map([f"layer {n}" for n in names], range(experts), gap.flipped.T)
+    return _PAGE.render(
+        title=title, notes=notes, causes=gap.table(), flipped=flipped,
+        positions=_heat_map(positions, range(len(next(iter(positions.values())))),
+                            np.array(list(positions.values())), per_row=True),
+        layers=[(f"layer {layer}", *sizes(v)) for layer, v in gap.by_layer.items()],
+        rates=rates and _heat_map(["flip rate"], rates, np.array([list(rates.values())])))
 
 
 def _heat_map(rows: Sequence[str], columns: Sequence[str], values: np.ndarray, *,
-              per_row: bool = False) -> str:
+              per_row: bool = False) -> dict[str, Any]:
     """values: [rows, columns]; darker is more, NaN is grey; a cell's number shows on hover."""
     top = np.nanmax(np.abs(values), axis=1 if per_row else None, keepdims=True, initial=0)
     shades = np.broadcast_to(np.abs(values) / np.where(top > 0, top, 1), values.shape)
-    every = max(len(columns) // 16, 1)
-    head = "".join(f"<th>{html.escape(name) if i % every == 0 else ''}</th>"
-                   for i, name in enumerate(columns))
-    lines = []
-    for name, row, shade in zip(rows, values, shades, strict=True):
-        cells = "".join(
-            f"<td style='background:{_colour(s)}' title='{html.escape(name)}, "
-            f"{html.escape(column)}: {v:.3g}'></td>"
-            for column, v, s in zip(columns, row, shade, strict=True))
-        lines.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
-    return f"<table class='map'><tr><th></th>{head}</tr>{''.join(lines)}</table>"
+    return {"columns": list(columns), "every": max(len(columns) // 16, 1),
+            "rows": [(name, list(zip(row, map(_colour, shade), strict=True)))
+                     for name, row, shade in zip(rows, values, shades, strict=True)]}
 
 
 def _colour(share: float) -> str:

@@ -3,10 +3,8 @@
 Shape legend: n completion tokens of a recorded step, L MoE layers, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,7 +28,7 @@ class GapParts:
     by_layer: Mapping[int, np.ndarray]
     flipped: np.ndarray | None
     position: np.ndarray
-    layers: tuple[int, ...] = field(default=())
+    layers: tuple[int, ...] = ()
 
     @property
     def residual(self) -> float:
@@ -40,8 +38,7 @@ class GapParts:
     def table(self) -> list[tuple[str, float, float, float]]:
         """(cause, mean, mean |.|, max |.|), the total last."""
         rows = [*self.parts.items(), ("total", self.total)]
-        return [(name, float(v.mean()), float(np.abs(v).mean()), float(np.abs(v).max()))
-                for name, v in rows] if len(self.total) else []
+        return [(name, *sizes(v)) for name, v in rows] if len(self.total) else []
 
     def by_position(self) -> dict[str, np.ndarray]:
         """Mean |part| in bins of the completion position, [POSITION_BINS]; NaN: no token."""
@@ -51,6 +48,11 @@ class GapParts:
         counts[counts == 0] = np.nan
         return {name: np.bincount(bins, np.abs(v), POSITION_BINS) / counts
                 for name, v in self.parts.items()}
+
+
+def sizes(values: np.ndarray) -> tuple[float, float, float]:
+    """Mean, mean |.| and max |.|"""
+    return float(values.mean()), float(np.abs(values).mean()), float(np.abs(values).max(initial=0))
 
 
 def split_gap(run: Mapping[str, np.ndarray], engine_precision: Mapping[str, np.ndarray] | None,

@@ -1,7 +1,6 @@
 """metrics.jsonl: one line a step, the truth that screens and mirrors copy."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import logging
 import math
@@ -32,12 +31,8 @@ class MetricsWriter:
     `area/name/stat`. Opening repairs a torn last line. Values that are not finite become null,
     with a warning once per name.
 
-    Attributes:
-        last_step: Step of the last line; None while there is none.
-        nonfinite: How often each name was not finite, since this writer was made.
-
-    Raises:
-        DataError: A line in the middle of an existing file is not JSON.
+    `last_step` is the step of the last line, or None; `nonfinite` counts, by name, values that
+    were not finite. DataError where a line in the middle of an existing file is not JSON.
     """
 
     def __init__(self, run_dir: RunDir):
@@ -50,9 +45,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Append one step; returns exactly what was written, for the mirrors.
 
-        Raises:
-            DataError: The file already has this step or a later one.
-            TypeError: A value is not a number.
+        DataError where the file has this step or a later one, TypeError for what is no number.
         """
         if self.last_step is not None and step <= self.last_step:
             raise DataError(f"step {step} after step {self.last_step}",
@@ -119,15 +112,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lines with their records; one that was being written when its process died is left out."""
     lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
-        try:
-            if line.endswith("\n") and isinstance((record := json.loads(line))["step"], int):
-                yield line, record
-                continue
-        except (ValueError, KeyError, TypeError):
-            pass
-        if number < len(lines):
+        record = None
+        with contextlib.suppress(ValueError):
+            record = json.loads(line) if line.endswith("\n") else None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield line, record
+        elif number < len(lines):
             raise DataError("this line is no metrics record", where=f"{path}:{number}",
                             remedy="remove the line")
 
@@ -139,5 +132,4 @@ def _number(name: str, value: Any) -> int | float | None:
         raise TypeError(f"metric {name} is text: {value!r}")
     if value is None or isinstance(value, int):
         return value if value is None else int(value)
-    number = float(value)
-    return number if math.isfinite(number) else None
+    return float(value) if math.isfinite(value) else None

@@ -4,15 +4,13 @@ Files are the truth and services are mirrors: a mirror gets exactly the record t
 and one that fails says so once and is left out for the rest of the run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_megatron.config.run import TelemetryConfig
 from grpo_megatron.errors import SetupError
@@ -23,69 +21,49 @@ logger = logging.getLogger(__name__)
 _WANDB_TIMEOUT_S = 60
 
 
-class Mirror(Protocol):
-    """A service that copies records."""
-
-    def log(self, record: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Mirrors:
-    """All mirrors of a run; no method raises.
+    """All mirrors of a run; no method raises. Given by name is how to start each, now.
 
-    Args:
-        mirrors: By name, how to start each; started now.
+    Attributes:
+        running: Those that work, by name.
     """
 
-    def __init__(self, mirrors: Mapping[str, Callable[[], Mirror]]):
-        self._running: dict[str, Mirror] = {}
+    def __init__(self, mirrors: Mapping[str, Callable[[], Any]]):
+        self.running: dict[str, Any] = {}
         for name, start in mirrors.items():
             with self._guarded(name):
-                self._running[name] = start()
-
-    @property
-    def running(self) -> tuple[str, ...]:
-        """Names of the mirrors that work."""
-        return tuple(self._running)
+                self.running[name] = start()
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Copy one record of metrics.jsonl."""
-        for name, mirror in list(self._running.items()):
+        for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.log(record)
 
     def close(self) -> None:
         """Finish every mirror (idempotent)."""
-        for name, mirror in list(self._running.items()):
+        for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.close()
-        self._running.clear()
+        self.running.clear()
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever a service does, the run goes on
-            self._running.pop(name, None)
+            self.running.pop(name, None)
             logger.warning("%s fails and is off for the rest of this run (metrics.jsonl has "
                            "everything): %s: %s", name, type(error).__name__, error)
 
 
 def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
                  settings: Mapping[str, Any] | None = None) -> Mirrors:
-    """The mirrors that the recipe asks for.
+    """The mirrors that the recipe asks for; SetupError where a package of one is missing.
 
-    Args:
-        config: Which mirrors.
-        run_dir: Their files live there, so that a run directory stays one thing.
-        run_name: Name shown by the services.
-        settings: The resolved recipe, shown by the services.
-
-    Raises:
-        SetupError: A package of a requested mirror is missing.
+    Their files are in the run directory. Services show the name and `settings`, the recipe.
     """
-    wanted: dict[str, Callable[[], Mirror]] = {}
+    wanted: dict[str, Callable[[], Any]] = {}
     if config.wandb != "off":
         wanted["wandb"] = lambda: WandbMirror(run_dir, run_name, config, settings or {})
     if config.tensorboard:

@@ -1,13 +1,10 @@
 """The best and the worst completions of a step, readable: extremes tell more than averages."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,18 +37,17 @@ def extremes(step: int, groups: Sequence[ScoredGroup],
     Ordered by reward, then by its distance from the group's mean (a success where others failed
     comes first), then by position. Unscorable completions are left out.
     """
-    chosen = []
-    for rank, sign in (("best", -1.0), ("worst", 1.0)):
+    def chosen(rank: str, sign: float) -> list[Sample]:
         heads = []
         for number, group in enumerate(groups):
-            scored = group.rewards[~np.isnan(group.rewards)]
-            keys = [(sign * reward, sign * (reward - float(scored.mean())), number, index)
-                    for index, reward in enumerate(group.rewards.tolist())
-                    if not math.isnan(reward)]
+            mean = np.nanmean(group.rewards) if np.isfinite(group.rewards).any() else math.nan
+            keys = [(sign * reward, sign * (reward - mean), number, index)
+                    for index, reward in enumerate(group.rewards.tolist()) if reward == reward]
             heads += [min(keys)] if keys else []
-        chosen.append([_sample(rank, step, groups[number], index)
-                       for *_, number, index in sorted(heads)[:count]])
-    return chosen[0], chosen[1]
+        return [_sample(rank, step, groups[number], index)
+                for *_, number, index in sorted(heads)[:count]]
+
+    return chosen("best", -1.0), chosen("worst", 1.0)
 
 
 def write_samples(run_dir: RunDir, step: int, samples: Iterable[Sample]) -> Path:
@@ -63,19 +59,10 @@ def write_samples(run_dir: RunDir, step: int, samples: Iterable[Sample]) -> Path
     return path
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one step's file, as dictionaries."""
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
 def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
     prompt, completion = group.group.prompt, group.group.completions[index]
-    components = {name: _finite(values[index]) for name, values in group.components.items()}
+    components = {name: float(values[index]) if math.isfinite(values[index]) else None
+                  for name, values in group.components.items()}
     return Sample(rank, step, prompt.prompt_id, prompt.domain, prompt.text, prompt.answer,
                   completion.text, float(group.rewards[index]), components,
                   len(completion.token_ids), completion.finish_reason)
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

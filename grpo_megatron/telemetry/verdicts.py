@@ -1,77 +1,50 @@
-"""The metrics that the screen shows, and simple rules that say ok, watch or bad.
+"""Which metrics the screen shows (`screen.toml`), and whether they look ok or want watching.
 
-The rules are rules of thumb to draw the eye, nothing stops a run because of them. A value that is
-not finite is always bad.
+The rules are rules of thumb to draw the eye, nothing stops a run because of them.
 """
-
-from __future__ import annotations
 
 import math
 import statistics
+import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-
-class Verdict(NamedTuple):
-    """A level and, unless it is "ok", the reason in a few words."""
-
-    level: str  # "ok", "watch" or "bad"
-    reason: str = ""
-
-
-OK = Verdict("ok")
 _WINDOW, _BASELINE = 10, 50
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Compares a measure of a metric's values with two limits; higher is worse, NaN is ok."""
-
-    measure: Callable[[Sequence[float]], float]
-    watch: float
-    bad: float
-    reason: str  # format of (|measure|, limit)
-
-    def __call__(self, values: Sequence[float]) -> Verdict:
-        value = self.measure(values)
-        for level, limit in (("bad", self.bad), ("watch", self.watch)):
-            if value > limit:
-                return Verdict(level, self.reason.format(abs(value), limit))
-        return OK
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A metric of the screen: the first of `names` that a step has."""
+class Row(NamedTuple):
+    """A metric of the screen: the first of `names` that a step has. Without a rule neither good
+    nor bad; else watched, or bad, where the rule's measure is above the limit."""
 
     label: str
-    names: tuple[str, ...]
-    rule: Rule | None = None  # None: neither good nor bad
+    names: Sequence[str]
+    rule: str | None = None
+    watch: float = math.inf
+    bad: float = math.inf
+    plain: bool = False  # also in a plain line
 
 
-def judge(row: Row, values: Sequence[float | None]) -> Verdict:
-    """The verdict on a metric's values so far, oldest first, None where not finite."""
+ROWS = [Row(label, **fields) for label, fields in tomllib.loads(
+    Path(__file__).with_name("screen.toml").read_text(encoding="utf-8")).items()]
+
+
+def judge(row: Row, values: Sequence[float | None]) -> tuple[str, str]:
+    """The verdict on a metric's values so far, oldest first, None where not finite.
+
+    Returns:
+        "ok", "watch" or "bad", and the reason in a few words where it is not ok.
+    """
     if not values or row.rule is None:
-        return OK
+        return "ok", ""
     if values[-1] is None:
-        return Verdict("bad", "not finite")
-    return row.rule([value for value in values if value is not None])
-
-
-def above(watch: float, bad: float) -> Rule:
-    """The last value is over a fixed limit."""
-    return Rule(lambda values: values[-1], watch, bad, "above {1:g}")
-
-
-def jumped(watch: float, bad: float) -> Rule:
-    """The last value over the median of the 50 before it. Needs 10 steps."""
-    return Rule(_over_median, watch, bad, "{0:.1f}x its median")
-
-
-def dropped(watch: float, bad: float) -> Rule:
-    """The last value under that median, as a fraction of it."""
-    return Rule(lambda values: -_over_median(values), -watch, -bad, "{0:.0%} of its median")
+        return "bad", "not finite"
+    measure, reason = _RULES[row.rule]
+    value = measure([value for value in values if value is not None])
+    for level, limit in (("bad", row.bad), ("watch", row.watch)):
+        if value > limit:
+            return level, reason.format(abs(value), limit)
+    return "ok", ""
 
 
 def _over_median(values: Sequence[float]) -> float:
@@ -96,27 +69,11 @@ def _share_left(values: Sequence[float]) -> float:
     return means[-1] / means[0] if len(means) > _WINDOW and means[0] > 0 else math.nan
 
 
-fallen = Rule(_share_lost, 0.15, 0.40, "{0:.0%} of its range below its best")
-"""The mean of the last 10 steps is below the best such mean by more than this part of the range
-that these means have covered. Needs 20 steps."""
-collapsed = Rule(lambda values: -_share_left(values), -0.20, -0.05, "{0:.0%} of its start")
-"""The mean of the last 10 steps is below this part of the first 10's."""
-
-ROWS = (
-    Row("reward", ("reward/mean",), fallen),
-    Row("accuracy", ("evaluation/accuracy", "reward/accuracy"), fallen),
-    Row("groups without signal", ("group/all_equal_fraction",), above(0.5, 0.9)),
-    Row("entropy", ("policy/entropy",), collapsed),
-    Row("kl engine-trainer", ("mismatch/k3",), above(1e-3, 1e-2)),
-    Row("clipped", ("clip/high_fraction", "clip/fraction"), above(0.5, 0.9)),
-    Row("grad norm", ("grad/norm",), jumped(5.0, 20.0)),
-    Row("length", ("response/length_mean",)),
-    Row("truncated", ("response/truncated_fraction",), above(0.1, 0.3)),
-    Row("tokens/s", ("throughput/rollout_tokens_per_s",), dropped(0.7, 0.3)),
-    Row("seconds", ("time/step_s",), jumped(1.5, 3.0)),
-)
-"""Sequence-level objectives clip 10 to 30 % by design (GSPO, arXiv:2507.18071)."""
-
-PLAIN_LABELS = ("reward", "accuracy", "entropy", "kl engine-trainer", "grad norm", "tokens/s",
-                "seconds")
-"""The rows of a plain line."""
+_RULES: dict[str, tuple[Callable[[Sequence[float]], float], str]] = {
+    "above": (lambda values: values[-1], "above {1:g}"),
+    "jumped": (_over_median, "{0:.1f}x its median"),
+    "dropped": (lambda values: -_over_median(values), "{0:.0%} of its median"),
+    "fallen": (_share_lost, "{0:.0%} of its range below its best"),
+    "collapsed": (lambda values: -_share_left(values), "{0:.0%} of its start"),
+}
+"""A measure, of which NaN is ok, and the format of (|measure|, limit); see `screen.toml`."""

@@ -1,19 +1,20 @@
 """One rank of a conversion: `python -m grpo_megatron.trainer.convert JOB.json`.
 
-Ranks share the files out among them and need each other only between the phases: write, read back,
-compare log-probs. Standard output carries one JSON object a line for whoever started them: bytes
-of a phase, messages, the error.
+Ranks share the files out among them and need each other only between the phases: write, read
+back, compare log-probs. Standard output carries one JSON object a line for whoever started them:
+bytes of a phase, messages, the error.
 """
-
-from __future__ import annotations
 
 import json
 import os
 import shutil
 import sys
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +25,32 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints.durable import PROGRESS, commit, working_directory, write_json
-from grpo_megatron.checkpoints.hf_export import DEFAULT_SHARD_BYTES, refuse_differences
-from grpo_megatron.checkpoints.shard_files import Records, ShardFile
-from grpo_megatron.checkpoints.torch_dist import is_torch_dist
-from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.errors import (
-    GrpoMegatronError,
-    MismatchError,
-    SetupError,
-    TrainerError,
+from grpo_megatron.checkpoints.durable import (
+    PROGRESS,
+    commit,
+    refuse_differences,
+    working_directory,
+    write_json,
 )
+from grpo_megatron.checkpoints.hf_export import HFTarget
+from grpo_megatron.checkpoints.hf_import import HFSource
+from grpo_megatron.checkpoints.shard_files import DEFAULT_SHARD_BYTES, ShardFile, Target, read_ahead
+from grpo_megatron.checkpoints.torch_dist import MegatronSource, MegatronTarget, is_torch_dist
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer import probe
-from grpo_megatron.trainer.conversions import (
-    Conversion,
-    HFSource,
-    MegatronSource,
-    ToHF,
-    ToMegatron,
-    problems_of,
-)
 from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
-from grpo_megatron.trainer.parameters import ParameterTable, parameter_table
+from grpo_megatron.trainer.parameters import parameter_table
+from grpo_megatron.weights.digests import digest_tensor
+from grpo_megatron.weights.gather import all_gathered
+from grpo_megatron.weights.parameters import Parameter, num_elements
 
 _REPORT_BYTES = 64 << 20
 _TIMEOUT_S = 7 * 86400.0
 """Ranks wait for the slowest one between phases."""
+
+Source = HFSource | MegatronSource
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -66,185 +66,173 @@ class Job(msgspec.Struct, frozen=True):
     carry: bool = True
 
 
-class Progress:
-    """Bytes of one phase, told in lumps."""
-
-    def __init__(self, phase: str):
-        self.phase, self._pending = phase, 0
-
-    def __call__(self, num_bytes: int) -> None:
-        self._pending += num_bytes
-        if self._pending >= _REPORT_BYTES:
-            self.close()
-
-    def close(self) -> None:
-        say(phase=self.phase, bytes=self._pending)
-        self._pending = 0
-
-
 def say(**message: Any) -> None:
     print(json.dumps(message), flush=True)
 
 
+def _say_once(message: str) -> None:
+    if dist.get_rank() == 0:
+        say(message=message)
+
+
+@contextmanager
+def _phase(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Tell of a phase of all ranks. Yields what takes the bytes that were handled."""
+    if dist.get_rank() == 0:
+        say(phase=name, total=total)
+    started, pending = time.monotonic(), 0
+
+    def report(num_bytes: int, at_least: int = _REPORT_BYTES) -> None:
+        nonlocal pending
+        pending += num_bytes
+        if pending >= at_least:
+            say(phase=name, bytes=pending)
+            pending = 0
+
+    yield report
+    report(0, at_least=0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        say(phase=name, seconds=time.monotonic() - started)
+
+
 def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
     """Everything that one rank does. `store`: rendezvous, default that of the environment."""
-    source = Path(job.source)
-    hf = read_config(source)
+    directory = Path(job.source)
+    hf = read_config(directory)
     table = parameter_table(hf)
     layout = TrainerConfig(**{"num_ranks": info.world_size, "precision": "float32",
                               "command_timeout_s": _TIMEOUT_S, **job.layout})
     initialize(layout, info, store)
     seed_everything(0)
-    if job.target is None:
-        _check(table, source)
-        return
-    target, dtype = Path(job.target), getattr(torch, job.dtype) if job.dtype else None
-    working = working_directory(target)
-    conversion: Conversion
-    if job.to == "hf":
-        conversion = ToHF(MegatronSource(table, source, carry=job.carry), source, working, dtype,
-                          job.shard_bytes)
+    source: Source
+    if job.to == "hf" or (job.target is None and is_torch_dist(directory)):
+        source = MegatronSource(table, directory, carry=job.carry)
     else:
-        conversion = ToMegatron(HFSource(table, source, carry=job.carry), working, dtype,
-                                job.shard_bytes)
+        source = HFSource(table.parameters, directory, carry=job.carry)
+    if job.target is None:
+        _check(source, directory)
+        return
+    final, working = Path(job.target), working_directory(Path(job.target))
+    dtype = getattr(torch, job.dtype) if job.dtype else None
+    units = [p.entries(dtype or source.dtype(p)) for p in source.parameters]
+    target = (HFTarget(working, units, job.shard_bytes) if job.to == "hf" else
+              MegatronTarget(table, source.parameters, working, units, job.shard_bytes))
     if info.rank == 0:
-        _prepare(job, working, conversion.files)
+        _prepare(job, target)
     dist.barrier()
-    _write(conversion, working, info)
-    _read_back(conversion, working, target, info)
+    _write(source, target, dtype, directory)
+    _read_back(target, final)
     if job.probe:
-        _compare(job, hf, table, layout, working)
+        _compare(job, hf, table.parameters, layout, working)
     if info.rank == 0:
-        commit(working, target)
+        commit(working, final)
     dist.barrier()
 
 
-def _prepare(job: Job, working: Path, files: Sequence[ShardFile]) -> None:
+def _left(target: Target) -> list[ShardFile]:
+    return [file for file in target.files if target.record(file) is None]
+
+
+def _prepare(job: Job, target: Target) -> None:
     """Keep what an interrupted conversion of the same files left; start anew after others."""
-    identity = {"job": msgspec.to_builtins(job), "source": [
+    identity = [msgspec.to_builtins(job), [
         [str(path), path.stat().st_size, path.stat().st_mtime_ns]
-        for path in sorted(Path(job.source).rglob("*")) if path.is_file()]}
-    plan = working / PROGRESS / "plan.json"
-    if plan.exists() and json.loads(plan.read_text()) == json.loads(json.dumps(identity)):
-        done = sum(Records(working).read(file) is not None for file in files)
-        say(message=f"going on: {done} of {len(files)} files are finished")
+        for path in sorted(Path(job.source).rglob("*")) if path.is_file()]]
+    working, plan = target.working, target.working / PROGRESS / "plan.json"
+    if plan.exists() and json.loads(plan.read_text()) == identity:
+        done = len(target.files) - len(_left(target))
+        say(message=f"going on: {done} of {len(target.files)} files are finished")
     else:
         for path in working.iterdir() if working.exists() else ():
             if path.name != ".lock":  # held by whoever started us
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (working / "weights").mkdir(parents=True, exist_ok=True)
-        if job.to == "hf":
-            (working / "weights").rmdir()
         write_json(plan, identity)
-    left = sum(file.num_bytes for file in files if Records(working).read(file) is None)
+    left = sum(file.num_bytes for file in _left(target))
     free = shutil.disk_usage(working).free
     if left > free:
         raise SetupError(f"{left / 1e9:.3f} GB are to be written and {free / 1e9:.3f} GB are free",
                          where=str(working.parent), remedy="make room, or choose another disk")
 
 
-def _write(conversion: Conversion, working: Path, info: RankInfo) -> None:
-    left = [file for file in conversion.files if Records(working).read(file) is None]
-    if info.rank == 0:
-        say(phase="write", total=sum(file.num_bytes for file in left))
-    started, report = time.monotonic(), Progress("write")
-    for file in left[info.rank :: info.world_size]:
-        conversion.write(file, report)
-    conversion.close()
-    report.close()
-    dist.barrier()
-    if info.rank == 0:
-        conversion.finish()
-    dist.barrier()
-    if info.rank == 0:
-        say(phase="write", seconds=time.monotonic() - started)
+def _write(source: Source, target: Target, dtype: torch.dtype | None, directory: Path) -> None:
+    rank, left = dist.get_rank(), _left(target)
+    dist.barrier()  # all have looked what is left
+    with _phase("write", sum(file.num_bytes for file in left)) as report:
+        for file in left[rank :: dist.get_world_size()]:
+            parameters = [source.parameters[unit] for unit in file.units]
+            tensors = ((name, tensor.to(dtype or tensor.dtype))
+                       for parameter in read_ahead(parameters, source.prefetch)
+                       for name, tensor in source.tensors(parameter))
+            target.write(file, tensors, report)
+        target.wait()
+        dist.barrier()
+        if rank == 0:
+            target.finish(directory)
 
 
-def _read_back(conversion: Conversion, working: Path, target: Path, info: RankInfo) -> None:
+def _read_back(target: Target, final: Path) -> None:
     """Each rank reads another one's files: on two machines that shows what never left one."""
-    if info.rank == 0:
-        say(phase="read back", total=sum(file.num_bytes for file in conversion.files))
-    started, report, bad = time.monotonic(), Progress("read back"), []
-    for file in conversion.files[(info.rank + 1) % info.world_size :: info.world_size]:
-        wrong = conversion.read_back(file)
-        if wrong:  # the next attempt writes it again
-            (working / PROGRESS / f"{file.name}.json").unlink(missing_ok=True)
-        bad += wrong
-        report(file.num_bytes)
-    report.close()
-    refuse_differences([name for part in _gathered(bad) for name in part], target)
-    if info.rank == 0:
-        say(phase="read back", seconds=time.monotonic() - started)
+    next_rank, bad = (dist.get_rank() + 1) % dist.get_world_size(), []
+    with _phase("read back", sum(file.num_bytes for file in target.files)) as report:
+        for file in target.files[next_rank :: dist.get_world_size()]:
+            bad += target.read_back(file)
+            report(file.num_bytes)
+    refuse_differences(all_gathered(bad), final)
 
 
-def _compare(job: Job, hf: dict[str, Any], table: ParameterTable, layout: TrainerConfig,
-             working: Path) -> None:
-    reason = probe.why_not(hf, table.num_elements, layout)
-    if reasons := [r for r in _gathered(reason) if r]:
-        if dist.get_rank() == 0:
-            say(message=f"log-probs were not compared: {reasons[0]}")
-        return
+def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter],
+             layout: TrainerConfig, working: Path) -> None:
     source = Path(job.source)
     hf_directory, megatron = (working, source) if job.to == "hf" else (source, working)
+    reasons = all_gathered(probe.why_not(hf, num_elements(parameters), layout))
+    if reason := next(filter(None, reasons), None):
+        _say_once(f"log-probs were not compared: {reason}")
+        return
     worst = probe.largest_difference(hf, hf_directory, megatron / "weights", layout,
                                      getattr(torch, job.dtype) if job.dtype else None)
     if not worst <= probe.TOLERANCE:
         raise MismatchError(f"log-probs of the probe text differ by {worst:.2g} between Megatron "
                             f"and transformers (allowed: {probe.TOLERANCE:g})", where=job.target,
                             remedy=f"the files are kept in {working}; please report this model")
-    if dist.get_rank() == 0:
-        say(message=f"log-probs by Megatron and by transformers agree to {worst:.1e}")
+    _say_once(f"log-probs by Megatron and by transformers agree to {worst:.1e}")
 
 
-def _check(table: ParameterTable, directory: Path) -> None:
-    source = (MegatronSource if is_torch_dist(directory) else HFSource)(table, directory)
-    table = source.table
+def _check(source: Source, directory: Path) -> None:
+    """Read every tensor: finite numbers, and the digests that were recorded, if there are any."""
     record = directory / "conversion.json"
     recorded = json.loads(record.read_text())["tensors"] if record.exists() else {}
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if rank == 0:
-        say(phase="check", total=4 * table.num_elements)
-    started, report, found = time.monotonic(), Progress("check"), defaultdict(list)
-    for parameter in table.parameters[rank::world]:
-        for problem, names in problems_of(source, parameter, recorded).items():
-            found[problem] += names
-        report(4 * torch.Size(parameter.shape).numel())
-    report.close()
+    problems: list[tuple[str, str]] = []
+    with _phase("check", 4 * num_elements(source.parameters)) as report:
+        for parameter in source.parameters[dist.get_rank() :: dist.get_world_size()]:
+            for name, tensor in source.tensors(parameter):
+                if not torch.isfinite(tensor).all():
+                    problems.append(("hold numbers that are not finite", name))
+                if name in recorded and digest_tensor(tensor) != recorded[name]:
+                    problems.append(("are not what was written", name))
+                report(4 * tensor.numel())
     total: dict[str, list[str]] = defaultdict(list)
-    for part in _gathered(dict(found)):
-        for problem, names in part.items():
-            total[problem] += names
+    for problem, name in chain.from_iterable(all_gathered(problems)):
+        total[problem].append(name)
     if total:
         raise MismatchError("; ".join(f"{len(names)} tensors {problem}, for example {names[:3]}"
                                       for problem, names in total.items()), where=str(directory))
-    if rank == 0:
-        say(phase="check", seconds=time.monotonic() - started)
-        say(message="every tensor has its place, its shape and finite numbers"
-                    + (", and the digest that was recorded" if recorded else
-                       "; no digests were recorded"))
-
-
-def _gathered(value: Any) -> list[Any]:
-    world: list = [None] * dist.get_world_size()
-    dist.all_gather_object(world, value)
-    return world
+    _say_once("every tensor has its place, its shape and finite numbers" + (
+        ", and the digest that was recorded" if recorded else "; no digests were recorded"))
 
 
 def main(path: Path) -> None:
     """Run the job of `path`; the exit code is that of the error's class."""
+    code = 0
     try:
         run(msgspec.json.decode(path.read_bytes(), type=Job), RankInfo.from_environment())
-    except GrpoMegatronError as error:
-        say(error=[error.message, error.where, error.remedy], exit_code=error.exit_code)
-        os._exit(error.exit_code)  # other ranks may be inside a collective: do not wait
     except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        say(error=[f"{type(error).__name__}: {error}", None, None],
-            exit_code=TrainerError.exit_code)
-        os._exit(TrainerError.exit_code)
-    os._exit(0)
+        if not isinstance(error, GrpoMegatronError):
+            traceback.print_exc()
+            error = TrainerError(f"{type(error).__name__}: {error}")
+        code = error.exit_code
+        say(error=[error.message, error.where, error.remedy], exit_code=code)
+    os._exit(code)  # other ranks may be inside a collective: do not wait
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """Process groups of this rank."""
 
-from __future__ import annotations
-
 import gc
 import os
+import random
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Self
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.trainer.platform import BACKEND, bind_device
-from grpo_megatron.weights.shards import ModelGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class RankInfo:
     world_size: int
 
     @classmethod
-    def from_environment(cls) -> RankInfo:
+    def from_environment(cls) -> Self:
         env = os.environ
         rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
         return cls(rank, int(env.get("LOCAL_RANK", env.get("SLURM_LOCALID", rank))),
@@ -45,13 +46,10 @@ def initialize(layout: TrainerConfig, info: RankInfo, store: dist.Store | None =
     dist.init_process_group(BACKEND, store=store, rank=info.rank, timeout=timeout,
                             world_size=info.world_size)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_parallel_size,
-        context_parallel_size=layout.context_parallel_size,
+        layout.tensor_parallel_size, layout.pipeline_parallel_size,
+        layout.virtual_pipeline_parallel_size, context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_parallel_size,
-        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-    )
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size)
 
 
 def shutdown() -> None:
@@ -64,22 +62,7 @@ def shutdown() -> None:
 
 def seed_everything(seed: int) -> None:
     """Same numbers in every data-parallel replica; tensor ranks differ where they must."""
-    import random
-
-    import numpy as np
-    import torch
-
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def model_groups() -> ModelGroups:
-    """The groups that hold the parts of one copy of the model."""
-    return ModelGroups(
-        tensor=parallel_state.get_tensor_model_parallel_group(),
-        expert=parallel_state.get_expert_model_parallel_group(),
-        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
-        pipeline=parallel_state.get_pipeline_model_parallel_group(),
-    )

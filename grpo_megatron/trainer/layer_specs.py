@@ -3,8 +3,6 @@
 The torch parts are not CPU-specific; they serve any machine without Transformer Engine.
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -4,8 +4,6 @@ Full-vocabulary logits exist for one chunk of tokens at a time, in the forward a
 backward, which computes them again. Nothing of size [tokens, vocabulary] is kept.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

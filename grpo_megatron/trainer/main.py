@@ -4,8 +4,6 @@ Rank 0 takes commands from the controller and passes them on; every rank execute
 waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -19,7 +17,7 @@ from typing import Any
 
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.errors import GrpoMegatronError, TrainerError
+from grpo_megatron.errors import TrainerError
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import encode, error_reply
@@ -88,13 +86,13 @@ def serve(service, link: CommandLink | None, group) -> None:
                 link.send({"result": {}})
             return
         try:
-            result = commands[message["command"]](**message["arguments"])
+            reply = {"result": commands[message["command"]](**message["arguments"])}
         except BaseException as error:
             if link:
                 link.send(error_reply(error))
             raise
         if link:
-            link.send({"result": result})
+            link.send(reply)
 
 
 def main(run_path: str, attempt: str = "") -> None:
@@ -114,8 +112,7 @@ def main(run_path: str, attempt: str = "") -> None:
     group = dist.new_group(backend="gloo")
     # Weights must exist first: the controller announces itself once the model is on disk.
     endpoint = wait_for_endpoint(run_dir.endpoints / "controller.json", timeout_s)
-    model_path = config.model.path or run_dir.model
-    service = TrainerService(config, model_path)
+    service = TrainerService(config, config.model.path or run_dir.model)
     serve(service, CommandLink(endpoint) if info.rank == 0 else None, group)
     dist.destroy_process_group()
 
@@ -123,11 +120,8 @@ def main(run_path: str, attempt: str = "") -> None:
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except GrpoMegatronError as error:
+    except Exception as error:
         traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(error.exit_code)  # other ranks may be inside a collective: do not wait
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(TrainerError.exit_code)
+        # other ranks may be inside a collective: do not wait
+        os._exit(getattr(error, "exit_code", TrainerError.exit_code))

@@ -3,8 +3,6 @@
 Shape legend: T packed tokens (with padding), S samples, n policy tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,11 +36,6 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return self.tokens.size(1)
-
-    @property
-    def num_real_tokens(self) -> int:
-        """Without padding."""
-        return sum(self.lengths)
 
 
 def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, pad_to: int,

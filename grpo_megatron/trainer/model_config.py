@@ -3,8 +3,6 @@
 What a family's fields mean to Megatron is in its table (`plan/families`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -14,9 +12,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import family_of
-from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.plan.hf_config import megatron_settings, model_fields
 from grpo_megatron.trainer.platform import HAS_CUDA, HAS_TRANSFORMER_ENGINE
-from grpo_megatron.trainer.rope import attention_factor
+from grpo_megatron.trainer.rope import rotary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -33,18 +31,14 @@ def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> Transformer
     config = TransformerConfig(**settings)
     # what attention.py:1102 computes the factor of cosines and sines from; no fields of the class
     config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = math.e, 0.0
-    config.yarn_mscale = 10.0 * (attention_factor(fields["rope"]) - 1.0)
+    config.yarn_mscale = 10.0 * (rotary(fields["rope"], config.kv_channels)[1] - 1.0)
     return config
 
 
 def _of_family(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The family's `[megatron]` table with its references replaced."""
-    settings: dict[str, Any] = {"activation_func": torch.nn.functional.silu}
-    for name, value in family_of(model_type).megatron.items():
-        negated, dollar, field = value.partition("$") if isinstance(value, str) else ("", "", "")
-        if dollar:
-            value = not fields[field] if negated else fields.get(field)
-        settings[name] = value
+    settings = {"activation_func": torch.nn.functional.silu,
+                **megatron_settings(family_of(model_type), fields)}
     if settings.get("num_moe_experts"):
         settings["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
     return settings
@@ -81,25 +75,18 @@ def _parallel(layout: TrainerConfig) -> dict[str, Any]:
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        sequence_parallel=uses_sequence_parallel(layout),
+        sequence_parallel=(layout.tensor_parallel_size > 1 if layout.sequence_parallel is None
+                           else layout.sequence_parallel),  # MoE layers with TP need it
         # packed micro-batches differ in length, so pipeline stages tell each other the shape
         variable_seq_lengths=True,
         # without overlap the interleaved schedule of 0.16.1 computes wrong gradients
         overlap_p2p_comm=bool(vpp), batch_p2p_comm=not vpp,
     )
-    if layout.recompute == "full":
-        settings |= dict(recompute_granularity="full", recompute_method="uniform",
-                         recompute_num_layers=1)
-    elif layout.recompute == "selective":
-        settings |= dict(recompute_granularity="selective", recompute_modules=["core_attn"])
-    return settings
-
-
-def uses_sequence_parallel(layout: TrainerConfig) -> bool:
-    """On by default with tensor parallelism; MoE layers need it there."""
-    if layout.sequence_parallel is None:
-        return layout.tensor_parallel_size > 1
-    return layout.sequence_parallel
+    return settings | {
+        "none": {}, "full": dict(recompute_granularity="full", recompute_method="uniform",
+                                 recompute_num_layers=1),
+        "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    }[layout.recompute]
 
 
 def _precision(layout: TrainerConfig) -> dict[str, Any]:

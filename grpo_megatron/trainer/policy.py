@@ -1,22 +1,18 @@
 """The policy on this rank: model chunks, gradient buffers, optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core import distributed as ddp
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.trainer.megatron_fixes import mark_expert_parameters
@@ -24,8 +20,10 @@ from grpo_megatron.trainer.model_config import transformer_config
 from grpo_megatron.trainer.platform import HAS_CUDA
 from grpo_megatron.trainer.policy_model import PolicyModel, build_chunk
 from grpo_megatron.trainer.router_replay import RouteReplay
-from grpo_megatron.weights.layout import AttentionShape
-from grpo_megatron.weights.shards import unwrap
+from grpo_megatron.trainer.shards import local_shards
+from grpo_megatron.weights.gather import ShardedModel
+from grpo_megatron.weights.parameters import TensorMap
+from grpo_megatron.weights.rules import rules_for
 
 
 @dataclass
@@ -34,21 +32,19 @@ class Policy:
 
     hf: dict[str, Any]
     config: TransformerConfig
-    chunks: list[DistributedDataParallel]
+    chunks: list[ddp.DistributedDataParallel]
     optimizer: Any
     replay: RouteReplay
 
     @property
     def models(self) -> list[PolicyModel]:
-        return [unwrap(chunk) for chunk in self.chunks]
+        return unwrap_model(list(self.chunks))
 
-    @property
-    def num_experts(self) -> int:
-        return self.config.num_moe_experts or 0
-
-    @property
-    def attention_shape(self) -> AttentionShape:
-        return attention_shape(self.config)
+    @cached_property
+    def sharded(self) -> ShardedModel:
+        """All weights, under global names."""
+        return ShardedModel(tensor_map(self.hf, self.config), list(
+            local_shards(self.chunks, self.config.num_moe_experts or 0)))
 
     def set_temperature(self, temperature: float) -> None:
         for model in self.models:
@@ -76,8 +72,10 @@ class Policy:
             group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
-def attention_shape(config: TransformerConfig) -> AttentionShape:
-    return AttentionShape(config.num_attention_heads, config.num_query_groups, config.kv_channels)
+def tensor_map(hf: dict[str, Any], config: TransformerConfig) -> TensorMap:
+    return TensorMap(rules_for(hf["model_type"]), config.num_attention_heads,
+                     config.num_query_groups, config.kv_channels, hf["vocab_size"],
+                     hf.get("tie_word_embeddings", False))
 
 
 def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: OptimizerConfig,
@@ -91,44 +89,35 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
     if router_policy != "none":
         config.moe_router_bias_update_rate = 0.0
     distributed = layout.distributed_optimizer
-    ddp_config = DistributedDataParallelConfig(
+    ddp_config = ddp.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed,
         overlap_grad_reduce=HAS_CUDA, overlap_param_gather=HAS_CUDA and distributed)
     chunks = []
     for index, model in enumerate(build_models(config, hf, layout)):
         if router_policy == "freeze_weights":
-            _freeze_routers(model)
+            for module in model.modules():
+                if isinstance(module, TopKRouter):
+                    module.requires_grad_(False)
         wrapped = Float16Module(config, model) if config.bf16 else model
-        chunks.append(DistributedDataParallel(config, ddp_config, wrapped,
-                                              disable_bucketing=index > 0))
-    for chunk in chunks:
-        chunk.broadcast_params()
-    megatron_optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam", lr=optimizer.lr, weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.beta1, adam_beta2=optimizer.beta2, adam_eps=optimizer.eps,
-            clip_grad=optimizer.clip_grad, use_distributed_optimizer=distributed,
-            bf16=config.bf16, params_dtype=config.params_dtype,
-            overlap_param_gather=ddp_config.overlap_param_gather),
+        chunks.append(ddp.DistributedDataParallel(config, ddp_config, wrapped,
+                                                  disable_bucketing=index > 0))
+        chunks[-1].broadcast_params()
+    megatron_optimizer = get_megatron_optimizer(MegatronOptimizerConfig(
+        optimizer="adam", lr=optimizer.lr, weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1, adam_beta2=optimizer.beta2, adam_eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad, use_distributed_optimizer=distributed, bf16=config.bf16,
+        params_dtype=config.params_dtype, overlap_param_gather=ddp_config.overlap_param_gather),
         chunks)
     config.grad_scale_func = megatron_optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = ddp.finalize_model_grads
+    many = len(chunks) > 1
     if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = _one_or_list([c.no_sync for c in chunks])
+        config.no_sync_func = [c.no_sync for c in chunks] if many else chunks[0].no_sync
     if ddp_config.overlap_param_gather:
-        config.param_sync_func = _one_or_list([c.start_param_sync for c in chunks])
+        syncs = [c.start_param_sync for c in chunks]
+        config.param_sync_func = syncs if many else syncs[0]
     return Policy(hf, config, chunks, megatron_optimizer,
-                  RouteReplay([unwrap(chunk) for chunk in chunks], config))
-
-
-def _freeze_routers(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.requires_grad_(False)
-
-
-def _one_or_list(items: list):
-    return items if len(items) > 1 else items[0]
+                  RouteReplay(unwrap_model(chunks), config))
 
 
 def build_models(config: TransformerConfig, hf: dict[str, Any],

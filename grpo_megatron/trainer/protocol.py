@@ -8,8 +8,6 @@ neither torch nor Megatron, because both sides use it.
     -> {"result": {…}}   or   {"error": {"type": "TrainerError", "message": "…"}}
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -22,11 +20,10 @@ def encode(message: dict[str, Any]) -> bytes:
 
 def error_reply(error: BaseException) -> dict[str, Any]:
     """Our own errors keep their class, so that the exit code survives the process boundary."""
-    known = isinstance(error, errors.GrpoMegatronError)
-    return {"error": {"type": type(error).__name__ if known else "TrainerError",
-                      "message": error.message if known else f"{type(error).__name__}: {error}",
-                      "where": error.where if known else None,
-                      "remedy": error.remedy if known else None}}
+    if not isinstance(error, errors.GrpoMegatronError):
+        error = errors.TrainerError(f"{type(error).__name__}: {error}")
+    return {"error": {"type": type(error).__name__, "message": error.message,
+                      "where": error.where, "remedy": error.remedy}}
 
 
 def raise_reply(reply: dict[str, Any]) -> Any:

@@ -3,8 +3,6 @@
 No second model exists on the device. Domains may have references of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from grpo_megatron.checkpoints.distributed import load_model, save_model
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.platform import HAS_CUDA
 from grpo_megatron.trainer.policy import Policy
+from grpo_megatron.trainer.rollouts import objective_of
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, untruncated
 
 START = "start"
@@ -37,9 +36,8 @@ class References:
     def wanted(self) -> bool:
         """Whether the objective looks at a reference at all, if only to measure."""
         o = self.config.objective
-        own = {d.name: d.objective for d in self.config.domains if d.objective is not None}
-        return (Objective(o, list(self._name_of_domain), own).wants_reference
-                or (o.kl != "none" and o.monitor_samples > 0))
+        return (objective_of(self.config, {}).wants_reference
+                or (o.kl != "none" and o.monitor_share > 0))
 
     def take(self, policy: Policy, name: str = START) -> None:
         """Make the current weights a reference."""

@@ -1,7 +1,5 @@
 """Which routes the passes of an RL step replay: the engine's from the store, or recorded ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,16 +14,12 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
 from grpo_megatron.routing.router_losses import balance_coefficients
 from grpo_megatron.routing.shape import RouteStatus
+from grpo_megatron.trainer import router_replay
 from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.platform import device
-from grpo_megatron.trainer.router_replay import (
-    KeepTerms,
-    RouteReplay,
-    Routes,
-    RoutingPass,
-    local_part,
-)
+from grpo_megatron.trainer.router_replay import RouteReplay, Routes, RoutingPass, local_part
 from grpo_megatron.trainer.step import PreparedBatch
+from grpo_megatron.weights.gather import all_gathered
 
 
 class RouteSource:
@@ -86,9 +80,7 @@ class RouteSource:
         """Stop all ranks together where any of them found a route that it may not do without."""
         if self.settings.replay != "r3" or self.settings.on_missing != "fail":
             return
-        world: list = [None] * dist.get_world_size()
-        dist.all_gather_object(world, self._problems)
-        problems = sum(world)
+        problems = sum(all_gathered(self._problems))
         if problems[1:].any():
             what = ", ".join(f"{problems[s]} {s.name.lower()}" for s in RouteStatus
                              if s and problems[s])
@@ -150,19 +142,19 @@ class RouteSource:
             size = local_part(microbatch.tokens[0]).numel()
             stacked = torch.stack(ids) if ids else torch.empty(
                 0, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype)
-            real = torch.arange(size) < self._replay.count_real(microbatch)
+            real = torch.arange(size) < router_replay.count_real(microbatch)
             found.append(Routes(stacked, real.expand(len(ids), size)))
         return found
 
     def _keep(self, batch: PreparedBatch, replayed: Sequence[Routes] | None,
               old: RoutingPass | None, objective: Objective,
-              terms: StepTerms) -> KeepTerms | None:
+              terms: StepTerms) -> router_replay.KeepTerms | None:
         settings = self.settings
         if settings.keep_loss == "none" and settings.balance_weight == 0:
             return None
-        own = {d.name: d.keep_routing_weight for d in self.config.domains}
-        by_domain = torch.tensor([settings.keep_weight if own[d] is None else own[d]
-                                  for d in objective.domains], dtype=torch.float64)
+        by_domain = torch.tensor([
+            settings.keep_weight if d.keep_routing_weight is None else d.keep_routing_weight
+            for d in self.config.domains], dtype=torch.float64)
         weights = []
         for microbatch in batch.microbatches:
             rows = torch.from_numpy(microbatch.table_rows)
@@ -170,11 +162,10 @@ class RouteSource:
             at_tokens = torch.zeros(microbatch.num_tokens)
             at_tokens[microbatch.rows.cpu()] = of_sample[microbatch.sample.cpu()].float()
             weights.append(local_part(at_tokens))
-        balance = None
-        if settings.balance_weight > 0:
-            balance = self._balance(batch, replayed)
-        return KeepTerms(settings.keep_loss, weights, old.recorded_log_probs if old else {},
-                         balance, batch.loss_scale)
+        balance = self._balance(batch, replayed) if settings.balance_weight > 0 else None
+        return router_replay.KeepTerms(
+            settings.keep_loss, weights, old.recorded_log_probs if old else {}, balance,
+            batch.loss_scale)
 
     def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
         shape, layers = self._replay.shape, self._replay.layers

@@ -11,8 +11,6 @@ Shape legend: T tokens of a micro-batch on this rank (its chunk of them with seq
 K experts per token, E experts, R MoE layers on this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,16 +74,12 @@ class RoutingPass:
 class RouterTap:
     """Chooses the experts of one MoE layer."""
 
-    def __init__(self, replay: RouteReplay, router: TopKRouter, chunk: int, row: int):
+    def __init__(self, replay: "RouteReplay", router: TopKRouter, chunk: int, row: int):
         self.replay, self.chunk, self.row = replay, chunk, row
         self._router, self._loss = router, None
+        self.layer = router.layer_number - 1
         router.router_replay = self
         router.register_forward_hook(self._attach)
-
-    @property
-    def layer(self) -> int:
-        """From 0."""
-        return self._router.layer_number - 1
 
     def get_replay_topk(self, scores: Tensor, topk: int, num_groups: int | None = None,
                         group_topk: int | None = None,
@@ -96,7 +90,7 @@ class RouterTap:
         run = self.replay.running
         if run is None:
             return values, live
-        index, forward = self.replay.position(self.chunk)
+        index, forward = self.replay.position[self.chunk]
         chosen = live
         if run.replayed is not None:
             routes = run.replayed[index]
@@ -122,7 +116,7 @@ class RouterTap:
             run.recorded[index, self.row] = live.to("cpu", self.replay.id_dtype)
         if run.record_log_probs:
             run.recorded_log_probs[index, self.row] = self.log_probs(scores).cpu()
-        real = self.replay.num_real(index)
+        real = self.replay.num_real[index]
         row = self.replay.shape.layers.index(self.layer)
         if run.measure:
             log_p = self.log_probs(scores[:real])
@@ -148,7 +142,7 @@ class RouterTap:
             loss = loss + (weights * getattr(router_losses, keep.kind)(log_p, chosen)).sum()
         loss = loss / len(self.replay.shape.layers)
         if keep.balance is not None:
-            real = self.replay.num_real(index)
+            real = self.replay.num_real[index]
             loss = loss + (log_p[:real].exp() @ keep.balance[self.row].to(log_p)).sum()
         if forward:
             run.keep_loss += float(loss.detach())
@@ -172,17 +166,16 @@ class RouteReplay:
         self.id_dtype = torch.uint8 if self.shape.num_experts <= 256 else torch.int16
         self.running: RoutingPass | None = None
         self._chunk_of = {id(model): chunk for chunk, model in enumerate(models)}
-        self._position: list[tuple[int, bool]] = [(0, True)] * len(models)
-        self._num_real: list[int] = []
+        self.position: list[tuple[int, bool]] = [(0, True)] * len(models)
+        """By chunk: the micro-batch that it works on, and whether this is its forward."""
+        self.num_real: list[int] = []
+        """By micro-batch: how many of this rank's tokens come before the padding."""
         routers = [(chunk, module) for chunk, model in enumerate(models)
                    for module in model.modules() if isinstance(module, TopKRouter)]
         self.taps = [RouterTap(self, router, chunk, row)
                      for row, (chunk, router) in enumerate(routers)]
-
-    @property
-    def layers(self) -> list[int]:
+        self.layers = [tap.layer for tap in self.taps]
         """Layer numbers, from 0, of this rank's rows."""
-        return [tap.layer for tap in self.taps]
 
     @contextmanager
     def during(self, run: RoutingPass | None,
@@ -192,7 +185,7 @@ class RouteReplay:
             run.sums = RoutingSums(self.shape.layers, self.shape.num_experts,
                                    list(run.compared), device())
         self.running = run
-        self._num_real = [self.count_real(m) for m in microbatches]
+        self.num_real = [count_real(m) for m in microbatches]
         try:
             yield
         finally:
@@ -200,31 +193,17 @@ class RouteReplay:
 
     def enter(self, model: torch.nn.Module, index: int) -> None:
         """The chunk `model` is about to compute micro-batch `index`."""
-        self._position[self._chunk_of[id(model)]] = (index, True)
+        self.position[self._chunk_of[id(model)]] = (index, True)
 
     def leave(self, model: torch.nn.Module, index: int, output: Tensor) -> None:
         """It has; when its backward begins, layers may compute the same micro-batch again."""
         chunk = self._chunk_of[id(model)]
 
         def back(gradient: Tensor) -> None:
-            self._position[chunk] = (index, False)
+            self.position[chunk] = (index, False)
 
         if self.running is not None and output.requires_grad:
             output.register_hook(back)
-
-    def position(self, chunk: int) -> tuple[int, bool]:
-        """(micro-batch, whether this is its forward) that the chunk works on."""
-        return self._position[chunk]
-
-    def num_real(self, index: int) -> int:
-        """How many of this rank's tokens of a micro-batch come before the padding."""
-        return self._num_real[index]
-
-    @staticmethod
-    def count_real(microbatch: MicroBatch) -> int:
-        size = microbatch.num_tokens // sequence_shards()
-        start = size * parallel_state.get_tensor_model_parallel_rank()
-        return min(max(microbatch.num_real_tokens - start, 0), size)
 
     def finish(self, run: RoutingPass, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
         """Metrics of a finished pass, equal on all ranks. Collective."""
@@ -234,8 +213,8 @@ class RouteReplay:
         for name in run.compared:
             sizes = [m.num_tokens // sequence_shards() for m in microbatches]
             flags = torch.cat([run.flipped.get((name, i), torch.zeros(
-                2, size, dtype=torch.bool, device=device())) for i, size in enumerate(sizes)], 1)
-            flags = flags.to(torch.int32)
+                2, size, dtype=torch.bool, device=device())) for i, size in enumerate(sizes)],
+                1).to(torch.int32)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=pipeline)
             if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
                 run.sums.any_layer[run.sums.comparisons.index(name)] += flags.sum(1)
@@ -247,6 +226,13 @@ class RouteReplay:
             dist.all_reduce(total)
             metrics["routing/loss"] = float(total)
         return metrics
+
+
+def count_real(microbatch: MicroBatch) -> int:
+    """How many of this rank's tokens come before the padding."""
+    size = microbatch.num_tokens // sequence_shards()
+    start = size * parallel_state.get_tensor_model_parallel_rank()
+    return min(max(sum(microbatch.lengths) - start, 0), size)
 
 
 def sequence_shards() -> int:

@@ -1,7 +1,5 @@
 """Learning rate as a closed form of the step: nothing to store, nothing to resume wrongly."""
 
-from __future__ import annotations
-
 import math
 
 from grpo_megatron.config.trainer import OptimizerConfig
@@ -13,8 +11,6 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(num_steps - config.warmup_steps, 1)
     progress = min(max(progress, 0.0), 1.0)
-    if config.schedule == "constant":
-        return config.lr
-    linear = config.schedule == "linear"
-    factor = 1 - progress if linear else 0.5 * (1 + math.cos(math.pi * progress))
+    factor = {"constant": 1.0, "linear": 1 - progress,
+              "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[config.schedule]
     return config.min_lr + (config.lr - config.min_lr) * factor

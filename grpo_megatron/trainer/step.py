@@ -5,17 +5,15 @@ Megatron's schedule divides by the number of micro-batches and data parallelism 
 sum is multiplied by both: the split cannot change the result.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.packing import plan_microbatches
@@ -26,7 +24,7 @@ from grpo_megatron.trainer.microbatch import MicroBatch, build_microbatch
 from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy
 from grpo_megatron.trainer.router_replay import RoutingPass
-from grpo_megatron.weights.shards import unwrap
+from grpo_megatron.weights.gather import all_gathered
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Stats]]
 """Micro-batch and the model's fp32 [2, n] (log-probs, entropies; with truncated sampling a third
@@ -38,9 +36,7 @@ class PreparedBatch:
     """This rank's micro-batches of one optimizer step."""
 
     microbatches: tuple[MicroBatch, ...]
-    num_samples: int
     num_tokens: int  # prompt and policy tokens, all ranks
-    num_policy_tokens: int  # all ranks
 
     @property
     def loss_scale(self) -> float:
@@ -56,12 +52,10 @@ def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> Prep
         lengths, num_ranks=parallel_state.get_data_parallel_world_size(),
         max_tokens=layout.max_tokens_per_microbatch,
         multiple_of=pipeline if layout.virtual_pipeline_parallel_size else 1)
-    mine = plan.microbatches[parallel_state.get_data_parallel_rank()]
     microbatches = tuple(
-        build_microbatch(i, table, rows[part], pad_to=layout.tensor_parallel_size,
-                         device=device()) for i, part in enumerate(mine))
-    return PreparedBatch(microbatches, len(rows), int(lengths.sum()),
-                         int(table.completion_lengths[rows].sum()))
+        build_microbatch(i, table, rows[part], pad_to=layout.tensor_parallel_size, device=device())
+        for i, part in enumerate(plan[parallel_state.get_data_parallel_rank()]))
+    return PreparedBatch(microbatches, int(lengths.sum()))
 
 
 def untruncated(output: torch.Tensor) -> torch.Tensor:
@@ -105,9 +99,9 @@ def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction
     _run_schedule(policy, batch, loss_of, routing, forward_only=False)
     stats = reduce_stats(stats)
     _require_finite("loss", stats.result()["loss/value"])
-    _, grad_norm, _ = policy.optimizer.step()
-    _require_finite("gradient norm", float(grad_norm))
-    stats.mean("grad/norm", torch.tensor(float(grad_norm)), 1.0, "update")
+    grad_norm = float(policy.optimizer.step()[1])
+    _require_finite("gradient norm", grad_norm)
+    stats.mean("grad/norm", torch.tensor(grad_norm), 1.0, "update")
     return stats
 
 
@@ -124,11 +118,11 @@ def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable,
 
     def forward_step(iterator: Iterator[MicroBatch], model, return_schedule_plan=False):
         microbatch = next(iterator)
-        replay.enter(unwrap(model), microbatch.index)
+        replay.enter(unwrap_model(model), microbatch.index)
         output = model(microbatch.tokens, microbatch.position_ids, None,
                        labels=microbatch.targets, loss_mask=microbatch.rows,
                        packed_seq_params=microbatch.packed, kept=microbatch.kept)
-        replay.leave(unwrap(model), microbatch.index, output)
+        replay.leave(unwrap_model(model), microbatch.index, output)
         return output, lambda tensor: on_output(microbatch, tensor)
 
     iterators = [iter(batch.microbatches) for _ in policy.chunks]
@@ -143,14 +137,17 @@ def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable,
             seq_length=max(m.num_tokens for m in batch.microbatches), forward_only=forward_only)
 
 
+def speaks_for_samples() -> bool:
+    """Whether this rank, and no other one with the same samples, has what the model computed."""
+    return (parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0)
+
+
 def reduce_stats(stats: Stats) -> Stats:
     """Add up over the data-parallel ranks of the last stage; equal on all ranks. Collective."""
-    speaks = (parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-              and parallel_state.get_tensor_model_parallel_rank() == 0)
-    world: list = [None] * dist.get_world_size()
-    dist.all_gather_object(world, _as_numbers(stats) if speaks else None)
     total = Stats()
-    for means, maxima, samples, units in filter(None, world):
+    for means, maxima, samples, units in filter(
+            None, all_gathered(_as_numbers(stats) if speaks_for_samples() else None)):
         total.add(Stats(*({name: torch.tensor(value, dtype=torch.float64)
                            for name, value in part.items()}
                           for part in (means, maxima, samples)), units))

@@ -4,8 +4,6 @@ A process of its own: with `megatron_cpu` installed, transformers leaves rotary 
 uninitialised when it loads a model.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,6 @@
 """What costs passes of its own, measured on a few samples of every step."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,11 +20,12 @@ from grpo_megatron.trainer.step import logprob_pass, prepare, reduce_stats, untr
 
 
 class Watch:
-    """`objective.monitor_samples` samples, spread over the step, under the policy before it."""
+    """`objective.monitor_share` of the samples, spread over the step, under the policy before it.
+    """
 
     def __init__(self, config: RunConfig, policy: Policy, table: SampleTable,
                  objective: Objective):
-        count = min(config.objective.monitor_samples, len(table))
+        count = math.ceil(config.objective.monitor_share * len(table))
         rows = np.linspace(0, len(table) - 1, count).astype(np.int64)
         self._policy, self._table, self._objective = policy, table, objective
         self._batch = prepare(config.trainer, table, rows)
@@ -35,8 +35,8 @@ class Watch:
         """KL to the reference, for where it weighs nothing: `reference/k1`, `k3`."""
         [found] = references.logprobs(self._policy, [self._batch], self._objective,
                                       self._table.domain)
-        return self._measure(found, lambda meter, part, before, ref:
-                             measure_reference(meter, before, ref))
+        return self._measure(found, lambda meter, part, *logprobs:
+                             measure_reference(meter, *logprobs))
 
     def step(self, batch: SampleBatch, advantages: Advantages) -> Stats:
         """How far the updates of the step moved the policy: `step/…`."""

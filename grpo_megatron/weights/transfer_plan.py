@@ -1,11 +1,9 @@
 """What a publish sends: every tensor's name, dtype, shape and owner, and how they form buckets."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -15,7 +13,7 @@ ALIGNMENT = 16
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One Hugging Face tensor on the wire."""
+    """One Hugging Face tensor on the wire or in a file."""
 
     name: str
     dtype: str  # "bfloat16", as in torch.bfloat16
@@ -37,14 +35,15 @@ class Bucket:
 
     entries: tuple[TensorEntry, ...]
     offsets: tuple[int, ...]
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.offsets[-1] + self.entries[-1].num_bytes
 
     def views(self, data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The tensors inside `data` (uint8 [num_bytes]), sharing its storage."""
-        return [
-            (e.name, data[o : o + e.num_bytes].view(e.torch_dtype).view(e.shape))
-            for e, o in zip(self.entries, self.offsets, strict=True)
-        ]
+        return [(e.name, data[o : o + e.num_bytes].view(e.torch_dtype).view(e.shape))
+                for e, o in zip(self.entries, self.offsets, strict=True)]
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
@@ -59,49 +58,33 @@ class TransferPlan(msgspec.Struct, frozen=True):
     bucket_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        names = [e.name for e in self.entries]
-        if len(set(names)) != len(names):
-            twice = sorted({n for n in names if names.count(n) > 1})
+        counts = Counter(e.name for e in self.entries)
+        if twice := sorted(name for name, count in counts.items() if count > 1):
             raise ValueError(f"tensors occur twice in the transfer plan: {', '.join(twice)}")
-        stray = [e.name for e in self.entries if not 0 <= e.sender < self.num_senders]
-        if stray:
+        if stray := [e.name for e in self.entries if not 0 <= e.sender < self.num_senders]:
             raise ValueError(f"no such sender (of {self.num_senders}): {', '.join(stray)}")
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: Iterable[tuple[str, torch.Tensor]], *, sender: int = 0,
-        num_senders: int = 1, bucket_bytes: int = 256 << 20,
-    ) -> TransferPlan:
-        """A plan in which one sender owns every tensor."""
-        entries = tuple(entry_of(name, tensor, sender) for name, tensor in tensors)
-        return cls(entries, num_senders, bucket_bytes)
 
     def of_sender(self, sender: int) -> tuple[TensorEntry, ...]:
         return tuple(e for e in self.entries if e.sender == sender)
 
     def buckets(self, sender: int) -> list[Bucket]:
-        buckets: list[Bucket] = []
-        entries: list[TensorEntry] = []
-        offsets: list[int] = []
+        groups: list[dict[TensorEntry, int]] = []  # offsets by tensor
         end = 0
         for entry in self.of_sender(sender):
             start = -(-end // ALIGNMENT) * ALIGNMENT
-            if entries and start + entry.num_bytes > self.bucket_bytes:
-                buckets.append(Bucket(tuple(entries), tuple(offsets), end))
-                entries, offsets, start = [], [], 0
-            entries.append(entry)
-            offsets.append(start)
+            if not groups or start + entry.num_bytes > self.bucket_bytes:
+                groups.append({})
+                start = 0
+            groups[-1][entry] = start
             end = start + entry.num_bytes
-        if entries:
-            buckets.append(Bucket(tuple(entries), tuple(offsets), end))
-        return buckets
+        return [Bucket(tuple(group), tuple(group.values())) for group in groups]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a JSON request body."""
         return msgspec.to_builtins(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> TransferPlan:
+    def from_json(cls, value: dict[str, Any]) -> Self:
         return msgspec.convert(value, cls)
 
 

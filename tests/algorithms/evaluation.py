@@ -10,7 +10,7 @@ import numpy as np
 from grpo_megatron.algorithms.case import parse_case
 from grpo_megatron.algorithms.evaluate import evaluate_case
 from grpo_megatron.algorithms.objective import Objective
-from grpo_megatron.config.objective_loader import load_objective
+from grpo_megatron.config.loader import load_objective
 
 
 def evaluated(preset: str, overrides: Sequence[str] = (), /, **case: Any) -> dict[str, Any]:

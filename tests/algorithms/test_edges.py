@@ -13,8 +13,8 @@ from grpo_megatron.algorithms.advantages import needed_columns
 from grpo_megatron.algorithms.case import parse_case, read_case
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
-from grpo_megatron.config.objective_loader import load_objective
-from grpo_megatron.config.objective_presets import PRESETS
+from grpo_megatron.config.loader import load_objective
+from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.errors import ConfigError, DataError
 from tests.algorithms.evaluation import evaluated, flat
 

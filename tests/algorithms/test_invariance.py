@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from grpo_megatron.algorithms.case import parse_case
 from grpo_megatron.algorithms.evaluate import evaluate
 from grpo_megatron.algorithms.objective import Objective
-from grpo_megatron.config.objective_loader import load_objective
-from grpo_megatron.config.objective_presets import PRESETS
+from grpo_megatron.config.loader import load_objective
+from grpo_megatron.config.objective import PRESETS
 
 SETTINGS = {"gspo": ["clip_low=0.2", "clip_high=0.2"], "gspo_token": ["clip_low=0.2"],
             "gfpo": ["subset_size=2"], "deepseek_v3_2": ["kl_beta=0.1", "opsm_delta=0.05"],

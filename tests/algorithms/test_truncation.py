@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_megatron.algorithms.objective import LossBatch, Objective, policy_loss
-from grpo_megatron.config.objective_loader import load_objective
+from grpo_megatron.config.loader import load_objective
 
 COLUMNS = ("logprobs", "old_logprobs", "rollout_logprobs", "untruncated_logprobs", "ref_logprobs")
 

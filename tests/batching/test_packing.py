@@ -27,13 +27,13 @@ def plan_of(lengths, num_ranks, multiple_of):
 @given(LENGTHS, RANKS, MULTIPLES)
 def test_every_sample_once_within_capacity_and_equal_counts(lengths, num_ranks, multiple_of):
     plan = plan_of(lengths, num_ranks, multiple_of)
-    assert len(plan.microbatches) == num_ranks
-    bins = [rows for rank in plan.microbatches for rows in rank]
+    assert len(plan) == num_ranks
+    bins = [rows for rank in plan for rows in rank]
     assert sorted(row for rows in bins for row in rows.tolist()) == list(range(len(lengths)))
     assert all(np.array(lengths)[rows].sum() <= CAPACITY for rows in bins if len(rows))
-    assert {len(rank) for rank in plan.microbatches} == {plan.num_microbatches}
-    assert plan.num_microbatches % multiple_of == 0
-    assert plan.num_microbatches >= 1
+    assert {len(rank) for rank in plan} == {len(plan[0])}
+    assert len(plan[0]) % multiple_of == 0
+    assert len(plan[0]) >= 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -42,7 +42,7 @@ def test_the_order_of_samples_does_not_matter(lengths, num_ranks, multiple_of, r
     def composition(order):
         plan = plan_of(order, num_ranks, multiple_of)
         return Counter(tuple(sorted(order[row] for row in rows))
-                       for rank in plan.microbatches for rows in rank)
+                       for rank in plan for rows in rank)
 
     shuffled = random.sample(lengths, len(lengths))
     assert composition(lengths) == composition(shuffled)
@@ -54,7 +54,7 @@ def test_no_more_microbatches_than_needed(lengths, num_ranks):
     """First-fit decreasing uses at most 11/9 of the optimum plus one; levelling may add a step."""
     plan = plan_of(lengths, num_ranks, 1)
     lower_bound = -(-sum(lengths) // CAPACITY)
-    bins = plan.num_microbatches * num_ranks
+    bins = len(plan[0]) * num_ranks
     first_fit = 2 * lower_bound + 1  # any first-fit packing is at least half full
     assert bins <= -(-first_fit // num_ranks) * num_ranks + num_ranks
 
@@ -63,7 +63,7 @@ def test_costs_are_balanced_not_counts():
     """One long sample weighs as much as several short ones."""
     lengths = np.array([4096] + [512] * 15)
     plan = plan_microbatches(lengths, num_ranks=2, max_tokens=8192)
-    loads = [sum(sample_costs(lengths[rows]).sum() for rows in rank) for rank in plan.microbatches]
+    loads = [sum(sample_costs(lengths[rows]).sum() for rows in rank) for rank in plan]
     assert max(loads) / min(loads) < 1.2
 
 

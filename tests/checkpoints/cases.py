@@ -19,17 +19,17 @@ from grpo_megatron.checkpoints.distributed import (
     damage,
     load_checkpoint,
     load_model,
+    read_state,
     save_checkpoint,
 )
 from grpo_megatron.checkpoints.hf_export import export_model
-from grpo_megatron.checkpoints.hf_import import check_all_used, import_weights
+from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError, GrpoMegatronError
 from grpo_megatron.trainer.convert import Job, run
 from grpo_megatron.trainer.distributed import RankInfo
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.step import logprob_pass, train_step
-from grpo_megatron.weights.gather import plan_gather
 from tests.integration import trainer_side
 from tests.trainer.cases import Setup, _earlier, loss_of, release
 from tests.trainer.worker_group import fresh_store
@@ -39,6 +39,12 @@ def _train(setup: Setup, samples: str, steps: int) -> list[dict[str, float]]:
     batch = setup.batch(samples)
     return [train_step(setup.policy, batch, loss_of(setup, samples)).result()
             for _ in range(steps)]
+
+
+def _load(setup: Setup, directory: str) -> dict[str, Any]:
+    create_adam_state(setup.policy.optimizer)
+    load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer)
+    return read_state(Path(directory))
 
 
 def save_after(model: str, samples: str, layout: dict[str, Any], directory: str,
@@ -58,8 +64,7 @@ def resume_from(model: str, samples: str, layout: dict[str, Any],
     """Load into a model that was trained elsewhere in the meantime."""
     setup = Setup(model, layout)
     _train(setup, samples, 1)
-    state = load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
-                            create_adam_state)
+    state = _load(setup, directory)
     loaded = setup.gather(setup.shards)
     metrics = _train(setup, samples, 3)
     return {"state": state, "saved": loaded, "metrics": metrics,
@@ -70,8 +75,7 @@ def resume_fresh(model: str, samples: str, layout: dict[str, Any],
                  directory: str) -> dict[str, Any]:
     """As a resumed run does: into an optimizer that has not stepped yet."""
     setup = Setup(model, layout)
-    load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
-                    create_adam_state)
+    _load(setup, directory)
     return {"metrics": _train(setup, samples, 3), "tensors": setup.gather(setup.shards)}
 
 
@@ -79,8 +83,7 @@ def load_refusal(model: str, directory: str) -> str | None:
     """What loading a distributed checkpoint is refused with."""
     setup = Setup(model, {})
     try:
-        load_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer,
-                        create_adam_state)
+        _load(setup, directory)
     except CheckpointError as error:
         return str(error)
     return None
@@ -95,10 +98,7 @@ def import_refusal(model: str, directory: str) -> str | None:
     """What importing `directory` into the model of `model` is refused with."""
     setup = Setup(model, {})
     try:
-        used = import_weights(setup.shards, setup.rules, setup.policy.attention_shape,
-                              Path(directory), vocab_size=setup.hf["vocab_size"],
-                              tied_embeddings=setup.tied)
-        check_all_used(Path(directory), used)
+        import_weights(setup.policy.sharded, Path(directory))
     except CheckpointError as error:
         return str(error)
     return None
@@ -149,9 +149,7 @@ def export_after_training(model: str, samples: str, layout: dict[str, Any], dire
     """Train two steps and export; returns the policy's log-probs by row of `samples`."""
     setup = Setup(model, layout)
     _train(setup, samples, 2)
-    export_model(plan_gather(setup.shards, setup.rules, tied_embeddings=setup.tied),
-                 setup.shards, setup.policy.attention_shape, Path(directory), Path(model),
-                 vocab_size=setup.hf["vocab_size"], shard_bytes=shard_bytes)
+    export_model(setup.policy.sharded, Path(directory), Path(model), shard_bytes)
     batch, mine = setup.batch(samples), {}
     for microbatch, found in zip(batch.microbatches, logprob_pass(setup.policy, batch),
                                  strict=True):

@@ -11,15 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints.hf_export import (
-    HFFiles,
-    finish_hf,
-    plan_hf_files,
-    read_back,
-    refuse_differences,
-)
+from grpo_megatron.checkpoints.durable import refuse_differences
+from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.errors import CheckpointError, MismatchError
-from grpo_megatron.weights.digests import file_digest
+from grpo_megatron.weights.digests import digest_tensor
 from grpo_megatron.weights.transfer_plan import entry_of
 from tests.trainer.reference import reference_logprobs
 
@@ -72,25 +67,28 @@ def source(tmp_path) -> Path:
 
 @pytest.fixture
 def written(source, tmp_path):
-    """Write `TENSORS` and what goes with them; returns their directory and files."""
+    """Write `TENSORS` and what goes with them; returns their directory and the target."""
     def write(shard_bytes: int = 2048, tensors=TENSORS):
         out = tmp_path / "export"
         out.mkdir()
-        files = plan_hf_files([[entry_of(*item)] for item in tensors.items()], shard_bytes)
-        writer = HFFiles(out, files)
-        for name, tensor in tensors.items():
-            writer.put(name, tensor)
-        writer.close()
-        finish_hf(out, files, source)
-        return out, files
+        target = HFTarget(out, [[entry_of(*item)] for item in tensors.items()], shard_bytes)
+        for file in target.files:
+            target.write(file, [(e.name, tensors[e.name]) for e in file.entries])
+        target.wait()
+        target.finish(source)
+        return out, target
     return write
+
+
+def read_back(target: HFTarget) -> list[str]:
+    return [name for file in target.files for name in target.read_back(file)]
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 2048, 2049, 1 << 30])
 def test_all_tensors_arrive_and_no_file_of_the_source_is_taken_for_weights(
         source, written, shard_bytes):
-    out, planned = written(shard_bytes)
-    assert read_back(out, planned) == []
+    out, target = written(shard_bytes)
+    assert read_back(target) == []
     files = sorted(out.glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert found.keys() == TENSORS.keys()
@@ -100,7 +98,7 @@ def test_all_tensors_arrive_and_no_file_of_the_source_is_taken_for_weights(
     for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((out / "conversion.json").read_text())["tensors"] == {
-        name: file_digest(tensor) for name, tensor in TENSORS.items()}
+        name: digest_tensor(tensor) for name, tensor in TENSORS.items()}
     if len(files) > 1:
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == 5120
@@ -113,34 +111,34 @@ def test_all_tensors_arrive_and_no_file_of_the_source_is_taken_for_weights(
 def test_tensors_of_several_widths_stay_aligned(written):
     tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(5),
                "c": torch.ones(1, dtype=torch.float16), "d": torch.arange(12.0).view(3, 4).t()}
-    out, files = written(1 << 20, tensors)
-    assert read_back(out, files) == []
+    out, target = written(1 << 20, tensors)
+    assert read_back(target) == []
     found = load_file(out / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert all(found[name].data_ptr() % tensor.itemsize == 0 for name, tensor in tensors.items())
 
 
 def test_one_changed_bit_on_the_disk_is_found(written):
-    out, files = written()
-    with open(out / files[1].name, "r+b") as file:
+    out, target = written()
+    with open(out / target.files[1].name, "r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)[0]
         file.seek(-1, 2)
         file.write(bytes([last ^ 1]))
-    bad = read_back(out, files)
-    assert len(bad) == 1 and bad[0] in {entry.name for entry in files[1].entries}
+    bad = read_back(target)
+    assert len(bad) == 1 and bad[0] in {entry.name for entry in target.files[1].entries}
+    assert [target.record(file) is None for file in target.files] == [False, True, False]
     with pytest.raises(MismatchError, match="1 tensors were read back as something else"):
-        refuse_differences(bad, out)
+        refuse_differences([[], bad], out)
 
 
 def test_a_tensor_that_does_not_come_or_is_another_is_refused(tmp_path):
-    file, = plan_hf_files([[entry_of("a", torch.ones(2)), entry_of("b", torch.ones(2))]], 100)
-    writer = HFFiles(tmp_path, [file])
-    writer.put("a", torch.ones(2))
+    target = HFTarget(tmp_path, [[entry_of("a", torch.ones(2)), entry_of("b", torch.ones(2))]], 100)
+    target.write(target.files[0], [("a", torch.ones(2))])
     with pytest.raises(CheckpointError, match=r"1 tensors did not come, for example \['b'\]"):
-        writer.close()
+        target.wait()
     with pytest.raises(CheckpointError, match=r"'b' torch.float32 \(3,\) was not planned"):
-        writer.put("b", torch.ones(3))
+        target.write(target.files[0], [("b", torch.ones(3))])
 
 
 def test_a_config_that_says_quantised_loses_that(source, written):

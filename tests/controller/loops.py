@@ -16,7 +16,6 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.state import RunState
 from grpo_megatron.rollout.seeds import derive_seed
-from grpo_megatron.rollout.worker import StepRollouts
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
@@ -58,7 +57,8 @@ class Loop:
     def run(self, state: RunState = START) -> RunState:
         async def main() -> RunState:
             session = SimpleNamespace(
-                config=self.config, run_dir=self.run_dir, worker=self, rewards=self,
+                config=self.config, run_dir=self.run_dir, worker=self,
+                rewards=SimpleNamespace(score=self.score, metrics=dict),
                 publisher=self, trainer=self, stopping=asyncio.Event(), take_seconds=dict,
                 tokenizer=SimpleNamespace(
                     decode=str, stop_token_ids=(0,),
@@ -80,12 +80,12 @@ class Loop:
                 for record in read_metrics(self.run_dir.metrics)]
 
     async def rollouts(self, step: int, prompts, *, num_samples: int | None = None,
-                       max_tokens: int | None = None) -> StepRollouts:
+                       max_tokens: int | None = None) -> list[RolloutGroup]:
         self.sampled.append((step, len(prompts)))
         size = num_samples or self.config.batch.num_samples_per_prompt
-        return StepRollouts([RolloutGroup(p, tuple(
+        return [RolloutGroup(p, tuple(
             completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3)
-            for g in range(size)), 0) for p in prompts], [], [])
+            for g in range(size)), 0) for p in prompts]
 
     async def score(self, groups) -> list[ScoredGroup]:
         step = self.sampled[-1][0]

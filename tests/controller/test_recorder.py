@@ -1,11 +1,11 @@
-"""Where step rewards land among the tokens."""
+"""Where samples and step rewards land in the store."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from grpo_megatron.batching.store import SampleTable, ShardWriter, begin_step
+from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.controller.recorder import record_step, token_at
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 
@@ -22,25 +22,45 @@ def test_the_token_that_reaches_a_place(end, token):
     assert token_at(np.array([1, 2, 0, 3]), end, decode) == token
 
 
+def scored(name, completions, steps=(), replica=0):
+    group = RolloutGroup(Prompt(name, "d", "", (1,), ""), completions, replica)
+    rewards = np.arange(len(completions), dtype=float)
+    return ScoredGroup(group, {"r": rewards}, rewards, steps)
+
+
+def completion(*ids):
+    return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32),
+                      (VersionSpan(0, 0, len(ids)),), "stop", decode(ids))
+
+
+def record(directory, groups, num_updates=1) -> SampleTable:
+    record_step(directory, groups, num_updates, ["d"], {"stale": False}, decode)
+    return SampleTable(directory)
+
+
 def test_steps_are_recorded_by_row(tmp_path):
-    def completion(*ids):
-        return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32),
-                          (VersionSpan(0, 0, len(ids)),), "stop", decode(ids))
-
-    def scored(name, completions, steps):
-        group = RolloutGroup(Prompt(name, "d", "", (1,), ""), completions, 0)
-        rewards = np.arange(len(completions), dtype=float)
-        return ScoredGroup(group, {"r": rewards}, rewards, steps)
-
-    groups = [scored("p", (completion(1, 2), completion(3,)), (((1, 0.5), (3, 0.25)), ())),
-              scored("q", (completion(2, 3), completion()), ()),
-              scored("s", (completion(3, 1), completion()), (((4, 1.0),), ((0, 9.0),)))]
-    directory = tmp_path / "step_000001"
-    writer = ShardWriter(begin_step(directory) / "rollout-0.safetensors")
-    for group in groups:
-        writer.append(group.group)
-    record_step(directory, groups, [(0, 0), (0, 2), (0, 4)], [writer.close()],
-                np.zeros(3, int), ["d"], {"stale": False}, decode)
-    row, end, reward = SampleTable(directory).steps
+    row, end, reward = record(tmp_path / "step_000001", [
+        scored("p", (completion(1, 2), completion(3,)), (((1, 0.5), (3, 0.25)), ())),
+        scored("q", (completion(2, 3), completion())),
+        scored("s", (completion(3, 1), completion()), (((4, 1.0),), ((0, 9.0),)))]).steps
     assert list(zip(row.tolist(), end.tolist(), reward.tolist(), strict=True)) == [
         (0, 0, 0.5), (0, 1, 0.25), (4, 1, 1.0)]
+
+
+def test_every_group_is_in_its_replicas_shard(tmp_path):
+    groups = [scored(f"p{i}", (completion(i % 3 + 1), completion(i % 2 + 1)), replica=i * i % 3)
+              for i in range(7)]
+    table = record(tmp_path / "step", groups)
+    names = [f"rollout-{replica}.safetensors" for replica in (0, 1)]
+    assert sorted(p.name for p in (tmp_path / "step").glob("rollout-*")) == names
+    for row in range(14):
+        ids, _ = table.completion(row)
+        assert ids.tolist() == groups[row // 2].group.completions[row % 2].token_ids.tolist()
+    assert table.group.tolist() == [row // 2 for row in range(14)]
+
+
+@pytest.mark.parametrize(("num_groups", "updates", "wanted"), [
+    (6, 2, [0, 0, 0, 1, 1, 1]), (5, 2, [0, 0, 0, 1, 1]), (2, 4, [0, 1])])
+def test_updates_are_contiguous_and_nearly_equal(tmp_path, num_groups, updates, wanted):
+    groups = [scored(f"p{i}", (completion(1),)) for i in range(num_groups)]
+    assert record(tmp_path / "step", groups, updates).update.tolist() == wanted

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config.sampling import SamplingConfig
-from grpo_megatron.controller.refill import fill_batch
+from grpo_megatron.controller.step_groups import fill_batch
 from grpo_megatron.data.sampler import PromptSampler
 from tests.controller.cases import group, prompt_of
 
@@ -19,12 +19,12 @@ def fill(verdicts: str, config: SamplingConfig, target: int, carried=(), accepta
     """Fill from one prompt per letter of `verdicts`; "k" prompts give kept groups."""
     prompts = [prompt_of(f"p{index}") for index in range(len(verdicts))]
     sampler = PromptSampler({"d": prompts}, {"d": 1.0}, 0)
-    sampler.next_batch(0, num_warm)
+    sampler.draw(num_warm)
     asked = []
 
     def draw(number, exclude):
         asked.append(number)
-        return sampler.next_batch(0, number, exclude).prompts
+        return sampler.draw(number, exclude)
 
     async def score(drawn):
         return [group([1, verdicts[int(p.prompt_id[1:])] == "r"], name=p.prompt_id)

@@ -46,11 +46,11 @@ def test_a_draw_has_distinct_prompts_and_none_that_is_excluded(visits, count, ex
 @given(batches=st.lists(st.lists(SUCCESSES, max_size=8), max_size=10), cut=st.integers(0, 10),
        seed=st.integers(0, 3))
 def test_resumed_equals_uninterrupted(batches, cut, seed):
-    def run(sampler, start, batches):
+    def run(sampler, batches):
         drawn = []
-        for step, successes in enumerate(batches, start):
-            batch = sampler.next_batch(step, len(successes)).prompts
-            more = sampler.next_batch(step, 2, {p.prompt_id for p in batch}).prompts
+        for successes in batches:
+            batch = sampler.draw(len(successes))
+            more = sampler.draw(2, {p.prompt_id for p in batch})
             drawn.append([p.prompt_id for p in (*batch, *more)])
             assert len(set(drawn[-1])) == len(batch) + 2
             for p, success in zip(batch, successes, strict=True):
@@ -62,10 +62,10 @@ def test_resumed_equals_uninterrupted(batches, cut, seed):
         return PromptSampler(train, {"a": 2.0, "b": 1.0}, seed, CurriculumConfig())
 
     whole, first, second = sampler(), sampler(), sampler()
-    expected = run(whole, 0, batches)
-    found = run(first, 0, batches[:cut])
+    expected = run(whole, batches)
+    found = run(first, batches[:cut])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert found + run(second, cut, batches[cut:]) == expected
+    assert found + run(second, batches[cut:]) == expected
     assert second.state_dict() == whole.state_dict()
     assert second.metrics() == whole.metrics()
 

@@ -23,17 +23,17 @@ def make(sizes: dict[str, int], seed: int = 0, weights: dict[str, float] | None 
 
 
 def ids(batch) -> list[str]:
-    return [p.prompt_id for p in batch.prompts]
+    return [p.prompt_id for p in batch]
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, batches=BATCHES, cut=st.integers(0, 12), seed=st.integers(0, 5))
 def test_resumed_equals_uninterrupted(sizes, batches, cut, seed):
     whole, first, second = make(sizes, seed), make(sizes, seed), make(sizes, seed)
-    expected = [ids(whole.next_batch(step, n)) for step, n in enumerate(batches)]
-    found = [ids(first.next_batch(step, n)) for step, n in enumerate(batches[:cut])]
+    expected = [ids(whole.draw(n)) for n in batches]
+    found = [ids(first.draw(n)) for n in batches[:cut]]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    found += [ids(second.next_batch(step, n)) for step, n in enumerate(batches[cut:], cut)]
+    found += [ids(second.draw(n)) for n in batches[cut:]]
     assert found == expected
     assert whole.state_dict() == (second if batches[cut:] else whole).state_dict()
 
@@ -42,8 +42,8 @@ def test_resumed_equals_uninterrupted(sizes, batches, cut, seed):
 @given(size=st.integers(8, 20), batches=BATCHES, seed=st.integers(0, 5))
 def test_an_epoch_has_every_prompt_once_and_a_batch_no_prompt_twice(size, batches, seed):
     sampler, drawn = make({"a": size}, seed), []
-    for step, n in enumerate(batches):
-        batch = ids(sampler.next_batch(step, n))
+    for n in batches:
+        batch = ids(sampler.draw(n))
         assert len(set(batch)) == n
         drawn += batch
     for start in range(0, len(drawn), size):
@@ -57,8 +57,8 @@ def test_an_epoch_has_every_prompt_once_and_a_batch_no_prompt_twice(size, batche
 def test_shares_stay_within_one_prompt_of_the_weights(weights, batches):
     sampler = make(dict.fromkeys(weights, 200), weights=weights)
     drawn: list[str] = []
-    for step, n in enumerate(batches):
-        drawn += [p.domain for p in sampler.next_batch(step, n).prompts]
+    for n in batches:
+        drawn += [p.domain for p in sampler.draw(n)]
         for name, weight in weights.items():
             share = len(drawn) * weight / sum(weights.values())
             assert abs(drawn.count(name) - share) <= len(weights)
@@ -69,18 +69,14 @@ def test_the_order_does_not_depend_on_the_order_of_the_data():
     random.Random(1).shuffle(shuffled)
     one, other = (PromptSampler({"addition": p}, {"addition": 1.0}, 3)
                   for p in (prompts(30), shuffled))
-    assert ids(one.next_batch(0, 30)) == ids(other.next_batch(0, 30))
+    assert ids(one.draw(30)) == ids(other.draw(30))
 
 
 def test_seeds_and_epochs_shuffle_differently():
     sampler = make({"a": 30})
-    epochs = [ids(sampler.next_batch(step, 30)) for step in range(2)]
+    epochs = [ids(sampler.draw(30)) for _ in range(2)]
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
-    assert ids(make({"a": 30}, seed=1).next_batch(0, 30)) != epochs[0]
-
-
-def test_the_step_labels_the_batch():
-    assert make({"a": 3}).next_batch(17, 2).step == 17
+    assert ids(make({"a": 30}, seed=1).draw(30)) != epochs[0]
 
 
 @pytest.mark.parametrize(("other", "words"), [
@@ -103,7 +99,7 @@ def test_a_state_of_other_data_is_refused_and_changes_nothing(other, words):
 
 def test_a_batch_larger_than_the_domain_is_refused():
     with pytest.raises(DataError, match="has 4 training prompts, but one batch asks for 5"):
-        make({"a": 4}).next_batch(0, 5)
+        make({"a": 4}).draw(5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,10 +107,10 @@ def test_a_batch_larger_than_the_domain_is_refused():
     st.lists(st.integers(0, 6), min_size=1, max_size=4), max_size=6), carry=st.integers(0, 3))
 def test_further_draws_of_a_step_never_repeat_a_prompt(size, seed, rounds, carry):
     sampler, had = make({"a": size, "b": size}, seed), []
-    for step, counts in enumerate(rounds):
+    for counts in rounds:
         had = had[:carry]  # surplus of the step before
         for n in counts:
-            batch = ids(sampler.next_batch(step, n, had))
+            batch = ids(sampler.draw(n, had))
             assert len(batch) <= n and not set(batch) & set(had)
             had += batch
             assert len(set(had)) == len(had)
@@ -122,10 +118,10 @@ def test_further_draws_of_a_step_never_repeat_a_prompt(size, seed, rounds, carry
 
 def test_a_domain_gives_what_it_has_beside_the_excluded():
     sampler = make({"a": 4})
-    had = ids(sampler.next_batch(0, 3))
-    assert len(rest := ids(sampler.next_batch(0, 9, had))) == 1
-    assert sampler.next_batch(0, 9, had + rest).prompts == ()
-    assert len(sampler.next_batch(1, 9, ()).prompts) == 4
+    had = ids(sampler.draw(3))
+    assert len(rest := ids(sampler.draw(9, had))) == 1
+    assert sampler.draw(9, had + rest) == []
+    assert len(sampler.draw(9, ())) == 4
 
 
 def test_empty_and_repeated_prompts_are_refused():

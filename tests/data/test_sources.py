@@ -11,8 +11,9 @@ import pytest
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.templates import PromptTemplate
-from grpo_megatron.data.sources import Problem, load_problems
+from grpo_megatron.data.prompts import load_problems
 from grpo_megatron.errors import DataError
+from grpo_megatron.types import Problem
 
 REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
 ROWS = [{"question": "1+1", "answer": 2, "level": "easy", "topic": "sums"},
@@ -114,7 +115,7 @@ def test_bad_files(tmp_path):
         load_problems(file(path, name="algebra", arguments={"domain_field": "topic"}), 0)
 
 
-PROBLEM = Problem("addition", "What is 37 + 48?", "85", {"expression": "37 + 48"})
+PROBLEM = Problem("What is 37 + 48?", "85", {"expression": "37 + 48"})
 
 
 @pytest.mark.parametrize(("template", "text"), [

@@ -21,6 +21,7 @@ from grpo_megatron.errors import DataError
 ROOT = Path(__file__).parents[2]
 PRESET = load_preset("tiny-qwen3-moe")
 ALPHABET = PRESET.tokenizer["alphabet"]
+VOCABULARY = 96
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +53,14 @@ def test_one_token_per_character_both_ways(tokenizer):
 
 
 def test_special_tokens_and_sizes(tokenizer):
-    assert tokenizer.vocab_size % PRESET.tokenizer["pad_to_multiple"] == 0
+    assert VOCABULARY % PRESET.tokenizer["pad_to_multiple"] == 0
     assert tokenizer.stop_token_ids == (tokenizer.eos_token_id,) == (1,)
-    assert tokenizer.pad_token_id == 0
     ids = tokenizer.encode("8 5")
     assert tokenizer.decode([0, *ids, tokenizer.eos_token_id]) == "8 5"
 
 
 def test_a_sampled_filler_shows_in_the_text(tokenizer):
-    ids = [*tokenizer.encode("8"), tokenizer.vocab_size - 1, *tokenizer.encode("5")]
+    ids = [*tokenizer.encode("8"), VOCABULARY - 1, *tokenizer.encode("5")]
     assert tokenizer.decode(ids) != "85"
 
 
@@ -82,11 +82,10 @@ def test_a_tokenizer_with_an_unknown_token_never_uses_it(tmp_path):
     settings_ = {"eos_token": {"content": "</s>"}, "unk_token": "<unk>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 9,
-                                                                      "vocab_size": 64}}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 9}}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("a a") == [1, 1]
-    assert (tokenizer.stop_token_ids, tokenizer.vocab_size) == ((2, 7, 9), 64)
+    assert tokenizer.stop_token_ids == (2, 7, 9)
     for call in (lambda: tokenizer.encode("a b"), lambda: tokenizer.encode_batch(["a", "b"])):
         with pytest.raises(DataError, match="no token for 'b'"):
             call()
@@ -161,9 +160,9 @@ def test_transformers_reads_the_tiny_model(tiny_model, tokenizer):
     text = 'Yes: 37 + 48 = 85?\n"[]"'
     assert other(text)["input_ids"] == tokenizer.encode(text)
     assert other.decode(tokenizer.encode(text)) == text
-    assert (other.eos_token_id, len(other)) == (tokenizer.eos_token_id, tokenizer.vocab_size)
+    assert (other.eos_token_id, len(other)) == (tokenizer.eos_token_id, VOCABULARY)
     ids = other.apply_chat_template([{"role": "user", "content": "1+1"}])["input_ids"]
     assert ids == tokenizer.encode("1+1")
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     logits = model(torch.tensor([tokenizer.encode("1+1=")])).logits
-    assert logits.shape == (1, 4, tokenizer.vocab_size)
+    assert logits.shape == (1, 4, VOCABULARY)

@@ -1,7 +1,5 @@
 """Processes killed at random moments, then `resume`: the run is the one without kills."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -91,7 +91,7 @@ async def publishing(group: WorkerGroup, checkpoint: Path, servers: list[Server]
     await link.run("start", config=config, model=str(checkpoint))
     clients = [server.client() for server in servers]
     try:
-        yield Publisher(config, RunDir(run_dir), link, ReplicaPool.of(clients)), link, clients
+        yield Publisher(config, RunDir(run_dir), link, ReplicaPool(clients)), link, clients
     finally:
         for client in clients:
             await client.close()

@@ -42,7 +42,7 @@ def test_vllm_loads_the_export_of_a_trained_model(checkpoints, world1, world4, t
 
     async def agrees(publisher) -> None:
         async with server.client() as client:
-            publisher.engines = ReplicaPool.of([client])
+            publisher.engines = ReplicaPool([client])
             await assert_agree(publisher)
 
     try:

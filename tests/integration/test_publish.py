@@ -82,7 +82,7 @@ def test_tensor_pipeline_and_expert_parallel_trainer_to_tp1_and_tp2(
             await assert_agree(publisher)
             first = [await client.weight_checksums() for client in clients]
             received = [digests for client in clients for digests in
-                        await client.received_digests()]
+                        await client.call_workers("received_digests")]
             assert len(received) == 3  # one worker and two
             assert all(digests == received[0] for digests in received)
             await trainer.call("train", directory=training_samples, first_update=0, num_updates=1,
@@ -136,7 +136,7 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
             with pytest.raises(MismatchError, match=r"1 of .* tensors reached worker 0 of moe"):
                 await publisher.publish(2)
             assert publisher.version == 1
-            paused = await clients[0]._control("/is_paused", method="GET")
+            paused = await clients[0].control("/is_paused", method="GET")
             assert paused["is_paused"], "nobody may sample from these weights"
             await publisher.publish(3)
             await assert_agree(publisher)

@@ -49,5 +49,5 @@ def flip_a_bit(sender: int) -> None:
 def routes() -> list[tuple[str, int, tuple[int, ...]]]:
     """Of every Megatron tensor in sending order: name, the rank that sends, ranks that hold."""
     publisher = _service.publisher
-    return [(entry.name, receiver, entry.holders) for entry, receiver in
-            zip(publisher._entries, publisher._receivers, strict=True)]
+    return [(entry.parameter.name, sender, entry.holders)
+            for sender, part in publisher.parts.items() for entry in part]

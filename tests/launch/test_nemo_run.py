@@ -1,7 +1,5 @@
 """The NeMo-Run front end, where NeMo-Run is installed (an environment without vLLM)."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

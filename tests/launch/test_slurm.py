@@ -1,7 +1,5 @@
 """Batch scripts as text, sites, and what srun says; a real Slurm is in tests/slurm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -141,8 +141,8 @@ def test_a_failing_sandbox_is_unscorable(monkeypatch):
 def test_without_a_sandbox_the_recipe_is_refused(monkeypatch):
     monkeypatch.setattr(sandbox, "why_not", lambda: "bwrap is not installed")
     with pytest.raises(RewardError, match="cannot be isolated: bwrap is not installed") as caught:
-        bind(REFERENCE, {}, where="[[domains]] d")
-    assert "apt-get" in str(caught.value) and "[[domains]] d" in str(caught.value)
+        bind(REFERENCE, {})
+    assert "apt-get" in str(caught.value)
 
 
 @needs_sandbox

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.registry import bind, components_of
+from grpo_megatron.rewards.pool import components_of
+from grpo_megatron.rewards.registry import bind
 from tests.rewards.cases import HOSTILE, domain
 
 FUNCTIONS = "grpo_megatron.rewards.functions"
@@ -30,7 +31,7 @@ FUNCTIONS = "grpo_megatron.rewards.functions"
 ])
 def test_what_cannot_be_a_reward(reference, arguments, words):
     with pytest.raises(RewardError) as caught:
-        bind(reference, arguments, where="[[domains]] d")
+        components_of(domain({"function": reference, "arguments": arguments}))
     for word in [*words, "[[domains]] d"]:
         assert word in str(caught.value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -12,12 +13,16 @@ import pytest
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards import sandbox, seccomp
-from grpo_megatron.rewards.sandbox import MIB, Limits, run_program
+from grpo_megatron.rewards.sandbox import MIB, Limits, Outcome
 from tests.rewards import programs
 from tests.rewards.sandboxes import needs_sandbox, wait_until_none_is_left
 
 PATIENT = Limits(wall_s=60.0, memory_bytes=256 * MIB, tmp_bytes=4 * MIB + os.getpid())
 HASTY = Limits(wall_s=1.5, memory_bytes=256 * MIB, tmp_bytes=4 * MIB + os.getpid())
+
+
+def run_program(source: str, stdin: str = "", *, limits: Limits) -> Outcome:
+    return asyncio.run(sandbox.run({"/program.py": source}, stdin, limits=limits))
 
 
 @pytest.fixture
@@ -114,6 +119,15 @@ def test_without_isolation_it_refuses_and_says_how_to_get_it(path, words, tmp_pa
         assert "apt-get install bubblewrap" in str(caught.value)
     finally:
         sandbox.why_not.cache_clear()
+
+
+@needs_sandbox
+def test_a_run_looks_from_within_its_event_loop():
+    async def look():
+        return sandbox.why_not()
+
+    sandbox.why_not.cache_clear()
+    assert asyncio.run(look()) is None
 
 
 @pytest.mark.parametrize(("target", "value"), [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.errors import EngineError
-from grpo_megatron.rollout.decode import decode_response
+from grpo_megatron.rollout.generate import GenerateRequest
 from grpo_megatron.types import VersionSpan
 from tests.rollout.fake_engine import answer, npy
 
@@ -17,21 +17,20 @@ REQUEST = {"token_ids": [1, 2, 3], "sampling_params": {"n": 2, "max_tokens": 4}}
 
 
 def decode(document, **changes):
-    arguments = {"where": "engine 5", "num_prompt_tokens": 3, "num_completions": 2,
-                 "max_tokens": 4, "record_routes": True}
+    settings = {"n": 2, "max_tokens": 4, "record_routes": True}
     body = document if isinstance(document, bytes) else json.dumps(document).encode()
-    return decode_response(body, **arguments | changes)
+    return GenerateRequest([1, 2, 3], **settings | changes).decode(body, "engine 5")
 
 
 def test_a_good_answer():
     document = answer(REQUEST, routes=True)
     document["choices"].reverse()
-    first, second = decode(document, decode=lambda ids: "-".join(map(str, ids)))
+    first, second = decode(document)
     assert first.token_ids.tolist() == [42, 43, 44, 45] and first.token_ids.dtype == np.int32
     assert first.logprobs.dtype == np.float32
     np.testing.assert_allclose(first.logprobs, [-0.92, -0.93, -0.94, -0.95], rtol=1e-6)
     assert first.versions == (VersionSpan(3, 0, 4),) and first.truncated
-    assert first.text == "42-43-44-45" and first.routes.shape == (6, 3, 2)
+    assert first.routes.shape == (6, 3, 2)
     assert second.token_ids.tolist() == [43, 44, 45, 46]
 
 
@@ -42,7 +41,7 @@ def truncated(*sets: list[tuple[int, float]]):
         for entry, candidates in zip(one["logprobs"]["content"], sets, strict=True):
             entry["top_logprobs"] = [{"token_id": t, "logprob": p, "rank": 1}
                                      for t, p in candidates]
-    return decode(document, truncated=True, record_routes=False)[0].kept
+    return decode(document, truncation={"top_k": 2}, record_routes=False)[0].kept
 
 
 def test_kept_ids_are_the_candidates_with_a_probability():

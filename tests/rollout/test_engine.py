@@ -110,12 +110,12 @@ def test_a_publish_in_flight_is_told_token_by_token(servers, checkpoints, models
             trainer = Trainer(weights)
             publisher = await trainer.connect([client])
             publisher.pause_mode = mode
-            worker = RolloutWorker(config, ReplicaPool.of([client]))
+            worker = RolloutWorker(config, ReplicaPool([client]))
             prompts = [Prompt(name, "d", "", tuple(PROMPT), "") for name in ("p", "q")]
             running = asyncio.ensure_future(worker.rollouts(0, prompts, num_samples=36))
             await asyncio.sleep(0.5)
             await publisher.publish(1, trainer.plan, lambda: trainer.send(weights, 1))
-            return [c for group in (await running).groups for c in group.completions]
+            return [c for group in await running for c in group.completions]
 
     completions = asyncio.run(run())
     assert {len(c.token_ids) for c in completions} == {200}
@@ -158,15 +158,16 @@ def test_segments_give_what_one_request_does(servers, checkpoints, models):
     def worker(client, segment_tokens):
         rollout = servers.moe.config.rollout.model_copy(update={"segment_tokens": segment_tokens})
         return RolloutWorker(servers.moe.config.model_copy(update={"rollout": rollout}),
-                             ReplicaPool.of([client]))
+                             ReplicaPool([client]))
 
     async def run():
         async with servers.moe.client() as client:
             await _restore(client, checkpoints.moe)
-            greedy = [await worker(client, size).greedy(prompts, 24) for size in (None, 3)]
+            greedy = [[g.completions[0] for g in await worker(client, size).greedy(prompts, 24)]
+                      for size in (None, 3)]
             sampled = []
             for order in (prompts, prompts[::-1]):
-                groups = (await worker(client, 3).rollouts(3, order)).groups
+                groups = await worker(client, 3).rollouts(3, order)
                 sampled.append({g.prompt.prompt_id: g.completions for g in groups})
             return greedy, sampled
 
@@ -221,7 +222,7 @@ def test_corruption_on_the_wire_is_found(servers, checkpoints):
             try:
                 with pytest.raises(MismatchError, match="worker 0 of moe") as caught:
                     await Trainer(weights, sender_class=_FlipsABit).publish([client], weights, 3)
-                paused = await client._control("/is_paused", method="GET")
+                paused = await client.control("/is_paused", method="GET")
                 assert paused["is_paused"], "engines must stay paused after a mismatch"
                 return caught.value
             finally:
@@ -264,8 +265,8 @@ def test_deterministic_mode_ignores_order_and_concurrency(servers, checkpoints):
         async with servers.moe.client() as client:
             if reset:
                 await client.reset_prefix_cache()
-            result = await RolloutWorker(config, ReplicaPool.of([client])).rollouts(3, order)
-            return {g.prompt.prompt_id: g.completions for g in result.groups}
+            result = await RolloutWorker(config, ReplicaPool([client])).rollouts(3, order)
+            return {g.prompt.prompt_id: g.completions for g in result}
 
     async def run():
         async with servers.moe.client() as client:
@@ -318,7 +319,7 @@ def test_killed_server_ends_in_a_clear_error(checkpoints, servers, tmp_path):
 
     async def run():
         async with server.client() as client:
-            pool = ReplicaPool.of([client], on_death=dead.append)
+            pool = ReplicaPool([client], on_death=dead.append)
             config = make_long(server.config)
             work = asyncio.ensure_future(RolloutWorker(config, pool).rollouts(0, prompts))
             await asyncio.sleep(0.5)

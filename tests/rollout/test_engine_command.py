@@ -51,10 +51,10 @@ def test_cpu_only_where_it_must_differ(monkeypatch):
 def test_only_one_worker_may_run_inside_the_engine_core(monkeypatch):
     argv, environment = command(monkeypatch, True)
     assert "--distributed-executor-backend" in argv
-    assert environment[engine.FORK_VARIABLE] == "1"
+    assert environment["GRPO_MEGATRON_FORK_ENGINE"] == "1"
     argv, environment = command(monkeypatch, True, tensor_parallel_size=2)
     assert "--distributed-executor-backend" not in argv
-    assert environment[engine.FORK_VARIABLE] == "0"
+    assert "GRPO_MEGATRON_FORK_ENGINE" not in environment
 
 
 def test_replicas_have_different_random_numbers(monkeypatch):

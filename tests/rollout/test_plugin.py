@@ -19,8 +19,8 @@ from grpo_megatron.rollout.plugin import (
     cpu_moe_update,
     cpu_routed_experts,
     engine_orphans,
+    require_supported_vllm,
 )
-from grpo_megatron.rollout.plugin.supported import require_supported_vllm
 
 pytestmark = [
     pytest.mark.engine,

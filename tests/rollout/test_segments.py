@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from grpo_megatron.errors import EngineError
-from grpo_megatron.rollout.decode import decode_response
+from grpo_megatron.rollout.generate import GenerateRequest
 from grpo_megatron.rollout.segments import complete, merge
 from grpo_megatron.types import Completion, KeptSets, Prompt, VersionSpan
 from tests.rollout.fake_engine import answer
@@ -44,11 +44,10 @@ class Engine:
 
 
 def merged(engine: Engine, **settings) -> Completion:
-    arguments = {"n": 1, "max_tokens": 8, "decode": lambda ids: str(len(ids))}
+    arguments = {"n": 1, "max_tokens": 8}
     whole, = asyncio.run(complete(engine, PROMPT, **arguments | settings))
     assert whole.token_ids.tolist() == list(range(3, 3 + len(whole.token_ids)))
     assert whole.logprobs.tolist() == [-t for t in whole.token_ids]
-    assert whole.text == str(len(whole.token_ids))
     return whole
 
 
@@ -149,7 +148,7 @@ def test_a_dead_replica_costs_one_segment():
             return await started[1].answer(request)
 
         started[1].generate = dies
-        groups = (await worker.rollouts(0, PROMPTS)).groups
+        groups = await worker.rollouts(0, PROMPTS)
         return groups, [r for engine in started for r in engine.requests]
 
     groups, requests = run(scenario, engines=2, segment_tokens=3, max_concurrent_requests=1)
@@ -167,19 +166,17 @@ def test_an_aborted_answer_may_be_empty_and_only_where_it_is_expected():
     document = answer(request, routes=True)
     document["choices"][0] |= {"token_ids": [], "finish_reason": "abort", "weight_versions": None,
                                "logprobs": {"content": []}, "routed_experts": None}
-    arguments = {"where": "engine", "num_prompt_tokens": 3, "num_completions": 1, "max_tokens": 4,
-                 "record_routes": True}
+    asked = GenerateRequest([1, 2, 3], 4, record_routes=True)
     body = json.dumps(document).encode()
-    empty, = decode_response(body, may_abort=True, **arguments)
+    empty, = replace(asked, may_abort=True).decode(body, "engine")
     assert (len(empty.token_ids), empty.finish_reason, empty.routes) == (0, "abort", None)
     with pytest.raises(EngineError, match="ended with 'abort'"):
-        decode_response(body, **arguments)
+        asked.decode(body, "engine")
 
 
 def test_missing_routes_may_be_left_to_the_trainer():
     request = {"token_ids": [1, 2, 3], "sampling_params": {"n": 1, "max_tokens": 4}}
-    arguments = {"where": "engine", "num_prompt_tokens": 3, "num_completions": 1, "max_tokens": 4,
-                 "record_routes": True, "require_routes": False}
+    asked = GenerateRequest([1, 2, 3], 4, record_routes=True, require_routes=False)
     body = json.dumps(answer(request, routes=False)).encode()
-    completion, = decode_response(body, **arguments)
+    completion, = asked.decode(body, "engine")
     assert completion.routes is None and completion.route_versions == ()

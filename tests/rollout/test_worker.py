@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from pathlib import Path
 
-import numpy as np
 import pytest
 from aiohttp import web
 
@@ -14,7 +11,7 @@ from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.worker import RolloutWorker
-from grpo_megatron.types import Prompt, RolloutGroup
+from grpo_megatron.types import Prompt
 from tests.rollout.engines import make_config
 from tests.rollout.fake_engine import answer, fake_engines
 
@@ -28,7 +25,7 @@ def run(scenario, engines: int = 1, **rollout):
             clients = [EngineClient(e.url, name=f"replica {i}", request_timeout_s=2)
                        for i, e in enumerate(started)]
             config = make_config(max_new_tokens=4, **rollout)
-            pool = ReplicaPool.of(clients, max_attempts=config.rollout.max_attempts)
+            pool = ReplicaPool(clients, max_attempts=config.rollout.max_attempts)
             try:
                 return await scenario(started, pool, RolloutWorker(config, pool))
             finally:
@@ -48,7 +45,7 @@ def test_groups_come_in_prompt_order(engines):
     async def scenario(started, pool, worker):
         for i, engine in enumerate(started):
             engine.delay_s = 0.02 * i
-        return (await worker.rollouts(0, PROMPTS)).groups
+        return await worker.rollouts(0, PROMPTS)
 
     groups = run(scenario, engines)
     assert [g.prompt for g in groups] == PROMPTS
@@ -68,9 +65,9 @@ def test_deterministic_mode_sends_one_seeded_request_a_sample():
     assert len(requests) == 3 * 40 and {r["sampling_params"]["n"] for r in requests} == {1}
     seeds = {r["sampling_params"]["seed"] for r in requests}
     assert len(seeds) == 80 and all(0 <= s < 2**31 for s in seeds)
-    ids = [[c.token_ids.tolist() for c in g.completions] for g in first.groups]
-    assert ids == [[c.token_ids.tolist() for c in g.completions] for g in again.groups[::-1]]
-    assert ids != [[c.token_ids.tolist() for c in g.completions] for g in other.groups]
+    ids = [[c.token_ids.tolist() for c in g.completions] for g in first]
+    assert ids == [[c.token_ids.tolist() for c in g.completions] for g in again[::-1]]
+    assert ids != [[c.token_ids.tolist() for c in g.completions] for g in other]
 
 
 def test_concurrency_is_bounded():
@@ -98,7 +95,7 @@ async def _break_connection(_):
 def test_a_dead_replica_is_left_and_named(failure):
     async def scenario(started, pool, worker):
         started[1].generate, started[1].healthy = failure, False
-        groups = (await worker.rollouts(0, PROMPTS)).groups
+        groups = await worker.rollouts(0, PROMPTS)
         return groups, [r.is_alive for r in pool.replicas], pool.replicas[1].cause_of_death
 
     groups, alive, cause = run(scenario, engines=2)
@@ -109,7 +106,7 @@ def test_a_dead_replica_is_left_and_named(failure):
 def test_a_stopped_server_is_left():
     async def scenario(started, pool, worker):
         await started[0].stop()
-        return (await worker.rollouts(0, PROMPTS)).groups
+        return await worker.rollouts(0, PROMPTS)
 
     assert {g.replica for g in run(scenario, engines=2)} == {1}
 
@@ -126,7 +123,7 @@ def test_a_passing_failure_is_retried_on_the_only_replica():
             return await engine.answer(request)
 
         engine.generate = once
-        return (await worker.rollouts(0, PROMPTS)).groups, pool.replicas[0].is_alive
+        return await worker.rollouts(0, PROMPTS), pool.replicas[0].is_alive
 
     groups, alive = run(scenario)
     assert len(groups) == 10 and alive
@@ -186,8 +183,8 @@ def test_cancelling_ends_requests_in_flight():
 
 def test_greedy_asks_for_one_completion_at_temperature_0():
     async def scenario(started, pool, worker):
-        completions = await worker.greedy(PROMPTS, 4)
-        return completions, started[0].requests
+        groups = await worker.greedy(PROMPTS, 4)
+        return [g.completions[0] for g in groups], started[0].requests
 
     completions, requests = run(scenario)
     assert [c.token_ids.tolist() for c in completions] == [expected(p) for p in PROMPTS]
@@ -207,37 +204,3 @@ def test_a_domain_has_its_own_length_budget():
     requests = run(scenario)
     assert sorted((r["sampling_params"]["max_tokens"], len(r["token_ids"])) for r in requests) == [
         (2, 2), (2, 2), (4, 1)]
-
-
-@dataclass
-class MemoryShard:
-    path: Path
-    groups: list[RolloutGroup] = field(default_factory=list)
-    closed: bool = False
-
-    def append(self, group):
-        self.groups.append(group)
-        return len(self.groups) - 1
-
-    def close(self):
-        self.closed = True
-        return self
-
-
-def test_every_group_is_in_its_replicas_shard(tmp_path):
-    async def scenario(started, pool, worker):
-        for engine in started:
-            engine.delay_s = 0.01
-        return await worker.rollouts(0, PROMPTS, directory=tmp_path, open_shard=MemoryShard)
-
-    step = run(scenario, engines=2, max_concurrent_requests=2)
-    assert [s.path.name for s in step.shards] == [
-        "rollout-0.safetensors", "rollout-1.safetensors"]
-    assert all(s.closed for s in step.shards)
-    for group, (shard, first) in zip(step.groups, step.places, strict=True):
-        samples = [c for g in step.shards[shard].groups for c in g.completions]
-        np.testing.assert_array_equal(samples[first].token_ids, group.completions[0].token_ids)
-        assert step.shards[shard].path.name == f"rollout-{group.replica}.safetensors"
-    for shard in step.shards:
-        order = [int(g.prompt.prompt_id[1:]) for g in shard.groups]
-        assert order == sorted(order)

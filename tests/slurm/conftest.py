@@ -1,7 +1,5 @@
 """A cluster for the session, and a directory that its nodes share."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

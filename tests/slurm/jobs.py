@@ -1,7 +1,5 @@
 """Submit the shipped files, wait for jobs, look at what they left."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

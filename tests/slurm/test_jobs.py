@@ -1,7 +1,5 @@
 """The shipped batch script on a real Slurm: what each event of a cluster does to a run."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

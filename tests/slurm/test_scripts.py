@@ -1,7 +1,5 @@
 """The other scripts, and what is found before a run starts; no engines."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from grpo_megatron.telemetry.layout import ScreenState, format_value, plain_line, render, sparkline
-from grpo_megatron.telemetry.screen import LiveScreen, make_screen
-from grpo_megatron.telemetry.verdicts import ROWS, above, collapsed, dropped, fallen, judge, jumped
+from grpo_megatron.telemetry.screen import (
+    LiveScreen,
+    ScreenState,
+    format_value,
+    make_screen,
+    plain_line,
+    render,
+    sparkline,
+)
+from grpo_megatron.telemetry.verdicts import ROWS, Row, judge
 
 METRICS = {"reward/mean": 0.5, "evaluation/accuracy": 0.25, "policy/entropy": 0.3,
            "mismatch/k3": 2e-3, "grad/norm": 0.8, "group/all_equal_fraction": 0.95,
@@ -137,6 +144,21 @@ def test_sparklines_and_numbers():
     assert shown == ["–", "3", "0.1235", "12,346", "1e-07", "1e+09", "-2"]
 
 
+def above(watch, bad):
+    return Row("x", ("x",), "above", watch, bad)
+
+
+def jumped(watch, bad):
+    return Row("x", ("x",), "jumped", watch, bad)
+
+
+def dropped(watch, bad):
+    return Row("x", ("x",), "dropped", -watch, -bad)
+
+
+fallen, collapsed = ROWS[0], ROWS[3]
+
+
 @pytest.mark.parametrize(("rule", "values", "level"), [
     (above(1, 2), [5, 1], "ok"), (above(1, 2), [1.5], "watch"), (above(1, 2), [3], "bad"),
     (jumped(5, 20), [1] * 9 + [100], "ok"),
@@ -150,11 +172,11 @@ def test_sparklines_and_numbers():
     (collapsed, [1] * 10 + [0.01] * 20, "bad"), (collapsed, [0] * 40, "ok"),
 ])
 def test_verdicts(rule, values, level):
-    verdict = rule(values)
-    assert verdict.level == level and bool(verdict.reason) == (level != "ok")
+    found, reason = judge(rule, values)
+    assert found == level and bool(reason) == (level != "ok")
 
 
 def test_what_is_not_finite_is_bad_and_nothing_is_ok():
-    assert judge(ROWS[0], [1.0, None]).level == "bad"
-    assert judge(ROWS[0], []).level == "ok"
-    assert judge(ROWS[0], [None, 1.0]).level == "ok"
+    assert judge(ROWS[0], [1.0, None])[0] == "bad"
+    assert judge(ROWS[0], [])[0] == "ok"
+    assert judge(ROWS[0], [None, 1.0])[0] == "ok"

@@ -19,15 +19,14 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer import platform
-from grpo_megatron.trainer.distributed import RankInfo, initialize, model_groups, seed_everything
+from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.microbatch import build_microbatch
 from grpo_megatron.trainer.policy import Policy, build_policy
 from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import objective_of, sample_batch, train_rollouts
+from grpo_megatron.trainer.rl_update import train_rollouts
+from grpo_megatron.trainer.rollouts import objective_of, sample_batch
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
-from grpo_megatron.weights.gather import plan_gather, stream
-from grpo_megatron.weights.rules import rules_for
-from grpo_megatron.weights.shards import Shard, local_shards
+from grpo_megatron.weights.gather import Shard, ShardedModel
 from tests.trainer.worker_group import fresh_store
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -59,14 +58,10 @@ class Setup:
         initialize(self.layout, info, fresh_store())
         seed_everything(1)
         self.hf = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
-        self.tied = self.hf.get("tie_word_embeddings", False)
-        self.rules = rules_for(self.hf["model_type"])
         self.policy: Policy = build_policy(self.hf, self.layout, OPTIMIZER)
         _earlier.append(self.policy)
-        self.shards = list(local_shards(self.policy.chunks, self.policy.num_experts,
-                                        model_groups()))
-        import_weights(self.shards, self.rules, self.policy.attention_shape, Path(model),
-                       vocab_size=self.hf["vocab_size"], tied_embeddings=self.tied)
+        self.shards = self.policy.sharded.shards
+        import_weights(self.policy.sharded, Path(model))
         self.policy.reload_main_parameters()
 
     def batch(self, directory: str):
@@ -87,10 +82,9 @@ class Setup:
 
     def gather(self, shards: list[Shard]) -> dict[str, np.ndarray] | None:
         """Full tensors under Hugging Face names, on rank 0."""
-        entries = plan_gather(shards, self.rules, tied_embeddings=self.tied)
-        found = {name: tensor.float().numpy().copy() for _, name, tensor in stream(
-            entries, shards, self.policy.attention_shape, vocab_size=self.hf["vocab_size"],
-            receivers=[0] * len(entries))}
+        model = ShardedModel(self.policy.sharded.map, shards)
+        found = {name: tensor.float().numpy().copy() for name, tensor in
+                 model.stream(model.entries, [0] * len(model.entries))}
         return found if dist.get_rank() == 0 else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_megatron.config.objective_presets import PRESETS
+from grpo_megatron.config.objective import PRESETS
 from tests.trainer.models import write_samples
 from tests.trainer.test_layout_parity import TOLERANCE
 

@@ -6,11 +6,11 @@ import pytest
 
 pytestmark = pytest.mark.engine
 OBJECTIVES = {
-    "measured": {"preset": "deepseek_v3_2"},
-    "on some": {"preset": "deepseek_v3_2", "monitor_samples": 5},
-    "not at all": {"preset": "deepseek_v3_2", "monitor_samples": 0},
+    "measured": {"preset": "deepseek_v3_2", "monitor_share": 1},
+    "on some": {"preset": "deepseek_v3_2", "monitor_share": 0.2},
+    "not at all": {"preset": "deepseek_v3_2", "monitor_share": 0},
     "weighed": {"preset": "deepseek_v3_2", "kl_beta": 1e-12},
-    "no estimator": {"preset": "gspo"},
+    "no estimator": {"preset": "gspo", "monitor_share": 1},
 }
 NAMES = [f"reference/{kind}{domain}" for kind in ("k1", "k3") for domain in ("", "@even", "@odd")]
 

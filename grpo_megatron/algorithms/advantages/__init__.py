@@ -1,13 +1,5 @@
 """Advantages: from rewards (and sometimes tokens) to what multiplies each token's ratio."""
 
-from __future__ import annotations
-
-from grpo_megatron.algorithms.advantages import (  # noqa: F401  (registers the estimators)
-    entropy_pools,
-    group_relative,
-    pass_at_k,
-    steps,
-)
 from grpo_megatron.algorithms.advantages.pipeline import (
     Advantages,
     compute_advantages,

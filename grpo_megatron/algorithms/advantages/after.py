@@ -1,6 +1,5 @@
-"""Reweighting of advantages after estimation."""
-
-from __future__ import annotations
+"""Reweighting of advantages after estimation: `(objective, batch, groups, advantages [N])` to
+`[N]` or `[n]`."""
 
 from dataclasses import replace
 
@@ -9,15 +8,11 @@ from torch import Tensor
 
 from grpo_megatron.algorithms.batch import SampleBatch, by_groups
 from grpo_megatron.algorithms.groups import Groups
-from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 
-SHAPINGS = Registry("shaping")
-"""`(objective, batch, groups, advantages [N]) -> [N]` or `[n]`."""
 MAX_ENTROPY_FACTOR = 10.0
 
 
-@SHAPINGS.register("eda", needs=("entropies",))
 def eda(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tensor) -> Tensor:
     """EDGE-GRPO (arXiv:2507.21848): `A_i mean(H) / H_i`, H_i the sample's mean token entropy,
     masked and detached; `H_i / mean(H)` is kept within [0.1, 10]. [N]
@@ -28,7 +23,6 @@ def eda(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tens
     return advantages / share.clamp(1 / MAX_ENTROPY_FACTOR, MAX_ENTROPY_FACTOR)
 
 
-@SHAPINGS.register("xrpo", needs=("old_logprobs",))
 def xrpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tensor) -> Tensor:
     """XRPO (arXiv:2510.06672): samples with A > 0 gain `min(max(lambda (1 - eta), 0), kappa A)`,
     `eta = exp(score_i - mean score)`, score the mean token log-prob under the old policy. [N]
@@ -40,14 +34,12 @@ def xrpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Ten
     return torch.where(advantages > 0, advantages + bonus, advantages)
 
 
-@SHAPINGS.register("trace_recent")
 def trace_recent(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
                  advantages: Tensor) -> Tensor:
     """GRPO-λ traces (arXiv:2510.00194): `A_t = A (gamma lambda)^(T-1-t)`. [n]"""
     return _traced(o, batch, advantages, lambda position, length: length - 1 - position)
 
 
-@SHAPINGS.register("trace_both")
 def trace_both(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
                advantages: Tensor) -> Tensor:
     """As trace_recent, by the distance to the nearer end: first tokens count fully too. [n]"""
@@ -55,7 +47,6 @@ def trace_both(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
         position, length - 1 - position))
 
 
-@SHAPINGS.register("gtpo_conflict", needs=("token_ids", "entropies"))
 def gtpo_conflict(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
                   advantages: Tensor) -> Tensor:
     """GTPO (arXiv:2508.03772): a token is in conflict when samples of the group with A > 0 and
@@ -74,6 +65,9 @@ def gtpo_conflict(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
         return part.spread(shifted) * conflict_weights(o, part, base.sign())
 
     return by_groups(carried, of_groups)
+
+
+SHAPINGS = {f.__name__: f for f in (eda, xrpo, trace_recent, trace_both, gtpo_conflict)}
 
 
 def conflict_weights(o: ObjectiveConfig, part: SampleBatch, sign: Tensor) -> Tensor:

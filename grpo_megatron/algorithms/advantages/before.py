@@ -1,21 +1,14 @@
 """What happens before estimation: reward shaping, and which samples of a group train at all."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.advantages.whitening import scope_ids
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.groups import Groups
-from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 
-REWARD_SHAPINGS = Registry("reward_shaping")
-SUBSETS = Registry("subset")
 
-
-@REWARD_SHAPINGS.register("length_switch")
 def length_switch(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """GRPO-λ (arXiv:2505.18086): in the `length_switch_fraction` of groups with the highest
     success (at least one right), right samples earn `1 - weight sigmoid(z)`, z their length's
@@ -39,26 +32,22 @@ def length_switch(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Ten
     return torch.where(torch.isnan(batch.rewards), torch.nan, shaped)
 
 
-@REWARD_SHAPINGS.register("per_token")
 def per_token(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`R_i / T_i` (an option of TIC-GRPO, arXiv:2508.02833); rewards brevity strongly. [N]"""
     return batch.rewards / batch.token_counts.clamp(min=1)
 
 
-@SUBSETS.register("shortest")
 def shortest(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """GFPO (arXiv:2508.09726): the `subset_size` shortest samples. bool [N]"""
     return groups.valid & (_by_length(batch, groups) < o.subset_size)
 
 
-@SUBSETS.register("token_efficiency")
 def token_efficiency(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """GFPO: the `subset_size` samples with the highest reward per token. bool [N]"""
     efficiency = batch.rewards / batch.token_counts.clamp(min=1)
     return groups.valid & (groups.rank(-efficiency, batch.sample_ids) < o.subset_size)
 
 
-@SUBSETS.register("adaptive")
 def adaptive(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """GFPO, adaptive difficulty: the shortest k samples, k by the quartile of the group's mean
     reward in this batch: the easiest quartile keeps 1/2 of `subset_size`, the next 3/4, the
@@ -77,6 +66,10 @@ def adaptive(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
         share = torch.where(success > easy, 0.5, torch.where(success > medium, 0.75, 1.0))
         size = torch.where(here, (share * o.subset_size).ceil(), size)
     return groups.valid & (_by_length(batch, groups) < size)
+
+
+REWARD_SHAPINGS = {f.__name__: f for f in (length_switch, per_token)}
+SUBSETS = {f.__name__: f for f in (shortest, token_efficiency, adaptive)}
 
 
 def _by_length(batch: SampleBatch, groups: Groups) -> Tensor:

@@ -1,13 +1,10 @@
 """Entropy-weighted rewards of right and of wrong samples (GTPO and GRPO-S, arXiv:2508.04349)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import SampleBatch, by_groups
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
@@ -15,7 +12,6 @@ from grpo_megatron.config.objective import ObjectiveConfig
 MIN_ENTROPY = 1e-6
 
 
-@ESTIMATORS.register("gtpo_entropy", needs=("entropies",))
 def gtpo_entropy(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Right samples alive at t: `a1 + a2 d_t H_it / sum_k H_kt`, d_t their number; wrong ones:
     `-(a1 + a2 h_t (1/H_jt) / sum_k 1/H_kt)`. Each pool of a group standardised over its tokens
@@ -31,7 +27,6 @@ def gtpo_entropy(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tens
     return by_groups(replace(batch, rewards=counted), of_groups)
 
 
-@ESTIMATORS.register("grpo_s", needs=("entropies",))
 def grpo_s(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """As gtpo_entropy with every sample's mean entropy in place of its tokens'. [N]"""
     entropy = batch.means(batch.tokens["entropies"]).double().clamp(min=MIN_ENTROPY)

@@ -1,24 +1,19 @@
 """Estimators that compare a sample with its group. All return float64 [N]."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.advantages.whitening import scope_ids
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
 
 
-@ESTIMATORS.register("reward")
 def reward(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = R_i`, no baseline (REINFORCE++, arXiv:2501.03262, whitens it afterwards)."""
     return torch.where(groups.valid, batch.rewards, 0.0)
 
 
-@ESTIMATORS.register("group")
 def group(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = (R_i - mean) / (std + eps)`, the mean over the group.
 
@@ -37,20 +32,17 @@ def group(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return torch.where(centred == 0, 0.0, centred / torch.where(std > 0, std, 1.0))
 
 
-@ESTIMATORS.register("rloo")
 def rloo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = R_i - mean of the others = G / (G - 1) (R_i - mean)` (RLOO, arXiv:2402.14740)."""
     return groups.centred(batch.rewards) * groups.count / (groups.count - 1).clamp(min=1)
 
 
-@ESTIMATORS.register("maxrl")
 def maxrl(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = (R_i - mean) / (mean + eps)`, for rewards of at least 0 (MaxRL)."""
     mean = groups.mean(batch.rewards) + o.advantage_eps
     return torch.where(mean > 0, groups.centred(batch.rewards) / mean, 0.0)
 
 
-@ESTIMATORS.register("components")
 def components(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = sum_k w_k (R_ik - mean_k) / (std_k + eps)`: every reward component standardised.
 
@@ -65,7 +57,6 @@ def components(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor
     return total
 
 
-@ESTIMATORS.register("best_minus_second")
 def best_minus_second(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Only the best sample of a group gets `R_max - R_second` (ties: 0)."""
     best = groups.valid & (groups.rank(-batch.rewards, batch.sample_ids) == 0)

@@ -1,17 +1,13 @@
 """Estimators of the gradient of pass@k, for rewards that are right or wrong. float64 [N]."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
 
 
-@ESTIMATORS.register("passk")
 def passk(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Analytic pass@k advantage (Chen et al., arXiv:2508.10751), n0 wrong of N samples:
 
@@ -26,7 +22,6 @@ def passk(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return torch.where((std > 1e-12) & (n >= o.passk_k), value, 0.0)
 
 
-@ESTIMATORS.register("pkpo")
 def pkpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """PKPO (arXiv:2505.15201): a right sample earns `k/N`, a wrong one `k/N rho(N-1, c, k-1)`,
     with `rho(n, c, k) = 1 - C(n-c,k)/C(n,k)`, c right; less the leave-one-out baseline, the

@@ -1,20 +1,27 @@
 """Rewards to advantages, in the order: shaping, subset, estimator, KL, whitening, reweighting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from grpo_megatron.algorithms.advantages import entropy_pools, group_relative, pass_at_k, steps
 from grpo_megatron.algorithms.advantages.after import SHAPINGS
 from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
-from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.advantages.whitening import whiten
 from grpo_megatron.algorithms.batch import SampleBatch, by_groups, suffix_sums
 from grpo_megatron.algorithms.groups import Groups
-from grpo_megatron.config.objective import ObjectiveConfig
-from grpo_megatron.config.objective_rules import TOKEN_LEVEL, TOKEN_SHAPINGS
+from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
+
+ESTIMATORS = {f.__name__: f for f in (
+    entropy_pools.gtpo_entropy, entropy_pools.grpo_s, group_relative.reward, group_relative.group,
+    group_relative.rloo, group_relative.maxrl, group_relative.components,
+    group_relative.best_minus_second, pass_at_k.passk, pass_at_k.pkpo, steps.process, steps.gagpo)}
+"""`(objective, batch, groups) -> float64 [N]` or `[n]`. Rewards are after shaping; `groups` holds
+the groups with the samples that count."""
+_NEEDS = {"gtpo_entropy": {"entropies"}, "grpo_s": {"entropies"}, "eda": {"entropies"},
+          "xrpo": {"old_logprobs"}, "gtpo_conflict": {"token_ids", "entropies"}}
+"""Token columns that estimators and shapings read."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +33,10 @@ class Advantages:
 
 
 def needed_columns(o: ObjectiveConfig, *, reference: bool) -> frozenset[str]:
-    """Token columns that the objective's advantages are computed from.
-
-    Args:
-        reference: Whether the KL weighs anything in any domain.
-    """
-    needed = ESTIMATORS.needs[o.advantage]
-    if o.shaping != "none":
-        needed |= SHAPINGS.needs[o.shaping]
-    if o.kl == "reward_k1" and reference:
-        needed |= {"old_logprobs", "ref_logprobs"}
-    return needed
+    """Token columns that the objective's advantages are computed from; `reference`: whether the KL
+    weighs anything in any domain."""
+    of_kl = {"old_logprobs", "ref_logprobs"} if o.kl == "reward_k1" and reference else ()
+    return frozenset().union(_NEEDS.get(o.advantage, ()), _NEEDS.get(o.shaping, ()), of_kl)
 
 
 def select(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
@@ -48,11 +48,8 @@ def select(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
 
 def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
                        betas: Tensor | None = None) -> Advantages:
-    """The advantage of every sample or token, without gradient.
-
-    Args:
-        betas: float64 [N], weight of the KL in the reward (`kl = "reward_k1"`).
-    """
+    """The advantage of every sample or token, without gradient. betas: float64 [N], weight of the
+    KL in the reward (`kl = "reward_k1"`)."""
     batch, groups = _rewarded(o, batch)
     values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
     if betas is not None and bool((betas > 0).any()):

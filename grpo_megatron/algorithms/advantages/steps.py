@@ -1,20 +1,16 @@
 """Estimators for rewards inside samples: steps of a solution, turns of an agent. All [n]."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import Events, SampleBatch, by_groups, suffix_sums
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.errors import DataError
 
 
-@ESTIMATORS.register("process")
 def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Process supervision (DeepSeekMath, arXiv:2402.03300): all step rewards of a group are
     standardised together; a token's advantage is the sum over the steps that end at it or later.
@@ -27,7 +23,6 @@ def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return _credit(batch, events, pool.standardised(events.reward, o.std_kind, o.advantage_eps))
 
 
-@ESTIMATORS.register("gagpo")
 def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """GAGPO (arXiv:2605.13217): `V(s)` is the mean return-to-go of the group's visits to s;
     `delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`, `A_t = sum_l (gamma lambda)^l delta_{t+l}`,
@@ -40,8 +35,7 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     order = order[torch.argsort(events.sample[order], stable=True)]
     events = replace(events, sample=events.sample[order], end=events.end[order],
                      reward=events.reward[order], state=events.state[order])
-    last = torch.ones_like(events.sample, dtype=torch.bool)
-    last[:-1] = events.sample[1:] != events.sample[:-1]
+    last = _last(events)
     returns = _discounted(events.reward, last, o.gagpo_gamma)
     states = int(events.state.max()) + 1 if len(events.state) else 1
     _, visit = torch.unique(groups.ids[events.sample] * states + events.state,
@@ -83,16 +77,18 @@ def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
 
 def _of_turns(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
     """Every token takes the value of its turn: differences of values at the turns' ends."""
-    last = torch.ones_like(events.sample, dtype=torch.bool)
-    last[:-1] = events.sample[1:] != events.sample[:-1]
-    return _credit(batch, events, values - torch.where(last, 0.0, values.roll(-1)))
+    return _credit(batch, events, values - torch.where(_last(events), 0.0, values.roll(-1)))
+
+
+def _last(events: Events) -> Tensor:
+    """Whether an event is the last of its sample, bool [K]."""
+    return torch.diff(events.sample, append=events.sample.new_tensor([-1])) != 0
 
 
 def _discounted(values: Tensor, last: Tensor, factor: float) -> Tensor:
     """Backward discounted sums that restart after every `last`."""
-    out, running = values.tolist(), 0.0
-    ends = last.tolist()
-    for i in range(len(out) - 1, -1, -1):
-        running = out[i] + (0.0 if ends[i] else factor * running)
-        out[i] = running
-    return torch.tensor(out, dtype=values.dtype)
+    out, running = [], 0.0
+    for value, is_last in zip(values.flip(0).tolist(), last.flip(0).tolist(), strict=True):
+        running = value + (0.0 if is_last else factor * running)
+        out.append(running)
+    return torch.tensor(out[::-1], dtype=values.dtype)

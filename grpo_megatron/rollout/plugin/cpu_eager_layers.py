@@ -8,8 +8,6 @@ unquantized expert layer through ten functions made for parallel layouts and qua
 (fused_moe/runner/moe_runner.py, modular_kernel.py). Layers that need any of that keep it.
 """
 
-from __future__ import annotations
-
 import torch
 
 

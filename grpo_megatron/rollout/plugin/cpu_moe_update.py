@@ -6,8 +6,6 @@ copies the plain layout over the packed one, so the grouped GEMM multiplies scra
 log-probs are off by more than 2 and nothing is raised.
 """
 
-from __future__ import annotations
-
 
 def apply() -> None:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method

@@ -6,10 +6,8 @@ calls that V2's runner makes (v1/worker/gpu/model_runner.py:1740 and :2181) work
 module adds those calls.
 """
 
-from __future__ import annotations
-
-from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 
@@ -25,28 +23,18 @@ def _allow_with_runner_v1() -> None:
     verify = VllmConfig._verify_aux_output_compatibility
 
     def _verify_aux_output_compatibility(self) -> None:
-        with _pretending_runner_v2(VllmConfig):  # every other incompatibility is still refused
+        # every other incompatibility is still refused
+        with patch.object(VllmConfig, "use_v2_model_runner", True):
             verify(self)
 
     VllmConfig._verify_aux_output_compatibility = _verify_aux_output_compatibility
-
-
-@contextmanager
-def _pretending_runner_v2(config_class):
-    original = config_class.use_v2_model_runner
-    config_class.use_v2_model_runner = True
-    try:
-        yield
-    finally:
-        config_class.use_v2_model_runner = original
 
 
 def _capture_in_runner_v1() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 
     initialize, execute, sample = (
-        Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens
-    )
+        Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens)
 
     def initialize_kv_cache(self, kv_cache_config, *args, **kwargs):
         result = initialize(self, kv_cache_config, *args, **kwargs)
@@ -55,8 +43,7 @@ def _capture_in_runner_v1() -> None:
             from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
             self._routes = get_aux_output_connector(
-                self.get_model(), self.vllm_config, kv_cache_config
-            )
+                self.get_model(), self.vllm_config, kv_cache_config)
         return result
 
     def execute_model(self, scheduler_output, *args, **kwargs):

@@ -5,14 +5,10 @@ parent, so after `kill -9` of the API server the engine core stays, with the mod
 (Workers of a tensor-parallel engine watch the engine core by a pipe.) Linux can signal a child.
 """
 
-from __future__ import annotations
-
-import ctypes
 import functools
 import os
-import signal
 
-_PR_SET_PDEATHSIG = 1
+from grpo_megatron.orphans import die_with_parent
 
 
 def apply() -> None:
@@ -23,18 +19,7 @@ def apply() -> None:
     # The name must stay: a spawned engine core finds this function by its qualified name.
     @functools.wraps(original)
     def run_engine_core(*args, **kwargs):
-        _die_with_parent()
+        die_with_parent(os.getppid())
         return original(*args, **kwargs)
 
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
-
-
-def _die_with_parent() -> None:
-    try:
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-    except (OSError, AttributeError):  # not Linux
-        return
-    parent = os.getppid()
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died in between
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,5 @@
 """vLLM weight-transfer backend `gloo`: the receiving end of `grpo_megatron.weights.transfer`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +51,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver = WeightReceiver(
-            [(host, port) for host, port in init_info.senders],
-            rank=init_info.rank_offset + worker, world_size=init_info.world_size,
-            timeout_s=init_info.timeout_s,
-        )
+            [(host, port) for host, port in init_info.senders], timeout_s=init_info.timeout_s,
+            rank=init_info.rank_offset + worker, world_size=init_info.world_size)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

@@ -7,8 +7,6 @@ What it holds leaves when a request ends, before a weight version is set (a mess
 and before requests are aborted with an answer (`/pause?mode=abort` returns the tokens so far).
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

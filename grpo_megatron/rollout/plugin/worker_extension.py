@@ -1,7 +1,5 @@
 """Methods that `/collective_rpc` reaches in every engine worker (`--worker-extension-cls`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 
@@ -31,12 +29,8 @@ class WorkerExtension:
         """Fault injection for tests: load other values than those received.
 
         Models an error in what follows the transfer (name mapping, sharding, repacking), which
-        digests of the wire cannot see and the canary must.
-
-        Args:
-            name_contains: Which tensors.
-            noise: Standard deviation of what is added; 0: negate the first element only.
-            seed: Of the noise.
+        digests of the wire cannot see and the canary must. Tensors by name get noise of this
+        standard deviation; 0: their first element is negated.
         """
         self.weight_transfer_engine.before_load = noise_on(name_contains, noise, seed)
 
@@ -45,11 +39,15 @@ def noise_on(name_contains: str, noise: float, seed: int) -> Callable[[NamedTens
     """Changes tensors by name before they are loaded."""
     generator = torch.Generator().manual_seed(seed)
 
-    def change(tensors: NamedTensors) -> NamedTensors:
-        return [(name, _changed(tensor, noise, generator) if name_contains in name else tensor)
-                for name, tensor in tensors]
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        if noise:
+            return tensor + noise * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        negated = tensor.clone()
+        negated.view(-1)[0].neg_()
+        return negated
 
-    return change
+    return lambda tensors: [(name, changed(tensor) if name_contains in name else tensor)
+                            for name, tensor in tensors]
 
 
 def noise_of_environment() -> Callable[[NamedTensors], NamedTensors] | None:
@@ -60,11 +58,3 @@ def noise_of_environment() -> Callable[[NamedTensors], NamedTensors] | None:
         return None
     name, _, noise = wanted.rpartition(":")
     return noise_on(name, float(noise), 0)
-
-
-def _changed(tensor: torch.Tensor, noise: float, generator: torch.Generator) -> torch.Tensor:
-    changed = tensor.clone()
-    if noise:
-        return changed + noise * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-    changed.view(-1)[0].neg_()
-    return changed

@@ -1,10 +1,10 @@
-"""Updates and metrics of a batch."""
+"""Metrics of a batch."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from grpo_megatron.controller.training_rows import by_domain, rollout_metrics, staleness, updates_of
+from grpo_megatron.controller.step_metrics import by_domain, rollout_metrics, staleness
 from grpo_megatron.types import (
     Completion,
     KeptSets,
@@ -26,12 +26,6 @@ def scored(rewards: list[float], domain: str = "d", version: int = 0) -> ScoredG
 
 
 GROUPS = [scored([1, 0, 0, 0]), scored([1, 1, 1, 1]), scored([0, np.nan, 1, 0], "e")]
-
-
-def test_updates_are_contiguous_and_nearly_equal():
-    assert updates_of(6, 2).tolist() == [0, 0, 0, 1, 1, 1]
-    assert updates_of(5, 2).tolist() == [0, 0, 0, 1, 1]
-    assert updates_of(2, 4).tolist() == [0, 1]
 
 
 def test_metrics_of_truncated_sampling():

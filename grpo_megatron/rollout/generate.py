@@ -1,0 +1,199 @@
+"""`/inference/v1/generate`: what is asked, and the answer, decoded and checked.
+
+The JSON is decoded straight into typed records (fields that are not listed cost no object), then
+into one array per column.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from grpo_megatron.errors import EngineError
+from grpo_megatron.types import Completion, KeptSets, VersionSpan
+
+_NO_PROBABILITY = -9999.0
+"""vLLM puts this for NaN and for minus infinity, which JSON cannot carry."""
+_MASS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Completions of one prompt."""
+
+    prompt_token_ids: Sequence[int]
+    max_tokens: int  # longest completion, the stop token included
+    n: int = 1  # with a seed, child i uses seed + i
+    temperature: float = 1.0  # 0 is greedy; log-probs are then those of temperature 1
+    stop_token_ids: Sequence[int] = ()  # a completion ends after any of these, and of no other
+    seed: int | None = None
+    record_routes: bool = False  # the experts of every token
+    require_routes: bool = True  # refuse missing or misshapen ones; else a completion has none
+    routes_from: int = 0  # first row of `Completion.routes`; rows before are not sent
+    may_abort: bool = False  # accept what a pause ended early ("abort", maybe no tokens)
+    truncation: Mapping[str, float] = field(default_factory=dict)
+    """See `RolloutConfig.truncation`; completions then tell which ids were kept."""
+
+    def body(self) -> dict[str, Any]:
+        sampling: dict[str, Any] = {
+            "n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature,
+            "logprobs": 0, "detokenize": False, "stop_token_ids": list(self.stop_token_ids),
+            # else generation_config.json of the checkpoint ends them as well
+            "ignore_eos": True, **self.truncation}
+        if self.seed is not None:
+            sampling["seed"] = self.seed
+        if self.routes_from:
+            sampling["routed_experts_prompt_start"] = self.routes_from
+        return {"token_ids": list(self.prompt_token_ids), "sampling_params": sampling}
+
+    def decode(self, body: bytes, where: str) -> list[Completion]:
+        """The completions, ordered by index and without text; `where` is the engine.
+
+        Raises:
+            EngineError: Anything asked for is missing, of another size, or not finite.
+        """
+        try:
+            choices = _decoders[bool(self.truncation)].decode(body).choices
+        except msgspec.DecodeError as error:
+            raise EngineError(f"unreadable answer: {error}: {body[:200]!r}", where=where) from error
+        choices.sort(key=lambda choice: choice.index)
+        if [choice.index for choice in choices] != list(range(self.n)):
+            raise EngineError(f"asked for {self.n} completions, got {[c.index for c in choices]}",
+                              where=where)
+        return [_completion(self, choice, f"{where}, completion {choice.index}")
+                for choice in choices]
+
+
+_Entry = TypeVar("_Entry")
+
+
+class _TokenLogprob(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Candidates(_TokenLogprob, gc=False):
+    top_logprobs: list[_TokenLogprob]
+
+
+class _Logprobs(msgspec.Struct, Generic[_Entry], gc=False):
+    content: list[_Entry]
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, Generic[_Entry], gc=False):
+    index: int
+    token_ids: list[int]
+    logprobs: _Logprobs[_Entry] | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
+
+
+class _Response(msgspec.Struct, Generic[_Entry], gc=False):
+    choices: list[_Choice[_Entry]]
+
+
+_decoders = {truncated: msgspec.json.Decoder(_Response[entry])
+             for truncated, entry in ((False, _TokenLogprob), (True, _Candidates))}
+
+
+def _completion(request: GenerateRequest, choice: _Choice, where: str) -> Completion:
+    num_tokens = len(choice.token_ids)
+    aborted = request.may_abort and choice.finish_reason == "abort"
+    if choice.finish_reason not in ("stop", "length") and not aborted:
+        raise EngineError(f"completion ended with {choice.finish_reason!r}", where=where,
+                          remedy="requests must not be in flight while weights are published")
+    if not (0 if aborted else 1) <= num_tokens <= request.max_tokens:
+        raise EngineError(f"{num_tokens} tokens where 1 to {request.max_tokens} were asked for",
+                          where=where)
+    completion = Completion(
+        token_ids=np.array(choice.token_ids, np.int32), logprobs=_logprobs(choice, where),
+        versions=_spans(choice.weight_versions or [], num_tokens, where),
+        finish_reason=choice.finish_reason, text="",
+        kept=_kept(choice) if request.truncation else None)
+    if request.record_routes and num_tokens:
+        try:
+            return _with_routes(completion, request, choice.routed_experts, where)
+        except EngineError:
+            if request.require_routes:
+                raise
+    return completion
+
+
+def _logprobs(choice: _Choice, where: str) -> np.ndarray:
+    """`float32 [T]`."""
+    content = choice.logprobs.content if choice.logprobs is not None else []
+    values = np.array([entry.logprob for entry in content], np.float32)
+    if len(values) != len(choice.token_ids):
+        raise EngineError(f"{len(values)} log-probs for {len(choice.token_ids)} tokens",
+                          where=where)
+    # no sampled token has _NO_PROBABILITY
+    if not (np.isfinite(values).all() and (values > _NO_PROBABILITY).all()
+            and (values <= 0.0).all()):
+        raise EngineError("log-probs are not finite and at most 0", where=where,
+                          remedy="the policy's logits have overflowed; look at the weights")
+    if [entry.token_id for entry in content] != choice.token_ids:
+        raise EngineError("log-probs belong to other tokens", where=where)
+    return values
+
+
+def _kept(choice: _Choice[_Candidates]) -> KeptSets:
+    """Candidates with a probability. A set that lacks the sampled id, or others (its probabilities
+    do not add up to 1), is left empty: nothing can be renormalised over it."""
+    content = choice.logprobs.content if choice.logprobs is not None else []
+    token = np.repeat(np.arange(len(content)), [len(entry.top_logprobs) for entry in content])
+    ids = np.array([c.token_id for entry in content for c in entry.top_logprobs], np.int32)
+    logprobs = np.array([c.logprob for entry in content for c in entry.top_logprobs])
+    kept = logprobs > _NO_PROBABILITY
+    token, ids, logprobs = token[kept], ids[kept], logprobs[kept]
+    mass = np.bincount(token, np.exp(logprobs), len(content))
+    sampled = np.array([entry.token_id for entry in content], np.int32)
+    has_sampled = np.bincount(token, ids == sampled[token], len(content)) > 0
+    good = has_sampled & (np.abs(mass - 1) < _MASS_TOLERANCE)
+    token, ids = token[good[token]], ids[good[token]]
+    sizes = np.bincount(token, minlength=len(content))
+    return KeptSets(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
+
+
+def _spans(spans: list[_Span], num_tokens: int, where: str) -> tuple[VersionSpan, ...]:
+    ends = [0, *(span.end for span in spans)]
+    if (ends[-1] != num_tokens or [span.start for span in spans] != ends[:-1]
+            or any(span.end <= span.start for span in spans)):
+        raise EngineError(f"weight-version spans {spans} do not cover {num_tokens} tokens",
+                          where=where)
+    for span in spans:
+        if not span.version.isdecimal():
+            raise EngineError(f"weight version {span.version!r} is not a number", where=where)
+    return tuple(VersionSpan(int(span.version), span.start, span.end) for span in spans)
+
+
+def _with_routes(completion: Completion, request: GenerateRequest, encoded: str | None,
+                 where: str) -> Completion:
+    """Row T_p - 1 + t sampled token t. What came before was computed by the first version: a
+    request that is held computes it anew, but the engine then returns later rows only."""
+    if encoded is None:
+        raise EngineError("expert routes were asked for and are missing", where=where,
+                          remedy="start the engine with --enable-return-routed-experts")
+    try:
+        routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    except (binascii.Error, ValueError, EOFError, OSError) as error:
+        raise EngineError(f"unreadable expert routes: {error}", where=where) from error
+    before, first = len(request.prompt_token_ids) - 1, request.routes_from
+    num_rows = before + len(completion.token_ids) - first
+    if routes.ndim != 3 or routes.shape[0] != num_rows or routes.dtype not in (np.uint8, np.uint16):
+        raise EngineError(f"expert routes are {routes.dtype} {routes.shape}, expected uint8 or "
+                          f"uint16 [{num_rows}, layers, experts per token]", where=where)
+    spans = tuple(VersionSpan(span.version, before + span.start if span.start else first,
+                              before + span.end) for span in completion.versions)
+    return replace(completion, routes=routes, route_versions=spans)

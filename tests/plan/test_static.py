@@ -1,0 +1,94 @@
+"""Closed forms of static bytes = the real Megatron modules and optimizer, as integers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.layout import check_layout
+from grpo_megatron.plan.machine import Engines
+from grpo_megatron.plan.model_facts import facts_from_hf
+from grpo_megatron.plan.static import ranks_of_stage, static_bytes
+from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
+
+SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size",
+         "vpp": "virtual_pipeline_parallel_size", "ep": "expert_parallel_size",
+         "etp": "expert_tensor_parallel_size", "ranks": "num_ranks", "first": "first_stage_layers",
+         "last": "last_stage_layers", "sharded": "distributed_optimizer", "dtype": "precision"}
+_MAX_MODULES = 3000  # weights of a rank: 30 s; what has more differs in the number of experts only
+MIXTURES = [
+    {"ranks": 1, "dtype": "float32"}, {"ranks": 6, "sharded": False}, {"ranks": 6, "tp": 2},
+    {"ranks": 4, "tp": 2, "sharded": False, "dtype": "float32"}, {"ranks": 8, "tp": 4, "etp": 1},
+    {"ranks": 16, "tp": 2, "ep": 8, "etp": 1}, {"ranks": 16, "tp": 2, "ep": 2, "etp": 2},
+    {"ranks": 12, "pp": 3, "ep": 2}, {"ranks": 8, "pp": 2, "first": 5}, {"ranks": 8, "pp": 4,
+     "tp": 2, "last": 2, "first": 3}, {"ranks": 4, "pp": 2, "vpp": 2},
+    {"ranks": 16, "pp": 4, "vpp": 2, "ep": 4, "dtype": "float32"},
+    {"ranks": 8, "tp": 2, "pp": 2, "vpp": 3}, {"ranks": 64, "ep": 32},
+]
+
+
+def layouts_of(name: str) -> list[dict]:
+    """The recommended layouts, and those of the mixtures that the model can have."""
+    preset = load_preset(name)
+    found = [layout["trainer"] for layout in preset.layouts]
+    for mixture in MIXTURES:
+        trainer = {SHORT[key]: value for key, value in mixture.items()}
+        rules = check_layout(TrainerConfig(**trainer), RolloutConfig(), facts_from_hf(preset.hf),
+                             Engines(False, True))
+        found += [] if rules else [trainer]
+    return [layout for layout in found if num_weights(preset.hf, layout) <= _MAX_MODULES]
+
+
+def num_weights(hf: dict, layout: dict) -> int:
+    sizes = sizes_of(hf, 96, TrainerConfig(**layout))
+    return sum(len(weights_of_chunk(sizes, 0, chunk)) for chunk in range(sizes.num_chunks))
+
+
+def ranks_to_look_at(trainer: TrainerConfig, limit: int) -> list[int]:
+    """First and last ranks of up to `limit` stages, the outer ones first."""
+    per_stage, pp = trainer.num_ranks // trainer.pipeline_parallel_size, (
+        trainer.pipeline_parallel_size)
+    stages = sorted(range(pp), key=lambda p: min(p, pp - 1 - p))[:limit]
+    return sorted({p * per_stage + i for p in stages for i in (0, per_stage - 1)})
+
+
+def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
+    hf = {"vocab_size": 96, **load_preset(name).hf}
+    trainer = TrainerConfig(**layout)
+    sizes = sizes_of(hf, hf["vocab_size"], trainer)
+    for real in world1.run("tests.plan.meta_cases:real_bytes", hf=hf, trainer=layout,
+                           ranks=ranks_to_look_at(trainer, limit), **settings):
+        stage, rank = divmod(real.pop("rank"), len(ranks_of_stage(sizes)))
+        assert real.pop("shapes") == [
+            [weight.numel for weight in weights_of_chunk(sizes, stage, chunk)]
+            for chunk in range(sizes.num_chunks)]
+        found = static_bytes(sizes, stage, rank, overlaps=settings.get("overlaps", False),
+                             frozen_routers=settings.get("router_policy") == "freeze_weights")
+        assert {key: getattr(found, key) for key in real} == real
+
+
+QUICK = [("deepseek-v3", 0), ("tiny-qwen3-moe", 0), ("tiny-qwen3-moe", 8), ("qwen2.5-0.5b", 2),
+         ("qwen2.5-3b", -1), ("glm-4.5-air", 0), ("moonlight-16b-a3b", -2)]
+
+
+@pytest.mark.parametrize(("name", "which"), QUICK)
+def test_static_bytes(world1, name, which):
+    layouts = layouts_of(name)
+    compare(world1, name, layouts[which % len(layouts)], limit=2)
+
+
+@pytest.mark.parametrize(("settings", "name"), list(itertools.product(
+    [{"router_policy": "freeze_weights"}, {"overlaps": True}], ["tiny-qwen3-moe", "qwen2.5-3b"])))
+def test_other_buffers(world1, settings, name):
+    compare(world1, name, layouts_of(name)[-2], limit=1, **settings)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", preset_names())
+def test_static_bytes_of_every_model_and_layout(world1, name):
+    for layout in layouts_of(name):
+        compare(world1, name, layout, limit=16)
