@@ -59,8 +59,8 @@ def _appearing_whole(directory: Path) -> Iterator[Path]:
     dist.barrier()
     yield working
     dist.barrier()
-    names = sorted(str(p.relative_to(working)) for p in working.rglob("*") if p.is_file())
-    found = _digests(working, names)
+    names = [str(p.relative_to(working)) for p in working.rglob("*") if p.is_file()]
+    found = _digests(working, sorted(all_gathered(names)[0]))  # nodes may list differently
     if dist.get_rank() == 0:
         write_json(working / DIGESTS, found)
         replace_directory(working, directory)
