@@ -18,36 +18,22 @@ import nemo_run as run
 from grpo_megatron.plan.resolve import resolve
 
 
-def task(recipe: str, overrides: Sequence[str] = (), *, in_job: bool = False) -> run.Script:
-    """The run of a recipe; one that exists is continued.
-
-    Raises:
-        ConfigError: The recipe is not valid.
-    """
-    resolve(recipe, overrides)
-    flags = ["--resume-if-exists", *(["--in-job"] if in_job else [])]
-    return run.Script(inline=shlex.join(["grpo-megatron", "train", recipe, *flags, *overrides]))
-
-
-def on_first_node(executor: run.SlurmExecutor, recipe: str,
-                  overrides: Sequence[str] = ()) -> run.SlurmExecutor:
-    """The executor with the recipe's nodes, starting one process on the first of them."""
-    placement = resolve(recipe, overrides).config.placement
-    executor = executor.clone()
-    executor.nodes, executor.ntasks_per_node = placement.num_nodes, 1
-    if placement.gpus_per_node:
-        executor.gpus_per_node = placement.gpus_per_node
-    executor.srun_args = [*(executor.srun_args or []), "--nodes=1", "--ntasks=1", "--overlap"]
-    return executor
-
-
 def add_stages(experiment: run.Experiment, recipes: Sequence[str], executor: run.Executor,
                overrides: Sequence[str] = ()) -> None:
-    """Add recipes to an experiment, each after the one before."""
+    """Add the runs of recipes to an experiment, each after the one before.
+
+    Raises:
+        ConfigError: A recipe is not valid.
+    """
     before: list[str] = []
     for recipe in recipes:
-        is_slurm = isinstance(executor, run.SlurmExecutor)
-        where = on_first_node(executor, recipe, overrides) if is_slurm else executor.clone()
-        name = resolve(recipe, overrides).config.name
-        before = [experiment.add(task(recipe, overrides, in_job=is_slurm), executor=where,
-                                 name=name, dependencies=before or None)]
+        config = resolve(recipe, overrides).config
+        where, flags = executor.clone(), ["--resume-if-exists"]
+        if isinstance(where, run.SlurmExecutor):
+            flags.append("--in-job")
+            where.nodes, where.ntasks_per_node = config.placement.num_nodes, 1
+            where.gpus_per_node = config.placement.gpus_per_node or None
+            where.srun_args = [*(where.srun_args or []), "--nodes=1", "--ntasks=1", "--overlap"]
+        command = ["grpo-megatron", "train", recipe, *flags, *overrides]
+        before = [experiment.add(run.Script(inline=shlex.join(command)), executor=where,
+                                 name=config.name, dependencies=before or None)]
