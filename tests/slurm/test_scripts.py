@@ -34,7 +34,7 @@ def test_a_chain_stops_at_the_stage_that_fails(cluster: Cluster):
 
 @pytest.mark.parametrize(("environment", "words"), [
     ({"PARTITION": "mian"}, ["partition", "main, spot"]),
-    ({"SBATCH_FLAGS": "--nodes=99"}, ["not available"]),
+    ({"SBATCH_FLAGS": "--constraint=absent"}, ["feature"]),
 ])
 def test_what_slurm_refuses_is_one_message(cluster, environment, words):
     done = cluster.command("submit", runs.RECIPE, "--site", "bare", "name=refused", *NODES,
