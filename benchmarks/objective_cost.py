@@ -160,7 +160,7 @@ def forward_seconds(num_tokens: int) -> float:
         logprob_pass(policy, batch)
         started = time.perf_counter()
         logprob_pass(policy, batch)
-        return (time.perf_counter() - started) * NUM_TOKENS / batch.num_policy_tokens
+        return (time.perf_counter() - started) * NUM_TOKENS / table.completion_lengths.sum()
 
 
 def main() -> None:

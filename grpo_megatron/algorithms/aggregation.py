@@ -5,7 +5,7 @@ optimizer step, known before its first micro-batch, so splitting the step differ
 nothing. Shape legend: N trained samples.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,22 +24,15 @@ class Lengths:
 
 def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray,
                   ) -> tuple[np.ndarray, np.ndarray]:
-    """Weight of every token of each sample, and its slope by lambda_grpo's exponent.
+    """Weight of every token of each sample, and its slope by lambda_grpo's exponent; float64 [N].
 
-    With `denominator = "domain"` every domain counts for itself and the losses add up.
-
-    Args:
-        domains: int64 [N].
-
-    Returns:
-        float64 [N] twice.
+    With `denominator = "domain"` every domain (int64 [N]) counts for itself, the losses add up.
     """
     weights, slopes = np.zeros(len(domains)), np.zeros(len(domains))
     scopes = domains if o.denominator == "domain" else np.zeros_like(domains)
     for scope in np.unique(scopes):
         rows = scopes == scope
-        part = Lengths(lengths.tokens[rows], lengths.groups[rows], lengths.constant,
-                       lengths.exponent)
+        part = replace(lengths, tokens=lengths.tokens[rows], groups=lengths.groups[rows])
         found = AGGREGATIONS[o.aggregation](o, part)
         weights[rows], slopes[rows] = found if isinstance(found, tuple) else (found, 0.0)
     return weights, slopes

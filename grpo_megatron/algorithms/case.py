@@ -9,17 +9,8 @@ from itertools import chain, compress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import pydantic
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PlainValidator,
-    Tag,
-    ValidationError,
-    model_validator,
-)
 from torch import Tensor
 
 from grpo_megatron.algorithms.advantages import Advantages
@@ -67,21 +58,21 @@ def _label(value: Any) -> int | str:
     return value
 
 
-Number = Annotated[float, PlainValidator(_number)]
-Reward = Annotated[float, PlainValidator(partial(_number, null=True))]
-LogProb = Annotated[float, PlainValidator(partial(_number, infinite=True))]
-Whole = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Number = Annotated[float, pydantic.PlainValidator(_number)]
+Reward = Annotated[float, pydantic.PlainValidator(partial(_number, null=True))]
+LogProb = Annotated[float, pydantic.PlainValidator(partial(_number, infinite=True))]
+Whole = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31)]
 Flag = Literal[0, 1, False, True]
-Label = Annotated[int | str, PlainValidator(_label)]
+Label = Annotated[int | str, pydantic.PlainValidator(_label)]
 
 
-class _Step(BaseModel):
+class _Step(pydantic.BaseModel):
     """`[end, reward]` or a table; `end` counts all tokens of the sample."""
 
     end: int
     reward: Number
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
         keys = list(cls.model_fields)
@@ -96,11 +87,11 @@ class _Turn(_Step):
     state: Any
 
 
-class _Document(BaseModel):
+class _Document(pydantic.BaseModel):
     """The fields of a case. Ragged lists have one list per sample, one value per token."""
 
-    model_config = ConfigDict(extra="forbid")
-    logprobs: list[list[LogProb]] = Field(min_length=1)
+    model_config = pydantic.ConfigDict(extra="forbid")
+    logprobs: list[list[LogProb]] = pydantic.Field(min_length=1)
     old_logprobs: list[list[LogProb]] | None = None
     rollout_logprobs: list[list[LogProb]] | None = None
     ref_logprobs: list[list[LogProb]] | None = None
@@ -109,8 +100,9 @@ class _Document(BaseModel):
     loss_mask: list[list[Flag]] | None = None
     rewards: list[Reward] | None = None
     advantages: Annotated[
-        Annotated[list[Number], Tag("samples")] | Annotated[list[list[Number]], Tag("tokens")],
-        Discriminator(lambda rows: "tokens" if isinstance(rows, list) and any(
+        Annotated[list[Number], pydantic.Tag("samples")]
+        | Annotated[list[list[Number]], pydantic.Tag("tokens")],
+        pydantic.Discriminator(lambda rows: "tokens" if isinstance(rows, list) and any(
             isinstance(row, list) for row in rows) else "samples")] | None = None
     group_ids: list[Label] | None = None
     domains: list[Label] | None = None
@@ -145,7 +137,7 @@ def parse_case(document: Mapping[str, Any], *, where: str = "case") -> Case:
         given = _Document.model_validate(document)
         _check_lengths(given)
         return _case(given)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         told = _told(error.errors()[0])
     except ValueError as error:
         told = error.args

@@ -1,8 +1,8 @@
 """An objective on a small batch, by the functions that the trainer calls, in float64."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
 from grpo_megatron.errors import DataError
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """Loss of one optimizer step and its gradient."""
 
     loss: float
@@ -42,7 +41,7 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
         parts: int64 rows of each micro-batch; default: all samples in one.
         constant_length: For `aggregation = "constant"`; default: the longest sample.
     """
-    _require_columns(objective, batch, columns, given=advantages is not None)
+    _require_columns(objective, batch, {*columns, *batch.tokens}, given=advantages is not None)
     logprobs = columns["logprobs"]
     advantages = advantages or advantages_of(objective, batch)
     rows = select(objective.config, batch).nonzero()[:, 0]
@@ -77,12 +76,10 @@ def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
     for domain, distances in found.stats.samples.items():
         metrics[f"opsm/calibrated_delta@{domain}"] = calibrated_delta(distances)
     metrics |= batch_metrics(objective, batch, found.advantages)
-    values = found.advantages.values
+    values, per_token = found.advantages.values, found.advantages.per_token
     return {"loss": found.loss, "grad_logprobs": _ragged(found.gradient, case),
-            "advantages": _ragged(values, case) if found.advantages.per_token
-            else values.tolist(),
-            "metrics": {name: value if value == value else None
-                        for name, value in metrics.items()}}
+            "advantages": _ragged(values, case) if per_token else values.tolist(),
+            "metrics": {n: value if value == value else None for n, value in metrics.items()}}
 
 
 def batch_metrics(objective: Objective, batch: SampleBatch,
@@ -93,14 +90,12 @@ def batch_metrics(objective: Objective, batch: SampleBatch,
     trained = select(objective.config, batch)
 
     def of(rows: Tensor) -> dict[str, float]:
-        values, live = per_sample[rows], trained[rows]
-        spread = float(values.std(correction=0)) if len(values) else 0.0
-        return {"advantage/mean": float(values.mean()) if len(values) else 0.0,
-                "advantage/std": spread,
-                "advantage/zero_fraction": float((values == 0).double().mean())
-                if len(values) else 1.0,
+        values = per_sample[rows] if rows.any() else torch.zeros(1)
+        return {"advantage/mean": float(values.mean()),
+                "advantage/std": float(values.std(correction=0)),
+                "advantage/zero_fraction": float((values == 0).double().mean()),
                 "batch/unscorable": float((~batch.valid[rows]).sum()),
-                "batch/not_trained": float((~live).sum()),
+                "batch/not_trained": float((~trained[rows]).sum()),
                 "batch/empty_responses": float((batch.token_counts[rows] == 0).sum())}
 
     metrics = of(torch.ones(len(batch), dtype=torch.bool))
@@ -109,21 +104,17 @@ def batch_metrics(objective: Objective, batch: SampleBatch,
     return metrics
 
 
-def _require_columns(objective: Objective, batch: SampleBatch,
-                     columns: Mapping[str, Tensor], *, given: bool) -> None:
-    needed = set()
-    if not given:
-        needed |= needed_columns(objective.config, reference=objective.wants_reference)
-        if objective.config.advantage == "components" and not batch.components:
-            needed.add("components")
-    if objective.wants_reference:
-        needed.add("ref_logprobs")
-    if any(w for w in objective.by_domain("entropy_weight")):
-        needed.add("entropies")
-    missing = sorted(needed - set(columns) - set(batch.tokens))
-    if missing:
+def _require_columns(objective: Objective, batch: SampleBatch, there: set[str], *,
+                     given: bool) -> None:
+    o, reference = objective.config, objective.wants_reference
+    needed = set() if given else set(needed_columns(o, reference=reference))
+    needed |= {name for name, wanted in {
+        "components": o.advantage == "components" and not given and not batch.components,
+        "ref_logprobs": reference, "entropies": any(objective.by_domain("entropy_weight"))}.items()
+        if wanted}
+    if missing := sorted(needed - there):
         raise DataError(f"{missing[0]} is missing", where="case",
-                        remedy=f"objective {objective.config.preset} needs {', '.join(missing)}")
+                        remedy=f"objective {o.preset} needs {', '.join(missing)}")
 
 
 def _ragged(values: Tensor, case: Case) -> list[list[float]]:

@@ -1,7 +1,6 @@
 """What is measured of every micro-batch beside its loss. Metric names are `area/name`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,36 +10,27 @@ from grpo_megatron.algorithms.ratios import bounded, segment_sum
 from grpo_megatron.algorithms.stats import Meter
 
 
-@dataclass(frozen=True)
-class Masks:
-    """What was clipped, weighted, rejected, left out."""
-
-    clipped: Mapping[str, Tensor]  # bool [n]
-    factor: Tensor | None  # [n]
-    rejected: Mapping[str, Tensor]  # bool [n]
-    infinite: Tensor  # bool [n]
-
-
-def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor,
-            masks: Masks) -> None:
-    """Fill `meter`. ratio, log_diff: [n], detached."""
-    clip = dict(masks.clipped)
-    if clip:
-        clip["region"] = torch.stack(list(clip.values())).any(0)
-    for side, clipped in clip.items():
-        meter.mean(f"clip/{side}_fraction", clipped)
-        meter.mean(f"clip/{side}_sample_fraction", _any(clipped, batch), "samples")
+def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor, *,
+            clipped: Mapping[str, Tensor], rejected: Mapping[str, Tensor], infinite: Tensor,
+            factor: Tensor | None) -> None:
+    """Fill `meter`. ratio, log_diff: [n], detached; factor: [n], what weighs the surrogate term;
+    who was clipped, rejected, left out: bool [n]."""
+    if clipped:
+        clipped = {**clipped, "region": torch.stack(list(clipped.values())).any(0)}
+    causes = {f"clip/{side}": mask for side, mask in clipped.items()}
+    causes |= {f"rejected/{cause}": mask for cause, mask in rejected.items()}
+    for name, mask in causes.items():
+        meter.mean(f"{name}_fraction", mask)
+        of_samples = segment_sum(mask.float(), batch.sample, batch.token_counts) > 0
+        meter.mean(f"{name}_sample_fraction", of_samples, "samples")
     meter.mean("ratio/mean", ratio)
     meter.maximum("ratio/max", ratio)
     meter.mean("policy/entropy", batch.entropies)
     meter.mean("advantage/abs_mean", batch.advantages.abs())
-    meter.mean("tokens/infinite_fraction", masks.infinite)
-    for cause, rejected in masks.rejected.items():
-        meter.mean(f"rejected/{cause}_fraction", rejected)
-        meter.mean(f"rejected/{cause}_sample_fraction", _any(rejected, batch), "samples")
-    if masks.factor is not None:
-        meter.mean("weight/mean", masks.factor)
-        meter.mean("weight/square", masks.factor.double() ** 2)
+    meter.mean("tokens/infinite_fraction", infinite)
+    if factor is not None:
+        meter.mean("weight/mean", factor)
+        meter.mean("weight/square", factor.double() ** 2)
     _mismatch(meter, batch)
     measure_move(meter, "update", log_diff, batch.advantages)
     logprobs = batch.logprobs.detach()
@@ -91,8 +81,3 @@ def _mismatch(meter: Meter, batch: LossBatch) -> None:
     meter.mean("mismatch/chi2", rho**2 - 1)
     meter.mean("mismatch/rho/mean", rho)
     meter.mean("mismatch/rho/square", rho**2)
-
-
-def _any(tokens: Tensor, batch: LossBatch) -> Tensor:
-    """bool [n] -> [S]: whether any token of the sample is set."""
-    return segment_sum(tokens.float(), batch.sample, batch.token_counts) > 0

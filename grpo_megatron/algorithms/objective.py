@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_megatron.algorithms.batch import LossBatch
 from grpo_megatron.algorithms.clips import CLIPS, Update, clip_status, clipped_as, gmpo_clip
-from grpo_megatron.algorithms.monitors import Masks, measure
+from grpo_megatron.algorithms.monitors import measure
 from grpo_megatron.algorithms.off_policy import MISMATCH, off_policy_distance
 from grpo_megatron.algorithms.ratios import RATIOS, bounded, segment_sum
 from grpo_megatron.algorithms.regularisers import KL, llds
@@ -85,7 +85,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
         margin = segment_sum(tokens.log_ratio, batch.sample, batch.token_counts)
         loss = loss + (coefficient * (margin - margin.detach()) + value).sum()
     measure(meter, batch, update.log_ratio.detach().exp(), tokens.log_ratio.detach(),
-            Masks(status, factor, masks, infinite))
+            clipped=status, rejected=masks, infinite=infinite, factor=factor)
     meter.stats.mean("loss/abs_terms", weighted.abs().sum(), 0.0, "sum")
     meter.stats.decisions = {**status, **masks}
     if batch.decisions is not None:

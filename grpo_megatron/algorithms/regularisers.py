@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.batch import SampleBatch
-from grpo_megatron.algorithms.groups import Groups
+from grpo_megatron.algorithms.groups import ZERO_VARIANCE, Groups
 from grpo_megatron.algorithms.ratios import bounded, segment_sum
 from grpo_megatron.config.objective import ObjectiveConfig
 
@@ -53,22 +53,16 @@ def preference_coefficients(o: ObjectiveConfig, batch: SampleBatch, rewards: Ten
     The best and the worst sample of a group may lie in different micro-batches, so the gradient
     goes through fixed coefficients: taken at the weights of this update they are exact.
 
-    Args:
-        rewards, margins: float64 [N].
-
-    Returns:
-        [N]: d loss / d m_i, and the loss, given to the best samples.
+    Returns `d loss / d m_i`, and the loss, given to the best samples. All float64 [N].
     """
     groups = Groups(batch.group_ids, batch.valid & batch.trained)
-    live = groups.valid & (groups.centred(rewards) != 0)
-    live = groups.valid & (groups.sum(live.double()) > 0)
+    live = groups.valid & (groups.spread(rewards) > ZERO_VARIANCE)
     best = live & (groups.rank(-rewards, batch.sample_ids) == 0)
     worst = live & (groups.rank(rewards, batch.sample_ids) == 0)
     scope = batch.domains if o.denominator == "domain" else torch.zeros_like(batch.domains)
     pairs = Groups(scope, torch.ones_like(best)).sum(best.double()).clamp(min=1)
-    gap = groups.sum(torch.where(best, margins, 0.0)) - groups.sum(
-        torch.where(worst, margins, 0.0))
-    pull = o.preference_weight * o.preference_beta * torch.sigmoid(-o.preference_beta * gap) / pairs
-    loss = o.preference_weight * torch.nn.functional.softplus(-o.preference_beta * gap) / pairs
-    return (torch.where(worst, pull, 0.0) - torch.where(best, pull, 0.0),
-            torch.where(best, loss, 0.0))
+    sign = best.double() - worst.double()
+    behind = -o.preference_beta * groups.sum(sign * margins)
+    pull = o.preference_weight * o.preference_beta * torch.sigmoid(behind) / pairs
+    loss = o.preference_weight * torch.nn.functional.softplus(behind) / pairs
+    return -sign * pull, torch.where(best, loss, 0.0)

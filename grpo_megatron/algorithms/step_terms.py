@@ -32,37 +32,33 @@ class StepTerms:
                    entropies: Tensor, ref: Tensor | None = None,
                    untruncated: Tensor | None = None,
                    decisions: Mapping[str, Tensor] | None = None) -> LossBatch:
-        """The loss's view of the samples `rows` (int64 [S]) and of their tokens ([n]).
-
-        Args:
-            decisions: Of the whole batch, to be followed; bool by name.
-        """
-        counts = self.batch.token_counts[rows]
-        like = {"dtype": logprobs.dtype, "device": logprobs.device}
-        wanted = self.advantages.per_token or self.turns is not None or decisions is not None
-        index = self.batch.flat_index(rows) if wanted else None
+        """The loss's view of the samples `rows` (int64 [S]) and of their tokens ([n]); `decisions`,
+        of the whole batch, are to be followed (bool by name)."""
+        device, counts = logprobs.device, self.batch.token_counts[rows]
+        per_token, values = self.advantages.per_token, self.advantages.values
+        index = None
+        if per_token or self.turns is not None or decisions is not None:
+            index = self.batch.flat_index(rows)
 
         def spread(values: Tensor) -> Tensor:
-            return values[rows].to(**like).repeat_interleave(counts.to(logprobs.device))
+            return values[rows].to(logprobs).repeat_interleave(counts.to(device))
 
-        turn = None
+        turn = preference = None
         if self.turns is not None:
-            turn = torch.unique_consecutive(self.turns[index], return_inverse=True)[1]
+            turn = torch.unique_consecutive(self.turns[index], return_inverse=True)[1].to(device)
+        if self.preference is not None:
+            preference = self.preference[:, rows].to(logprobs)
+        if decisions is not None:
+            decisions = {name: flags[index].to(device) for name, flags in decisions.items()}
         return LossBatch(
-            logprobs=logprobs, old_logprobs=old, rollout_logprobs=rollout, entropies=entropies,
-            ref_logprobs=ref, untruncated_logprobs=logprobs if untruncated is None else untruncated,
-            decisions=None if decisions is None else {
-                name: flags[index].to(logprobs.device) for name, flags in decisions.items()},
-            advantages=(self.advantages.values[index].to(**like) if self.advantages.per_token
-                        else spread(self.advantages.values)),
+            logprobs, old, rollout, entropies,
+            advantages=values[index].to(logprobs) if per_token else spread(values),
             weights=spread(self.weights),
-            sample=torch.arange(len(rows)).repeat_interleave(counts).to(logprobs.device),
-            token_counts=counts.to(logprobs.device),
-            domain=self.batch.domains[rows].to(logprobs.device),
-            turn=None if turn is None else turn.to(logprobs.device),
-            weight_slopes=None if self.slopes is None else spread(self.slopes),
-            preference=(None if self.preference is None
-                        else self.preference[:, rows].to(**like)))
+            sample=torch.arange(len(rows)).repeat_interleave(counts).to(device),
+            token_counts=counts.to(device), domain=self.batch.domains[rows].to(device),
+            untruncated_logprobs=logprobs if untruncated is None else untruncated,
+            ref_logprobs=ref, turn=turn, preference=preference, decisions=decisions,
+            weight_slopes=None if self.slopes is None else spread(self.slopes))
 
     def with_margins(self, objective: Objective, margins: Tensor) -> StepTerms:
         """Fix the preference loss, of the samples of this step, at the current weights.
@@ -74,13 +70,9 @@ class StepTerms:
 
 def step_terms(objective: Objective, batch: SampleBatch, advantages: Advantages,
                rows: Tensor, constant_length: int) -> StepTerms:
-    """Weights of one optimizer step.
-
-    Args:
-        advantages: Of the whole rollout batch.
-        rows: int64, the samples that this step trains; the denominators count these.
-        constant_length: Tokens, what `aggregation = "constant"` divides by.
-    """
+    """Weights of one optimizer step. `advantages` are of the whole rollout batch; `rows` (int64)
+    are the samples of this step, which the denominators count; `constant_length` tokens are what
+    `aggregation = "constant"` divides by."""
     o, found = objective.config, np.zeros((2, len(batch)))
     lengths = Lengths(batch.token_counts[rows].numpy(), batch.group_ids[rows].numpy(),
                       constant_length, objective.exponent)

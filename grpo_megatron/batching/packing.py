@@ -24,14 +24,10 @@ def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
     Args:
         lengths: prompt plus completion tokens per sample, int [N].
         num_ranks: data-parallel size.
-        max_tokens: capacity of a micro-batch.
         multiple_of: micro-batches per rank are a multiple of this (interleaved pipelines).
 
     Returns:
         By rank, then micro-batch: sample rows, int64. All ranks have equally many micro-batches.
-
-    Raises:
-        DataError: a sample is longer than a micro-batch.
     """
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > max_tokens:

@@ -111,12 +111,7 @@ def _exceptions(completion: Completion, num_prompt: int) -> Iterator[tuple[int, 
 
 
 class RouteFile:
-    """Read access to one shard's routes; bytes stay on disk until they are sliced.
-
-    Args:
-        columns: The shard's.
-        shape: As the manifest has it.
-    """
+    """Read access to one shard's routes; bytes stay on disk until they are sliced."""
 
     def __init__(self, path: Path, columns: Mapping[str, np.ndarray], shape: RouteShape):
         self.path, self.shape = path, shape
@@ -149,13 +144,9 @@ class RouteFile:
         self._sample_start = starts[group] + (parts * of_prompt)[group] + within
 
     def read(self, sample: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Routes of a sample in some layers.
+        """Routes of a sample in some `layers`, which are positions in `shape.layers`.
 
-        Args:
-            layers: Positions in `shape.layers`.
-
-        Returns:
-            ids [len(layers), T_p + T - 1, K], and RouteStatus uint8 [len(layers), T_p + T - 1].
+        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1].
         """
         parts = [self._part(self._prompt_start[sample], self._num_prompt[sample], layers),
                  self._part(self._sample_start[sample], self._num_completion[sample], layers)]

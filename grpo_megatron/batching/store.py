@@ -39,7 +39,7 @@ class ShardInfo:
     num_groups: int
     num_samples: int
     num_tokens: int
-    routes: dict | None = None  # shape of `<shard>.routes`, see RouteShape.to_json
+    routes: dict | None = None  # shape of `<shard>.routes`, fields of RouteShape
 
 
 class ShardWriter:
@@ -86,7 +86,7 @@ class ShardWriter:
             columns |= write_routes(self.path.with_suffix(".routes"), self._groups, shape)
         checksum = write_columns(self.path, columns)
         return ShardInfo(self.path.name, checksum, len(self._groups), len(samples),
-                         len(columns["completion_ids"]), shape.to_json() if shape else None)
+                         len(columns["completion_ids"]), asdict(shape) if shape else None)
 
 
 def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
@@ -218,18 +218,21 @@ class SampleTable:
         start, end = columns["prompt_offsets"][group:group + 2]
         return columns["prompt_ids"][start:end]
 
+    def _at(self, row: int, offsets: str) -> tuple[Mapping[str, np.ndarray], int, int]:
+        """The columns of a sample's shard, and where in them it is."""
+        columns, index = self._shards[self.shard[row]], self.index[row]
+        return columns, *columns[offsets][index:index + 2]
+
     def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [T] and behaviour log-probs float32 [T]."""
-        columns, index = self._shards[self.shard[row]], self.index[row]
-        start, end = columns["completion_offsets"][index:index + 2]
+        columns, start, end = self._at(row, "completion_offsets")
         return columns["completion_ids"][start:end], columns["rollout_logprobs"][start:end]
 
     def kept(self, row: int) -> KeptSets | None:
         """What truncated sampling kept at every completion token; None: everything."""
-        columns, index = self._shards[self.shard[row]], self.index[row]
+        columns, start, end = self._at(row, "completion_offsets")
         if "kept_ids" not in columns:
             return None
-        start, end = columns["completion_offsets"][index:index + 2]
         offsets = np.asarray(columns["kept_offsets"][start:end + 1])
         return KeptSets(columns["kept_ids"][offsets[0]:offsets[-1]], offsets - offsets[0])
 
@@ -240,8 +243,7 @@ class SampleTable:
 
     def versions(self, row: int) -> np.ndarray:
         """Weight version of every completion token, int32 [T]."""
-        columns, index = self._shards[self.shard[row]], self.index[row]
-        first, last = columns["span_offsets"][index:index + 2]
+        columns, first, last = self._at(row, "span_offsets")
         lengths = columns["span_end"][first:last] - columns["span_start"][first:last]
         return np.repeat(columns["span_version"][first:last], lengths)
 
@@ -256,14 +258,9 @@ class SampleTable:
 
     def routes(self, row: int, layers: Sequence[int],
                shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
-        """Experts of a sample's tokens in some layers, each row with its RouteStatus.
+        """Experts of a sample's tokens in some layers (numbers from 0) of a model of `shape`.
 
-        Args:
-            layers: Layer numbers, from 0.
-            shape: Of the model that will replay them.
-
-        Returns:
-            ids [len(layers), T_p + T - 1, K], status uint8 [len(layers), T_p + T - 1].
+        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1].
         """
         file = self._routes[self.shard[row]]
         if file is not None and file.shape == shape:

@@ -91,8 +91,8 @@ def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _fill(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
-    for index, chunk in enumerate(chunks):
-        unwrap_model(chunk).load_state_dict(loaded[_chunk_key(index, chunks)], strict=True)
+    for key, model in _by_key(chunks).items():
+        model.load_state_dict(loaded[key], strict=True)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -104,8 +104,9 @@ def read_state(directory: Path) -> dict[str, Any]:
                               where=str(directory)) from error
 
 
-def _chunk_key(index: int, chunks: Sequence[torch.nn.Module]) -> str:
-    return "model" if len(chunks) == 1 else f"model{index}"
+def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    models = unwrap_model(list(chunks))
+    return {f"model{index if len(models) > 1 else ''}": m for index, m in enumerate(models)}
 
 
 def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer: Any, *,
@@ -121,8 +122,8 @@ def model_state(chunks: Sequence[torch.nn.Module],
                 metadata: dict[str, Any] | None = None) -> dict[str, Any]:
     """Megatron's description of every parameter, by model chunk."""
     metadata = metadata or _metadata()
-    return {_chunk_key(index, chunks): unwrap_model(chunk).sharded_state_dict(metadata=metadata)
-            for index, chunk in enumerate(chunks)}
+    return {key: model.sharded_state_dict(metadata=metadata)
+            for key, model in _by_key(chunks).items()}
 
 
 def _metadata() -> dict[str, Any]:

@@ -85,11 +85,7 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
                  shard_bytes: int = shard_files.DEFAULT_SHARD_BYTES) -> int:
     """Write a model that is spread over all ranks; each writes its own files. Collective.
 
-    Args:
-        source: its config, tokenizer and template are copied byte for byte.
-
-    Returns:
-        Bytes of weights written.
+    Config, tokenizer and template are those of `source`. Returns the bytes of weights written.
 
     Raises:
         MismatchError: what was read back is not what the ranks hold.

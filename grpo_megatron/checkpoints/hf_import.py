@@ -19,11 +19,8 @@ Shape = tuple[int, ...]
 class HFSource:
     """A Hugging Face checkpoint as the parameters of a model.
 
-    Args:
-        carry: also what the checkpoint has and Megatron's model has not (`carried_names`).
-
-    Raises:
-        CheckpointError: other tensors or shapes than the model's.
+    Raises CheckpointError for other tensors or shapes than the model's. With `carry`, also what the
+    checkpoint has and Megatron's model has not (`carried_names`).
     """
 
     def __init__(self, parameters: Sequence[Parameter], directory: Path, *, carry: bool = True):
@@ -69,11 +66,7 @@ def refuse_unfit(directory: Path, found: Mapping[str, Shape], wanted: Mapping[st
 
 @torch.no_grad()
 def import_weights(model: ShardedModel, directory: Path) -> None:
-    """Fill every parameter; each rank copies the rows and columns that it holds. Collective.
-
-    Raises:
-        CheckpointError: other tensors or shapes than the model's.
-    """
+    """Fill every parameter; each rank copies the rows and columns that it holds. Collective."""
     reader = HFSource([entry.parameter for entry in model.entries], directory).reader
     for part in model.shards:
         parameter = model.map.parameter(part.name, part.full_shape)

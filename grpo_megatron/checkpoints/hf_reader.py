@@ -1,7 +1,9 @@
 """Tensors of a Hugging Face checkpoint, memory-mapped; block-fp8 ones are dequantised as read."""
 
 import json
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,7 +29,8 @@ class HFReader:
         self._places: dict[str, tuple[int, dict]] = {}
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            self.files = _read_index(index)
+            with self._explained("unreadable index"):
+                self.files = dict(json.loads(index.read_text())["weight_map"])
             missing = {f for f in self.files.values() if not (directory / f).exists()}
             if missing:
                 raise CheckpointError(f"missing shards: {sorted(missing)}", where=str(directory))
@@ -44,10 +47,11 @@ class HFReader:
 
     def check_index(self) -> None:
         """Open every file. Raises CheckpointError where one holds other tensors than named."""
-        named = Counter(self.files.values())
-        for file in sorted(named):
+        named: dict[str, set[str]] = defaultdict(set)
+        for name, file in self.files.items():
+            named[file].add(name)
+        for file, wanted in sorted(named.items()):
             held = set(self._open(file).keys())
-            wanted = {name for name, place in self.files.items() if place == file}
             if held != wanted:
                 raise CheckpointError(
                     f"{file} and the index disagree about {sorted(held ^ wanted)[:3]}",
@@ -76,12 +80,9 @@ class HFReader:
         if scale_name(name) not in self.files:
             return self._slice(name)[start:end]
         first = start // BLOCK
-        try:
+        with self._explained(scale_name(name)):
             scales = self._slice(scale_name(name))[first : -(-end // BLOCK)]
             whole = dequantise(self._slice(name)[first * BLOCK : end], scales, dtype)
-        except ValueError as error:
-            raise CheckpointError(f"{scale_name(name)}: {error}",
-                                  where=str(self.directory)) from error
         return whole[start - first * BLOCK :]
 
     def prefetch(self, name: str) -> None:
@@ -98,25 +99,18 @@ class HFReader:
     def _slice(self, name: str):
         if name not in self.files:
             raise CheckpointError(f"tensor {name!r} is missing", where=str(self.directory))
-        file = self.files[name]
-        try:
-            return self._open(file).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"cannot read {name!r} from {file}: {error}",
-                                  where=str(self.directory)) from error
+        with self._explained(f"cannot read {name!r} from {self.files[name]}"):
+            return self._open(self.files[name]).get_slice(name)
 
     def _open(self, file: str):
         if file not in self._files:
-            try:
+            with self._explained(f"unreadable shard {file}"):
                 self._files[file] = safe_open(self.directory / file, "pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"unreadable shard {file}: {error}",
-                                      where=str(self.directory)) from error
         return self._files[file]
 
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(path.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"unreadable index: {error!r}", where=str(path)) from error
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{what}: {error!r}", where=str(self.directory)) from error

@@ -38,7 +38,10 @@ class ShardFile:
 
 
 class OutputFile:
-    """One file that is open for tensors; what is written begins its way to the disk at once."""
+    """One file that is open for tensors; what is written begins its way to the disk at once.
+
+    A subclass has `put(name, tensor)`, which takes them contiguous, on the CPU.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -47,10 +50,6 @@ class OutputFile:
         with disk_errors(path):
             path.parent.mkdir(exist_ok=True)
             self.file = open(path, "wb")  # noqa: SIM115
-
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Contiguous, on the CPU."""
-        raise NotImplementedError
 
     def start_writing(self, begin: int) -> int:
         """What lies after `begin` leaves for the disk; returns the end."""
@@ -69,7 +68,8 @@ class OutputFile:
 
 
 class Target:
-    """A checkpoint in the making. A subclass knows the format.
+    """A checkpoint in the making. A subclass knows the format: it has `open(file)`, which makes an
+    OutputFile, and `read(file)`, which gives a written one's tensors from the disk.
 
     Args:
         working: directory that gets another name when all is done.
@@ -103,20 +103,9 @@ class Target:
         return [ShardFile(name, tuple(group), tuple(e for unit in group for e in units[unit]))
                 for name, group in zip(names, groups, strict=True)]
 
-    def open(self, file: ShardFile) -> OutputFile:
-        raise NotImplementedError
-
-    def read(self, file: ShardFile) -> NamedTensors:
-        """The tensors of a written file, from the disk."""
-        raise NotImplementedError
-
     def write(self, file: ShardFile, tensors: NamedTensors,
               report: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """One file. It is synced and recorded while the caller goes on with the next one.
-
-        Args:
-            report: told of the bytes of every tensor.
-        """
+        """One file, reporting bytes. It is synced and recorded while the next one is written."""
         out, digests = self.open(file), {}
         for name, tensor in tensors:
             tensor = tensor.detach().to("cpu").contiguous()
@@ -142,10 +131,8 @@ class Target:
         copy_side_files(source, self.working)
 
     def read_back(self, file: ShardFile) -> list[str]:
-        """Names of tensors that are not on the disk as they were given.
-
-        The file is no longer taken for finished then: another attempt writes it again.
-        """
+        """Names of tensors that are not on the disk as they were given; if any, the file is no
+        longer taken for finished."""
         found = {name: digest_tensor(tensor) for name, tensor in self.read(file)}
         recorded = (self.record(file) or {"tensors": {}})["tensors"]
         bad = sorted(entry.name for entry in file.entries

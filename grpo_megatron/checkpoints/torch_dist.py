@@ -64,8 +64,7 @@ def is_torch_dist(directory: Path) -> bool:
 class MegatronSource:
     """A distributed checkpoint, of a run or converted, as the parameters of its model.
 
-    Raises:
-        CheckpointError: it is none, damaged, or of another model.
+    Raises CheckpointError when it is none, damaged, or of another model.
     """
 
     def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
@@ -96,15 +95,9 @@ class MegatronSource:
         return self.stored[self.table.pieces_of(parameter)[0].key].properties.dtype
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-        pieces = self.table.pieces_of(parameter)
-        if len(pieces) == 1:
-            full = self._region(pieces[0]).reshape(parameter.shape)
-        else:
-            full, start = torch.empty(parameter.shape, dtype=self.dtype(parameter)), 0
-            for piece in pieces:
-                found = self._region(piece).reshape(-1, *parameter.shape[1:])
-                full[start : start + len(found)] = found
-                start += len(found)
+        regions = [self._region(piece).reshape(-1, *parameter.shape[1:])
+                   for piece in self.table.pieces_of(parameter)]
+        full = torch.cat(regions) if len(regions) > 1 else regions[0]
         return zip((name for name, _ in parameter.hf), parameter.split(full), strict=True)
 
     def prefetch(self, parameter: Parameter) -> None:

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.keys import dotted, leaves
+from grpo_megatron.config.layers import DEFAULT, Layers, Origin, apply_overrides
 from grpo_megatron.config.objective import PRESETS, DomainObjective, ObjectiveConfig
-from grpo_megatron.config.overrides import apply_overrides
 from grpo_megatron.config.presets import ModelPreset, load_preset, preset_names
 from grpo_megatron.config.problems import Problem
-from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
 from grpo_megatron.config.resolved import ResolvedConfig, read_stored
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_recipe_chain
 from grpo_megatron.config.validation import Check, valid

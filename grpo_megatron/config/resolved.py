@@ -9,7 +9,7 @@ import grpo_megatron
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
 from grpo_megatron.config.keys import dotted
-from grpo_megatron.config.provenance import Origin
+from grpo_megatron.config.layers import Origin
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.files import write_atomically
@@ -18,15 +18,11 @@ from grpo_megatron.files import write_atomically
 class ResolvedConfig(Strict):
     """A valid configuration and where each of its values comes from."""
 
-    format: Literal[1] = 1
-    """Of the file."""
-    version: str = Field(grpo_megatron.__version__, alias="grpo_megatron")
-    """Of the package that wrote it."""
-    recipe: str
-    """The recipe it was made from, as messages show it."""
+    format: Literal[1] = 1  # of the file
+    version: str = Field(grpo_megatron.__version__, alias="grpo_megatron")  # which wrote it
+    recipe: str  # it was made from, as messages show it
     config: RunConfig
-    provenance: dict[str, Origin]
-    """Origin of every leaf, by dotted key."""
+    provenance: dict[str, Origin]  # of every leaf, by dotted key
 
     @property
     def run_path(self) -> Path:

@@ -19,69 +19,49 @@ class ModelConfig(Strict):
     """A `path`, a `preset`, or the preset of a released model with the path of its checkpoint."""
 
     preset: str | None = None
-    """Name of a file in `models/`. Alone, its architecture is initialised at random (from `seed`);
-    of a released model, `plan` needs nothing else and training needs `path` too."""
     path: InputPath | None = None
-    """Hugging Face checkpoint directory to start from."""
 
 
 class ColdStartConfig(Strict):
     """Short supervised start on prompt + answer, stopped by greedy validation accuracy."""
 
     target_accuracy: float = Field(0.36, gt=0, le=1)
-    """Stop once validation accuracy is at least this."""
     max_steps: int = Field(2000, ge=1)
-    """Give up (with an error) after this many optimizer steps."""
     batch_size: int = Field(128, ge=1)
-    """Samples an optimizer step."""
     steps_per_evaluation: int = Field(20, ge=1)
-    """Optimizer steps between accuracy checks; a tenth of them near the target."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3)
-    """Optimizer of the cold start; its state is dropped afterwards."""
 
 
 class EvaluationConfig(Strict):
     """Greedy accuracy on validation prompts while training."""
 
     interval: int = Field(0, ge=0)
-    """RL steps between evaluations; 0: only before and after."""
 
 
 class CheckpointConfig(Strict):
     """Distributed checkpoints and the sample store."""
 
     interval: int = Field(50, ge=0)
-    """RL steps between checkpoints; 0: only the last."""
     keep: int = Field(2, ge=1)
-    """Complete checkpoints kept."""
     keep_steps: int = Field(4, ge=1)
-    """Recorded steps kept after each older checkpoint, for `replay` and `mismatch`; those since
-    the newest are kept always."""
 
 
 class TelemetryConfig(Strict):
     """Mirrors of metrics.jsonl."""
 
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases."""
     wandb_project: str = "grpo-megatron"
     tensorboard: bool = False
-    """TensorBoard event files under `tensorboard/`."""
     samples_per_step: int = Field(2, ge=0)
-    """Best and worst completions kept readable per step."""
 
 
 class RunConfig(Strict):
     """One recipe, resolved."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Run directory is `runs_dir/name`."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of weights, sampling and splits."""
     num_steps: int = Field(100, ge=0)
-    """RL steps."""
     runs_dir: Path = Path("runs")
-    """Parent of run directories; never a temporary folder."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     domains: tuple[DomainConfig, ...] = Field(min_length=1)

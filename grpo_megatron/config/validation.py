@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from grpo_megatron.config import schema
 from grpo_megatron.config.constraints import check_constraints
 from grpo_megatron.config.keys import KeyPath, dotted, value_at
+from grpo_megatron.config.layers import DEFAULT, Layers, Origin
 from grpo_megatron.config.problems import InvalidConfigError, Problem, Violation, as_toml
-from grpo_megatron.config.provenance import DEFAULT, Layers, Origin
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest
 

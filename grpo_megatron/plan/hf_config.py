@@ -17,10 +17,8 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
 
     Beside the family's own fields: `num_key_value_heads`, `head_dim`, `moe_layers` (per layer: 1
     with experts, 0 dense), `shared_expert_intermediate_size` and `rope` (see `rope_fields`).
-
-    Raises:
-        ConfigError: Unknown family; a field that is missing, unknown, or has a value that the
-            trainer does not compute.
+    ConfigError for an unknown family, and for a field that is missing, unknown, or has a value that
+    the trainer does not compute.
     """
     family = family_of(hf.get("model_type"))
     try:
@@ -51,11 +49,7 @@ def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The same fields under one name each.
-
-    Raises:
-        ConfigError: Two names of one field disagree.
-    """
+    """The same fields under one name each; ConfigError where two names of one field disagree."""
     fields = dict(hf)
     for name, others in base_tables()["aliases"].items():
         for other in others:
@@ -93,11 +87,8 @@ def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def rope_fields(fields: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:
-    """`type`, `theta`, `percent` (of the head that is rotated) and the type's own parameters.
-
-    Raises:
-        ConfigError: No theta; a type, or a parameter of it, that is not known.
-    """
+    """`type`, `theta`, `percent` (of the head that is rotated) and the type's own parameters;
+    ConfigError without theta, and for a type, or a parameter of it, that is not known."""
     given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     old, kind = given.pop("type", None), given.pop("rope_type", None)
     kind = kind or old or "default"

@@ -4,8 +4,6 @@ The gradient buffers of Megatron's DistributedDataParallel, which the distribute
 (megatron/core/distributed/param_and_grad_buffer.py) and shards over data-parallel ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

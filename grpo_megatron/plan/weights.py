@@ -4,8 +4,6 @@ The counts are those of the plain layers (`trainer/layer_specs.py`); Transformer
 modules have the same ones. Multi-token-prediction layers are not built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -67,21 +67,24 @@ class RoutingSums:
                 out[f"routing/{name}_any_layer_flip_rate"] = float(tokens[0] / tokens[1])
         self._put(out, "routing/entropy", self.entropy[:, 0], self.entropy[:, 1])
         mean = self.load.mean(1)
-        spread = (self.load.std(1, correction=0), self.load.amax(1))
-        for quantity, values in zip(("load_cv", "load_max_ratio"), spread, strict=True):
-            self._put(out, f"routing/{quantity}", values, mean)
-        dead = (self.load == 0).sum(1).double() * (mean > 0)
-        self._put(out, "routing/dead_experts", dead, (mean > 0).double())
-        if bool((mean > 0).any()):
-            out["routing/load_max_ratio"] = float((spread[1] / mean.clamp_min(1e-9)).max())
+        seen = mean > 0
+        quantities = {
+            "load_cv": (self.load.std(1, correction=0), mean),
+            "load_max_ratio": (self.load.amax(1), mean),
+            "dead_experts": ((self.load == 0).sum(1) * seen, seen)}
+        for name, (values, per) in quantities.items():
+            self._put(out, f"routing/{name}", values.double(), per.double(), by_layer=True)
+        if bool(seen.any()):
+            out["routing/load_max_ratio"] = float((self.load.amax(1) / mean)[seen].max())
         return out
 
-    def _put(self, out: dict[str, float], name: str, totals: Tensor, counts: Tensor) -> None:
+    def _put(self, out: dict[str, float], name: str, totals: Tensor, counts: Tensor, *,
+             by_layer: bool = False) -> None:
+        """Of every layer, and of all: the mean over what was counted, or over layers."""
         seen = counts > 0
         if not bool(seen.any()):
             return
-        summed = name.rpartition("/")[2] in ("load_cv", "dead_experts", "load_max_ratio")
-        by_layer = totals / counts.clamp_min(1e-30)
-        out[name] = float(by_layer[seen].mean() if summed else totals.sum() / counts.sum())
+        values = totals / counts.clamp_min(1e-30)
+        out[name] = float(values[seen].mean() if by_layer else totals.sum() / counts.sum())
         out |= {f"{name}/layer_{layer}": float(value) for layer, value, has
-                in zip(self.layers, by_layer, seen, strict=True) if has}
+                in zip(self.layers, values, seen, strict=True) if has}

@@ -1,7 +1,7 @@
 """What a route is: the experts that one token was sent to, in every MoE layer."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Self
 
@@ -41,9 +41,6 @@ class RouteShape:
     def num_bytes(self, tokens: np.ndarray | int) -> np.ndarray | int:
         """Size of the routes of so many tokens."""
         return tokens * len(self.layers) * self.experts_per_token * self.dtype.itemsize
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:

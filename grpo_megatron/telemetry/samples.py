@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -58,12 +57,6 @@ def write_samples(run_dir: RunDir, step: int, samples: Iterable[Sample]) -> Path
     write_atomically(path, "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n"
                                    for sample in samples))
     return path
-
-
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one step's file, as dictionaries."""
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:

@@ -14,6 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ class Job(msgspec.Struct, frozen=True):
 
 def say(**message: Any) -> None:
     print(json.dumps(message), flush=True)
+
+
+def _say_once(message: str) -> None:
+    if dist.get_rank() == 0:
+        say(message=message)
 
 
 @contextmanager
@@ -179,10 +185,9 @@ def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter],
              layout: TrainerConfig, working: Path) -> None:
     source = Path(job.source)
     hf_directory, megatron = (working, source) if job.to == "hf" else (source, working)
-    reason = probe.why_not(hf, num_elements(parameters), layout)
-    if reasons := [r for r in all_gathered(reason) if r]:
-        if dist.get_rank() == 0:
-            say(message=f"log-probs were not compared: {reasons[0]}")
+    reasons = all_gathered(probe.why_not(hf, num_elements(parameters), layout))
+    if reason := next(filter(None, reasons), None):
+        _say_once(f"log-probs were not compared: {reason}")
         return
     worst = probe.largest_difference(hf, hf_directory, megatron / "weights", layout,
                                      getattr(torch, job.dtype) if job.dtype else None)
@@ -190,34 +195,30 @@ def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter],
         raise MismatchError(f"log-probs of the probe text differ by {worst:.2g} between Megatron "
                             f"and transformers (allowed: {probe.TOLERANCE:g})", where=job.target,
                             remedy=f"the files are kept in {working}; please report this model")
-    if dist.get_rank() == 0:
-        say(message=f"log-probs by Megatron and by transformers agree to {worst:.1e}")
+    _say_once(f"log-probs by Megatron and by transformers agree to {worst:.1e}")
 
 
 def _check(source: Source, directory: Path) -> None:
     """Read every tensor: finite numbers, and the digests that were recorded, if there are any."""
     record = directory / "conversion.json"
     recorded = json.loads(record.read_text())["tensors"] if record.exists() else {}
-    problems: dict[str, list[str]] = defaultdict(list)
+    problems: list[tuple[str, str]] = []
     with _phase("check", 4 * num_elements(source.parameters)) as report:
         for parameter in source.parameters[dist.get_rank() :: dist.get_world_size()]:
             for name, tensor in source.tensors(parameter):
                 if not torch.isfinite(tensor).all():
-                    problems["hold numbers that are not finite"].append(name)
+                    problems.append(("hold numbers that are not finite", name))
                 if name in recorded and digest_tensor(tensor) != recorded[name]:
-                    problems["are not what was written"].append(name)
+                    problems.append(("are not what was written", name))
                 report(4 * tensor.numel())
     total: dict[str, list[str]] = defaultdict(list)
-    for part in all_gathered(problems):
-        for problem, names in part.items():
-            total[problem] += names
+    for problem, name in chain.from_iterable(all_gathered(problems)):
+        total[problem].append(name)
     if total:
         raise MismatchError("; ".join(f"{len(names)} tensors {problem}, for example {names[:3]}"
                                       for problem, names in total.items()), where=str(directory))
-    if dist.get_rank() == 0:
-        say(message="every tensor has its place, its shape and finite numbers"
-                    + (", and the digest that was recorded" if recorded else
-                       "; no digests were recorded"))
+    _say_once("every tensor has its place, its shape and finite numbers" + (
+        ", and the digest that was recorded" if recorded else "; no digests were recorded"))
 
 
 def main(path: Path) -> None:

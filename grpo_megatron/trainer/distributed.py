@@ -2,10 +2,13 @@
 
 import gc
 import os
+import random
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -43,13 +46,10 @@ def initialize(layout: TrainerConfig, info: RankInfo, store: dist.Store | None =
     dist.init_process_group(BACKEND, store=store, rank=info.rank, timeout=timeout,
                             world_size=info.world_size)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_parallel_size,
-        context_parallel_size=layout.context_parallel_size,
+        layout.tensor_parallel_size, layout.pipeline_parallel_size,
+        layout.virtual_pipeline_parallel_size, context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_parallel_size,
-        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-    )
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size)
 
 
 def shutdown() -> None:
@@ -62,11 +62,6 @@ def shutdown() -> None:
 
 def seed_everything(seed: int) -> None:
     """Same numbers in every data-parallel replica; tensor ranks differ where they must."""
-    import random
-
-    import numpy as np
-    import torch
-
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -29,16 +29,14 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     number N, for every layer or just the last); `flipped` fp64 [E, L]: how often the engine used
     an expert that the trainer would not have.
 
-    Returns:
-        Routing metrics; nothing of routes where the step has none.
+    Returns routing metrics; nothing of routes where the step has none.
     """
     batch = prepare(config.trainer, table, np.arange(len(table)))
     rollouts, replay = sample_batch(config, table), policy.replay
     source = RouteSource(config, replay, table)
     routes = source.from_store(batch) if table.has_routes else None
-    run = None
-    if routes is not None:
-        run = RoutingPass(compared={"rollout": routes}, record=True, measure=True)
+    run = None if routes is None else RoutingPass(compared={"rollout": routes}, record=True,
+                                                  measure=True)
 
     def gathered(routing: RoutingPass | None) -> np.ndarray:
         passes = logprob_pass(policy, batch, routing)
@@ -46,28 +44,19 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
 
     columns = {"live": gathered(run), "rollout": np.concatenate(
         [table.completion(row)[1] for row in range(len(table))]).astype(np.float64)}
-    if run is None:
-        _write(to, columns)
-        return {}
-    metrics = replay.finish(run, batch.microbatches) | source.metrics()
-    columns["flipped"] = _flipped_experts(policy, batch, routes, run)
-    layers = replay.shape.layers
-    for layer in layers if by_layer else layers[-1:]:
-        below = [_up_to(part, replay.layers, layer) for part in routes]
-        columns[f"through_{layer}"] = gathered(RoutingPass(replayed=below))
-    _write(to, columns)
-    return metrics
-
-
-def _write(to: Path, columns: dict[str, np.ndarray]) -> None:
+    metrics = {}
+    if run is not None:
+        metrics = replay.finish(run, batch.microbatches) | source.metrics()
+        columns["flipped"] = _flipped_experts(policy, batch, routes, run)
+        layers = replay.shape.layers
+        for layer in layers if by_layer else layers[-1:]:
+            # the engine's routes up to this layer, the live router above
+            below = torch.tensor([number <= layer for number in replay.layers], dtype=torch.bool)
+            columns[f"through_{layer}"] = gathered(RoutingPass(replayed=[
+                Routes(part.ids, part.known & below[:, None]) for part in routes]))
     if dist.get_rank() == 0:
         write_columns(to, columns)
-
-
-def _up_to(routes: Routes, layers: Sequence[int], last: int) -> Routes:
-    """Replay in layers up to `last`, the live router above."""
-    below = torch.tensor([layer <= last for layer in layers], dtype=torch.bool)
-    return Routes(routes.ids, routes.known & below[:, None])
+    return metrics
 
 
 def _flipped_experts(policy: Policy, batch: PreparedBatch, routes: Sequence[Routes],

@@ -36,32 +36,18 @@ def install() -> None:
         _uneven_collectives()
 
 
-class _Event:
-    def __init__(self, *args, **kwargs): ...
-    def record(self, *args): ...
-    def wait(self, *args): ...
-    def synchronize(self): ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other) -> float:
-        return 0.0
-
-
-class _Stream:
-    """A CPU has one queue, so all streams are the same one."""
+class _Queue:
+    """A CPU has one queue: all streams are the same one, and every event has happened."""
 
     def __init__(self, *args, **kwargs): ...
-    def wait_stream(self, stream): ...
-    def wait_event(self, event): ...
-    def synchronize(self): ...
 
-    def record_event(self, event=None) -> _Event:
-        return event or _Event()
+    def _done(self, *args):
+        return self
+
+    record = wait = query = synchronize = wait_stream = wait_event = record_event = _done
 
     def __eq__(self, other) -> bool:
-        return isinstance(other, _Stream)
+        return isinstance(other, _Queue)
 
     def __hash__(self) -> int:
         return 0
@@ -70,8 +56,8 @@ class _Stream:
 def _replace_streams() -> None:
     torch.cuda.current_device = lambda: CPU  # tensor_parallel/layers.py:261 and about 50 more
     torch.cuda.synchronize = lambda *a, **k: None  # p2p_communication.py:398
-    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event  # token_dispatcher.py:445
-    torch.cuda.current_stream = lambda *a: _Stream()  # token_dispatcher.py:871
+    torch.cuda.Stream = torch.cuda.Event = _Queue  # token_dispatcher.py:445
+    torch.cuda.current_stream = lambda *a: _Queue()  # token_dispatcher.py:871
 
 
 class _Generators(tuple):

@@ -9,6 +9,8 @@ import warnings
 
 import torch
 
+from grpo_megatron.errors import SetupError
+
 TESTED_VERSION = "0.16.1"
 _installed = False
 _NO_PARAMETER = "no parameter"
@@ -26,17 +28,13 @@ def install() -> None:
         import megatron.core
 
         if megatron.core.__version__ != TESTED_VERSION:
-            from grpo_megatron.errors import SetupError
             raise SetupError(f"megatron-core {megatron.core.__version__} is installed; the fixes "
                              f"in {__name__} are for {TESTED_VERSION}", remedy="make setup")
-        define_missing_te_names()
-        report_te_absent_in_mla()
-        checkpoint_without_output_is_not_fp8()
-        reduce_contiguous_tensors()
-        score_groups_as_deepseek()
-        rotate_packed_sequences_at_once()
-        save_torch_adam_without_step()
-        save_without_helper_processes()
+        for fix in (define_missing_te_names, report_te_absent_in_mla,
+                    checkpoint_without_output_is_not_fp8, reduce_contiguous_tensors,
+                    score_groups_as_deepseek, rotate_packed_sequences_at_once,
+                    save_torch_adam_without_step, save_without_helper_processes):
+            fix()
 
 
 def define_missing_te_names() -> None:
@@ -115,8 +113,7 @@ def score_groups_as_deepseek() -> None:
 def rotate_packed_sequences_at_once() -> None:
     """rope_utils.py:178 copies the lengths from the device and slices sequence by sequence.
 
-    It does so in every layer, for queries and for keys; with hundreds of short sequences that is
-    a tenth of a forward pass.
+    With hundreds of short sequences that is a tenth of a forward pass.
     """
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
 
@@ -215,19 +212,17 @@ def mark_expert_parameters(model: torch.nn.Module) -> None:
 def create_adam_state(optimizer) -> None:
     """distrib_optimizer.py:642 asserts on the state of an optimizer that has not stepped yet.
 
-    It does so as well where a rank holds none of its parameters (a pipeline stage of dense layers
-    has no experts): such a part counts the steps of the others. Call before building the state
-    dict that is saved, or that a checkpoint is loaded into.
+    Also where a rank has none of its parameters (a stage of dense layers has no experts): such a
+    part counts the steps of the others. Call before saving, and before loading.
     """
     parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])
              if part.optimizer is not None]
     for inner in parts:
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter].update(
-                        step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter),
-                        exp_avg_sq=torch.zeros_like(parameter))
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                inner.state[parameter].update(
+                    step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter))
     steps = [state["step"] for inner in parts for key, state in inner.state.items()
              if key != _NO_PARAMETER]
     for inner in parts:

@@ -14,7 +14,7 @@ from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import megatron_settings, model_fields
 from grpo_megatron.trainer.platform import HAS_CUDA, HAS_TRANSFORMER_ENGINE
-from grpo_megatron.trainer.rope import attention_factor
+from grpo_megatron.trainer.rope import rotary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,7 +31,7 @@ def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> Transformer
     config = TransformerConfig(**settings)
     # what attention.py:1102 computes the factor of cosines and sines from; no fields of the class
     config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = math.e, 0.0
-    config.yarn_mscale = 10.0 * (attention_factor(fields["rope"]) - 1.0)
+    config.yarn_mscale = 10.0 * (rotary(fields["rope"], config.kv_channels)[1] - 1.0)
     return config
 
 

@@ -7,7 +7,7 @@ so the padding changes no real token, and its outputs are dropped.
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -40,21 +40,20 @@ class BucketPlan:
     order: torch.Tensor | None  # int64 [T]; None: where it is already
 
 
-def plan_buckets(cu_seqlens: list[int], growth: float = 1.25) -> BucketPlan:
+def plan_buckets(cu_seqlens: torch.Tensor, growth: float = 1.25) -> BucketPlan:
     """Group sequences whose lengths differ by at most `growth`.
 
     Args:
         cu_seqlens: cumulative lengths, [num_sequences + 1], starting at 0.
     """
-    spans = [(b - a, a) for a, b in itertools.pairwise(cu_seqlens) if b > a]
-    spans.sort()
-    groups: list[list[tuple[int, int]]] = []
-    for span in spans:
+    bounds, device = cu_seqlens.tolist(), cu_seqlens.device
+    groups: list[list[tuple[int, int]]] = []  # (length, start)
+    for span in sorted((b - a, a) for a, b in itertools.pairwise(bounds) if b > a):
         if groups and span[0] <= max(groups[-1][0][0] * growth, 4):
             groups[-1].append(span)
         else:
             groups.append([span])
-    order = torch.empty(cu_seqlens[-1], dtype=torch.int64)
+    order = torch.empty(bounds[-1], dtype=torch.int64)
     buckets, base = [], 0
     for group in groups:
         lengths, starts = (torch.tensor(x) for x in zip(*group, strict=True))
@@ -64,10 +63,10 @@ def plan_buckets(cu_seqlens: list[int], growth: float = 1.25) -> BucketPlan:
         order[rows[real]] = base + torch.arange(real.numel()).view_as(real)[real]
         rows, first = torch.where(real, rows, 0).flatten(), int(starts[0])
         adjacent = torch.equal(rows, torch.arange(first, first + len(rows)))
-        buckets.append(Bucket(None if adjacent else rows, first, len(group), length))
+        buckets.append(Bucket(None if adjacent else rows.to(device), first, len(group), length))
         base += real.numel()
     in_order = torch.equal(order, torch.arange(base))
-    return BucketPlan(tuple(buckets), None if in_order else order)
+    return BucketPlan(tuple(buckets), None if in_order else order.to(device))
 
 
 class PackedAttention(MegatronModule):
@@ -77,8 +76,6 @@ class PackedAttention(MegatronModule):
                  attention_dropout=None, softmax_scale=None, cp_comm_type=None,
                  pg_collection=None, k_channels=None, v_channels=None):
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError("context parallelism needs Transformer Engine's attention")
         if config.softmax_type != "vanilla" or config.window_size is not None:
             raise ValueError("sliding windows and learnable softmax need Transformer Engine")
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
@@ -92,7 +89,9 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2).contiguous()
-        plan = _plan_of(packed_seq_params)
+        plan = getattr(packed_seq_params, "bucket_plan", None)
+        if plan is None:  # the same in every layer: kept on the parameters of the batch
+            plan = packed_seq_params.bucket_plan = plan_buckets(packed_seq_params.cu_seqlens_q)
         outputs = []
         for bucket in plan.buckets:
             q, k, v = (bucket.take(x) for x in (query, key, value))
@@ -104,17 +103,3 @@ class PackedAttention(MegatronModule):
         """[b, heads, s, d] -> [b, heads, s, d_v], causal."""
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale,
                                               enable_gqa=q.size(1) != k.size(1))
-
-
-def _plan_of(packed_seq_params) -> BucketPlan:
-    """The plan is the same in every layer: made once, kept on the parameters of the batch."""
-    plan = getattr(packed_seq_params, "bucket_plan", None)
-    if plan is None:
-        cu_seqlens = packed_seq_params.cu_seqlens_q
-        plan = plan_buckets(cu_seqlens.tolist())
-        device = cu_seqlens.device
-        buckets = tuple(b if b.rows is None else replace(b, rows=b.rows.to(device))
-                        for b in plan.buckets)
-        plan = BucketPlan(buckets, None if plan.order is None else plan.order.to(device))
-        packed_seq_params.bucket_plan = plan
-    return plan

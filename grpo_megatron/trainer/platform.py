@@ -6,6 +6,7 @@ Megatron-Core defects (`megatron_fixes`) everywhere.
 
 import importlib.util
 import os
+import resource
 
 # Megatron decorates functions with torch.compile at import; on a CPU that needs a compiler.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -42,8 +43,5 @@ def bind_device(local_rank: int, num_threads: int | None) -> None:
 
 def peak_memory_bytes() -> int:
     """Highest device memory (CUDA) or resident memory (CPU) of this process so far."""
-    if HAS_CUDA:
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (torch.cuda.max_memory_allocated() if HAS_CUDA
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -5,12 +5,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core import distributed as ddp
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
@@ -36,7 +32,7 @@ class Policy:
 
     hf: dict[str, Any]
     config: TransformerConfig
-    chunks: list[DistributedDataParallel]
+    chunks: list[ddp.DistributedDataParallel]
     optimizer: Any
     replay: RouteReplay
 
@@ -93,7 +89,7 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
     if router_policy != "none":
         config.moe_router_bias_update_rate = 0.0
     distributed = layout.distributed_optimizer
-    ddp_config = DistributedDataParallelConfig(
+    ddp_config = ddp.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed,
         overlap_grad_reduce=HAS_CUDA, overlap_param_gather=HAS_CUDA and distributed)
     chunks = []
@@ -103,20 +99,17 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
                 if isinstance(module, TopKRouter):
                     module.requires_grad_(False)
         wrapped = Float16Module(config, model) if config.bf16 else model
-        chunks.append(DistributedDataParallel(config, ddp_config, wrapped,
-                                              disable_bucketing=index > 0))
-    for chunk in chunks:
-        chunk.broadcast_params()
-    megatron_optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam", lr=optimizer.lr, weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.beta1, adam_beta2=optimizer.beta2, adam_eps=optimizer.eps,
-            clip_grad=optimizer.clip_grad, use_distributed_optimizer=distributed,
-            bf16=config.bf16, params_dtype=config.params_dtype,
-            overlap_param_gather=ddp_config.overlap_param_gather),
+        chunks.append(ddp.DistributedDataParallel(config, ddp_config, wrapped,
+                                                  disable_bucketing=index > 0))
+        chunks[-1].broadcast_params()
+    megatron_optimizer = get_megatron_optimizer(MegatronOptimizerConfig(
+        optimizer="adam", lr=optimizer.lr, weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1, adam_beta2=optimizer.beta2, adam_eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad, use_distributed_optimizer=distributed, bf16=config.bf16,
+        params_dtype=config.params_dtype, overlap_param_gather=ddp_config.overlap_param_gather),
         chunks)
     config.grad_scale_func = megatron_optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = ddp.finalize_model_grads
     many = len(chunks) > 1
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = [c.no_sync for c in chunks] if many else chunks[0].no_sync

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.trainer.layer_specs import block_spec
 from grpo_megatron.trainer.logprobs import Kept, token_logprobs
-from grpo_megatron.trainer.rope import inverse_frequencies
+from grpo_megatron.trainer.rope import rotary
 
 
 class PolicyModel(GPTModel):
@@ -58,6 +58,6 @@ def build_chunk(config: TransformerConfig, hf: dict[str, Any], *, pre_process: b
         rotary_base=rope["theta"], rotary_percent=rope["percent"], vp_stage=vp_stage,
         share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False))
     if not config.multi_latent_attention:
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, config.kv_channels)
+        model.rotary_pos_emb.inv_freq = rotary(rope, config.kv_channels)[0]
     model.real_vocab_size = hf["vocab_size"]
     return model

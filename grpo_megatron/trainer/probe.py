@@ -3,8 +3,8 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from grpo_megatron.checkpoints.distributed import load_model
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import MismatchError
-from grpo_megatron.trainer.microbatch import MicroBatch, packed_sequences
+from grpo_megatron.trainer.microbatch import build_microbatch
 from grpo_megatron.trainer.model_config import transformer_config
 from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy, build_models
@@ -50,7 +50,7 @@ def largest_difference(hf: dict[str, Any], hf_directory: Path, weights: Path,
     Args:
         weights: of Megatron; dtype: what the conversion rounded to.
     """
-    ids = _probe_ids(hf, hf_directory, layout.tensor_parallel_size)
+    ids = _probe_ids(hf, hf_directory)
     expected = [_by_transformers(hf_directory, ids, dtype) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(expected)
     found = _by_megatron(hf, weights, layout, ids, dtype)
@@ -58,15 +58,15 @@ def largest_difference(hf: dict[str, Any], hf_directory: Path, weights: Path,
     return float((found - expected[0]).abs().max())
 
 
-def _probe_ids(hf: dict[str, Any], directory: Path, multiple_of: int) -> list[int]:
+def _probe_ids(hf: dict[str, Any], directory: Path) -> list[int]:
     """Tokens of the probe text; without a tokenizer, numbers spread over the vocabulary."""
     ids = [(i * 7919 + 13) % hf["vocab_size"] for i in range(_MAX_TOKENS)]
     if (directory / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
         text = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(_TEXT).ids
-        ids = text[:_MAX_TOKENS] if len(text) > multiple_of else ids
-    return ids[: len(ids) // multiple_of * multiple_of]
+        ids = text[:_MAX_TOKENS] if len(text) > 1 else ids
+    return ids
 
 
 def _by_transformers(directory: Path, ids: list[int], dtype: torch.dtype | None) -> torch.Tensor:
@@ -91,13 +91,11 @@ def _by_megatron(hf: dict[str, Any], weights: Path, layout: TrainerConfig, ids: 
     if dtype is not None:
         for tensor in (t for model in policy.models for t in model.parameters()):
             tensor.data.copy_(tensor.data.to(dtype))
-    tokens, count = torch.tensor(ids, device=device()), len(ids) - 1
-    positions = torch.arange(len(ids), device=device())
-    microbatch = MicroBatch(
-        index=0, table_rows=np.zeros(1, np.int64), lengths=(len(ids),), tokens=tokens[None],
-        position_ids=positions[None], packed=packed_sequences([len(ids)], device()),
-        rows=positions[:-1], targets=tokens[1:], sample=torch.zeros(count, dtype=torch.int64),
-        token_counts=torch.tensor([count]), rollout_logprobs=torch.zeros(count))
-    many = tuple(replace(microbatch, index=i) for i in range(layout.pipeline_parallel_size))
-    found = logprob_pass(policy, PreparedBatch(many, 1, len(ids), count))[0][0]
+    table = SimpleNamespace(
+        prompt_ids=lambda row: np.array(ids[:1]), kept=lambda row: None,
+        completion=lambda row: (np.array(ids[1:]), np.zeros(len(ids) - 1)))
+    many = tuple(build_microbatch(i, table, np.zeros(1, np.int64), device=device(),
+                                  pad_to=layout.tensor_parallel_size)
+                 for i in range(layout.pipeline_parallel_size))
+    found = logprob_pass(policy, PreparedBatch(many, len(ids)))[0][0]
     return found.cpu() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None

@@ -48,11 +48,10 @@ class TrainerService:
             self.references.read_files(self.policy, self.load_hf)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        return {"train": self.train, "gaps": self.gaps, "supervise": self.supervise,
-                "logprobs": self.logprobs, "reset_optimizer": self.reset_optimizer,
-                "take_reference": self.take_reference, "save": self.save, "load": self.load,
-                "export": self.export, "publish_open": self.publisher.open,
-                "publish_join": self.publisher.join, "publish_send": self.publisher.send}
+        own = (self.train, self.gaps, self.supervise, self.logprobs, self.reset_optimizer,
+               self.take_reference, self.save, self.load, self.export)
+        publishing = (self.publisher.open, self.publisher.join, self.publisher.send)
+        return {f.__name__: f for f in own} | {f"publish_{f.__name__}": f for f in publishing}
 
     def load_hf(self, directory: Path) -> None:
         """Read a Hugging Face checkpoint; a converted one, or one of a run, serves as well."""

@@ -36,9 +36,7 @@ class PreparedBatch:
     """This rank's micro-batches of one optimizer step."""
 
     microbatches: tuple[MicroBatch, ...]
-    num_samples: int
     num_tokens: int  # prompt and policy tokens, all ranks
-    num_policy_tokens: int  # all ranks
 
     @property
     def loss_scale(self) -> float:
@@ -57,8 +55,7 @@ def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> Prep
     microbatches = tuple(
         build_microbatch(i, table, rows[part], pad_to=layout.tensor_parallel_size, device=device())
         for i, part in enumerate(plan[parallel_state.get_data_parallel_rank()]))
-    return PreparedBatch(microbatches, len(rows), int(lengths.sum()),
-                         int(table.completion_lengths[rows].sum()))
+    return PreparedBatch(microbatches, int(lengths.sum()))
 
 
 def untruncated(output: torch.Tensor) -> torch.Tensor:
@@ -102,9 +99,9 @@ def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction
     _run_schedule(policy, batch, loss_of, routing, forward_only=False)
     stats = reduce_stats(stats)
     _require_finite("loss", stats.result()["loss/value"])
-    _, grad_norm, _ = policy.optimizer.step()
-    _require_finite("gradient norm", float(grad_norm))
-    stats.mean("grad/norm", torch.tensor(float(grad_norm)), 1.0, "update")
+    grad_norm = float(policy.optimizer.step()[1])
+    _require_finite("gradient norm", grad_norm)
+    stats.mean("grad/norm", torch.tensor(grad_norm), 1.0, "update")
     return stats
 
 
@@ -148,10 +145,9 @@ def speaks_for_samples() -> bool:
 
 def reduce_stats(stats: Stats) -> Stats:
     """Add up over the data-parallel ranks of the last stage; equal on all ranks. Collective."""
-    speaks = speaks_for_samples()
     total = Stats()
     for means, maxima, samples, units in filter(
-            None, all_gathered(_as_numbers(stats) if speaks else None)):
+            None, all_gathered(_as_numbers(stats) if speaks_for_samples() else None)):
         total.add(Stats(*({name: torch.tensor(value, dtype=torch.float64)
                            for name, value in part.items()}
                           for part in (means, maxima, samples)), units))

@@ -35,8 +35,8 @@ class Watch:
         """KL to the reference, for where it weighs nothing: `reference/k1`, `k3`."""
         [found] = references.logprobs(self._policy, [self._batch], self._objective,
                                       self._table.domain)
-        return self._measure(found, lambda meter, part, before, ref:
-                             measure_reference(meter, before, ref))
+        return self._measure(found, lambda meter, part, *logprobs:
+                             measure_reference(meter, *logprobs))
 
     def step(self, batch: SampleBatch, advantages: Advantages) -> Stats:
         """How far the updates of the step moved the policy: `step/…`."""

@@ -12,18 +12,11 @@ def scale_name(name: str) -> str:
 
 def dequantise(weight: torch.Tensor, scale_inv: torch.Tensor,
                dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Weight times the scale of its block, in fp32, rounded once.
+    """Weight times the scale of its block, in fp32, rounded once. Extra memory: one block row.
 
     Args:
         weight: float8_e4m3fn [rows, columns].
-        scale_inv: fp32 [ceil(rows / 128), ceil(columns / 128)].
-        dtype: of the result.
-
-    Returns:
-        [rows, columns]. Extra memory: one block row in fp32.
-
-    Raises:
-        ValueError: The scales are not those of a weight of this shape.
+        scale_inv: fp32 [ceil(rows / 128), ceil(columns / 128)]; ValueError for others.
     """
     rows, columns = weight.shape
     wanted = (-(-rows // BLOCK), -(-columns // BLOCK))

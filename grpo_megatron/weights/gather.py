@@ -63,10 +63,7 @@ class ShardedModel:
     @torch.no_grad()
     def stream(self, entries: Sequence[GatherEntry],
                receivers: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, full tensor) on the receiver of each entry.
-
-        Args:
-            receivers: per entry, the global rank that wants it. Other ranks yield nothing for it.
+        """Yield (Hugging Face name, full tensor) on the receiver (a global rank) of each entry.
 
         Collective: every rank must exhaust the iterator.
         """

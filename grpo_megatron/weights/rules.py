@@ -35,8 +35,7 @@ class Rule:
 def rules_for(model_type: str) -> tuple[Rule, ...]:
     """The family's table, every parameter in both spellings: plain layers and fused ones.
 
-    Raises:
-        ConfigError: Unknown family, or one that Megatron-Core cannot compute.
+    Raises ConfigError for an unknown family, or one that Megatron-Core cannot compute.
     """
     family = family_of(model_type)
     rules = [_rule(name, name, tensor) for name, tensor in family.model.items()]
@@ -63,21 +62,14 @@ def resolve(rules: tuple[Rule, ...], name: str) -> tuple[str, list[str]]:
 
 
 def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Tensors that belong to a checkpoint although the trainer has no parameter for them.
+    """Tensors among `names` that belong to a checkpoint, but to no parameter of the trainer.
 
     Multi-token-prediction layers (after the last layer) are not trained by an RL objective, and
     rotary frequencies are computed: export may carry both along unchanged, or drop them.
-
-    Args:
-        hf: content of config.json.
-        names: of the checkpoint's tensors.
     """
     fields = unified(hf)
     first = fields["num_hidden_layers"]
     extra = range(first, first + (fields.get("num_nextn_predict_layers") or 0))
-    found = set()
-    for name in names:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and (int(layer[1]) in extra or name.endswith(".rotary_emb.inv_freq")):
-            found.add(name)
-    return found
+    layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in names}
+    return {name for name, layer in layers.items() if layer and (
+        int(layer[1]) in extra or name.endswith(".rotary_emb.inv_freq"))}

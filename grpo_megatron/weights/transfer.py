@@ -40,7 +40,6 @@ class WeightSender:
         host: Address on which the workers reach this process; only it is listened on.
         num_workers: Engine workers of all replicas together.
         index: Which sender of the plan this is.
-        timeout_s: Limit of every wait.
     """
 
     def __init__(self, host: str, num_workers: int, *, index: int = 0,
@@ -70,8 +69,7 @@ class WeightSender:
                 by the caller once the next one is asked for.
             publish: Number both sides must agree on, the weight version.
 
-        Returns:
-            Digest of every tensor as it was before packing.
+        Returns the digest of every tensor as it was before packing.
 
         Raises:
             MismatchError: A tensor is not the one that the plan names next.
@@ -136,13 +134,11 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """An engine worker's end of all groups.
+    """An engine worker's end of all groups, as rank 1 or higher of each.
 
     Args:
         senders: `(host, port)` of every sender, in plan order.
-        rank: This worker, from 1.
         world_size: One sender and all workers.
-        timeout_s: Limit of every wait.
     """
 
     def __init__(self, senders: Sequence[tuple[str, int]], *, rank: int, world_size: int,
@@ -160,13 +156,9 @@ class WeightReceiver:
                 publish: int = 0) -> dict[str, str]:
         """Receive a whole publish, handing each bucket's tensors to `load`.
 
-        `load` may keep the tensors: a bucket's storage is never written again.
-
-        Returns:
-            Digest of every tensor as received.
-
-        Raises:
-            TransferError: A sender died, gave up, hung or sends another publish.
+        `load` may keep the tensors: a bucket's storage is never written again. Returns the digest
+        of every tensor as received. Raises TransferError when a sender died, gave up, hung or
+        sends another publish.
         """
         digests: dict[str, str] = {}
         for sender, name in enumerate(self._groups):
@@ -216,10 +208,6 @@ def _naming(what: str) -> Iterator[None]:
     """Turn gloo's and the store's errors into one that says what was waited for, and for whom."""
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, TransferError):
-            raise
-        raise TransferError(
-            f"{what}: {str(error).splitlines()[0]}",
-            remedy="look for the first error in the logs of the trainer and of the engines",
-        ) from error
+    except RuntimeError as error:  # none of ours is one
+        raise TransferError(f"{what}: {str(error).splitlines()[0]}", remedy=(
+            "look for the first error in the logs of the trainer and of the engines")) from error

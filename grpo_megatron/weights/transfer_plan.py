@@ -1,6 +1,7 @@
 """What a publish sends: every tensor's name, dtype, shape and owner, and how they form buckets."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -57,12 +58,10 @@ class TransferPlan(msgspec.Struct, frozen=True):
     bucket_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        names = [e.name for e in self.entries]
-        if len(set(names)) != len(names):
-            twice = sorted({n for n in names if names.count(n) > 1})
+        counts = Counter(e.name for e in self.entries)
+        if twice := sorted(name for name, count in counts.items() if count > 1):
             raise ValueError(f"tensors occur twice in the transfer plan: {', '.join(twice)}")
-        stray = [e.name for e in self.entries if not 0 <= e.sender < self.num_senders]
-        if stray:
+        if stray := [e.name for e in self.entries if not 0 <= e.sender < self.num_senders]:
             raise ValueError(f"no such sender (of {self.num_senders}): {', '.join(stray)}")
 
     def of_sender(self, sender: int) -> tuple[TensorEntry, ...]:

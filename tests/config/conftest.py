@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.config.overrides import apply_overrides
-from grpo_megatron.config.provenance import Layers, Origin
+from grpo_megatron.config.layers import Layers, Origin, apply_overrides
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
 

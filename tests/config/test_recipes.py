@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_megatron import assets
-from grpo_megatron.config import schema
+from grpo_megatron.config import base, schema
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.layout import layout_sizes
@@ -36,6 +36,13 @@ def test_every_key_has_a_type_and_most_have_a_meaning():
     assert all(schema.type_of(path) is not None for path in paths)
     described = sum(bool(schema.meaning_of(path)) for path in paths)
     assert described > 0.8 * len(paths)
+
+
+def test_help_is_of_keys_that_exist():
+    tables = {table.__name__: set(table.model_fields) for table in base.Strict.__subclasses__()}
+    assert [(name, key) for name, keys in base._HELP.items() for key in keys
+            if key not in tables.get(name, ())] == []
+    assert schema.json_schema()["properties"]["seed"]["description"].startswith("Seed of weights")
 
 
 def test_json_schema_refuses_unknown_keys():

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.telemetry.samples import extremes, read_samples, write_samples
+from grpo_megatron.telemetry.samples import extremes, write_samples
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
+
+
+def read_samples(path) -> list[dict]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def scored(name: str, rewards: list[float]) -> ScoredGroup:

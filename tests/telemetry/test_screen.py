@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from grpo_megatron.telemetry.layout import ScreenState, format_value, plain_line, render, sparkline
-from grpo_megatron.telemetry.screen import LiveScreen, make_screen
+from grpo_megatron.telemetry.screen import (
+    LiveScreen,
+    ScreenState,
+    format_value,
+    make_screen,
+    plain_line,
+    render,
+    sparkline,
+)
 from grpo_megatron.telemetry.verdicts import ROWS, Row, judge
 
 METRICS = {"reward/mean": 0.5, "evaluation/accuracy": 0.25, "policy/entropy": 0.3,

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import rope_fields
-from grpo_megatron.trainer.rope import attention_factor, inverse_frequencies
+from grpo_megatron.trainer.rope import rotary
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
@@ -34,11 +34,13 @@ def test_frequencies(theta, scaling, head_dim):
                          max_position_embeddings=131072)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
     rope = rope_fields({"rope_theta": theta, "rope_scaling": scaling}, family_of("llama"))
-    torch.testing.assert_close(inverse_frequencies(rope, head_dim), expected, rtol=1e-6, atol=0)
-    assert attention_factor(rope) == pytest.approx(factor, rel=1e-6)
+    found = rotary(rope, head_dim)
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
+    assert found[1] == factor
 
 
 def test_part_of_the_head():
     rope = rope_fields({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, family_of("glm4_moe"))
-    assert inverse_frequencies(rope, 64).shape == (16,)
-    assert attention_factor(rope) == 1.0
+    frequencies, factor = rotary(rope, 64)
+    assert frequencies.tolist() == pytest.approx([10 ** (-i / 4) for i in range(16)])
+    assert factor == 1.0

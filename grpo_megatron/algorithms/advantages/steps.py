@@ -35,8 +35,7 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     order = order[torch.argsort(events.sample[order], stable=True)]
     events = replace(events, sample=events.sample[order], end=events.end[order],
                      reward=events.reward[order], state=events.state[order])
-    last = torch.ones_like(events.sample, dtype=torch.bool)
-    last[:-1] = events.sample[1:] != events.sample[:-1]
+    last = _last(events)
     returns = _discounted(events.reward, last, o.gagpo_gamma)
     states = int(events.state.max()) + 1 if len(events.state) else 1
     _, visit = torch.unique(groups.ids[events.sample] * states + events.state,
@@ -78,16 +77,18 @@ def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
 
 def _of_turns(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
     """Every token takes the value of its turn: differences of values at the turns' ends."""
-    last = torch.ones_like(events.sample, dtype=torch.bool)
-    last[:-1] = events.sample[1:] != events.sample[:-1]
-    return _credit(batch, events, values - torch.where(last, 0.0, values.roll(-1)))
+    return _credit(batch, events, values - torch.where(_last(events), 0.0, values.roll(-1)))
+
+
+def _last(events: Events) -> Tensor:
+    """Whether an event is the last of its sample, bool [K]."""
+    return torch.diff(events.sample, append=events.sample.new_tensor([-1])) != 0
 
 
 def _discounted(values: Tensor, last: Tensor, factor: float) -> Tensor:
     """Backward discounted sums that restart after every `last`."""
-    out, running = values.tolist(), 0.0
-    ends = last.tolist()
-    for i in range(len(out) - 1, -1, -1):
-        running = out[i] + (0.0 if ends[i] else factor * running)
-        out[i] = running
-    return torch.tensor(out, dtype=values.dtype)
+    out, running = [], 0.0
+    for value, is_last in zip(values.flip(0).tolist(), last.flip(0).tolist(), strict=True):
+        running = value + (0.0 if is_last else factor * running)
+        out.append(running)
+    return torch.tensor(out[::-1], dtype=values.dtype)
