@@ -182,6 +182,19 @@ def test_a_cancelled_call_leaves_a_working_pool(tmp_path):
     asyncio.run(run())
 
 
+def test_a_busy_parent_blames_nobody():
+    async def run():
+        async with RewardPool([domain(OBEY)], timeout_s=1.0) as pool:
+            scoring = asyncio.ensure_future(pool.score([group(["nap"] * 4)]))
+            await asyncio.sleep(0.06)
+            time.sleep(1.5)
+            [scored] = await scoring
+            assert scored.rewards.tolist() == [1] * 4
+            assert not any(pool.metrics().values())
+
+    asyncio.run(run())
+
+
 def test_a_process_killed_while_idle_is_replaced_without_blame():
     async def run():
         async with RewardPool([domain(OBEY)]) as pool:
