@@ -100,7 +100,8 @@ class RLLoop:
         if (file := directory / "manifest.json").exists():
             manifest = json.loads(file.read_text())
             self.sampler.load_state_dict(manifest["sampler"])  # its draws depended on its answers
-            return RecordedStep(step, directory, manifest)
+            recorded = RecordedStep(step, directory, manifest)
+            return recorded if self.ahead else replace(recorded, canary=await self._canary())
         if self.ahead:  # the trainer is about to have other weights than the engines
             return await self._sample(step, directory)
         recorded, canary = await finish_or_cancel([self._sample(step, directory), self._canary()])
