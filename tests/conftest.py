@@ -14,6 +14,17 @@ settings.register_profile("default_without_deadline", deadline=None)
 settings.load_profile("default_without_deadline")
 
 
+_GROUPS = {"world1", "world2", "world4", "world8"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Whatever runs in a process group is slow to start, and no part of `make test-fast`."""
+    for item in items:
+        if _GROUPS & set(item.fixturenames):
+            item.add_marker(pytest.mark.engine)
+
+
 def _group(world_size: int):
     from tests.trainer.worker_group import WorkerGroup
 

@@ -1,11 +1,13 @@
 """Megatron distributed checkpoints (`torch_dist`): saved at one layout, loaded at another.
 
     step_000100/weights/       distributed checkpoint: model, optimizer
-    step_000100/complete.json  written last: without it the checkpoint does not exist
+    step_000100/complete.json  without it the checkpoint does not exist
+    step_000100/digests.json   of every file, as it was read back from disk
     reference_step_000100/     reference weights, written when new; checkpoints name theirs
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.checkpoints.durable import copy_side_files, write_json
+from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.files import replace_directory
+from grpo_megatron.weights.gather import all_gathered
 
 COMPLETE = "complete.json"
 
@@ -54,9 +59,42 @@ def _appearing_whole(directory: Path) -> Iterator[Path]:
     dist.barrier()
     yield working
     dist.barrier()
+    names = [str(p.relative_to(working)) for p in working.rglob("*") if p.is_file()]
+    found = _digests(working, sorted(all_gathered(names)[0]))  # nodes may list differently
     if dist.get_rank() == 0:
+        write_json(working / DIGESTS, found)
         replace_directory(working, directory)
     dist.barrier()
+
+
+def damage(directory: Path) -> list[str]:
+    """Files that are not as they were written; none of a whole checkpoint. Collective."""
+    try:
+        written = json.loads((directory / DIGESTS).read_text())
+    except (OSError, ValueError):
+        return [DIGESTS]
+    found = _digests(directory, sorted(written))
+    return [name for name in sorted(written) if found[name] != written[name]]
+
+
+def _digests(directory: Path, names: Sequence[str]) -> dict[str, Any]:
+    """[bytes, digest] of files as they are on disk; every rank reads its share. Collective."""
+    mine = names[dist.get_rank()::dist.get_world_size()]
+    shares = all_gathered({name: _digest(directory / name) for name in mine})
+    return {name: value for share in shares for name, value in share.items()}
+
+
+def _digest(path: Path) -> list[Any] | None:
+    digest = xxhash.xxh3_128()
+    try:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # and drop what is cached, so that the disk answers
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while block := file.read(1 << 22):
+                digest.update(block)
+            return [file.tell(), digest.hexdigest()]
+    except OSError:
+        return None
 
 
 def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:

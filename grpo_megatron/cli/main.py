@@ -14,6 +14,7 @@ from grpo_megatron.cli import (
     objective_commands,
     offline_commands,
     run_commands,
+    slurm_commands,
 )
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
@@ -23,6 +24,9 @@ app = typer.Typer(
     help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
 app.command("train")(run_commands.train)
 app.command("resume")(run_commands.resume)
+for _command in (slurm_commands.submit, slurm_commands.status, slurm_commands.logs,
+                 slurm_commands.cancel):
+    app.command(_command.__name__)(_command)
 app.command("replay")(offline_commands.replay)
 app.command("mismatch")(offline_commands.mismatch)
 app.add_typer(config_commands.app, name="config")

@@ -104,3 +104,13 @@ def prune_store(store: Path, checkpoints: Sequence[int], keep: int) -> None:
         before = [c for c in checkpoints if c <= step]
         if not before or (before[-1] != checkpoints[-1] and step >= before[-1] + keep):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def drop_disconnected(store: Path, step: int) -> None:
+    """Remove recorded steps after a gap that begins at or after `step`: a step in the gap will be
+    sampled anew, and what was recorded later came from another policy."""
+    while (store / f"step_{step:06d}" / "manifest.json").exists():
+        step += 1
+    for path in store.glob("step_*"):
+        if path.name[5:].isdigit() and int(path.name[5:]) > step:
+            shutil.rmtree(path, ignore_errors=True)

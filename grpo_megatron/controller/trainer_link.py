@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import TrainerError
-from grpo_megatron.trainer.protocol import Endpoint, encode, raise_reply
+from grpo_megatron.network import Endpoint, own_address
+from grpo_megatron.trainer.protocol import encode, raise_reply
 
 
 class TrainerLink:
@@ -20,8 +21,9 @@ class TrainerLink:
         self._connected: asyncio.Future = asyncio.get_running_loop().create_future()
         self._lock = asyncio.Lock()
 
-    async def listen(self, path: Path, host: str = "127.0.0.1") -> None:
+    async def listen(self, path: Path) -> None:
         """Open a free port and publish its address at `path`."""
+        host = own_address()
         self._server = await asyncio.start_server(self._accept, host, 0, limit=1 << 28)
         port = self._server.sockets[0].getsockname()[1]
         Endpoint(host, port, self._token).write(path)

@@ -1,7 +1,5 @@
 """`grpo-megatron mismatch`: why trainer and engine disagree about a recorded step."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path

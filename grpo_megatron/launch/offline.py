@@ -1,7 +1,5 @@
 """A trainer without engines, at any layout, on what a run recorded: for `replay`, `mismatch`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -18,7 +16,7 @@ from grpo_megatron.controller.state import RunState
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.errors import ConfigError, DataError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all
-from grpo_megatron.launch.roles import trainer_ranks
+from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
 
@@ -74,8 +72,7 @@ class OfflineTrainer:
             while not (await asyncio.wait([answer], timeout=0.2))[0]:
                 for child in self.children:
                     if child.exit_code:
-                        raise TrainerError(f"{child.name} ended with exit code {child.exit_code}\n"
-                                           f"{child.log_tail()}", where=str(child.log))
+                        raise TrainerError(str(child.end()), where=str(child.log))
             return answer.result()
         finally:
             answer.cancel()
@@ -122,7 +119,7 @@ async def offline_trainer(run_dir: RunDir, overrides: Sequence[str],
     write_resolved(scratch.config, resolved)
     if run_dir.model.exists():
         scratch.model.symlink_to(run_dir.model.absolute())
-    children = trainer_ranks(config, scratch)
+    children = LocalProcesses(config, scratch).trainers()
     link = TrainerLink(config.trainer.command_timeout_s)
     try:
         await link.listen(scratch.endpoints / "controller.json")

@@ -1,7 +1,6 @@
 """Child processes that cannot outlive their supervisor, and whose death is noticed at once."""
 
-from __future__ import annotations
-
+import contextlib
 import ctypes
 import os
 import select
@@ -17,15 +16,36 @@ _PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 15
 
 
+@dataclass(frozen=True)
+class End:
+    """Which process ended, how, and where it logged; as text with the log's last lines."""
+
+    name: str
+    exit_code: int
+    log: Path
+
+    def __str__(self) -> str:
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        except OSError:
+            lines = []
+        return "\n".join([f"{self.name} ended with exit code {self.exit_code}",
+                          *(f"    {self.name}| {line}" for line in lines)])
+
+
 @dataclass
 class ChildProcess:
-    """One role, in a process group of its own, with its output in a log file."""
+    """One role, in a process group of its own, with its output in a log file.
+
+    Attributes:
+        piped: Standard output and input are pipes to the supervisor.
+    """
 
     name: str
     argv: Sequence[str]
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    pipe_stdout: bool = False
+    piped: bool = False
     process: subprocess.Popen | None = None
     pidfd: int = -1
 
@@ -34,8 +54,9 @@ class ChildProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                self.argv, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True,
-                stdout=subprocess.PIPE if self.pipe_stdout else log,
+                self.argv, stderr=log, start_new_session=True,
+                stdin=subprocess.PIPE if self.piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self.piped else log,
                 env={**os.environ, **self.env}, preexec_fn=_die_with_parent)
         self.pidfd = os.pidfd_open(self.process.pid)
 
@@ -58,13 +79,14 @@ class ChildProcess:
             return False
         return self.process is not None
 
-    def log_tail(self) -> str:
-        """Last lines of the log, for an error message."""
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()
-        except OSError:
-            return ""
-        return "\n".join(f"    {self.name}| {line}" for line in lines[-LOG_TAIL_LINES:])
+    def end(self) -> End:
+        """What there is to say about a child that has ended."""
+        return End(self.name, self.exit_code or 0, self.log)
+
+    def tell(self, line: str) -> None:
+        """Write to its standard input; one that has gone is not an error."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.process.stdin.fileno(), line.encode() + b"\n")
 
 
 def _die_with_parent() -> None:

@@ -1,7 +1,5 @@
 """`grpo-megatron replay`: a recorded step, trained again elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One trainer rank: `python -m grpo_megatron.trainer.main RUN_DIR`.
+"""One trainer rank: `python -m grpo_megatron.trainer.main RUN_DIR [ATTEMPT]`.
 
 Rank 0 takes commands from the controller and passes them on; every rank executes them. While it
 waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out.
@@ -18,8 +18,9 @@ from typing import Any
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import TrainerError
+from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.trainer.protocol import Endpoint, encode, error_reply
+from grpo_megatron.trainer.protocol import encode, error_reply
 
 HEARTBEAT_S = 30.0
 
@@ -56,28 +57,17 @@ def rendezvous(run_dir: RunDir, info, timeout_s: float):
     from torch.distributed import TCPStore
 
     path, timeout = run_dir.endpoints / "trainer.json", timedelta(seconds=timeout_s)
-    host = os.environ.get("GRPO_MEGATRON_NODE_ADDRESS", "127.0.0.1")
     if info.rank == 0:
+        host = own_address()
         listener = socket.create_server((host, 0), backlog=max(128, info.world_size))
         port = listener.getsockname()[1]
         store = TCPStore(host, port, info.world_size, is_master=True, timeout=timeout,
                          wait_for_workers=False, master_listen_fd=listener.detach())
-        Endpoint(host, port, "").write(path)
+        Endpoint(host, port).write(path)
         return store
     endpoint = wait_for_endpoint(path, timeout_s)
     return TCPStore(endpoint.host, endpoint.port, info.world_size, is_master=False,
                     timeout=timeout, wait_for_workers=False)
-
-
-def wait_for_endpoint(path: Path, timeout_s: float) -> Endpoint:
-    """Poll for a published address. Raises TrainerError after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TrainerError(f"nobody published {path.name} within {timeout_s:.0f} s",
-                               where=str(path), remedy="look at the other processes' logs")
-        time.sleep(0.05)
-    return Endpoint.read(path)
 
 
 def serve(service, link: CommandLink | None, group) -> None:
@@ -105,8 +95,9 @@ def serve(service, link: CommandLink | None, group) -> None:
             link.send(reply)
 
 
-def main(run_path: Path) -> None:
-    run_dir = RunDir(run_path)
+def main(run_path: str, attempt: str = "") -> None:
+    run_dir = RunDir(Path(run_path), attempt)
+    bind_gloo(own_address())
     config: RunConfig = read_resolved(run_dir.config).config
     import torch.distributed as dist
 
@@ -128,7 +119,7 @@ def main(run_path: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]))
+        main(*sys.argv[1:])
     except Exception as error:
         traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)

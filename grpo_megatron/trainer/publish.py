@@ -4,12 +4,12 @@ Senders are spread over the world. Each streams the tensors it holds itself, so 
 weights need not pass through rank 0; what no sender holds travels to one point to point.
 """
 
-import os
 from typing import Any
 
 import torch.distributed as dist
 
 from grpo_megatron.config.rollout import PublishConfig
+from grpo_megatron.network import own_address
 from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, assign_receivers
 from grpo_megatron.weights.transfer import TransferPlan, WeightSender
 
@@ -26,7 +26,7 @@ class WeightPublisher:
         self.parts: dict[int, list[GatherEntry]] = {}
         """What each sending rank sends, in order."""
 
-    def open(self, num_workers: int, host: str = "127.0.0.1") -> dict[str, Any]:
+    def open(self, num_workers: int) -> dict[str, Any]:
         """Make this publish's plan and listen for `num_workers` engine workers per sender.
 
         Returns:
@@ -46,7 +46,7 @@ class WeightPublisher:
                                  bucket_bytes=min(self.config.bucket_mib << 20, part))
         mine = None
         if rank in ranks:
-            address = os.environ.get("GRPO_MEGATRON_NODE_ADDRESS", host)
+            address = own_address()
             self.sender = WeightSender(address, num_workers, index=ranks.index(rank))
             mine = [address, self.sender.port]
         addresses = all_gathered(mine)

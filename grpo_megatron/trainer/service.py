@@ -49,7 +49,7 @@ class TrainerService:
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         own = (self.train, self.gaps, self.supervise, self.logprobs, self.reset_optimizer,
-               self.take_reference, self.save, self.load, self.export)
+               self.take_reference, self.save, self.damage, self.load, self.export)
         publishing = (self.publisher.open, self.publisher.join, self.publisher.send)
         return {f.__name__: f for f in own} | {f"publish_{f.__name__}": f for f in publishing}
 
@@ -128,6 +128,14 @@ class TrainerService:
         distributed.save_checkpoint(path, policy.chunks, policy.optimizer,
                                     {**state, "reference": reference}, self.model_path)
         return {}
+
+    def damage(self, directory: str) -> dict[str, Any]:
+        """`files` of a checkpoint and of the reference that it names which are not as written."""
+        path = Path(directory)
+        files = [f"{path.name}/{name}" for name in distributed.damage(path)]
+        if not files and (name := distributed.read_state(path).get("reference")):
+            files = [f"{name}/{file}" for file in distributed.damage(path.with_name(name))]
+        return {"files": files}
 
     def load(self, directory: str) -> dict[str, Any]:
         policy, path = self.policy, Path(directory)

@@ -1,7 +1,7 @@
 """Which Hugging Face tensors a Megatron parameter is made of, by the family's table.
 
 Names are *global* (layer and expert numbers of the whole model). How a parameter is split over
-ranks is not in the table: it is read from the parameter itself (`weights.shards`).
+ranks is not in the table: it is read from the parameter itself (`trainer.shards`).
 """
 
 import re

@@ -66,7 +66,7 @@ def real_bytes(hf: dict[str, Any], trainer: dict[str, Any], ranks: list[int],
                ) -> list[dict[str, Any]]:
     """Numbers of elements and bytes that `build_policy` allocates on each of `ranks`."""
     layout, found = TrainerConfig(**trainer), []
-    ddp_config = partial(policy.DistributedDataParallelConfig)
+    ddp_config = partial(policy.ddp.DistributedDataParallelConfig)
     for rank in ranks:
         with ExitStack() as stack:
             stack.enter_context(_as_rank(layout, rank))
@@ -74,7 +74,7 @@ def real_bytes(hf: dict[str, Any], trainer: dict[str, Any], ranks: list[int],
                 def overlapping(**settings):
                     return ddp_config(**{**settings, "overlap_grad_reduce": True})
                 stack.enter_context(mock.patch.object(
-                    policy, "DistributedDataParallelConfig", overlapping))
+                    policy.ddp, "DistributedDataParallelConfig", overlapping))
             built = policy.build_policy(hf, layout, OptimizerConfig(), router_policy)
             found.append({"rank": rank, **_bytes_of(built)})
     return found

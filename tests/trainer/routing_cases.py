@@ -22,7 +22,6 @@ from grpo_megatron.trainer.rl_update import train_rollouts
 from grpo_megatron.trainer.rollouts import objective_of, sample_batch
 from grpo_megatron.trainer.route_source import RouteSource
 from grpo_megatron.trainer.step import logprob_pass, prepare, train_step
-from tests.trainer import cases
 from tests.trainer.cases import OPTIMIZER, Setup
 
 
@@ -76,7 +75,7 @@ def _spied(setup: Setup, table: SampleTable, on: bool):
             def look(router, inputs, output, tap=tap):
                 if replay.running is None:  # a monitor's look at the weights
                     return
-                index, _ = replay.position(tap.chunk)
+                index, _ = replay.position[tap.chunk]
                 expected = _expected(table, batches[index], tap.layer, replay.shape)
                 found = output[1]
                 size, rank = len(found), _tensor_rank()
@@ -112,7 +111,7 @@ def _other_routers(settings: dict[str, Any]):
 
     A selection bias that comes so is not in the checkpoint.
     """
-    original, all_shards = policy_module.transformer_config, cases.local_shards
+    original, all_shards = policy_module.transformer_config, policy_module.local_shards
 
     def changed(hf, layout):
         config = original(hf, layout)
@@ -121,12 +120,12 @@ def _other_routers(settings: dict[str, Any]):
         return config
 
     policy_module.transformer_config = changed
-    cases.local_shards = lambda *args: [shard for shard in all_shards(*args)
-                                        if not shard.name.endswith("expert_bias")]
+    policy_module.local_shards = lambda *args: [shard for shard in all_shards(*args)
+                                                if not shard.name.endswith("expert_bias")]
     try:
         yield
     finally:
-        policy_module.transformer_config, cases.local_shards = original, all_shards
+        policy_module.transformer_config, policy_module.local_shards = original, all_shards
 
 
 def router_gradients(model: str, samples: str, routings: dict[str, dict[str, Any]],
