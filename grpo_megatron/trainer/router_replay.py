@@ -230,7 +230,8 @@ class RouteReplay:
             dist.all_reduce(tensor)
         metrics = run.sums.result()
         if run.keep is not None:
-            metrics["routing/loss"] = float(summed(torch.tensor(run.keep_loss, dtype=torch.float64)))
+            loss = torch.tensor(run.keep_loss, dtype=torch.float64)
+            metrics["routing/loss"] = float(summed(loss))
         return metrics
 
 
