@@ -25,16 +25,16 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints.durable import (
-    PROGRESS,
-    commit,
-    refuse_differences,
-    working_directory,
-    write_json,
-)
+from grpo_megatron.checkpoints.durable import PROGRESS, commit, working_directory, write_json
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFSource
-from grpo_megatron.checkpoints.shard_files import DEFAULT_SHARD_BYTES, ShardFile, Target, read_ahead
+from grpo_megatron.checkpoints.shard_files import (
+    DEFAULT_SHARD_BYTES,
+    ShardFile,
+    Target,
+    read_ahead,
+    read_back,
+)
 from grpo_megatron.checkpoints.torch_dist import MegatronSource, MegatronTarget, is_torch_dist
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError
@@ -122,7 +122,8 @@ def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
         _prepare(job, target)
     dist.barrier()
     _write(source, target, dtype, directory)
-    _read_back(target, final)
+    with _phase("read back", sum(file.num_bytes for file in target.files)) as report:
+        read_back(target, final, report)
     if job.probe:
         _compare(job, hf, table.parameters, layout, working)
     if info.rank == 0:
@@ -169,16 +170,6 @@ def _write(source: Source, target: Target, dtype: torch.dtype | None, directory:
         dist.barrier()
         if rank == 0:
             target.finish(directory)
-
-
-def _read_back(target: Target, final: Path) -> None:
-    """Each rank reads another one's files: on two machines that shows what never left one."""
-    next_rank, bad = (dist.get_rank() + 1) % dist.get_world_size(), []
-    with _phase("read back", sum(file.num_bytes for file in target.files)) as report:
-        for file in target.files[next_rank :: dist.get_world_size()]:
-            bad += target.read_back(file)
-            report(file.num_bytes)
-    refuse_differences(all_gathered(bad), final)
 
 
 def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter],

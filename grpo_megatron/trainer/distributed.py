@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.trainer.platform import BACKEND, bind_device
+from grpo_megatron.trainer.platform import BACKEND, bind_device, device
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,13 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
     gc.collect()  # models of an earlier layout hold groups
     dist.destroy_process_group()
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """Over all ranks, on the host. Collective."""
+    total = tensor.to(device(), copy=True)
+    dist.all_reduce(total)
+    return total.cpu()
 
 
 def seed_everything(seed: int) -> None:

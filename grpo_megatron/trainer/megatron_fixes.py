@@ -6,23 +6,20 @@ that an upgrade made obsolete.
 
 import queue
 import warnings
+from functools import cache
 
 import torch
 
 from grpo_megatron.errors import SetupError
 
 TESTED_VERSION = "0.16.1"
-_installed = False
 _NO_PARAMETER = "no parameter"
 """Key of an optimizer state that belongs to none; torch keeps such entries as they are."""
 
 
+@cache
 def install() -> None:
-    """Apply every fix. Idempotent. Refuses other versions of Megatron-Core."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    """Apply every fix, once. Refuses other versions of Megatron-Core."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of absent CUDA packages at import
         import megatron.core
@@ -64,10 +61,7 @@ def checkpoint_without_output_is_not_fp8() -> None:
     if random.HAVE_TE:
         return
     original = random.CheckpointWithoutOutput.__init__
-
-    def init(self, fp8=None):
-        original(self, fp8=fp8 or None)
-    random.CheckpointWithoutOutput.__init__ = init
+    random.CheckpointWithoutOutput.__init__ = lambda self, fp8=None: original(self, fp8 or None)
 
 
 def reduce_contiguous_tensors() -> None:
@@ -75,10 +69,7 @@ def reduce_contiguous_tensors() -> None:
     import megatron.core.tensor_parallel.mappings as mappings
 
     original = mappings._reduce
-
-    def reduce(tensor, group):
-        return original(tensor.contiguous(), group)
-    mappings._reduce = reduce
+    mappings._reduce = lambda tensor, group: original(tensor.contiguous(), group)
 
 
 def score_groups_as_deepseek() -> None:
@@ -220,9 +211,8 @@ def create_adam_state(optimizer) -> None:
     for inner in parts:
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             if not inner.state[parameter]:
-                inner.state[parameter].update(
-                    step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter),
-                    exp_avg_sq=torch.zeros_like(parameter))
+                inner.state[parameter] |= {"step": torch.tensor(0.0), **{
+                    name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}}
     steps = [state["step"] for inner in parts for key, state in inner.state.items()
              if key != _NO_PARAMETER]
     for inner in parts:

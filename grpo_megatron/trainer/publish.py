@@ -52,11 +52,10 @@ class WeightPublisher:
         addresses = all_gathered(mine)
         return {"senders": [addresses[r] for r in ranks], "plan": self.plan.to_json()}
 
-    def join(self) -> dict[str, Any]:
+    def join(self) -> None:
         """Wait until the engines' workers have joined."""
         if self.sender is not None:
             self.sender.join()
-        return {}
 
     def send(self, version: int) -> dict[str, Any]:
         """Stream everything once; returns `digests` by Hugging Face name."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_megatron.algorithms.objective import Objective
@@ -14,10 +13,16 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
 from grpo_megatron.routing.router_losses import balance_coefficients
 from grpo_megatron.routing.shape import RouteStatus
-from grpo_megatron.trainer import router_replay
+from grpo_megatron.trainer.distributed import summed
 from grpo_megatron.trainer.microbatch import MicroBatch
-from grpo_megatron.trainer.platform import device
-from grpo_megatron.trainer.router_replay import RouteReplay, Routes, RoutingPass, local_part
+from grpo_megatron.trainer.router_replay import (
+    KeepTerms,
+    RouteReplay,
+    Routes,
+    RoutingPass,
+    count_real,
+    local_part,
+)
 from grpo_megatron.trainer.step import PreparedBatch
 from grpo_megatron.weights.gather import all_gathered
 
@@ -93,9 +98,7 @@ class RouteSource:
 
     def metrics(self) -> dict[str, float]:
         """Routes by status; the last token of a sample has none and is not counted. Collective."""
-        counts = torch.from_numpy(np.append(self._problems, self._num_routes)).double()
-        counts = counts.to(device())
-        dist.all_reduce(counts)
+        counts = summed(torch.from_numpy(np.append(self._problems, self._num_routes)).double())
         if counts[-1] == 0:
             return {}
         out = {f"routing/{s.name.lower()}_routes": float(counts[s]) for s in RouteStatus if s}
@@ -142,13 +145,13 @@ class RouteSource:
             size = local_part(microbatch.tokens[0]).numel()
             stacked = torch.stack(ids) if ids else torch.empty(
                 0, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype)
-            real = torch.arange(size) < router_replay.count_real(microbatch)
+            real = torch.arange(size) < count_real(microbatch)
             found.append(Routes(stacked, real.expand(len(ids), size)))
         return found
 
     def _keep(self, batch: PreparedBatch, replayed: Sequence[Routes] | None,
               old: RoutingPass | None, objective: Objective,
-              terms: StepTerms) -> router_replay.KeepTerms | None:
+              terms: StepTerms) -> KeepTerms | None:
         settings = self.settings
         if settings.keep_loss == "none" and settings.balance_weight == 0:
             return None
@@ -163,22 +166,15 @@ class RouteSource:
             at_tokens[microbatch.rows.cpu()] = of_sample[microbatch.sample.cpu()].float()
             weights.append(local_part(at_tokens))
         balance = self._balance(batch, replayed) if settings.balance_weight > 0 else None
-        return router_replay.KeepTerms(
-            settings.keep_loss, weights, old.recorded_log_probs if old else {}, balance,
-            batch.loss_scale)
+        return KeepTerms(settings.keep_loss, weights, old.recorded_log_probs if old else {},
+                         balance, batch.loss_scale)
 
     def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
-        shape, layers = self._replay.shape, self._replay.layers
-        counts = torch.zeros(len(shape.layers), shape.num_experts, dtype=torch.float64)
-        for routes in replayed:
-            for row, layer in enumerate(layers):
-                ids = routes.ids[row][routes.known[row]].long().flatten()
-                counts[shape.layers.index(layer)] += torch.bincount(
-                    ids, minlength=shape.num_experts)
-        counts = counts.to(device())
-        dist.all_reduce(counts)
+        replay = self._replay
+        counts = replay.count_experts((row, routes.ids[row][routes.known[row]].flatten())
+                                      for routes in replayed for row in range(len(replay.layers)))
         found = balance_coefficients(counts, self.settings.balance_weight, batch.num_tokens)
-        return found[[shape.layers.index(layer) for layer in layers]].float()
+        return found[[replay.shape.layers.index(layer) for layer in replay.layers]].float()
 
 
 def merged(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -40,7 +40,7 @@ class Watch:
 
     def step(self, batch: SampleBatch, advantages: Advantages) -> Stats:
         """How far the updates of the step moved the policy: `step/…`."""
-        values = (batch.means(advantages.values) if advantages.per_token else advantages.values)
+        values = batch.means(advantages.values) if advantages.per_token else advantages.values
 
         def measure(meter: Meter, part: MicroBatch, before: torch.Tensor, after: torch.Tensor):
             chosen = values[torch.from_numpy(part.table_rows)].to(after.device)[part.sample]

@@ -46,11 +46,8 @@ class WeightSender:
                  timeout_s: float = DEFAULT_TIMEOUT_S):
         self.host, self.index = host, index
         self._num_workers, self._timeout = num_workers, timedelta(seconds=timeout_s)
-        # TCPStore would listen on every interface: give it a socket that is already bound.
-        listener = socket.create_server((host, 0), backlog=max(128, num_workers))
-        self.port: int = listener.getsockname()[1]
-        self._store = TCPStore(host, self.port, None, is_master=True, timeout=self._timeout,
-                               wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = listening_store(host, num_workers, self._timeout)
+        self.port: int = self._store.port
         self._group: ProcessGroupGloo | None = None
 
     def join(self) -> None:
@@ -182,6 +179,14 @@ class WeightReceiver:
             data = torch.empty(expected[2], dtype=torch.uint8)
             self._groups[name].broadcast(data, 0).wait()
         return data
+
+
+def listening_store(host: str, num_clients: int, timeout: timedelta) -> TCPStore:
+    """On a free port, of `host` only: TCPStore by itself listens on every interface."""
+    listener = socket.create_server((host, 0), backlog=max(128, num_clients))
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, None, is_master=True, timeout=timeout, wait_for_workers=False,
+                    master_listen_fd=listener.detach())
 
 
 def _group(store: TCPStore, host: str, rank: int, world_size: int,
