@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_megatron.cli.run_commands import Overrides
+from grpo_megatron.cli.run_commands import Overrides, check_run
 
 Target = Annotated[str, typer.Argument(
     metavar="RUN[@STEP]", help="Run directory and recorded step, for example runs/demo@200; "
@@ -44,9 +44,8 @@ def _parse(target: str) -> tuple[Path, int | None]:
     from grpo_megatron.errors import ConfigError
 
     run, at, step = target.rpartition("@")
-    if not at:
-        return Path(target), None
-    if not step.isdecimal():
+    if at and not step.isdecimal():
         raise ConfigError(f"{step!r} is not a step number", where=target,
                           remedy=f"for example {run}@100")
-    return Path(run), int(step)
+    check_run(path := Path(run if at else target))
+    return path, int(step) if at else None
