@@ -69,14 +69,15 @@ class SampleBatch:
         """[N] -> [n]."""
         return values.repeat_interleave(self.token_counts)
 
-    def sample_index(self) -> Tensor:
-        """int64 [n], the sample of every token."""
-        return self.spread(torch.arange(len(self), device=self.token_counts.device))
 
     def positions(self) -> Tensor:
         """int64 [n], 0..T_i-1."""
         return torch.arange(self.num_tokens, device=self.offsets.device) - self.spread(
             self.offsets[:-1])
+
+    def positions_from_end(self) -> Tensor:
+        """int64 [n], T_i-1..0."""
+        return self.spread(self.token_counts) - 1 - self.positions()
 
     def sums(self, values: Tensor) -> Tensor:
         """[n] -> [N], the sum of every sample's tokens."""

@@ -32,15 +32,10 @@ class Evaluation(NamedTuple):
 def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Tensor], *,
              advantages: Advantages | None = None, parts: Sequence[Tensor] | None = None,
              constant_length: int | None = None) -> Evaluation:
-    """Loss and gradient of all samples as one optimizer step.
-
-    Args:
-        columns: [n] of one float type: logprobs, old_logprobs, rollout_logprobs, and where the
-            objective needs them ref_logprobs and entropies.
-        advantages: Given instead of computed.
-        parts: int64 rows of each micro-batch; default: all samples in one.
-        constant_length: For `aggregation = "constant"`; default: the longest sample.
-    """
+    """Loss and gradient of all samples as one optimizer step, in micro-batches of the rows `parts`.
+    `columns` are [n] of one float type: logprobs, old_logprobs, rollout_logprobs, and where the
+    objective needs them ref_logprobs and entropies; `constant_length` is the longest sample's where
+    it is not given."""
     _require_columns(objective, batch, {*columns, *batch.tokens}, given=advantages is not None)
     logprobs = columns["logprobs"]
     advantages = advantages or advantages_of(objective, batch)

@@ -46,14 +46,12 @@ def llds(log_diff: Tensor, advantages: Tensor, sample: Tensor, counts: Tensor) -
 
 def preference_coefficients(o: ObjectiveConfig, batch: SampleBatch, rewards: Tensor,
                             margins: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient and value of `-log sigmoid(beta (m_best - m_worst))`, a mean over the groups with
-    spread (of the domain, with `denominator = "domain"`), m the sum of `log pi_theta -
-    log pi_old` over a sample.
+    """`d loss / d m_i`, and the loss, given to the best samples, of
+    `-log sigmoid(beta (m_best - m_worst))`, a mean over the groups with spread (of the domain, with
+    `denominator = "domain"`), m the sum of `log pi_theta - log pi_old` over a sample. float64 [N]
 
     The best and the worst sample of a group may lie in different micro-batches, so the gradient
     goes through fixed coefficients: taken at the weights of this update they are exact.
-
-    Returns `d loss / d m_i`, and the loss, given to the best samples. All float64 [N].
     """
     groups = Groups(batch.group_ids, batch.valid & batch.trained)
     live = groups.valid & (groups.spread(rewards) > ZERO_VARIANCE)

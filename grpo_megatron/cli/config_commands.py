@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+Source = Annotated[str, typer.Argument(help="Recipe or run directory.")]
 
 
 @app.command()
-def show(recipe: Annotated[str, typer.Argument(help="Recipe or run directory.")],
-         overrides: Overrides = None, as_json: Json = False) -> None:
+def show(recipe: Source, overrides: Overrides = None, as_json: Json = False) -> None:
     """Every value of a recipe or a run, and where it comes from."""
     from grpo_megatron.config.resolved import to_json
 
@@ -32,9 +32,7 @@ def show(recipe: Annotated[str, typer.Argument(help="Recipe or run directory.")]
 
 
 @app.command()
-def diff(first: Annotated[str, typer.Argument(help="Recipe or run directory.")],
-         second: Annotated[str, typer.Argument(help="Recipe or run directory.")],
-         as_json: Json = False) -> None:
+def diff(first: Source, second: Source, as_json: Json = False) -> None:
     """Keys that differ between two recipes or runs, with both values and their origins."""
     left, right = _resolve_any(first, []), _resolve_any(second, [])
     before, after = _values(left), _values(right)

@@ -1,10 +1,11 @@
 """Settings merged from layers, who set each value (file, line or flag), and the topmost layer:
 `key=value` overrides with dotted keys, TOML values, bare words as text, `null` to unset."""
 
+import contextlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 from grpo_megatron.config import schema
 from grpo_megatron.config.keys import KeyPath, dotted, is_array_of_tables, split_key
@@ -75,11 +76,9 @@ def apply_overrides(layers: Layers, texts: Sequence[str]) -> list[Problem]:
 
 def _apply(layers: Layers, text: str) -> Problem | None:
     key, equals, raw = text.partition("=")
-    origin = Origin("flag", text)
-    try:
+    origin, keys = Origin("flag", text), ()
+    with contextlib.suppress(ValueError):
         keys = split_key(key) if equals else ()
-    except ValueError:
-        keys = ()
     if not keys:
         return Problem(key or text, "is not a key=value override", str(origin),
                        remedy="write a dotted key and a TOML value, for example "
@@ -109,7 +108,7 @@ def _child(layers: Layers, node: Any, path: KeyPath, origin: Origin) -> Any:
     """The child at `path[-1]`; missing tables are made, missing lists count as empty."""
     key = path[-1]
     if isinstance(node, dict) and node.get(key) is None:
-        if schema.is_list(path):
+        if get_origin(schema.type_of(path)) is tuple:
             return []
         node[key] = {}
         layers.origins[path] = origin

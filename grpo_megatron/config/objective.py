@@ -138,8 +138,7 @@ class ObjectiveConfig(Strict):
 
     def for_domain(self, own: DomainObjective | None) -> ObjectiveConfig:
         """These choices with the domain's own values."""
-        values = own.model_dump(exclude_none=True) if own else {}
-        return self.model_copy(update=values)
+        return self.model_copy(update=own.model_dump(exclude_none=True)) if own else self
 
 
 class BatchConfig(Strict):

@@ -98,16 +98,9 @@ async def fill_batch(settings: SamplingConfig, target: int, acceptance: float,
     """Sample rounds of prompts until `target` groups are kept or the rounds run out (dynamic
     sampling, DAPO, arXiv:2503.14476).
 
-    A round draws missing / acceptance prompts, within `max_oversampling`. Without
-    `settings.dynamic` there is one round of `target` prompts.
-
-    Args:
-        acceptance: Expected fraction of kept groups; replaced by what this step observes.
-        carried: Surplus of the step before.
-        draw: `PromptSampler.draw`.
-
-    Returns:
-        Kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds.
+    A round draws missing / acceptance prompts, within `max_oversampling`; the expected acceptance
+    is replaced by what this step observes. Without `settings.dynamic` there is one round. Returns
+    kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds.
     """
     kept, sampled, num_rounds = list(carried), [], 0
     used = {group.group.prompt.prompt_id for group in carried}

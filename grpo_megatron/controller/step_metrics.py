@@ -30,16 +30,15 @@ def group_metrics(groups: Sequence[ScoredGroup], selection: Selection) -> dict[s
     rates = np.array([np.nanmean(c) for c in correct if not np.isnan(c).all()])
     flat = np.concatenate(correct)
     lengths = np.array([len(c.token_ids) for g in groups for c in g.group.completions], float)
-    by_kind = {"": lengths, "correct_": lengths[flat == 1], "incorrect_": lengths[flat == 0]}
+    right, wrong = lengths[flat == 1], lengths[flat == 0]
     means = {
         "sampling/acceptance_rate": np.array([selection.keeps(group) for group in groups]),
         "group/all_correct_fraction": rates == 1, "group/all_wrong_fraction": rates == 0,
         "accuracy/pass_at_1": rates, "accuracy/pass_at_group": rates > 0,
-        "response/length_correct_mean": by_kind["correct_"],
-        "response/length_incorrect_mean": by_kind["incorrect_"],
-    }
+        "response/length_correct_mean": right, "response/length_incorrect_mean": wrong}
+    tails = {"": lengths, "correct_": right, "incorrect_": wrong}
     return {**{f"response/length_{kind}p95": float(np.percentile(values, 95))
-               for kind, values in by_kind.items() if len(values)},
+               for kind, values in tails.items() if len(values)},
             **{name: float(values.mean()) for name, values in means.items() if len(values)}}
 
 

@@ -19,16 +19,9 @@ _Rows = Iterator[tuple[str, Mapping[str, Any]]]
 def load_file(domain: DomainConfig) -> list[Problem]:
     """Read at most `domain.num_problems` problems of a `.jsonl` or `.parquet` file.
 
-    Two arguments in `domain.arguments`:
-        domain_field: Keep only the rows whose field of this name equals the domain's name, so
-            that one file can feed several domains.
-        answer_after: The answer is what follows the last occurrence of this marker, for example
-            `"####"` for GSM8K.
-
-    Fields other than the answer become metadata.
-
-    Raises:
-        DataError: Missing file, unreadable line, missing field, wrong type, no rows.
+    Of `domain.arguments`, `domain_field` keeps only the rows whose field of this name equals the
+    domain's name; the answer is what follows the last `answer_after` (`"####"` for GSM8K). Fields
+    other than the answer become metadata. DataError with the line for what is not as it should be.
     """
     path, arguments = domain.path, domain.arguments
     for key in arguments:
@@ -59,12 +52,11 @@ def _jsonl_rows(path: Path) -> _Rows:
             where = f"{path}:{number}"
             try:
                 fields = json.loads(line)
+                if not isinstance(fields, dict):
+                    raise ValueError(f"found {type(fields).__name__}")
             except ValueError as error:  # also UnicodeDecodeError
-                raise DataError(f"not JSON: {error}", where=where,
+                raise DataError(f"not a JSON object: {error}", where=where,
                                 remedy="one JSON object a line, UTF-8") from error
-            if not isinstance(fields, dict):
-                raise DataError(f"expected a JSON object, found {type(fields).__name__}",
-                                where=where, remedy="one JSON object a line")
             yield where, fields
 
 
@@ -93,8 +85,7 @@ def _problems(domain: DomainConfig, rows: _Rows) -> Iterator[Problem]:
             answer = answer.strip()
             if not found or not answer:
                 raise DataError(f"field {domain.answer_field!r} has nothing after {marker!r}",
-                                where=where,
-                                remedy="correct the line or the argument `answer_after`")
+                                where=where, remedy="correct the line, or `answer_after`")
         if not question.strip():
             raise DataError(f"field {domain.prompt_field!r} is empty", where=where)
         metadata = {key: value for key, value in fields.items() if key != domain.answer_field}

@@ -11,10 +11,8 @@ from grpo_megatron.types import Problem
 
 def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
     """Draw `domain.num_problems` problems (the data set's own default where it is unset).
-
-    `arguments.seed` wins over `seed`, so that a recipe can pin its problems. The question is
-    also kept in the metadata because some of the library's scorers read it.
-    """
+    `arguments.seed` wins over `seed`, so that a recipe can pin its problems. Some of the library's
+    scorers read the question from the metadata."""
     where = f"[[domains]] {domain.name}"
     dataset = _create(domain, seed, where)
     problems = []

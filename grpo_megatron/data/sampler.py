@@ -19,14 +19,8 @@ class PromptSampler:
     """Draws prompts; `state_dict` is a few numbers per domain, ready for JSON.
 
     Domains take turns so that after N prompts a domain of weight w has had N·w/Σw of them, within
-    one. Within an epoch of a domain no prompt repeats; within a batch none does either.
-
-    Args:
-        train, weights: Prompts, and weight greater than 0, by domain.
-        curriculum: Draw by success rate instead of epoch by epoch.
-
-    Raises:
-        DataError: A domain without prompts, or with two prompts of the same id.
+    one. Within an epoch of a domain no prompt repeats; within a batch none does either. With
+    `curriculum` they are drawn by success rate instead of epoch by epoch.
     """
 
     def __init__(self, train: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float],
@@ -47,12 +41,8 @@ class PromptSampler:
                 ("prompts", f"{len(prompts)} prompts (fingerprint {_fingerprint(prompts)})"))}}
 
     def draw(self, n: int, exclude: Collection[str] | None = None) -> list[Prompt]:
-        """The next `n` distinct prompts, none of the ids in `exclude`; if that is given, a domain
-        short of others gives fewer.
-
-        Raises:
-            DataError: Without `exclude`: a domain has fewer prompts than its part of the batch.
-        """
+        """The next `n` distinct prompts, none of the ids in `exclude`. A domain short of prompts
+        gives fewer where that is given, else it is a DataError."""
         turns: list[str] = []
         had = dict(self._num_drawn)
         for _ in range(n):
@@ -84,11 +74,7 @@ class PromptSampler:
                 "orders": {name: order.state_dict() for name, order in self._orders.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`.
-
-        Raises:
-            DataError: The state is of another seed, of other domains or of other prompts.
-        """
+        """Continue from `state`; DataError if it is of another seed, domains or prompts."""
         for what, current in self._identity.items():
             if (saved := state["of"].get(what, "none")) != current:
                 raise DataError(

@@ -41,24 +41,23 @@ def make_splits(prompts: Iterable[Prompt], *, num_heldout: int, num_validation: 
     for prompt in sorted(distinct.values(), key=lambda prompt: text_hash(prompt.text)):
         train[prompt.domain].append(prompt)
     sizes = {name: len(members) for name, members in train.items()}
+    num_duplicates = len(prompts) - len(distinct)
     shares = share(num_heldout, sizes), share(num_validation, sizes)
-    validation: list[Prompt] = []
-    heldout: list[Prompt] = []
+    heldout, validation, kept = [], [], {}
     for name, members in train.items():
-        for into, size in zip((heldout, validation), (each[name] for each in shares), strict=True):
-            into += members[:size]
-            del members[:size]
-        if not members:
+        first, second = (each[name] for each in shares)
+        heldout += members[:first]
+        validation += members[first:first + second]
+        kept[name] = tuple(members[first + second:])
+        if not kept[name]:
             others = [other for other in sizes if other != name]
             scope = f" (its share beside {', '.join(others)})" if others else ""
             raise DataError(
-                f"domain {name!r} has {sizes[name]} distinct prompts, but {shares[0][name]} "
-                f"held-out and {shares[1][name]} validation prompts{scope} leave none for "
-                f"training; {len(prompts) - len(distinct)} duplicates were dropped",
-                where="[data] num_heldout, num_validation",
+                f"domain {name!r} has {sizes[name]} distinct prompts, but {first} held-out and "
+                f"{second} validation prompts{scope} leave none for training; {num_duplicates} "
+                "duplicates were dropped", where="[data] num_heldout, num_validation",
                 remedy="raise num_problems of the domain, or lower num_heldout or num_validation")
-    return Splits({name: tuple(members) for name, members in train.items()}, tuple(validation),
-                  tuple(heldout), len(prompts) - len(distinct))
+    return Splits(kept, tuple(validation), tuple(heldout), num_duplicates)
 
 
 def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:

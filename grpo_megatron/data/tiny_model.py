@@ -34,11 +34,8 @@ class CharacterTokenizerConfig(Strict):
 
 
 def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
-    """Write config.json, generation_config.json and the tokenizer (no weights).
-
-    config.json is `[hf]` as it stands, not what transformers would make of it, so that export
-    can copy it byte for byte.
-    """
+    """Write config.json, generation_config.json and the tokenizer (no weights). config.json is
+    `[hf]` as it stands, not what transformers would make of it: export copies it byte for byte."""
     if preset.checkpoint:
         raise DataError(f"{preset.name} is a released checkpoint, not a model to start at random",
                         where=str(preset.path), remedy="download "
@@ -60,11 +57,8 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
 
 
 def init_weights(directory: Path, seed: int) -> None:
-    """Write random fp32 weights beside config.json, with Hugging Face's per-expert names.
-
-    The weights depend on config.json and `seed` only; the caller's random state is kept. Files
-    appear under their final names once complete.
-    """
+    """Write random fp32 weights beside config.json, with Hugging Face's per-expert names. They
+    depend on config.json and `seed` only; files get their final names once complete."""
     # Imported here: torch takes seconds, and most users of this package never need it.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

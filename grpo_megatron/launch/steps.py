@@ -41,13 +41,9 @@ def attempt_of_job() -> str:
 
 @dataclass
 class Step(ChildProcess):
-    """An srun. Its log has srun's own words; every task has a log of its own.
+    """An srun. Its log has srun's own words; every task has a log of its own."""
 
-    Attributes:
-        task_log: Theirs, `%t` being the number of the task.
-    """
-
-    task_log: str = ""
+    task_log: str = ""  # `%t` is the number of the task
 
     def end(self) -> End:
         """Of the task that ended first; srun's own exit code is the highest of all."""
@@ -77,11 +73,8 @@ class SlurmSteps:
                              remedy=f"sbatch --nodes={wanted}")
 
     def check(self) -> None:
-        """Every node must see the run's directory, and not one of its own at the same path.
-
-        Raises:
-            SetupError: The nodes that do not.
-        """
+        """SetupError with the nodes that do not see the run's directory, but nothing or one of
+        their own at the same path."""
         canary = self.run_dir.endpoints / "canary"
         canary.touch()
         for nodes in self._components():

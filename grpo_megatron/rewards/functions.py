@@ -48,11 +48,8 @@ def exact_match(completion: str, answer: str, *, answer_tag: str | None = None) 
 def numeric_match(completion: str, answer: str, *, tolerance: float = 0.0,
                   answer_tag: str | None = None) -> float:
     """1 where the last number of the completion equals the answer, else 0; NaN where the answer
-    is not a number.
-
-    Numbers may have a sign, thousands separators, decimals, or be fractions; they are compared
-    exactly (`0.5` equals `1/2`), up to an absolute difference of `tolerance`.
-    """
+    is not a number. Numbers may have a sign, thousands separators, decimals, or be fractions; they
+    are compared exactly (`0.5` equals `1/2`), up to an absolute difference of `tolerance`."""
     expected = _number(answer.strip().lstrip("$"))
     if expected is None:
         return math.nan

@@ -20,14 +20,9 @@ def cosine_length(completion: str, answer: str, *, prompt: str, metadata: Mappin
                   wrong: tuple[float, float] = (-1.0, -0.5), accuracy: str = _EXACT_MATCH,
                   accuracy_arguments: Mapping[str, Any] | None = None) -> float:
     """b + (a − b)/2 · (1 + cos(π n/L)), from a at no token to b at L and beyond
-    (arXiv:2502.03373): short right answers score most, short wrong ones least.
-
-    Args:
-        max_tokens: L.
-        correct, wrong: (a, b) of right and of wrong answers.
-        accuracy, accuracy_arguments: `module:function` that says which, and its keyword
-            arguments: above 0.5 is right, NaN stays NaN.
-    """
+    (arXiv:2502.03373): short right answers score most, short wrong ones least. L is `max_tokens`;
+    (a, b) are `correct` for answers that the reward `accuracy` (`module:function`, with
+    `accuracy_arguments`) scores above 0.5, else `wrong`; NaN stays NaN."""
     score = to_float(_bound(accuracy, accuracy_arguments)(
         completion, answer, {"prompt": prompt, "metadata": metadata}))
     start, end = correct if score > 0.5 else wrong

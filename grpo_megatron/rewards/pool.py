@@ -50,11 +50,7 @@ class Component:
     trace: str = ""  # the first
 
     def count(self, outcome: Outcome) -> None:
-        """Take the outcome of a call.
-
-        Raises:
-            RewardError: The function keeps killing its process.
-        """
+        """Take the outcome of a call; RewardError where the function keeps killing its process."""
         if not outcome.failure:
             self.num_scored += 1
             self.kills_in_a_row = 0
@@ -86,11 +82,8 @@ class Component:
 
 
 def components_of(domain: DomainConfig) -> tuple[Component, ...]:
-    """The domain's components, each imported and checked against its signature.
-
-    Raises:
-        RewardError: A function cannot be imported or called, or two have the same name.
-    """
+    """The domain's components, imported and checked. RewardError where a function cannot be
+    imported or called, or two have the same name."""
     components: dict[str, Component] = {}
     for reward in domain.rewards:
         name = reward.component
@@ -111,15 +104,8 @@ class RewardPool:
 
     A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted; its
     process is replaced where it had to be killed. Results do not depend on the number of workers.
-
-    Args:
-        num_workers: Processes.
-        timeout_s: Hard limit per call.
-        concurrency: Coroutines of async rewards that one process runs at a time.
-        log_path: What rewards print; None: the standard error of this process.
-
-    Raises:
-        RewardError: A function cannot be imported or does not fit its arguments.
+    One process runs `concurrency` coroutines of async rewards at a time. What rewards print goes to
+    `log_path`, or standard error. RewardError as by `components_of`.
     """
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
@@ -128,8 +114,8 @@ class RewardPool:
         self._clips = {domain.name: domain.reward_clip for domain in domains}
         self._timeout_s = timeout_s
         functions = [(c.reward.reference, c.reward.arguments) for c in self.components]
-        self._workers = [RewardProcess(functions, log_path, timeout_s=timeout_s,
-                                       concurrency=concurrency) for _ in range(num_workers)]
+        limits = {"timeout_s": timeout_s, "concurrency": concurrency}
+        self._workers = [RewardProcess(functions, limits, log_path) for _ in range(num_workers)]
         self._idle: asyncio.Queue[RewardProcess] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -144,15 +130,8 @@ class RewardPool:
 
     async def score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
         """Score every completion of every group, in the given order. May run concurrently.
-
-        Returns:
-            Per group: `components[name]` float64 [G], NaN where a component was skipped, and
-            `rewards` float64 [G], the weighted sum of the other components within ±reward_clip,
-            NaN where all were.
-
-        Raises:
-            RewardError: A function failed on every sample, or keeps killing its process.
-        """
+        `rewards` is the weighted sum of the components that are not NaN, within ±reward_clip.
+        RewardError where a function failed on every sample, or keeps killing its process."""
         calls = [call for group in groups for call in self._calls(group)]
         outcomes = [Outcome()] * len(calls)
         try:

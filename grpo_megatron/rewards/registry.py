@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError
@@ -16,7 +16,6 @@ CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids")
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
 `**arguments` takes the first two: the others would be sent to processes for nothing."""
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _SIGNATURE = "def reward(completion: str, answer: str, *, prompt: str, metadata, **arguments)"
 
 
@@ -39,25 +38,21 @@ class BoundReward:
         return self.function(completion, answer, **offered, **self.arguments)
 
 
-def needs(*modules: str, check: Callable[..., Any] = lambda **_: None
-          ) -> Callable[[_Function], _Function]:
+def needs(*modules: str, check: Callable[..., Any] = lambda **_: None):
     """Modules that workers import before the first call, so that no call's time pays for it.
     `check(**arguments)` raises RewardError where the reward cannot work with the recipe's."""
-    def mark(function: _Function) -> _Function:
-        function.needs = modules, check  # type: ignore[attr-defined]
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.needs = modules, check
         return function
 
     return mark
 
 
 def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
-    """Import `module:function` and check that it can be called as a reward.
+    """Import `module:function`; RewardError where that fails, or it cannot be called as a reward
+    with these arguments, or its check refuses them.
 
     The current directory is searched last, so that a file beside the recipe needs no package.
-
-    Raises:
-        RewardError: No such module or function, an error inside the module, a signature that
-            does not fit, an argument that the function does not take or that its check refuses.
     """
     function = _imported(reference)
     modules, check = getattr(function, "needs", ((), lambda **_: None))

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards import seccomp
 
 MIB = 2**20
@@ -58,12 +57,9 @@ class Outcome:
 
 async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
               arguments: Sequence[str] = (), give_fds: Sequence[int] = ()) -> Outcome:
-    """Run a Python program to its end, or until cancelled; nothing of it is left then.
-
-    Args:
-        files: Content by path in the sandbox, read-only; the first is the program.
-        give_fds: Pipes or sockets for the program, under the same numbers; closed here.
-    """
+    """Run a Python program, the first of `files` (content by path in the sandbox, read-only), to
+    its end, or until cancelled; nothing of it is left then. `give_fds` are pipes or sockets for it,
+    under the same numbers; closed here."""
     outcome = Outcome()
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         for fd in give_fds:
@@ -100,10 +96,6 @@ async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
     return outcome
 
 
-def require(**_: object) -> None:
-    """Raise a RewardError where programs cannot be isolated."""
-    if reason := why_not():
-        raise RewardError(f"programs cannot be isolated: {reason}", remedy=REMEDY)
 
 
 @lru_cache(maxsize=1)

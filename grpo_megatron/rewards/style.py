@@ -24,11 +24,9 @@ def extract(completion: str, tag: str | None) -> str | None:
 
 def format_tags(completion: str, answer: str, *, think_tag: str = "think",
                 answer_tag: str = "answer", opened: bool = False) -> float:
-    """1 for exactly one think block, then exactly one answer block, neither empty; else 0.
-
-    Nothing but white space may stand outside of the blocks (DeepSeek-R1, arXiv:2501.12948).
-    `opened`: the prompt already ends with the opening think tag.
-    """
+    """1 for exactly one think block, then exactly one answer block, neither empty, with nothing but
+    white space outside (DeepSeek-R1, arXiv:2501.12948); else 0. `opened`: the prompt already ends
+    with the opening think tag."""
     text = f"<{think_tag}>{completion}" if opened else completion
     tags = re.escape(think_tag), re.escape(answer_tag)
     blocks = re.fullmatch(r"\s*<{0}>(.*)</{0}>\s*<{1}>(.*)</{1}>\s*".format(*tags), text, re.DOTALL)

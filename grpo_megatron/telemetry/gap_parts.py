@@ -14,20 +14,13 @@ POSITION_BINS = 16
 @dataclass(frozen=True)
 class GapParts:
     """`total = engine - trainer` per token and its parts, fp64 [n] each; the parts add up to the
-    total exactly, because each is what one more correction changes.
-
-    Attributes:
-        parts: by cause, in the order of the corrections; the last is what none explains.
-        by_layer: the routing part by MoE layer number, [n] each.
-        flipped: [E, L] how often the engine used an expert that the trainer would not have.
-        position: int [n], place in its completion.
-    """
+    total exactly, because each is what one more correction changes."""
 
     total: np.ndarray
-    parts: Mapping[str, np.ndarray]
-    by_layer: Mapping[int, np.ndarray]
-    flipped: np.ndarray | None
-    position: np.ndarray
+    parts: Mapping[str, np.ndarray]  # by cause, in order; the last is what none explains
+    by_layer: Mapping[int, np.ndarray]  # the routing part by MoE layer number, [n] each
+    flipped: np.ndarray | None  # [E, L] how often only the engine used an expert
+    position: np.ndarray  # int [n], place in its completion
     layers: tuple[int, ...] = ()
 
     @property
@@ -57,16 +50,9 @@ def sizes(values: np.ndarray) -> tuple[float, float, float]:
 
 def split_gap(run: Mapping[str, np.ndarray], engine_precision: Mapping[str, np.ndarray] | None,
               sampled_by: Mapping[str, np.ndarray] | None, lengths: np.ndarray) -> GapParts:
-    """Apply the corrections one after the other.
-
-    Args:
-        run: columns of `trainer.gaps` at the trainer's precision and the step's weights;
-            `unmasked` where sampling was truncated.
-        engine_precision: the same columns at the engine's precision; None: the same precision.
-        sampled_by: the same at the weights that sampled (and the engine's precision); None: the
-            samples are of the step's weights, or theirs are gone.
-        lengths: completion tokens by sample.
-    """
+    """Apply the corrections one after the other, to the columns of `trainer.gaps` of this `run`; at
+    the engine's precision, where it differs; and at the weights that sampled, where they are others
+    and not gone. lengths: completion tokens by sample."""
     layers = tuple(sorted(int(n.removeprefix("through_")) for n in run if n.startswith("through_")))
     parts: dict[str, np.ndarray] = {}
     now = run["live"]

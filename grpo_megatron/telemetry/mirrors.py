@@ -22,14 +22,10 @@ _WANDB_TIMEOUT_S = 60
 
 
 class Mirrors:
-    """All mirrors of a run; no method raises. Given by name is how to start each, now.
-
-    Attributes:
-        running: Those that work, by name.
-    """
+    """All mirrors of a run; no method raises. Given by name is how to start each, now."""
 
     def __init__(self, mirrors: Mapping[str, Callable[[], Any]]):
-        self.running: dict[str, Any] = {}
+        self.running: dict[str, Any] = {}  # those that work, by name
         for name, start in mirrors.items():
             with self._guarded(name):
                 self.running[name] = start()
@@ -59,10 +55,8 @@ class Mirrors:
 
 def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
                  settings: Mapping[str, Any] | None = None) -> Mirrors:
-    """The mirrors that the recipe asks for; SetupError where a package of one is missing.
-
-    Their files are in the run directory. Services show the name and `settings`, the recipe.
-    """
+    """The mirrors that the recipe asks for; SetupError where a package of one is missing. Services
+    show the name and `settings`, the recipe."""
     wanted: dict[str, Callable[[], Any]] = {}
     if config.wandb != "off":
         wanted["wandb"] = lambda: WandbMirror(run_dir, run_name, config, settings or {})

@@ -148,9 +148,8 @@ def format_value(value: float | None) -> str:
     """At most four digits that matter; "–" for None."""
     if value is None:
         return "–"
-    if isinstance(value, int) or (abs(value) >= 1000 and abs(value) < 1e7):
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+    whole = isinstance(value, int) or 1000 <= abs(value) < 1e7
+    return f"{value:,.0f}" if whole else f"{value:.4g}"
 
 
 def sparkline(values: Sequence[float | None]) -> str:

@@ -30,11 +30,8 @@ ROWS = [Row(label, **fields) for label, fields in tomllib.loads(
 
 
 def judge(row: Row, values: Sequence[float | None]) -> tuple[str, str]:
-    """The verdict on a metric's values so far, oldest first, None where not finite.
-
-    Returns:
-        "ok", "watch" or "bad", and the reason in a few words where it is not ok.
-    """
+    """The verdict on a metric's values so far, oldest first, None where not finite: "ok", "watch"
+    or "bad", and the reason in a few words where it is not ok."""
     if not values or row.rule is None:
         return "ok", ""
     if values[-1] is None:

@@ -15,8 +15,7 @@ def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Process supervision (DeepSeekMath, arXiv:2402.03300): all step rewards of a group are
     standardised together; a token's advantage is the sum over the steps that end at it or later.
 
-    Tokens after the last step, and samples without steps, get 0.
-    """
+    Tokens after the last step, and samples without steps, get 0."""
     events = _events(batch, "steps")
     valid = groups.valid[events.sample]
     pool = Groups(groups.ids[events.sample], valid)
@@ -28,8 +27,7 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     `delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`, `A_t = sum_l (gamma lambda)^l delta_{t+l}`,
     standardised over the turns of the group. All tokens of a turn share its advantage.
 
-    A state seen once is its own value: its advantage comes from later turns only.
-    """
+    A state seen once is its own value: its advantage comes from later turns only."""
     events = _events(batch, "turns")
     order = torch.argsort(events.end, stable=True)
     order = order[torch.argsort(events.sample[order], stable=True)]
