@@ -67,7 +67,7 @@ def random_sets(ids: np.ndarray, vocab_size: int, rng: np.random.Generator) -> K
 def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
                   vocab_size: int = VOCAB, seed: int = 0, num_updates: int = 1,
                   stale: bool = False, num_domains: int = 1, hf: dict | None = None,
-                  truncated: bool = False) -> str:
+                  truncated: bool = False, max_tokens: int = 19) -> str:
     """Ragged samples with random rewards, plausible behaviour log-probs and, where the model `hf`
     is given, random routes; `truncated`: with random kept sets, some of which are not known."""
     rng, working = np.random.default_rng(seed), begin_step(directory)
@@ -76,7 +76,7 @@ def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
     for group in range(num_groups):
         completions = []
         for _ in range(num_samples):
-            n = int(rng.integers(1, 20))
+            n = int(rng.integers(1, max_tokens + 1))
             ids = rng.integers(0, vocab_size, n).astype(np.int32)
             logprobs = -rng.exponential(3.0, n).astype(np.float32)
             routes = shape and random_routes(5 + n - 1, hf, rng)
