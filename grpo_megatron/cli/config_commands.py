@@ -76,15 +76,17 @@ def _cell(resolved: ResolvedConfig, values: dict[str, str], key: str) -> str:
     return f"{values[key]}  ({resolved.provenance[key]})" if key in values else "absent"
 
 
-def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "") -> None:
-    """A table on a terminal; tab-separated lines, easy to grep and cut, elsewhere."""
+def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "",
+                labelled: bool = False) -> None:
+    """A table on a terminal; elsewhere tab-separated lines, easy to grep and cut, without the
+    header unless `labelled`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
-        for row in rows:
+        for row in [header] * labelled + rows:
             typer.echo("\t".join(row))
         return
     table = Table(*header, box=None, pad_edge=False, header_style="bold")
