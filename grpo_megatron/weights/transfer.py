@@ -78,7 +78,7 @@ class WeightSender:
         try:
             buckets = plan.buckets(self.index)
             for number, bucket in enumerate(buckets):
-                data = self._pack(bucket, self._take(stream, bucket, digests))
+                data = self._pack(bucket, stream, digests)
                 if number == len(buckets) - 1:  # while the workers can still be told
                     for name, _ in stream:
                         raise MismatchError(f"tensor {name!r} is not in the transfer plan")
@@ -95,9 +95,11 @@ class WeightSender:
             raise
         return digests
 
-    def _take(self, stream: Iterator[tuple[str, torch.Tensor]], bucket: Bucket,
-              digests: dict[str, str]) -> Iterator[torch.Tensor]:
-        for entry in bucket.entries:
+    def _pack(self, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]],
+              digests: dict[str, str]) -> torch.Tensor:
+        """`uint8 [bucket.num_bytes]` on the CPU; gaps between tensors are zero."""
+        data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        for entry, (_, view) in zip(bucket.entries, bucket.views(data), strict=True):
             name, tensor = next(stream, (None, None))
             if name is None:
                 raise MismatchError(f"tensor {entry.name!r} of the transfer plan was not given")
@@ -107,12 +109,6 @@ class WeightSender:
                     f"where the transfer plan has {entry.name!r} {entry.dtype} {entry.shape}")
             tensor = tensor.detach().cpu()
             digests[name] = digest_tensor(tensor)
-            yield tensor
-
-    def _pack(self, bucket: Bucket, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """`uint8 [bucket.num_bytes]` on the CPU; gaps between tensors are zero."""
-        data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-        for (_, view), tensor in zip(bucket.views(data), tensors, strict=True):
             view.copy_(tensor)
         return data
 
