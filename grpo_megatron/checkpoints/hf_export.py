@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 import torch
@@ -120,6 +120,5 @@ def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> list[tup
     for start in range(0, len(files), world):
         group = [[(start + i, unit) for unit in file.units]
                  for i, file in enumerate(files[start : start + world])]
-        for step in range(max(map(len, group))):
-            order += [units[step] for units in group if step < len(units)]
+        order += filter(None, chain.from_iterable(zip_longest(*group)))
     return order

@@ -79,9 +79,6 @@ class PackedAttention(MegatronModule):
         if config.softmax_type != "vanilla" or config.window_size is not None:
             raise ValueError("sliding windows and learnable softmax need Transformer Engine")
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise ValueError("RL trains without attention dropout")
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None,
                 attention_bias=None, packed_seq_params=None):

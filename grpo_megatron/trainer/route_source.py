@@ -13,16 +13,10 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
 from grpo_megatron.routing.router_losses import balance_coefficients
 from grpo_megatron.routing.shape import RouteStatus
+from grpo_megatron.trainer import router_replay
 from grpo_megatron.trainer.distributed import summed
 from grpo_megatron.trainer.microbatch import MicroBatch
-from grpo_megatron.trainer.router_replay import (
-    KeepTerms,
-    RouteReplay,
-    Routes,
-    RoutingPass,
-    count_real,
-    local_part,
-)
+from grpo_megatron.trainer.router_replay import RouteReplay, Routes, RoutingPass, local_part
 from grpo_megatron.trainer.step import PreparedBatch
 from grpo_megatron.weights.gather import all_gathered
 
@@ -145,13 +139,13 @@ class RouteSource:
             size = local_part(microbatch.tokens[0]).numel()
             stacked = torch.stack(ids) if ids else torch.empty(
                 0, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype)
-            real = torch.arange(size) < count_real(microbatch)
+            real = torch.arange(size) < router_replay.count_real(microbatch)
             found.append(Routes(stacked, real.expand(len(ids), size)))
         return found
 
     def _keep(self, batch: PreparedBatch, replayed: Sequence[Routes] | None,
               old: RoutingPass | None, objective: Objective,
-              terms: StepTerms) -> KeepTerms | None:
+              terms: StepTerms) -> router_replay.KeepTerms | None:
         settings = self.settings
         if settings.keep_loss == "none" and settings.balance_weight == 0:
             return None
@@ -166,8 +160,9 @@ class RouteSource:
             at_tokens[microbatch.rows.cpu()] = of_sample[microbatch.sample.cpu()].float()
             weights.append(local_part(at_tokens))
         balance = self._balance(batch, replayed) if settings.balance_weight > 0 else None
-        return KeepTerms(settings.keep_loss, weights, old.recorded_log_probs if old else {},
-                         balance, batch.loss_scale)
+        return router_replay.KeepTerms(
+            settings.keep_loss, weights, old.recorded_log_probs if old else {}, balance,
+            batch.loss_scale)
 
     def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
         replay = self._replay
