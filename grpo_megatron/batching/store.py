@@ -143,8 +143,7 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
 class SampleTable:
     """Read access to a finished step. Token arrays stay on disk until they are sliced.
 
-    Raises:
-        DataError: the directory is incomplete, of another format, or a checksum disagrees.
+    Raises DataError: the directory is incomplete, of another format, or a checksum disagrees.
     """
 
     def __init__(self, directory: Path, *, verify: bool = True):

@@ -49,8 +49,7 @@ class RouteSource:
     def from_store(self, batch: PreparedBatch) -> list[Routes] | None:
         """The engine's routes of this rank's tokens and layers; None where none are recorded.
 
-        Raises:
-            DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks.
+        Raises DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks.
         """
         if not self.active or not (self.config.records_routes or self._table.has_routes):
             return None
