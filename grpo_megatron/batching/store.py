@@ -53,8 +53,7 @@ def write_shard(path: Path, groups: Sequence[RolloutGroup],
     `kept_offsets` int64 [n+1], by completion token.
 
     Args:
-        route_shape: Record routes too.
-    """
+        route_shape: Record routes too."""
     samples = [(g, c) for g, group in enumerate(groups) for c in group.completions]
     spans = [span for _, c in samples for span in c.versions]
     columns = {
@@ -121,8 +120,7 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
 
     Args:
         components: rewards by component, float64 [N]; NaN: skipped.
-        steps: rewards of single steps: row, last completion token of the step, reward.
-    """
+        steps: rewards of single steps: row, last completion token of the step, reward."""
     working = directory.with_name(directory.name + ".tmp")
     columns = {
         **{name: np.array([getattr(r, name) for r in rows], dtype)
@@ -143,8 +141,7 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
 class SampleTable:
     """Read access to a finished step. Token arrays stay on disk until they are sliced.
 
-    Raises DataError: the directory is incomplete, of another format, or a checksum disagrees.
-    """
+    Raises DataError: the directory is incomplete, of another format, or a checksum disagrees."""
 
     def __init__(self, directory: Path, *, verify: bool = True):
         self.directory = directory
@@ -247,8 +244,7 @@ class SampleTable:
                shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
         """Experts of a sample's tokens in some layers (numbers from 0) of a model of `shape`.
 
-        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1].
-        """
+        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
         file = self._routes[self.shard[row]]
         if file is not None and file.shape == shape:
             return file.read(int(self.index[row]), [shape.layers.index(i) for i in layers])

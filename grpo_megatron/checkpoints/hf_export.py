@@ -86,8 +86,7 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
     """Write a model that is spread over all ranks; each writes its own files. Collective.
 
     Config, tokenizer and template are those of `source`. Returns the bytes of weights written.
-    Raises SetupError when the disk is full, MismatchError as `shard_files.read_back` does.
-    """
+    Raises SetupError when the disk is full, MismatchError as `shard_files.read_back` does."""
     rank, world = dist.get_rank(), dist.get_world_size()
     working = durable.working_directory(directory)
     if rank == 0:

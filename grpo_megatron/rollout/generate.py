@@ -54,8 +54,7 @@ class GenerateRequest:
     def decode(self, body: bytes, where: str) -> list[Completion]:
         """The completions, ordered by index and without text; `where` is the engine.
 
-        Raises EngineError when anything asked for is missing, of another size, or not finite.
-        """
+        Raises EngineError when anything asked for is missing, of another size, or not finite."""
         try:
             choices = _decoders[bool(self.truncation)].decode(body).choices
         except msgspec.DecodeError as error:

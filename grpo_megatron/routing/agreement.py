@@ -15,8 +15,7 @@ def agreement(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Per token: the share of `a`'s slots that `b` lacks and the Jaccard index, fp32 [n] each.
 
     Args:
-        a, b: expert ids [n, K] in any order, without repeats.
-    """
+        a, b: expert ids [n, K] in any order, without repeats."""
     common = (a[:, :, None] == b[:, None, :]).any(-1).sum(-1).float()
     size = a.size(-1)
     return 1 - common / size, common / (2 * size - common)
@@ -27,8 +26,7 @@ class RoutingSums:
 
     Args:
         layers: Numbers of the model's MoE layers.
-        comparisons: Names of what the applied routing is compared with.
-    """
+        comparisons: Names of what the applied routing is compared with."""
 
     def __init__(self, layers: Sequence[int], num_experts: int, comparisons: Sequence[str],
                  device: torch.device):

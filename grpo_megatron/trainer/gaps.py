@@ -28,8 +28,7 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     number N, for every layer or just the last); `flipped` fp64 [E, L]: how often the engine used
     an expert that the trainer would not have.
 
-    Returns routing metrics; nothing of routes where the step has none.
-    """
+    Returns routing metrics; nothing of routes where the step has none."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
     rollouts, replay = sample_batch(config, table), policy.replay
     source = RouteSource(config, replay, table)

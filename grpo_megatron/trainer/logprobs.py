@@ -38,8 +38,7 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tenso
     Returns:
         fp32 [n] log-probs and fp32 [n] entropies (nats), both with gradient, equal on all
         tensor-parallel ranks. With `kept`, entropies and a third [n], the log-probs over the
-        whole vocabulary, are those of the untruncated policy.
-    """
+        whole vocabulary, are those of the untruncated policy."""
     if sequence_parallel:
         hidden = mappings.gather_from_sequence_parallel_region(hidden)
     else:

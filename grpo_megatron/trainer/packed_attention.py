@@ -44,8 +44,7 @@ def plan_buckets(cu_seqlens: torch.Tensor, growth: float = 1.25) -> BucketPlan:
     """Group sequences whose lengths differ by at most `growth`.
 
     Args:
-        cu_seqlens: cumulative lengths, [num_sequences + 1], starting at 0.
-    """
+        cu_seqlens: cumulative lengths, [num_sequences + 1], starting at 0."""
     bounds, device = cu_seqlens.tolist(), cu_seqlens.device
     groups: list[list[tuple[int, int]]] = []  # (length, start)
     for span in sorted((b - a, a) for a, b in itertools.pairwise(bounds) if b > a):

@@ -61,8 +61,7 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
         replayed: Follow the recorded clip and mask decisions instead of recording them.
 
     Returns `metrics`, their `normalisers`, the new `state`, `losses` and pre-clip `grad_norms` by
-    update, counts and seconds.
-    """
+    update, counts and seconds."""
     training = _Training(config, policy, references, table, state, replayed)
     return training.run(first_update, num_updates)
 

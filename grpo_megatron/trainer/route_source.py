@@ -25,8 +25,7 @@ class RouteSource:
     """Builds the routing passes of one recorded step.
 
     Args:
-        replay: The policy's routers.
-    """
+        replay: The policy's routers."""
 
     def __init__(self, config: RunConfig, replay: RouteReplay, table: SampleTable):
         self.config, self._replay, self._table = config, replay, table
@@ -49,8 +48,7 @@ class RouteSource:
     def from_store(self, batch: PreparedBatch) -> list[Routes] | None:
         """The engine's routes of this rank's tokens and layers; None where none are recorded.
 
-        Raises DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks.
-        """
+        Raises DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks."""
         if not self.active or not (self.config.records_routes or self._table.has_routes):
             return None
         found = [self._read(microbatch) for microbatch in batch.microbatches]

@@ -39,8 +39,7 @@ class WeightSender:
     Args:
         host: Address on which the workers reach this process; only it is listened on.
         num_workers: Engine workers of all replicas together.
-        index: Which sender of the plan this is.
-    """
+        index: Which sender of the plan this is."""
 
     def __init__(self, host: str, num_workers: int, *, index: int = 0,
                  timeout_s: float = DEFAULT_TIMEOUT_S):
@@ -70,8 +69,7 @@ class WeightSender:
 
         Raises:
             MismatchError: A tensor is not the one that the plan names next.
-            TransferError: A worker died or hung.
-        """
+            TransferError: A worker died or hung."""
         self.join()
         stream, digests = iter(tensors), {}
         sending: tuple[Any, torch.Tensor] | None = None  # the work, and what must live until then
@@ -131,8 +129,7 @@ class WeightReceiver:
 
     Args:
         senders: `(host, port)` of every sender, in plan order.
-        world_size: One sender and all workers.
-    """
+        world_size: One sender and all workers."""
 
     def __init__(self, senders: Sequence[tuple[str, int]], *, rank: int, world_size: int,
                  timeout_s: float = DEFAULT_TIMEOUT_S):
@@ -151,8 +148,7 @@ class WeightReceiver:
 
         `load` may keep the tensors: a bucket's storage is never written again. Returns the digest
         of every tensor as received. Raises TransferError when a sender died, gave up, hung or
-        sends another publish.
-        """
+        sends another publish."""
         digests: dict[str, str] = {}
         for sender, name in enumerate(self._groups):
             for number, bucket in enumerate(plan.buckets(sender)):
