@@ -80,8 +80,7 @@ def _ids(completion: Completion, start: int, end: int, shape: RouteShape) -> np.
     return completion.routes[start:end, list(shape.layers)].astype(shape.dtype, copy=False)
 
 
-def _distinct_prompts(group: RolloutGroup,
-                      shape: RouteShape) -> tuple[list[np.ndarray], list[int]]:
+def _distinct_prompts(group: RolloutGroup, shape: RouteShape) -> tuple[list[np.ndarray], list[int]]:
     """The different prompt routes of a group, and which each sample has."""
     parts: list[np.ndarray] = []
     chosen = []

@@ -75,8 +75,7 @@ class HFTarget(shard_files.Target):
     def finish(self, source: Path) -> None:
         if len(self.files) > 1:
             index = {"metadata": {"total_size": sum(file.num_bytes for file in self.files)},
-                     "weight_map": {e.name: file.name for file in self.files
-                                    for e in file.entries}}
+                     "weight_map": {e.name: file.name for file in self.files for e in file.entries}}
             durable.write_json(self.working / "model.safetensors.index.json", index)
         super().finish(source)
 

@@ -33,8 +33,7 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     rollouts, replay = sample_batch(config, table), policy.replay
     source = RouteSource(config, replay, table)
     routes = source.from_store(batch) if table.has_routes else None
-    run = None if routes is None else RoutingPass(compared={"rollout": routes}, record=True,
-                                                  measure=True)
+    run = routes and RoutingPass(compared={"rollout": routes}, record=True, measure=True)
 
     def gathered(routing: RoutingPass | None) -> np.ndarray:
         passes = logprob_pass(policy, batch, routing)

@@ -77,8 +77,7 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
                                max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)),
         rows=flat(rows, torch.int64), targets=flat(targets, torch.int64),
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
-        token_counts=flat([counts], torch.int64),
-        rollout_logprobs=flat(behaviour, torch.float32))
+        token_counts=flat([counts], torch.int64), rollout_logprobs=flat(behaviour, torch.float32))
 
 
 def _joined_sets(sets: list[KeptSets | None],

@@ -113,8 +113,7 @@ class _Training:
             total = watch.reference(self.references)
         for number, update in enumerate(self.updates):
             terms = step_terms(self.objective, self.batch, advantages, update.rows,
-                               config.objective.aggregation_length
-                               or config.rollout.max_new_tokens)
+                               config.objective.aggregation_length or config.rollout.max_new_tokens)
             rates.append(learning_rate(config.optimizer, first_update + number, num_updates))
             stats = self._step(update, terms, rates[-1])
             by_update.append(stats.result())

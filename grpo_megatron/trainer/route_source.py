@@ -41,9 +41,9 @@ class RouteSource:
     @property
     def needs_old_pass(self) -> bool:
         """Whether training needs what only an old-policy pass finds."""
-        wants_recorded = self.settings.keep_loss != "none" or self.settings.balance_weight > 0
-        return self.active and (self.settings.keep_loss == "kl" or (
-            wants_recorded and self.settings.replay == "r2"))
+        settings = self.settings
+        held = settings.keep_loss != "none" or settings.balance_weight > 0
+        return self.active and (settings.keep_loss == "kl" or (held and settings.replay == "r2"))
 
     def from_store(self, batch: PreparedBatch) -> list[Routes] | None:
         """The engine's routes of this rank's tokens and layers; None where none are recorded.
@@ -124,8 +124,8 @@ class RouteSource:
         """A look at the current weights with the routes of training, nothing measured."""
         if not self.active or self.settings.replay == "none":
             return None
-        return RoutingPass(replayed=rollout if self.settings.replay == "r3" else
-                           self._recorded(batch, old) if old is not None else None)
+        recorded = self._recorded(batch, old) if old is not None else None
+        return RoutingPass(replayed=rollout if self.settings.replay == "r3" else recorded)
 
     def _recorded(self, batch: PreparedBatch, old: RoutingPass) -> list[Routes]:
         """The live choices of the old-policy pass, for all tokens."""
