@@ -33,8 +33,7 @@ def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
     """Write model and optimizer, then `state` and the mark that it is complete. Collective.
 
     Args:
-        source: Hugging Face directory, of which config, tokenizer and template are copied.
-    """
+        source: Hugging Face directory, of which config, tokenizer and template are copied."""
     with _appearing_whole(directory) as working:
         if dist.get_rank() == 0:
             (working / "weights").mkdir()
@@ -98,8 +97,7 @@ def _digest(path: Path) -> list[Any] | None:
 def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     """Fill model and optimizer, which must have a state to load into. Collective.
 
-    Raises CheckpointError: incomplete, or of another model.
-    """
+    Raises CheckpointError: incomplete, or of another model."""
     read_state(directory)
     loaded = _load(_sharded_state(chunks, optimizer, is_loading=True), directory / "weights")
     _fill(chunks, loaded)

@@ -35,8 +35,7 @@ def write_json(path: Path, value: Any) -> None:
 def copy_side_files(source: Path, target: Path) -> None:
     """Config, tokenizer, template: everything beside the weights, byte for byte.
 
-    Only a config.json that says the weights are quantised loses that: ours never are.
-    """
+    Only a config.json that says the weights are quantised loses that: ours never are."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             with disk_errors(target):

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 import torch
@@ -75,8 +75,7 @@ class HFTarget(shard_files.Target):
     def finish(self, source: Path) -> None:
         if len(self.files) > 1:
             index = {"metadata": {"total_size": sum(file.num_bytes for file in self.files)},
-                     "weight_map": {e.name: file.name for file in self.files
-                                    for e in file.entries}}
+                     "weight_map": {e.name: file.name for file in self.files for e in file.entries}}
             durable.write_json(self.working / "model.safetensors.index.json", index)
         super().finish(source)
 
@@ -86,8 +85,7 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
     """Write a model that is spread over all ranks; each writes its own files. Collective.
 
     Config, tokenizer and template are those of `source`. Returns the bytes of weights written.
-    Raises SetupError when the disk is full, MismatchError as `shard_files.read_back` does.
-    """
+    Raises SetupError when the disk is full, MismatchError as `shard_files.read_back` does."""
     rank, world = dist.get_rank(), dist.get_world_size()
     working = durable.working_directory(directory)
     if rank == 0:
@@ -120,6 +118,5 @@ def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> list[tup
     for start in range(0, len(files), world):
         group = [[(start + i, unit) for unit in file.units]
                  for i, file in enumerate(files[start : start + world])]
-        for step in range(max(map(len, group))):
-            order += [units[step] for units in group if step < len(units)]
+        order += filter(None, chain.from_iterable(zip_longest(*group)))
     return order

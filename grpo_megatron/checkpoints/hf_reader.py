@@ -18,8 +18,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class HFReader:
     """What the index names (or the single file holds), read in slices.
 
-    Raises CheckpointError: no safetensors, a shard is missing, or a file is truncated.
-    """
+    Raises CheckpointError: no safetensors, a shard is missing, or a file is truncated."""
 
     def __init__(self, directory: Path):
         self.directory = directory

@@ -44,8 +44,7 @@ class ShardFile:
 class OutputFile:
     """One file that is open for tensors; what is written begins its way to the disk at once.
 
-    A subclass has `put(name, tensor)`, which takes them contiguous, on the CPU.
-    """
+    A subclass has `put(name, tensor)`, which takes them contiguous, on the CPU."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -78,8 +77,7 @@ class Target:
     Args:
         working: directory that gets another name when all is done.
         units: the tensors of every Megatron parameter, which stay in one file.
-        shard_bytes: size of a file, unless one unit is larger.
-    """
+        shard_bytes: size of a file, unless one unit is larger."""
 
     pattern: str  # of the file names, with {number} from 1 and {count}
     single: str | None = None  # name of an only file
@@ -158,8 +156,7 @@ def read_back(target: Target, final: Path,
               report: Callable[[int], object] = lambda num_bytes: None) -> None:
     """Each rank reads another one's files: on two machines that shows what never left one.
 
-    Raises MismatchError where any rank read something else. Collective.
-    """
+    Raises MismatchError where any rank read something else. Collective."""
     rank, bad = (dist.get_rank() + 1) % dist.get_world_size(), []
     for file in target.files[rank :: dist.get_world_size()]:
         bad += target.read_back(file)

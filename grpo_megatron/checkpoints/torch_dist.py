@@ -63,8 +63,7 @@ def is_torch_dist(directory: Path) -> bool:
 class MegatronSource:
     """A distributed checkpoint, of a run or converted, as the parameters of its model.
 
-    Raises CheckpointError when it is none, damaged, or of another model.
-    """
+    Raises CheckpointError when it is none, damaged, or of another model."""
 
     def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
         self.table, self.directory = table, directory / "weights"

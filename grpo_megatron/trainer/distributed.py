@@ -37,8 +37,7 @@ def initialize(layout: TrainerConfig, info: RankInfo, store: dist.Store | None =
     """Join the world and build Megatron's groups, in place of those of an earlier call.
 
     Args:
-        store: rendezvous; default: the one that the environment names.
-    """
+        store: rendezvous; default: the one that the environment names."""
     bind_device(info.local_rank, layout.num_threads)
     if dist.is_initialized():
         shutdown()

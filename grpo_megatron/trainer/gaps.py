@@ -28,14 +28,12 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     number N, for every layer or just the last); `flipped` fp64 [E, L]: how often the engine used
     an expert that the trainer would not have.
 
-    Returns routing metrics; nothing of routes where the step has none.
-    """
+    Returns routing metrics; nothing of routes where the step has none."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
     rollouts, replay = sample_batch(config, table), policy.replay
     source = RouteSource(config, replay, table)
     routes = source.from_store(batch) if table.has_routes else None
-    run = None if routes is None else RoutingPass(compared={"rollout": routes}, record=True,
-                                                  measure=True)
+    run = routes and RoutingPass(compared={"rollout": routes}, record=True, measure=True)
 
     def gathered(routing: RoutingPass | None) -> np.ndarray:
         passes = logprob_pass(policy, batch, routing)

@@ -67,8 +67,7 @@ def _replace_random_state() -> None:
     """The CPU generator plays the CUDA one (tensor_parallel/random.py).
 
     `_lazy_call` and `manual_seed` do not raise unpatched: they queue the seeding for a CUDA
-    initialisation that never comes, which leaves every rank with another stream of numbers.
-    """
+    initialisation that never comes, which leaves every rank with another stream of numbers."""
     torch.cuda.default_generators = _Generators()  # random.py:103
     torch.cuda._lazy_call = lambda function, **k: function()  # random.py:111
     torch.cuda.manual_seed = torch.default_generator.manual_seed  # random.py:237,422
@@ -96,8 +95,7 @@ def _name_cpu_tensors_as_cuda_for_the_optimizer() -> None:
     """The optimizer compares `tensor.type()` with 'torch.cuda.FloatTensor'.
 
     distrib_optimizer.py:361,420, optimizer.py:671, clip_grads.py:167. Only callers inside
-    `megatron.core.optimizer` get the changed answer.
-    """
+    `megatron.core.optimizer` get the changed answer."""
     original = torch.Tensor.type
 
     def type_(self, *args, **kwargs):

@@ -104,8 +104,7 @@ def score_groups_as_deepseek() -> None:
 def rotate_packed_sequences_at_once() -> None:
     """rope_utils.py:178 copies the lengths from the device and slices sequence by sequence.
 
-    With hundreds of short sequences that is a tenth of a forward pass.
-    """
+    With hundreds of short sequences that is a tenth of a forward pass."""
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
 
     from grpo_megatron.trainer.packed_rope import rotate_packed
@@ -131,8 +130,7 @@ def save_torch_adam_without_step() -> None:
 
     distrib_optimizer.py:907 saves the per-parameter `step` as if it were sharded; :938 asks for
     it back (KeyError); :830 gives all parameters one shared `step` tensor after a load, so that
-    it counts once per parameter and the second resumed step is wrong.
-    """
+    it counts once per parameter and the second resumed step is wrong."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     get_states = DistributedOptimizer._get_main_param_and_optimizer_states
@@ -166,8 +164,7 @@ def save_without_helper_processes() -> None:
 
     filesystem_async.py:54 starts a manager process per rank that outlives a killed rank and keeps
     its 280 MB; :266 forks writers from a process full of threads and waits for ever for one that
-    dies. Both serve asynchronous saves; a synchronous one only pays for them.
-    """
+    dies. Both serve asynchronous saves; a synchronous one only pays for them."""
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
 
     writer = filesystem.FileSystemWriterAsync
@@ -193,8 +190,7 @@ def mark_expert_parameters(model: torch.nn.Module) -> None:
     """With ETP != TP and EP = 1, expert gradients are not reduced over expert data parallelism.
 
     `allreduce=False` marks a parameter as an expert's for DDP and the optimizer; 0.16.1 sets it
-    only where EP > 1 (layers.py, experts.py).
-    """
+    only where EP > 1 (layers.py, experts.py)."""
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
@@ -204,8 +200,7 @@ def create_adam_state(optimizer) -> None:
     """distrib_optimizer.py:642 asserts on the state of an optimizer that has not stepped yet.
 
     Also where a rank has none of its parameters (a stage of dense layers has no experts): such a
-    part counts the steps of the others. Call before saving, and before loading.
-    """
+    part counts the steps of the others. Call before saving, and before loading."""
     parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])
              if part.optimizer is not None]
     for inner in parts:

@@ -78,8 +78,7 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
     """Model with random weights, wrapped for data parallelism, and its optimizer.
 
     Args:
-        router_policy: see `RoutingConfig.router_policy`.
-    """
+        router_policy: see `RoutingConfig.router_policy`."""
     config = transformer_config(hf, layout)
     if router_policy != "none":
         config.moe_router_bias_update_rate = 0.0

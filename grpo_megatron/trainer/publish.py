@@ -30,8 +30,7 @@ class WeightPublisher:
         """Make this publish's plan and listen for `num_workers` engine workers per sender.
 
         Returns:
-            `senders`: [host, port] each; `plan`: the transfer plan as JSON.
-        """
+            `senders`: [host, port] each; `plan`: the transfer plan as JSON."""
         rank, world, count = dist.get_rank(), dist.get_world_size(), self.config.num_senders
         ranks = [i * world // count for i in range(count)]
         receivers = assign_receivers(self.model.entries, ranks)

@@ -45,8 +45,7 @@ def gather_tokens(batch: SampleBatch, prepared: Sequence[PreparedBatch],
     """Tokens in the order of the table, fp32 [n], on every rank. Collective.
 
     Args:
-        values: of every micro-batch of every prepared batch.
-    """
+        values: of every micro-batch of every prepared batch."""
     flat = torch.zeros(batch.num_tokens)
     for part, found in zip(prepared, values, strict=True) if speaks_for_samples() else ():
         for microbatch, tokens in zip(part.microbatches, found, strict=True):

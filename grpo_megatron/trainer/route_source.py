@@ -13,16 +13,10 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
 from grpo_megatron.routing.router_losses import balance_coefficients
 from grpo_megatron.routing.shape import RouteStatus
+from grpo_megatron.trainer import router_replay
 from grpo_megatron.trainer.distributed import summed
 from grpo_megatron.trainer.microbatch import MicroBatch
-from grpo_megatron.trainer.router_replay import (
-    KeepTerms,
-    RouteReplay,
-    Routes,
-    RoutingPass,
-    count_real,
-    local_part,
-)
+from grpo_megatron.trainer.router_replay import RouteReplay, Routes, RoutingPass, local_part
 from grpo_megatron.trainer.step import PreparedBatch
 from grpo_megatron.weights.gather import all_gathered
 
@@ -31,8 +25,7 @@ class RouteSource:
     """Builds the routing passes of one recorded step.
 
     Args:
-        replay: The policy's routers.
-    """
+        replay: The policy's routers."""
 
     def __init__(self, config: RunConfig, replay: RouteReplay, table: SampleTable):
         self.config, self._replay, self._table = config, replay, table
@@ -48,16 +41,14 @@ class RouteSource:
     @property
     def needs_old_pass(self) -> bool:
         """Whether training needs what only an old-policy pass finds."""
-        wants_recorded = self.settings.keep_loss != "none" or self.settings.balance_weight > 0
-        return self.active and (self.settings.keep_loss == "kl" or (
-            wants_recorded and self.settings.replay == "r2"))
+        settings = self.settings
+        held = settings.keep_loss != "none" or settings.balance_weight > 0
+        return self.active and (settings.keep_loss == "kl" or (held and settings.replay == "r2"))
 
     def from_store(self, batch: PreparedBatch) -> list[Routes] | None:
         """The engine's routes of this rank's tokens and layers; None where none are recorded.
 
-        Raises:
-            DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks.
-        """
+        Raises DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks."""
         if not self.active or not (self.config.records_routes or self._table.has_routes):
             return None
         found = [self._read(microbatch) for microbatch in batch.microbatches]
@@ -133,8 +124,8 @@ class RouteSource:
         """A look at the current weights with the routes of training, nothing measured."""
         if not self.active or self.settings.replay == "none":
             return None
-        return RoutingPass(replayed=rollout if self.settings.replay == "r3" else
-                           self._recorded(batch, old) if old is not None else None)
+        recorded = self._recorded(batch, old) if old is not None else None
+        return RoutingPass(replayed=rollout if self.settings.replay == "r3" else recorded)
 
     def _recorded(self, batch: PreparedBatch, old: RoutingPass) -> list[Routes]:
         """The live choices of the old-policy pass, for all tokens."""
@@ -145,13 +136,13 @@ class RouteSource:
             size = local_part(microbatch.tokens[0]).numel()
             stacked = torch.stack(ids) if ids else torch.empty(
                 0, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype)
-            real = torch.arange(size) < count_real(microbatch)
+            real = torch.arange(size) < router_replay.count_real(microbatch)
             found.append(Routes(stacked, real.expand(len(ids), size)))
         return found
 
     def _keep(self, batch: PreparedBatch, replayed: Sequence[Routes] | None,
               old: RoutingPass | None, objective: Objective,
-              terms: StepTerms) -> KeepTerms | None:
+              terms: StepTerms) -> router_replay.KeepTerms | None:
         settings = self.settings
         if settings.keep_loss == "none" and settings.balance_weight == 0:
             return None
@@ -166,8 +157,9 @@ class RouteSource:
             at_tokens[microbatch.rows.cpu()] = of_sample[microbatch.sample.cpu()].float()
             weights.append(local_part(at_tokens))
         balance = self._balance(batch, replayed) if settings.balance_weight > 0 else None
-        return KeepTerms(settings.keep_loss, weights, old.recorded_log_probs if old else {},
-                         balance, batch.loss_scale)
+        return router_replay.KeepTerms(
+            settings.keep_loss, weights, old.recorded_log_probs if old else {}, balance,
+            batch.loss_scale)
 
     def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
         replay = self._replay

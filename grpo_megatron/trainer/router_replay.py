@@ -60,8 +60,7 @@ class KeepTerms:
 class RoutingPass:
     """What one pass over the micro-batches replays, compares, records and holds.
 
-    After the pass, `recorded` and `recorded_log_probs` hold the live router's choices.
-    """
+    After the pass, `recorded` and `recorded_log_probs` hold the live router's choices."""
 
     replayed: Sequence[Routes] | None = None
     compared: Mapping[str, Sequence[Routes]] = field(default_factory=dict)
@@ -207,8 +206,7 @@ class RouteReplay:
         """How often rows of this rank chose each expert: fp64 [L, E] of all ranks. Collective.
 
         Args:
-            chosen: rows, and integer ids [n] that were chosen there.
-        """
+            chosen: rows, and integer ids [n] that were chosen there."""
         layers, num_experts = self.shape.layers, self.shape.num_experts
         counts = torch.zeros(len(layers), num_experts, dtype=torch.float64)
         for row, ids in chosen:

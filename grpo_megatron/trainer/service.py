@@ -31,8 +31,7 @@ class TrainerService:
     """The policy and what the controller may ask of it.
 
     Args:
-        model_path: Hugging Face directory; the model starts from its weights.
-    """
+        model_path: Hugging Face directory; the model starts from its weights."""
 
     def __init__(self, config: RunConfig, model_path: Path):
         self.config, self.model_path = config, model_path

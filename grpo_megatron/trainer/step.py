@@ -82,8 +82,7 @@ def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction
                routing: RoutingPass | None = None) -> Stats:
     """Forward, backward and one optimizer step; returns metrics, equal on all ranks.
 
-    Raises TrainerError when the loss or the gradient norm is not finite; weights are lost then.
-    """
+    Raises TrainerError when the loss or the gradient norm is not finite; weights are lost then."""
     stats = Stats()
 
     def loss_of(microbatch: MicroBatch, output: torch.Tensor):
