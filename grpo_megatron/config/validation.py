@@ -31,8 +31,7 @@ def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
     else that is wrong.
 
     Rules run even when some keys are wrong, on what is left without these keys; what a rule
-    says about a wrong key is dropped then, because its intended value is not known.
-    """
+    says about a wrong key is dropped then, because its intended value is not known."""
     config, errors = _parse(layers.tree)
     found = [*problems, *(_problem_of(error, layers) for error in errors)]
     if errors:

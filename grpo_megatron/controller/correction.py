@@ -1,8 +1,7 @@
 """Guided error correction: wrong completions get a second try (EDGE-GRPO, arXiv:2507.21848).
 
 A retry continues prompt, wrong attempt and a cue. Only what the policy then adds is trained;
-attempt and cue are its context, so every trained token was sampled where it is trained.
-"""
+attempt and cue are its context, so every trained token was sampled where it is trained."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """The controller process: `python -m grpo_megatron.controller.main RUN_DIR ATTEMPT`.
 
-A line on standard input, or SIGTERM, stops the run after the current step, with a checkpoint.
-"""
+A line on standard input, or SIGTERM, stops the run after the current step, with a checkpoint."""
 
 import asyncio
 import logging

@@ -2,8 +2,7 @@
 
 The canary catches what follows loading: an engine may hold the right bytes and still compute
 with something else (prepacked copies, stale caches). It costs no time: it is sampled with the
-step's rollouts, and the trainer, idle then, recomputes its log-probs.
-"""
+step's rollouts, and the trainer, idle then, recomputes its log-probs."""
 
 import asyncio
 import time

@@ -4,8 +4,7 @@
     max_staleness 1:  rollout k+1 runs while step k trains; its samples are one version behind.
 
 Everything a step needs is on disk before it trains, and a step whose samples are in the store
-is trained from them, never sampled again.
-"""
+is trained from them, never sampled again."""
 
 import asyncio
 import json

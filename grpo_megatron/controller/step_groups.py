@@ -30,8 +30,7 @@ class GroupSource:
     """Yields the groups of step after step.
 
     Kept groups beyond the target go into the next step. They are held in memory only: after a
-    crash their prompts come again in a later epoch, like those of rejected groups.
-    """
+    crash their prompts come again in a later epoch, like those of rejected groups."""
 
     def __init__(self, session: Session, sampler: PromptSampler):
         self._session, self._sampler = session, sampler
@@ -98,8 +97,7 @@ async def fill_batch(settings: SamplingConfig, target: int, acceptance: float,
 
     A round draws missing / acceptance prompts, within `max_oversampling`; the expected acceptance
     is replaced by what this step observes. Without `settings.dynamic` there is one round. Returns
-    kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds.
-    """
+    kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds."""
     kept, sampled, num_rounds = list(carried), [], 0
     used = {group.group.prompt.prompt_id for group in carried}
     while len(kept) < target and num_rounds <= settings.max_refill_rounds * settings.dynamic:

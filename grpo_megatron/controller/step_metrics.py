@@ -24,8 +24,7 @@ def group_metrics(groups: Sequence[ScoredGroup], selection: Selection) -> dict[s
     """Acceptance, success and lengths of groups before any selection.
 
     pass_at_1 is the mean success rate of a prompt, pass_at_group the fraction of prompts with a
-    correct completion. What cannot be told (nothing correct, nothing scored) is left out.
-    """
+    correct completion. What cannot be told (nothing correct, nothing scored) is left out."""
     correct = [selection.correct(group) for group in groups]
     rates = np.array([np.nanmean(c) for c in correct if not np.isnan(c).all()])
     flat = np.concatenate(correct)

@@ -5,8 +5,7 @@ w = p (1 - p) + floor, the variance of its rewards plus a floor that keeps every
 unseen prompt counts as p = 1/2. Mastered prompts leave that lottery for a small replay share.
 
 Weighted draws without replacement take the smallest -ln(u) / w (Efraimidis and Spirakis, 2006),
-where u is a hash of (seed, domain, prompts drawn so far, prompt id).
-"""
+where u is a hash of (seed, domain, prompts drawn so far, prompt id)."""
 
 import base64
 import hashlib

@@ -1,8 +1,7 @@
 """Which prompts a step trains on: weighted domains, an own order per domain, resumable.
 
 Shuffles sort by a hash of (seed, domain, epoch, prompt id) instead of drawing random numbers: the
-order then depends on no library's generator and not on the order of the data.
-"""
+order then depends on no library's generator and not on the order of the data."""
 
 import hashlib
 from collections import Counter
@@ -20,8 +19,7 @@ class PromptSampler:
 
     Domains take turns so that after N prompts a domain of weight w has had N·w/Σw of them, within
     one. Within an epoch of a domain no prompt repeats; within a batch none does either. With
-    `curriculum` they are drawn by success rate instead of epoch by epoch.
-    """
+    `curriculum` they are drawn by success rate instead of epoch by epoch."""
 
     def __init__(self, train: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float],
                  seed: int, curriculum: CurriculumConfig | None = None):

@@ -1,8 +1,7 @@
 """Held-out, validation and training prompts, split by a hash of the prompt text.
 
 The hash depends on nothing but the text, so neither the seed nor the order of the source moves a
-prompt between splits, and equal prompts cannot be on both sides.
-"""
+prompt between splits, and equal prompts cannot be on both sides."""
 
 import hashlib
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,7 @@
 """Jobs of runs: render and submit `slurm/train.sbatch`, say how a job is, end it.
 
 What a job needs lies in the run directory: `slurm/train.sbatch` as submitted, with the site's
-settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe.
-"""
+settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe."""
 
 import re
 import shutil

@@ -9,8 +9,7 @@ GPUs are its own. The site says what to put between srun and the program:
 
     GRPO_MEGATRON_SRUN_FLAGS   for example --container-image=… --container-mounts=…
     GRPO_MEGATRON_ENTER        for example apptainer exec --nv image.sif
-    GRPO_MEGATRON_PYTHON       the interpreter inside (default: this one)
-"""
+    GRPO_MEGATRON_PYTHON       the interpreter inside (default: this one)"""
 
 import os
 import re

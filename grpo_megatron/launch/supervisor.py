@@ -1,8 +1,7 @@
 """Start the roles of a run, watch them, end them together.
 
 A finished controller ends the run. A dead trainer rank, a dead controller or the last dead
-rollout server end it with an error that shows the dead one's last lines.
-"""
+rollout server end it with an error that shows the dead one's last lines."""
 
 import contextlib
 import json

@@ -5,8 +5,7 @@ and asks the candidate's process, which need not be trusted, for what is the can
     serve SOCKET PROGRAM
 
 The judge prints `s` once the other end has started and `setup` has run, then for each assert `1`
-(passed), `0` (failed) or `?` (the test itself is no good).
-"""
+(passed), `0` (failed) or `?` (the test itself is no good)."""
 
 import builtins
 import importlib

@@ -1,8 +1,7 @@
 """Rewards of rollout groups, computed by processes that may hang, crash and print.
 
 Processes and not threads: math-verify needs `signal.alarm` of a main thread, and nothing but a
-kill stops a regular expression that backtracks for ever.
-"""
+kill stops a regular expression that backtracks for ever."""
 
 import asyncio
 import logging
@@ -105,8 +104,7 @@ class RewardPool:
     A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted; its
     process is replaced where it had to be killed. Results do not depend on the number of workers.
     One process runs `concurrency` coroutines of async rewards at a time. What rewards print goes to
-    `log_path`, or standard error. RewardError as by `components_of`.
-    """
+    `log_path`, or standard error. RewardError as by `components_of`."""
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
                  timeout_s: float = 5.0, concurrency: int = 16, log_path: Path | None = None):

@@ -52,8 +52,7 @@ def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
     """Import `module:function`; RewardError where that fails, or it cannot be called as a reward
     with these arguments, or its check refuses them.
 
-    The current directory is searched last, so that a file beside the recipe needs no package.
-    """
+    The current directory is searched last, so that a file beside the recipe needs no package."""
     function = _imported(reference)
     modules, check = getattr(function, "needs", ((), lambda **_: None))
     for module in modules:

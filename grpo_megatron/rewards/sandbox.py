@@ -8,8 +8,7 @@ namespace is killed (and by RLIMIT_CPU); its output by being killed.
 
 RLIMIT_NPROC, of threads here, counts by user and namespace from Linux 5.14 on (before, all that
 the user runs: a program may then find no thread left). It never binds root: under root, only the
-address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox.
-"""
+address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox."""
 
 import asyncio
 import contextlib

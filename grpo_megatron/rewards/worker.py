@@ -2,8 +2,7 @@
 
 It reads chunks of calls (pickles) from the socket, says that it has one, and answers every call
 with a line: plain ones in their order, coroutines as they end. It ends when the input ends, and
-with its parent even while a reward hangs.
-"""
+with its parent even while a reward hangs."""
 
 import asyncio
 import json

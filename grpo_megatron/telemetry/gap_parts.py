@@ -1,7 +1,6 @@
 """The trainer-engine log-prob gap, split into causes that add up. Numpy only.
 
-Shape legend: n completion tokens of a recorded step, L MoE layers, E experts.
-"""
+Shape legend: n completion tokens of a recorded step, L MoE layers, E experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

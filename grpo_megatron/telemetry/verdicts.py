@@ -1,7 +1,6 @@
 """Which metrics the screen shows (`screen.toml`), and whether they look ok or want watching.
 
-The rules are rules of thumb to draw the eye, nothing stops a run because of them.
-"""
+The rules are rules of thumb to draw the eye, nothing stops a run because of them."""
 
 import math
 import statistics
