@@ -13,7 +13,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages import Advantages
+from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import DataError
@@ -209,8 +209,7 @@ def _case(given: _Document) -> Case:
                 advantages)
 
 
-def _rewards(given: _Document,
-             size: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+def _rewards(given: _Document, size: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Rewards, components and their weights, float64 [N] each."""
     if stray := [name for name in given.component_weights if name not in given.components]:
         raise ValueError(f"component_weights.{stray[0]} belongs to no component")

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages import Advantages, needed_columns
-from grpo_megatron.algorithms.advantages.pipeline import select
+from grpo_megatron.algorithms.advantages.pipeline import Advantages, needed_columns, select
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.case import Case
 from grpo_megatron.algorithms.monitors import derived

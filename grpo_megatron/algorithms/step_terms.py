@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages import Advantages, compute_advantages
+from grpo_megatron.algorithms.advantages.pipeline import Advantages, compute_advantages
 from grpo_megatron.algorithms.advantages.steps import turn_index
 from grpo_megatron.algorithms.aggregation import Lengths, token_weights
 from grpo_megatron.algorithms.batch import SampleBatch
@@ -36,9 +36,7 @@ class StepTerms:
         of the whole batch, are to be followed (bool by name)."""
         device, counts = logprobs.device, self.batch.token_counts[rows]
         per_token, values = self.advantages.per_token, self.advantages.values
-        index = None
-        if per_token or self.turns is not None or decisions is not None:
-            index = self.batch.flat_index(rows)
+        index = self.batch.flat_index(rows)
 
         def spread(values: Tensor) -> Tensor:
             return values[rows].to(logprobs).repeat_interleave(counts.to(device))

@@ -54,8 +54,7 @@ class Layers:
     def _record(self, path: KeyPath, value: Any, origin_of: Callable) -> Any:
         self.origins[path] = origin_of(path)
         if isinstance(value, Mapping):
-            return {key: self._record((*path, key), item, origin_of)
-                    for key, item in value.items()}
+            return {key: self._record((*path, key), item, origin_of) for key, item in value.items()}
         if is_array_of_tables(value):
             return [self._record((*path, index), item, origin_of)
                     for index, item in enumerate(value)]

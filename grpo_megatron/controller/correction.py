@@ -74,8 +74,7 @@ class Correction:
         return replace(prompt, prompt_id=name, token_ids=context)
 
 
-def _with_retry(group: ScoredGroup, sample: int, prompt: Prompt,
-                retry: ScoredGroup) -> ScoredGroup:
+def _with_retry(group: ScoredGroup, sample: int, prompt: Prompt, retry: ScoredGroup) -> ScoredGroup:
     size, before = len(group.rewards), len(group.group.prompt.token_ids)
     completions, steps = list(group.group.completions), list(group.steps or [()] * size)
     completions[sample] = replace(retry.group.completions[0], context=prompt.token_ids[before:])

@@ -45,8 +45,7 @@ class RecordedStep:
 class RLLoop:
     """Runs steps until `num_steps` or until told to stop."""
 
-    def __init__(self, session: Session, state: RunState, metrics: MetricsWriter,
-                 mirrors: Mirrors):
+    def __init__(self, session: Session, state: RunState, metrics: MetricsWriter, mirrors: Mirrors):
         self.session, self.state = session, state
         self.metrics, self.mirrors = metrics, mirrors
         self.config, self.run_dir = session.config, session.run_dir

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_megatron.config.sampling import SamplingConfig
+from grpo_megatron.config.run import SamplingConfig
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.selection import Selection, not_older

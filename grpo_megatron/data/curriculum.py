@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from grpo_megatron.config.sampling import CurriculumConfig
+from grpo_megatron.config.run import CurriculumConfig
 
 MASTERED_AT, MASTERED_VISITS, DEMOTED_BELOW = 0.95, 3, 0.8
 """Mastered: p at least this on so many visits in a row, until it falls below the last."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.config.sampling import CurriculumConfig
+from grpo_megatron.config.run import CurriculumConfig
 from grpo_megatron.data.curriculum import Curriculum
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Prompt

@@ -134,8 +134,7 @@ class Supervisor:
             case {"kind": "phase", "name": name}:
                 self.screen.phase(name)
             case {"kind": "step", "metrics": metrics, "samples": samples}:
-                first = {sample["rank"]: sample for sample in reversed(samples)}
-                self.screen.step(metrics, first.get("best"), first.get("worst"))
+                self.screen.step(metrics, samples)
             case {"kind": "message", "text": text}:
                 self.screen.message(text)
             case {"kind": "failure", "text": text}:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.algorithms.advantages import needed_columns
+from grpo_megatron.algorithms.advantages.pipeline import needed_columns
 from grpo_megatron.algorithms.case import parse_case, read_case
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
