@@ -13,8 +13,6 @@ from grpo_megatron.config.objective import ObjectiveConfig
 
 @dataclass(frozen=True)
 class Lengths:
-    """What denominators are made of."""
-
     tokens: np.ndarray  # int64 [N], policy tokens
     groups: np.ndarray  # int64 [N]
     constant: int  # fixed length of `constant`

@@ -20,8 +20,6 @@ from grpo_megatron.errors import DataError
 
 
 class Evaluation(NamedTuple):
-    """Loss of one optimizer step and its gradient."""
-
     loss: float
     gradient: Tensor  # [n], by the current log-probs
     advantages: Advantages

@@ -30,7 +30,6 @@ class Objective:
     """`lambda`: exponent of lambda_grpo; `opsm_delta@DOMAIN`: calibrated thresholds."""
 
     def by_domain(self, name: str) -> list[float | None]:
-        """The value of one setting in every domain."""
         return [getattr(self.config.for_domain(self.own.get(d)), name) for d in self.domains]
 
     def value(self, name: str, batch: LossBatch) -> float | Tensor:

@@ -31,8 +31,6 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda,
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One checked thing."""
-
     what: str
     status: Literal["ok", "missing", "warning", "optional"]
     """`missing`: required. `optional`: absent, and only some uses need it."""
@@ -41,7 +39,6 @@ class Finding:
 
 
 def run_doctor(*, as_json: bool = False) -> int:
-    """Print what was found; returns `SetupError.exit_code` if something required is missing."""
     findings = all_findings()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))

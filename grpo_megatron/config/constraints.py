@@ -22,7 +22,6 @@ _Found = Mapping[str, Any] | None
 
 
 def check_constraints(config: RunConfig) -> list[Violation]:
-    """All violated rules."""
     known = {"c": config, "o": config.objective}
     found = list(broken(_OF_RUN, known, config))
     for index, domain in enumerate(config.domains):

@@ -131,7 +131,6 @@ class ObjectiveConfig(Strict):
 
     @property
     def token_level(self) -> bool:
-        """Whether advantages differ within a sample."""
         return (self.advantage in TOKEN_LEVEL or self.shaping in TOKEN_SHAPINGS
                 or self.kl == "reward_k1")
 

@@ -69,7 +69,6 @@ class PlacementConfig(Strict):
 
     @property
     def num_trainer_gpus(self) -> int:
-        """Of the nodes that train."""
         return self.trainer_nodes * self.gpus_per_node
 
     @property
@@ -137,7 +136,6 @@ class RunConfig(Strict):
     telemetry: TelemetryConfig = TelemetryConfig()
 
     def max_new_tokens_of(self, domain: str) -> int:
-        """Longest completion of a prompt of `domain`."""
         own = next((d.max_new_tokens for d in self.domains if d.name == domain), None)
         return own or self.rollout.max_new_tokens
 

@@ -81,7 +81,6 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
 
 
 def _problem_of(error: dict[str, Any], layers: Layers) -> Problem:
-    """Turn one entry of `ValidationError.errors()` into a problem."""
     if error["type"] == "extra_forbidden":
         return _unknown_key(error["loc"], error["input"], layers)
     return _missing_key(error["loc"], layers) if error["type"] == "missing" else _wrong_value(

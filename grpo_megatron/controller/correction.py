@@ -45,7 +45,6 @@ class Correction:
         return corrected
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the retries since the last call."""
         seen, no_room, self._seen, self._no_room = np.array(self._seen), self._no_room, [], 0
         metrics = {"correction/retries": float(len(seen)), "correction/no_room": float(no_room)}
         if len(seen):

@@ -16,7 +16,6 @@ from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
 
 def main(run_path: str, attempt: str) -> int:
-    """Run to the end, or until told to stop; returns the exit code."""
     claim_stdout()  # before any library can print
     stop = Stop()
     from grpo_megatron.config.loader import read_resolved

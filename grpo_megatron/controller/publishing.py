@@ -32,8 +32,6 @@ def canary_tolerance(config: RunConfig) -> float:
 
 
 class Publisher:
-    """Publishes versions and checks them."""
-
     def __init__(self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink,
                  engines: ReplicaPool):
         self.config, self.run_dir = config, run_dir

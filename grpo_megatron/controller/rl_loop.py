@@ -33,8 +33,6 @@ from grpo_megatron.telemetry.samples import Sample, extremes, write_samples
 
 @dataclass
 class RecordedStep:
-    """A step in the store, ready to be trained."""
-
     step: int
     directory: Path
     manifest: dict[str, Any]  # see `RLLoop._sample`
@@ -142,7 +140,6 @@ class RLLoop:
                 state=self.state.objective)
 
     async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:
-        """Metrics, evaluation, checkpoint."""
         step, manifest = recorded.step, recorded.manifest
         seconds = recorded.seconds | self.session.take_seconds()
         self.phase_seconds.update(seconds)

@@ -19,8 +19,6 @@ from grpo_megatron.types import Prompt, ScoredGroup
 
 @dataclass(frozen=True, slots=True)
 class StepGroups:
-    """What a step trains, and what was sampled for it."""
-
     groups: list[ScoredGroup]  # to train; may be none
     metrics: dict[str, float]  # of what was sampled, before any correction and selection
     rollout_s: float

@@ -51,7 +51,6 @@ def staleness(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards by component, lengths, group composition."""
     completions = [c for group in groups for c in group.group.completions]
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     lengths = np.array([len(c.token_ids) for c in completions], float)

@@ -52,7 +52,6 @@ class Curriculum:
         return [self._ids[index] for index in chosen]
 
     def observe(self, prompt_id: str, success: float) -> None:
-        """Take the fraction of correct completions of one visit."""
         index = self._index[prompt_id]
         before, streak = self._success[index], self._streak[index]
         p = success if np.isnan(before) else before + self._settings.rate * (success - before)

@@ -52,7 +52,6 @@ class PromptSampler:
         return [prompt for prompt in found if prompt is not None]
 
     def observe(self, prompt: Prompt, success: float) -> None:
-        """Take the fraction of correct completions of a prompt that was sampled."""
         self._orders[prompt.domain].observe(prompt.prompt_id, success)
 
     def metrics(self) -> dict[str, int]:
@@ -66,7 +65,6 @@ class PromptSampler:
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Where sampling stands; `load_state_dict` continues as if never interrupted."""
         return {"of": self._identity, "acceptance": self.acceptance,
                 "num_drawn": dict(self._num_drawn),
                 "orders": {name: order.state_dict() for name, order in self._orders.items()}}

@@ -23,8 +23,6 @@ _TOKENIZER_CONFIG = {
 
 
 class CharacterTokenizerConfig(Strict):
-    """`[tokenizer]` of a model preset."""
-
     kind: Literal["characters"]
     """One token per character."""
     alphabet: str = Field(min_length=1)

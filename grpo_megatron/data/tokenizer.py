@@ -25,7 +25,6 @@ class TextTokenizer:
         return self.encode_batch([text], where=where)[0]
 
     def encode_batch(self, texts: Sequence[str], *, where: str | None = None) -> list[list[int]]:
-        """`encode` of many texts, in order."""
         try:
             batch = [encoding.ids for encoding in self._backend.encode_batch(
                 list(texts), add_special_tokens=False)]

@@ -72,7 +72,6 @@ class OfflineTrainer:
             answer.cancel()
 
     async def train(self, step: int, state: RunState, **options: Any) -> dict[str, Any]:
-        """Train a recorded step from `state`."""
         return await self.call(
             "train", directory=str(self.store(step)), first_update=state.updates,
             num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,

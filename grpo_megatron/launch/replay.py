@@ -63,7 +63,6 @@ def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator
 
 def disagreements(recorded: Mapping[str, Any], found: Mapping[str, float],
                   tolerance: float) -> list[str]:
-    """What is not reproduced, in words."""
     out = []
     for name, scale in (("loss/value", "loss/abs_terms"), ("grad/norm", "grad/norm")):
         size = abs(recorded.get(scale, recorded[name]))

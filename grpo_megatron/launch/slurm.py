@@ -94,13 +94,11 @@ def submit_again(run_dir: RunDir, flags: Sequence[str] = ()) -> str:
 
 
 def job_of(run_dir: RunDir) -> str | None:
-    """The run's last job."""
     file = run_dir.slurm / "job"
     return file.read_text().strip() if file.exists() else None
 
 
 def active_job(run_dir: RunDir) -> str | None:
-    """The run's job while it waits or runs."""
     job = job_of(run_dir)
     return job if job and is_active(job) else None
 

@@ -55,8 +55,6 @@ class Step(ChildProcess):
 
 
 class SlurmSteps:
-    """Starts and stops the roles of a run in this job."""
-
     def __init__(self, config: RunConfig, run_dir: RunDir):
         self.config, self.run_dir, self.placement = config, run_dir, config.placement
         groups = [_nodes(os.environ[name]) for name in (
@@ -136,7 +134,6 @@ class SlurmSteps:
         return Step(name, argv, logs / f"srun-{name}.log", env, piped, task_log=log)
 
     def _srun(self, nodes: Sequence[str], tasks_per_node: int, *flags: str) -> list[str]:
-        """Up to the program that it starts."""
         argv = ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
                 f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}",
                 "--overlap", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=1", *flags]
@@ -148,7 +145,6 @@ class SlurmSteps:
                 *shlex.split(os.environ.get("GRPO_MEGATRON_ENTER", ""))]
 
     def _components(self) -> list[Sequence[str]]:
-        """Nodes by component of the job."""
         split = self.placement.trainer_nodes
         return [self.nodes[:split], self.nodes[split:]] if self.is_hetjob else [self.nodes]
 

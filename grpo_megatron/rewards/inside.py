@@ -85,7 +85,6 @@ def plain(value: Any) -> Any:
 
 
 def ask(*request: Any) -> Any:
-    """What the candidate answers: plain data or a Remote."""
     asked.append(request[0])
     Sender(outgoing).dump(plain(request))
     failed, value = Receiver(incoming).load()

@@ -197,7 +197,6 @@ class RewardPool:
             tasks.create_task(self._run(tasks, calls, part, outcomes))
 
     def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
-        """Takes the outcomes of the group's calls."""
         components = [self.components[i] for i in self._of_domain(group.prompt.domain)]
         rows = [list(islice(outcomes, len(components))) for _ in group.completions]
         table = np.asarray([[outcome.value for outcome in row] for row in rows],

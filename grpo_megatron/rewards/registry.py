@@ -30,7 +30,6 @@ class BoundReward:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call returns a coroutine."""
         return inspect.iscoroutinefunction(self.function)
 
     def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:

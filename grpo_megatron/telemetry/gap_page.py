@@ -15,7 +15,6 @@ _RATE = "routing/rollout_slot_flip_rate/"
 
 
 def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Sequence[str]) -> str:
-    """A whole HTML document."""
     rates = {n.rpartition("_")[2]: v for n, v in metrics.items() if n.startswith(_RATE)}
     positions = gap.by_position()
     flipped = None

@@ -75,7 +75,6 @@ class MetricsWriter:
         self._open(step)
 
     def close(self) -> None:
-        """Close the file (idempotent)."""
         self._file.close()
 
     def _open(self, last: float) -> None:

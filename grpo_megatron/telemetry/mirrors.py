@@ -30,13 +30,11 @@ class Mirrors:
                 self.running[name] = start()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Copy one record of metrics.jsonl."""
         for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.log(record)
 
     def close(self) -> None:
-        """Finish every mirror (idempotent)."""
         for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.close()

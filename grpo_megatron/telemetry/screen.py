@@ -135,7 +135,6 @@ def plain_line(state: ScreenState) -> str:
 
 
 def render(state: ScreenState) -> RenderableType:
-    """The whole screen."""
     return Group(_header(state), _phase_bar(state), _metrics_table(state),
                  *(_sample(*sample) for sample in sorted(state.samples.items())))
 
