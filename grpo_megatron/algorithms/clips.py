@@ -91,6 +91,5 @@ def clip_status(o: ObjectiveConfig, u: Update) -> dict[str, Tensor]:
 
 
 def clipped_as(decisions: Mapping[str, Tensor], status: Mapping[str, Tensor]) -> Tensor:
-    """Who was clipped on any side by recorded decisions, by the present `status` where none are
-    recorded. bool [n]"""
+    """Who was clipped on any side, as recorded, else by the present `status`. bool [n]"""
     return torch.stack([decisions.get(side, now) for side, now in status.items()]).any(0)

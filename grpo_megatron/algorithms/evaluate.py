@@ -31,8 +31,7 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
              constant_length: int | None = None) -> Evaluation:
     """Loss and gradient of all samples as one optimizer step, in micro-batches of the rows `parts`.
     `columns` are [n] of one float type: logprobs, old_logprobs, rollout_logprobs, and where the
-    objective needs them ref_logprobs and entropies; `constant_length` is the longest sample's where
-    it is not given."""
+    objective needs them ref_logprobs and entropies."""
     _require_columns(objective, batch, {*columns, *batch.tokens}, given=advantages is not None)
     logprobs = columns["logprobs"]
     advantages = advantages or advantages_of(objective, batch)

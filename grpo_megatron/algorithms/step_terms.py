@@ -59,8 +59,7 @@ class StepTerms:
             weight_slopes=None if self.slopes is None else spread(self.slopes))
 
     def with_margins(self, objective: Objective, margins: Tensor) -> StepTerms:
-        """Fix the preference loss, of the samples of this step, at the current weights.
-        margins: float64 [N]."""
+        """Fix the preference loss of this step at the current weights. margins: float64 [N]."""
         batch = replace(self.batch, trained=self.weights > 0)
         parts = preference_coefficients(objective.config, batch, batch.rewards, margins)
         return replace(self, preference=torch.stack(parts))

@@ -1,5 +1,4 @@
-"""`doctor`: what is missing on this machine and how to get it. Engines are looked up or started in
-a child process, never imported."""
+"""`doctor`: what is missing here and how to get it. Imports no engine: a child process does."""
 
 import ctypes
 import importlib.metadata

@@ -130,8 +130,7 @@ def _misplaced(layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, ra
 
 
 def _value_of(raw: str, path: KeyPath) -> Any:
-    """TOML value of `raw`, or `raw` as text; `null` is None. ValueError for what starts like a list
-    or a table, but is none."""
+    """TOML value of `raw`, or `raw` as text; ValueError for what only starts like list or table."""
     text = raw.strip()
     if text == "null":
         return None

@@ -185,7 +185,7 @@ class RLLoop:
         with self.session.phase("checkpoint"):
             directory = self.run_dir.step_checkpoint(self.state.step)
             await self.session.trainer.call("save", directory=str(directory),
-                                            state=self.state.to_json())
+                                            state=asdict(self.state))
         self._checkpointed = self.state.step
         self.session.event("checkpoint", step=self.state.step)
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)

@@ -99,16 +99,13 @@ class PromptSampler:
 
 
 class Epochs:
-    """Every prompt of a domain once, in shuffled order; then again in another. With the methods of
-    `Curriculum`."""
+    """Every prompt of a domain once, in shuffled order; then in another. Like `Curriculum`."""
 
     def __init__(self, prompt_ids: Iterable[str], key: str):
         self._ids, self._key = list(prompt_ids), key
         self.load_state_dict({"epoch": 0, "position": 0, "deferred": []})
 
     def draw(self, count: int, exclude: Collection[str], num_drawn: int) -> list[str]:
-        """The next `count` distinct prompts that are not in `exclude`, over an epoch's end if
-        need be; fewer where there are no more."""
         count = min(count, len(self._ids) - len(exclude))
         ids = self._take(count, exclude)
         if len(ids) < count:

@@ -16,8 +16,7 @@ _OTHER_EACH_TIME = ("time/", "throughput/", "trainer/", "canary/", "evaluation/"
 
 
 def replay_step(path: Path, step: int | None, overrides: Sequence[str]) -> Iterator[str]:
-    """Lines of a table: recorded, replayed, difference. MismatchError where loss or gradient norm
-    are not reproduced."""
+    """Lines of a table; MismatchError where loss or gradient norm are not reproduced."""
     run_dir = RunDir(path)
     step = choose_step(run_dir, step)
     recorded = next((m for m in read_metrics(run_dir.metrics) if m["step"] == step), None)

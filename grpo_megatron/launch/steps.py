@@ -70,8 +70,7 @@ class SlurmSteps:
                              remedy=f"sbatch --nodes={wanted}")
 
     def check(self) -> None:
-        """SetupError with the nodes that do not see the run's directory, but nothing or one of
-        their own at the same path."""
+        """SetupError with the nodes that do not see the run's directory, but none or another."""
         canary = self.run_dir.endpoints / "canary"
         canary.touch()
         for nodes in self._components():

@@ -177,9 +177,8 @@ class RewardPool:
 
     async def _run(self, tasks: asyncio.TaskGroup, calls: Sequence[Call], chunk: Sequence[int],
                    outcomes: list[Outcome]) -> None:
-        """Fill in the outcomes of the calls in `chunk`. Plain calls run one after the other: the
-        first without an outcome ended the process. Coroutines run together: each of them runs
-        again, alone."""
+        """Fill in the outcomes of `chunk`. Of plain calls the first without an outcome ended the
+        process; coroutines run together: each of those without runs again, alone."""
         is_async = self._is_async(calls[chunk[0]])
         worker = await self._idle.get()
         try:
@@ -212,8 +211,7 @@ class RewardPool:
 
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float | None = None) -> np.ndarray:
-    """Rewards [G] of components [G, C], clipped to ±clip: NaN components are skipped, NaN where
-    all are."""
+    """Rewards [G] of components [G, C], within ±clip: NaNs are skipped, NaN where all are."""
     known = ~np.isnan(table)
     total = np.where(known, table, 0.0) @ weights
     if clip is not None:

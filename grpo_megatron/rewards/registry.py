@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.errors import RewardError
+from grpo_megatron.errors import RewardError, raised_as
 
 CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids")
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
@@ -55,11 +55,9 @@ def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
     function = _imported(reference)
     modules, check = getattr(function, "needs", ((), lambda **_: None))
     for module in modules:
-        try:
+        with raised_as(RewardError, f"reward {reference} needs {module}",
+                       remedy=f"install {module}"):
             importlib.import_module(module)
-        except Exception as error:
-            raise RewardError(f"reward {reference} needs {module}: {error}",
-                              remedy=f"install {module}") from error
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none: nothing to check

@@ -56,9 +56,9 @@ class Outcome:
 
 async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
               arguments: Sequence[str] = (), give_fds: Sequence[int] = ()) -> Outcome:
-    """Run a Python program, the first of `files` (content by path in the sandbox, read-only), to
-    its end, or until cancelled; nothing of it is left then. `give_fds` are pipes or sockets for it,
-    under the same numbers; closed here."""
+    """Run a Python program, the first of `files` (content by path), to its end, or until cancelled;
+    nothing of it is left then. `give_fds`, sockets for it, keep their numbers and are closed here.
+    """
     outcome = Outcome()
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         for fd in give_fds:

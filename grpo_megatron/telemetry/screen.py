@@ -58,8 +58,7 @@ class Screen:
 
 
 class LiveScreen(Screen):
-    """Phases, chosen metrics, best and worst sample, redrawn in place; what the process prints
-    meanwhile appears above the screen."""
+    """Phases, metrics, samples, redrawn in place; what is printed meanwhile appears above."""
 
     def __init__(self, run_name: str, num_steps: int, console: Console,
                  clock: Callable[[], float] = time.monotonic):
@@ -90,8 +89,7 @@ class LiveScreen(Screen):
 
 
 class ScreenState:
-    """Values so far, the phases of the current step (by `clock`, in seconds), and the last step's
-    samples."""
+    """Values so far, the phases of the current step (by `clock`, in s), the last step's samples."""
 
     def __init__(self, run_name: str, num_steps: int, clock: Callable[[], float]):
         self.run_name, self.num_steps, self.clock = run_name, num_steps, clock
