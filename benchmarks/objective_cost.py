@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_megatron.algorithms.advantages import needed_columns
+from grpo_megatron.algorithms.advantages.pipeline import needed_columns
 from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.algorithms.evaluate import evaluate
 from grpo_megatron.algorithms.objective import Objective

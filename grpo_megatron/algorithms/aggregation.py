@@ -2,8 +2,7 @@
 
 Weights hold the global denominators. They follow from the lengths of the samples of the whole
 optimizer step, known before its first micro-batch, so splitting the step differently changes
-nothing. Shape legend: N trained samples.
-"""
+nothing. Shape legend: N trained samples."""
 
 from dataclasses import dataclass, replace
 
@@ -14,8 +13,6 @@ from grpo_megatron.config.objective import ObjectiveConfig
 
 @dataclass(frozen=True)
 class Lengths:
-    """What denominators are made of."""
-
     tokens: np.ndarray  # int64 [N], policy tokens
     groups: np.ndarray  # int64 [N]
     constant: int  # fixed length of `constant`
@@ -25,8 +22,7 @@ class Lengths:
 def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray) -> np.ndarray:
     """Weight of every token of each sample, and its slope by lambda_grpo's exponent: [2, N].
 
-    With `denominator = "domain"` every domain (int64 [N]) counts for itself, the losses add up.
-    """
+    With `denominator = "domain"` every domain (int64 [N]) counts for itself, the losses add up."""
     found = np.zeros((2, len(domains)))
     scopes = domains if o.denominator == "domain" else np.zeros_like(domains)
     for scope in np.unique(scopes):

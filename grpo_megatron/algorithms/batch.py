@@ -2,8 +2,7 @@
 
 Shape legend: N samples in Q groups and D domains; n policy tokens of all samples, flat, sample
 after sample; `token_counts` sums to n. Nothing here depends on the order of the samples: ties
-are broken by `sample_ids`.
-"""
+are broken by `sample_ids`."""
 
 from __future__ import annotations
 

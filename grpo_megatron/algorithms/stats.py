@@ -1,8 +1,7 @@
 """Metrics that stay exact when they are added over micro-batches and ranks.
 
 A mean is carried as (sum, count), a maximum as itself; they become numbers only at the end.
-With several domains every one also exists as `name@domain`.
-"""
+With several domains every one also exists as `name@domain`."""
 
 from __future__ import annotations
 

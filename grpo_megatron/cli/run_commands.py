@@ -65,8 +65,7 @@ def replay(target: RecordedStep, overrides: Overrides = None) -> None:
     """Train a recorded step again from its checkpoint and compare with what was recorded.
 
     Follows the recorded samples, routes, clip and mask decisions, at the layout that overrides
-    ask for. Exit code 7 if loss or gradient norm differ by more than rounding explains.
-    """
+    ask for. Exit code 7 if loss or gradient norm differ by more than rounding explains."""
     from grpo_megatron.launch.replay import replay_step
 
     for line in replay_step(*_run_and_step(target), overrides or []):

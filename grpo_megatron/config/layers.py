@@ -54,8 +54,7 @@ class Layers:
     def _record(self, path: KeyPath, value: Any, origin_of: Callable) -> Any:
         self.origins[path] = origin_of(path)
         if isinstance(value, Mapping):
-            return {key: self._record((*path, key), item, origin_of)
-                    for key, item in value.items()}
+            return {key: self._record((*path, key), item, origin_of) for key, item in value.items()}
         if is_array_of_tables(value):
             return [self._record((*path, index), item, origin_of)
                     for index, item in enumerate(value)]
@@ -131,8 +130,7 @@ def _misplaced(layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, ra
 
 
 def _value_of(raw: str, path: KeyPath) -> Any:
-    """TOML value of `raw`, or `raw` as text; `null` is None. ValueError for what starts like a list
-    or a table, but is none."""
+    """TOML value of `raw`, or `raw` as text; ValueError for what only starts like list or table."""
     text = raw.strip()
     if text == "null":
         return None

@@ -16,9 +16,8 @@ from grpo_megatron.config.validation import Check, valid
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
                 checks: Sequence[Check] = ()) -> ResolvedConfig:
-    """Read a recipe (a TOML file, or a name below `recipes/`: `demo/gspo-moe-cpu`), apply
-    `overrides` (`domains.0.weight=2`, `cold_start=null`), validate, also by `checks`.
-    InvalidConfigError with everything that is wrong (`problems`)."""
+    """Read a recipe (TOML file, or name below `recipes/`), apply `overrides` (`cold_start=null`),
+    validate, also by `checks`. InvalidConfigError with everything that is wrong (`problems`)."""
     chain = read_recipe_chain(find_recipe(recipe))
     layers, _ = _assemble(None, chain, overrides)
     layers, problems = _assemble(_preset_of(layers.tree), chain, overrides)

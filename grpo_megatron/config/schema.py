@@ -73,8 +73,7 @@ def choices_at(path: KeyPath) -> tuple[Any, ...]:
 
 
 def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
-    """Valid dotted keys that the unknown key at `path` may stand for: likely typing errors first,
-    then the same name in another table."""
+    """What the unknown key at `path` may stand for: likely typos, then the name in other tables."""
     *table, key = map(str, path)
     here, anywhere = keys_of(table), {str(known[-1]): [] for known in all_fields()}
     for known in all_fields():

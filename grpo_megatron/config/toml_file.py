@@ -19,8 +19,6 @@ _AT_LINE = re.compile(r" \(at line (\d+), column (\d+)\)")
 
 @dataclass(frozen=True)
 class TomlFile:
-    """A parsed file."""
-
     path: Path
     display: str  # the path as messages show it
     values: dict[str, Any]

@@ -31,8 +31,7 @@ def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
     else that is wrong.
 
     Rules run even when some keys are wrong, on what is left without these keys; what a rule
-    says about a wrong key is dropped then, because its intended value is not known.
-    """
+    says about a wrong key is dropped then, because its intended value is not known."""
     config, errors = _parse(layers.tree)
     found = [*problems, *(_problem_of(error, layers) for error in errors)]
     if errors:
@@ -82,7 +81,6 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
 
 
 def _problem_of(error: dict[str, Any], layers: Layers) -> Problem:
-    """Turn one entry of `ValidationError.errors()` into a problem."""
     if error["type"] == "extra_forbidden":
         return _unknown_key(error["loc"], error["input"], layers)
     return _missing_key(error["loc"], layers) if error["type"] == "missing" else _wrong_value(

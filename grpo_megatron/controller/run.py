@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.run import RunConfig
@@ -58,13 +59,12 @@ async def _begin(session: Session, started: float) -> RunState:
     state = RunState(0, 0, {}, before, time.monotonic() - started)
     if session.config.cold_start is not None:  # not to be repeated by a resume
         await session.trainer.call("save", directory=str(session.run_dir.step_checkpoint(0)),
-                                   state=state.to_json())
+                                   state=asdict(state))
     return state
 
 
 async def _restore(session: Session) -> RunState | None:
-    """The newest checkpoint that is whole; None when there is none yet. CheckpointError where there
-    are some, and all are damaged."""
+    """The newest checkpoint that is whole; None without any; CheckpointError if all are damaged."""
     run_dir = session.run_dir
     steps = complete_steps(run_dir.checkpoints)
     for step in reversed(steps):

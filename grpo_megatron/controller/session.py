@@ -49,7 +49,6 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """Time a phase of the step and show it."""
         show("phase", name=name)
         started = time.perf_counter()
         try:
@@ -128,7 +127,6 @@ async def _connect(config: RunConfig, run_dir: RunDir,
 
 
 def _mourn(run_dir: RunDir, replica: Replica) -> None:
-    """A dead engine is named, once."""
     name, cause = replica.client.name, str(replica.cause_of_death)
     logger.warning("%s is dead: %s", name, cause)
     show("message", text=f"{name} is dead; its requests go to the others")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_megatron.config.sampling import SamplingConfig
+from grpo_megatron.config.run import SamplingConfig
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.selection import Selection, not_older
@@ -19,8 +19,6 @@ from grpo_megatron.types import Prompt, ScoredGroup
 
 @dataclass(frozen=True, slots=True)
 class StepGroups:
-    """What a step trains, and what was sampled for it."""
-
     groups: list[ScoredGroup]  # to train; may be none
     metrics: dict[str, float]  # of what was sampled, before any correction and selection
     rollout_s: float
@@ -30,8 +28,7 @@ class GroupSource:
     """Yields the groups of step after step.
 
     Kept groups beyond the target go into the next step. They are held in memory only: after a
-    crash their prompts come again in a later epoch, like those of rejected groups.
-    """
+    crash their prompts come again in a later epoch, like those of rejected groups."""
 
     def __init__(self, session: Session, sampler: PromptSampler):
         self._session, self._sampler = session, sampler
@@ -100,8 +97,7 @@ async def fill_batch(settings: SamplingConfig, target: int, acceptance: float,
 
     A round draws missing / acceptance prompts, within `max_oversampling`; the expected acceptance
     is replaced by what this step observes. Without `settings.dynamic` there is one round. Returns
-    kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds.
-    """
+    kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds."""
     kept, sampled, num_rounds = list(carried), [], 0
     used = {group.group.prompt.prompt_id for group in carried}
     while len(kept) < target and num_rounds <= settings.max_refill_rounds * settings.dynamic:

@@ -24,8 +24,7 @@ def group_metrics(groups: Sequence[ScoredGroup], selection: Selection) -> dict[s
     """Acceptance, success and lengths of groups before any selection.
 
     pass_at_1 is the mean success rate of a prompt, pass_at_group the fraction of prompts with a
-    correct completion. What cannot be told (nothing correct, nothing scored) is left out.
-    """
+    correct completion. What cannot be told (nothing correct, nothing scored) is left out."""
     correct = [selection.correct(group) for group in groups]
     rates = np.array([np.nanmean(c) for c in correct if not np.isnan(c).all()])
     flat = np.concatenate(correct)
@@ -52,7 +51,6 @@ def staleness(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards by component, lengths, group composition."""
     completions = [c for group in groups for c in group.group.completions]
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     lengths = np.array([len(c.token_ids) for c in completions], float)

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import DataError, raised_as
 from grpo_megatron.types import Problem
 
 _KNOWN_ARGUMENTS = ("answer_after", "domain_field")
@@ -50,13 +50,11 @@ def _jsonl_rows(path: Path) -> _Rows:
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            try:
+            with raised_as(DataError, "not a JSON object", ValueError, where=where,
+                           remedy="one JSON object a line, UTF-8"):
                 fields = json.loads(line)
                 if not isinstance(fields, dict):
                     raise ValueError(f"found {type(fields).__name__}")
-            except ValueError as error:  # also UnicodeDecodeError
-                raise DataError(f"not a JSON object: {error}", where=where,
-                                remedy="one JSON object a line, UTF-8") from error
             yield where, fields
 
 
@@ -64,13 +62,11 @@ def _parquet_rows(path: Path) -> _Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(path) as file:
-            rows = (fields for batch in file.iter_batches() for fields in batch.to_pylist())
-            for number, fields in enumerate(rows, start=1):
-                yield f"{path}:row {number}", fields
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"not a readable Parquet file: {error}", where=str(path)) from error
+    with (raised_as(DataError, "unreadable Parquet file", (pa.ArrowInvalid, OSError), where=path),
+          pq.ParquetFile(path) as file):
+        rows = (fields for batch in file.iter_batches() for fields in batch.to_pylist())
+        for number, fields in enumerate(rows, start=1):
+            yield f"{path}:row {number}", fields
 
 
 def _problems(domain: DomainConfig, rows: _Rows) -> Iterator[Problem]:

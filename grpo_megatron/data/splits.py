@@ -1,8 +1,7 @@
 """Held-out, validation and training prompts, split by a hash of the prompt text.
 
 The hash depends on nothing but the text, so neither the seed nor the order of the source moves a
-prompt between splits, and equal prompts cannot be on both sides.
-"""
+prompt between splits, and equal prompts cannot be on both sides."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -28,9 +27,8 @@ def text_hash(text: str) -> str:
 
 
 def make_splits(prompts: Iterable[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
-    """Drop duplicates (first wins), then take held-out and validation prompts by hash: exactly
-    so many, shared out over domains by their number of distinct prompts. Every domain must keep
-    training prompts."""
+    """Drop duplicates (first wins), then take exactly so many held-out and validation prompts by
+    hash, shared out over domains by their number of distinct prompts."""
     prompts = list(prompts)
     if not prompts:
         raise DataError("no prompts", remedy="check [[domains]]")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import DataError, raised_as
 
 
 class TextTokenizer:
@@ -25,7 +25,6 @@ class TextTokenizer:
         return self.encode_batch([text], where=where)[0]
 
     def encode_batch(self, texts: Sequence[str], *, where: str | None = None) -> list[list[int]]:
-        """`encode` of many texts, in order."""
         try:
             batch = [encoding.ids for encoding in self._backend.encode_batch(
                 list(texts), add_special_tokens=False)]
@@ -55,8 +54,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer of a checkpoint directory; DataError where there is none that the `tokenizers`
-    library can run, or no end token."""
+    """The tokenizer of a checkpoint directory; DataError where it is unreadable or has no end."""
     path = Path(path)
     backend = _backend(path)
     settings, generation, config = (_read_json(path / f"{name}.json") for name in (
@@ -83,23 +81,19 @@ def _backend(path: Path) -> Tokenizer:
     if not path.is_dir():
         raise DataError("no such checkpoint directory", where=str(path))
     file = path / "tokenizer.json"
-    try:
+    with raised_as(DataError, "unreadable tokenizer", where=file,
+                   remedy="copy tokenizer.json from the original checkpoint"):
         if file.is_file():
             backend = Tokenizer.from_file(str(file))
         else:  # older checkpoints: transformers builds the fast tokenizer, where it has one
             from transformers import AutoTokenizer
 
             backend = AutoTokenizer.from_pretrained(path, local_files_only=True).backend_tokenizer
-    except Exception as error:  # the libraries raise plain Exception, and much else
-        raise DataError(f"unreadable tokenizer: {error}", where=str(file),
-                        remedy="copy tokenizer.json from the original checkpoint") from error
     backend.no_padding()
     backend.no_truncation()
     return backend
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
+    with raised_as(DataError, "not JSON", ValueError, where=file):
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"not JSON: {error}", where=str(file)) from error

@@ -7,8 +7,7 @@
 On a SlurmExecutor the task is the supervisor, one process on the job's first node, which starts the
 run's roles as steps; with a container, the image must have srun. On every other executor (local,
 Docker, Kubernetes) a run is on one machine. NeMo-Run's own job makes no checkpoint before its time
-limit: `grpo-megatron submit` does.
-"""
+limit: `grpo-megatron submit` does."""
 
 import shlex
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,6 @@ class OfflineTrainer:
             answer.cancel()
 
     async def train(self, step: int, state: RunState, **options: Any) -> dict[str, Any]:
-        """Train a recorded step from `state`."""
         return await self.call(
             "train", directory=str(self.store(step)), first_update=state.updates,
             num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
@@ -89,8 +88,7 @@ class OfflineTrainer:
             if not manifest["metrics"]["sampling/skipped_steps"]:
                 report = await self.train(earlier, state, replayed=True)
                 updates, objective = updates + report["updates"], report["state"]
-            state = RunState(**{**state.to_json(), "step": earlier + 1, "updates": updates,
-                                "objective": objective})
+            state = replace(state, step=earlier + 1, updates=updates, objective=objective)
         return state
 
     def store(self, step: int) -> Path:

@@ -77,7 +77,6 @@ class ChildProcess:
         return self.process is not None
 
     def end(self) -> End:
-        """What there is to say about a child that has ended."""
         return End(self.name, self.exit_code or 0, self.log)
 
     def tell(self, line: str) -> None:

@@ -1,8 +1,7 @@
 """Jobs of runs: render and submit `slurm/train.sbatch`, say how a job is, end it.
 
 What a job needs lies in the run directory: `slurm/train.sbatch` as submitted, with the site's
-settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe.
-"""
+settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe."""
 
 import re
 import shutil
@@ -95,13 +94,11 @@ def submit_again(run_dir: RunDir, flags: Sequence[str] = ()) -> str:
 
 
 def job_of(run_dir: RunDir) -> str | None:
-    """The run's last job."""
     file = run_dir.slurm / "job"
     return file.read_text().strip() if file.exists() else None
 
 
 def active_job(run_dir: RunDir) -> str | None:
-    """The run's job while it waits or runs."""
     job = job_of(run_dir)
     return job if job and is_active(job) else None
 

@@ -1,8 +1,7 @@
 """Start the roles of a run, watch them, end them together.
 
 A finished controller ends the run. A dead trainer rank, a dead controller or the last dead
-rollout server end it with an error that shows the dead one's last lines.
-"""
+rollout server end it with an error that shows the dead one's last lines."""
 
 import contextlib
 import json
@@ -137,8 +136,7 @@ class Supervisor:
             case {"kind": "phase", "name": name}:
                 self.screen.phase(name)
             case {"kind": "step", "metrics": metrics, "samples": samples}:
-                first = {sample["rank"]: sample for sample in reversed(samples)}
-                self.screen.step(metrics, first.get("best"), first.get("worst"))
+                self.screen.step(metrics, samples)
             case {"kind": "message", "text": text}:
                 self.screen.message(text)
             case {"kind": "failure", "text": text}:

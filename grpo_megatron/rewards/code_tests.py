@@ -3,8 +3,7 @@
 A candidate may do what it likes to its interpreter, the harness in it and its exit code: it is
 judged by the bytes that it prints, or by the plain data that its functions return to another
 sandbox, the only one that knows what is expected. What it can still do: answer what is asked
-without solving the problem (it sees the inputs, as every function does), and attack the kernel.
-"""
+without solving the problem (it sees the inputs, as every function does), and attack the kernel."""
 
 import ast
 import asyncio

@@ -10,8 +10,7 @@ NaN or None means "cannot be scored" (a bad reference answer), which is not the 
 returns a list, `(end, reward)` for every step, `end` being the place in the completion where the
 step ends; its value is their sum, and `objective.advantage = "process"` credits each step's tokens.
 
-With `answer_tag`, a reward looks into the last `<answer_tag>…</answer_tag>` only.
-"""
+With `answer_tag`, a reward looks into the last `<answer_tag>…</answer_tag>` only."""
 
 import math
 import re

@@ -33,14 +33,12 @@ def cosine_length(completion: str, answer: str, *, prompt: str, metadata: Mappin
 
 def soft_overlong(completion: str, answer: str, *, num_tokens: int, max_tokens: int,
                   buffer: int) -> float:
-    """0 up to L − B tokens, ((L − B) − n)/B up to L, then −1 (DAPO, arXiv:2503.14476).
-    L is `max_tokens`, B is `buffer`."""
+    """0 to L − B (max_tokens, buffer), ((L − B) − n)/B to L, then −1 (DAPO, arXiv:2503.14476)."""
     return max(-1.0, min(0.0, (max_tokens - buffer - num_tokens) / buffer))
 
 
 def length_penalty(completion: str, answer: str, *, num_tokens: int, max_tokens: int) -> float:
-    """−min(1, n/L), L is `max_tokens`. For right answers alone: `cosine_length` with correct
-    (0, −1) and wrong (0, 0)."""
+    """−min(1, n/max_tokens). Of right answers: `cosine_length`, correct (0, −1), wrong (0, 0)."""
     return -min(1.0, num_tokens / max_tokens)
 
 

@@ -1,8 +1,7 @@
 """Rewards of rollout groups, computed by processes that may hang, crash and print.
 
 Processes and not threads: math-verify needs `signal.alarm` of a main thread, and nothing but a
-kill stops a regular expression that backtracks for ever.
-"""
+kill stops a regular expression that backtracks for ever."""
 
 import asyncio
 import logging
@@ -105,8 +104,7 @@ class RewardPool:
     A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted; its
     process is replaced where it had to be killed. Results do not depend on the number of workers.
     One process runs `concurrency` coroutines of async rewards at a time. What rewards print goes to
-    `log_path`, or standard error. RewardError as by `components_of`.
-    """
+    `log_path`, or standard error. RewardError as by `components_of`."""
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
                  timeout_s: float = 5.0, concurrency: int = 16, log_path: Path | None = None):
@@ -183,9 +181,8 @@ class RewardPool:
 
     async def _run(self, tasks: asyncio.TaskGroup, calls: Sequence[Call], chunk: Sequence[int],
                    outcomes: list[Outcome]) -> None:
-        """Fill in the outcomes of the calls in `chunk`. Plain calls run one after the other: the
-        first without an outcome ended the process. Coroutines run together: each of them runs
-        again, alone."""
+        """Fill in the outcomes of `chunk`. Of plain calls the first without an outcome ended the
+        process; coroutines run together: each of those without runs again, alone."""
         is_async = self._is_async(calls[chunk[0]])
         worker = await self._idle.get()
         try:
@@ -203,7 +200,6 @@ class RewardPool:
             tasks.create_task(self._run(tasks, calls, part, outcomes))
 
     def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
-        """Takes the outcomes of the group's calls."""
         components = [self.components[i] for i in self._of_domain(group.prompt.domain)]
         rows = [list(islice(outcomes, len(components))) for _ in group.completions]
         table = np.asarray([[outcome.value for outcome in row] for row in rows],
@@ -219,8 +215,7 @@ class RewardPool:
 
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float | None = None) -> np.ndarray:
-    """Rewards [G] of components [G, C], clipped to ±clip: NaN components are skipped, NaN where
-    all are."""
+    """Rewards [G] of components [G, C], within ±clip: NaNs are skipped, NaN where all are."""
     known = ~np.isnan(table)
     total = np.where(known, table, 0.0) @ weights
     if clip is not None:

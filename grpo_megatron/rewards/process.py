@@ -112,7 +112,6 @@ class RewardProcess:
         raise self._broken("reward processes end before their first call")
 
     async def _ask(self, message: Any) -> Any:
-        """Send a message; returns its first answer."""
         async with asyncio.timeout(_STARTUP_TIMEOUT_S):
             self._writer.write(pickle.dumps(message))
             await self._writer.drain()

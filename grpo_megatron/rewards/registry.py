@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.errors import RewardError
+from grpo_megatron.errors import RewardError, raised_as
 
 CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids")
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
@@ -30,7 +30,6 @@ class BoundReward:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call returns a coroutine."""
         return inspect.iscoroutinefunction(self.function)
 
     def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
@@ -52,16 +51,13 @@ def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
     """Import `module:function`; RewardError where that fails, or it cannot be called as a reward
     with these arguments, or its check refuses them.
 
-    The current directory is searched last, so that a file beside the recipe needs no package.
-    """
+    The current directory is searched last, so that a file beside the recipe needs no package."""
     function = _imported(reference)
     modules, check = getattr(function, "needs", ((), lambda **_: None))
     for module in modules:
-        try:
+        with raised_as(RewardError, f"reward {reference} needs {module}",
+                       remedy=f"install {module}"):
             importlib.import_module(module)
-        except Exception as error:
-            raise RewardError(f"reward {reference} needs {module}: {error}",
-                              remedy=f"install {module}") from error
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none: nothing to check

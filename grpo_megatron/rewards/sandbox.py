@@ -8,8 +8,7 @@ namespace is killed (and by RLIMIT_CPU); its output by being killed.
 
 RLIMIT_NPROC, of threads here, counts by user and namespace from Linux 5.14 on (before, all that
 the user runs: a program may then find no thread left). It never binds root: under root, only the
-address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox.
-"""
+address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox."""
 
 import asyncio
 import contextlib
@@ -57,9 +56,9 @@ class Outcome:
 
 async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
               arguments: Sequence[str] = (), give_fds: Sequence[int] = ()) -> Outcome:
-    """Run a Python program, the first of `files` (content by path in the sandbox, read-only), to
-    its end, or until cancelled; nothing of it is left then. `give_fds` are pipes or sockets for it,
-    under the same numbers; closed here."""
+    """Run a Python program, the first of `files` (content by path), to its end, or until cancelled;
+    nothing of it is left then. `give_fds`, sockets for it, keep their numbers and are closed here.
+    """
     outcome = Outcome()
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         for fd in give_fds:

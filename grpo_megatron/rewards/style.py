@@ -50,8 +50,7 @@ def language_consistency(completion: str, answer: str, *, scripts: Sequence[str]
     A word is a run of letters of one Unicode script, or one letter of a script that puts no
     spaces between words. The script stands for the language: English and French are both
     `latin`; Japanese is `["han", "hiragana", "katakana"]`. The chain of thought is the block
-    `think_tag`, or everything.
-    """
+    `think_tag`, or everything."""
     if think_tag:  # a block that the prompt opened, or that nothing closed, counts too
         completion = completion.partition(f"</{think_tag}>")[0].rpartition(f"<{think_tag}>")[2]
     prose = _NOT_PROSE.sub(" ", completion)

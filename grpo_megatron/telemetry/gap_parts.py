@@ -1,7 +1,6 @@
 """The trainer-engine log-prob gap, split into causes that add up. Numpy only.
 
-Shape legend: n completion tokens of a recorded step, L MoE layers, E experts.
-"""
+Shape legend: n completion tokens of a recorded step, L MoE layers, E experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,9 +49,8 @@ def sizes(values: np.ndarray) -> tuple[float, float, float]:
 
 def split_gap(run: Mapping[str, np.ndarray], engine_precision: Mapping[str, np.ndarray] | None,
               sampled_by: Mapping[str, np.ndarray] | None, lengths: np.ndarray) -> GapParts:
-    """Apply the corrections one after the other, to the columns of `trainer.gaps` of this `run`; at
-    the engine's precision, where it differs; and at the weights that sampled, where they are others
-    and not gone. lengths: completion tokens by sample."""
+    """Apply the corrections one after the other, to columns of `trainer.gaps`; at the engine's
+    precision, if it differs; at the weights that sampled, if others. lengths: tokens by sample."""
     layers = tuple(sorted(int(n.removeprefix("through_")) for n in run if n.startswith("through_")))
     parts: dict[str, np.ndarray] = {}
     now = run["live"]

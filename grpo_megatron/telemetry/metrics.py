@@ -29,8 +29,7 @@ class MetricsWriter:
 
     A line is `{"step": 7, "time_s": 1764000000.1, "reward/mean": 0.5, ...}`. Opening repairs a torn
     last line. Values that are not finite are counted in `nonfinite` and become null, with a warning
-    once per name. `last_step` is the step of the last line, or None.
-    """
+    once per name. `last_step` is the step of the last line, or None."""
 
     def __init__(self, run_dir: RunDir):
         self._run_dir = run_dir
@@ -76,7 +75,6 @@ class MetricsWriter:
         self._open(step)
 
     def close(self) -> None:
-        """Close the file (idempotent)."""
         self._file.close()
 
     def _open(self, last: float) -> None:

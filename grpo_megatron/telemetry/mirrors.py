@@ -1,8 +1,7 @@
 """Copies of metrics.jsonl for Weights & Biases and TensorBoard.
 
 Files are the truth and services are mirrors: a mirror gets exactly the record that was written,
-and one that fails says so once and is left out for the rest of the run.
-"""
+and one that fails says so once and is left out for the rest of the run."""
 
 import importlib.util
 import logging
@@ -31,13 +30,11 @@ class Mirrors:
                 self.running[name] = start()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Copy one record of metrics.jsonl."""
         for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.log(record)
 
     def close(self) -> None:
-        """Finish every mirror (idempotent)."""
         for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.close()
@@ -73,8 +70,7 @@ class WandbMirror:
     """Weights & Biases; a resumed run continues under the id kept in `wandb/run_id`.
 
     Records go in without wandb's own step, which would refuse the steps that a resumed run
-    repeats; charts use the record's `step` instead.
-    """
+    repeats; charts use the record's `step` instead."""
 
     def __init__(self, run_dir: RunDir, run_name: str, config: TelemetryConfig,
                  settings: Mapping[str, Any]):

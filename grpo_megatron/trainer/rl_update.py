@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from grpo_megatron.algorithms.advantages import needed_columns
-from grpo_megatron.algorithms.advantages.pipeline import select
+from grpo_megatron.algorithms.advantages.pipeline import needed_columns, select
 from grpo_megatron.algorithms.evaluate import batch_metrics
 from grpo_megatron.algorithms.monitors import derived
 from grpo_megatron.algorithms.objective import policy_loss

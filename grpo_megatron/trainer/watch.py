@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from grpo_megatron.algorithms.advantages import Advantages
+from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.monitors import measure_move, measure_reference
 from grpo_megatron.algorithms.objective import Objective

@@ -14,8 +14,7 @@ from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
-from grpo_megatron.config.routing import RoutingConfig
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import RoutingConfig, RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer import platform

@@ -1,5 +1,4 @@
-"""Reweighting of advantages after estimation: `(objective, batch, groups, advantages [N])` to
-`[N]` or `[n]`."""
+"""Reweighting after estimation: `(objective, batch, groups, advantages [N])` to `[N]` or `[n]`."""
 
 from dataclasses import replace
 

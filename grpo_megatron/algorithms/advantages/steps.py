@@ -36,8 +36,7 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     last = _last(events)
     returns = _discounted(events.reward, last, o.gagpo_gamma)
     states = int(events.state.max()) + 1 if len(events.state) else 1
-    _, visit = torch.unique(groups.ids[events.sample] * states + events.state,
-                            return_inverse=True)
+    _, visit = torch.unique(groups.ids[events.sample] * states + events.state, return_inverse=True)
     value = Groups(visit, groups.valid[events.sample]).mean(returns)
     following = torch.where(last, 0.0, value.roll(-1))
     delta = events.reward + o.gagpo_gamma * following - value
@@ -66,8 +65,7 @@ def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
     """Every token gets the sum of the values of events that end at it or later."""
     def of_groups(part: SampleBatch) -> Tensor:
         marks = torch.zeros(part.num_tokens, dtype=torch.float64)
-        marks.index_add_(0, part.offsets[part.events.sample] + part.events.end,
-                         part.events.reward)
+        marks.index_add_(0, part.offsets[part.events.sample] + part.events.end, part.events.reward)
         return suffix_sums(marks, part)
 
     return by_groups(replace(batch, events=replace(events, reward=values)), of_groups)
