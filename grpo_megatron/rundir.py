@@ -4,6 +4,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_megatron.errors import ConfigError
+
 
 class _Entry:
     def __init__(self, name: str, *, by_attempt: bool = False):
@@ -51,12 +53,15 @@ class RunDir:
                      self.endpoints):
             path.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, attempt: str = "") -> "RunDir":
-        """The directory as a new attempt sees it; earlier attempts keep their logs.
+    def refuse_existing(self) -> None:
+        if self.config.exists():
+            raise ConfigError(f"run {self.root.name!r} exists", where=str(self.root),
+                              remedy=f"continue it with `grpo-megatron resume {self.root}`, choose "
+                                     "another name=…, or replace it: train --overwrite")
 
-        Args:
-            attempt: Its name; default: the number after that of the last.
-        """
+    def begin(self, attempt: str = "") -> "RunDir":
+        """The directory as a new attempt sees it, called `attempt`, by default the number after
+        that of the last; earlier attempts keep their logs."""
         folder = self.root / "logs"
         started = [int(p.name) for p in folder.glob("*") if p.name.isdecimal()]
         run_dir = RunDir(self.root, attempt or str(max(started, default=0) + 1))

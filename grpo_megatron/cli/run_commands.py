@@ -1,4 +1,4 @@
-"""`train` and `resume`."""
+"""`train`, `resume`; `replay`, `mismatch`: recorded steps again, at any layout."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +10,9 @@ Overrides = Annotated[list[str] | None, typer.Argument(
     help="Settings on top of the recipe, for example trainer.num_ranks=4.")]
 
 Run = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.")]
+RecordedStep = Annotated[str, typer.Argument(
+    metavar="RUN[@STEP]", help="Run directory and recorded step, for example runs/demo@200; "
+                               "default: the newest that can be computed again.")]
 InJob = Annotated[bool, typer.Option(
     "--in-job", help="Start the processes as steps of the Slurm job around this one.")]
 
@@ -56,6 +59,42 @@ def resume(
         typer.echo(slurm.resume(run, overrides or []))
         return
     raise typer.Exit(local.resume(run, overrides or [], in_job=in_job))
+
+
+def replay(target: RecordedStep, overrides: Overrides = None) -> None:
+    """Train a recorded step again from its checkpoint and compare with what was recorded.
+
+    Follows the recorded samples, routes, clip and mask decisions, at the layout that overrides
+    ask for. Exit code 7 if loss or gradient norm differ by more than rounding explains."""
+    from grpo_megatron.launch.replay import replay_step
+
+    for line in replay_step(*_run_and_step(target), overrides or []):
+        typer.echo(line)
+
+
+def mismatch(
+    target: RecordedStep, overrides: Overrides = None,
+    html: Annotated[Path | None, typer.Option(
+        help="Where the page with heat maps goes; default: RUN/mismatch-STEP.html.")] = None,
+    by_layer: Annotated[bool, typer.Option(
+        help="One pass more per MoE layer, to split the routing part by layer.")] = True,
+) -> None:
+    """Split the log-prob gap between trainer and engine into its causes."""
+    from grpo_megatron.launch.mismatch import report_mismatch
+
+    for line in report_mismatch(*_run_and_step(target), overrides or [], html, by_layer=by_layer):
+        typer.echo(line)
+
+
+def _run_and_step(target: str) -> tuple[Path, int | None]:
+    from grpo_megatron.errors import ConfigError
+
+    run, at, step = target.rpartition("@")
+    if at and not step.isdecimal():
+        raise ConfigError(f"{step!r} is not a step number", where=target,
+                          remedy=f"for example {run}@100")
+    check_run(path := Path(run if at else target))
+    return path, int(step) if at else None
 
 
 def check_run(run: Path) -> None:

@@ -26,7 +26,6 @@ class ResolvedConfig(Strict):
 
     @property
     def run_path(self) -> Path:
-        """The run directory."""
         return self.config.runs_dir / self.config.name
 
 

@@ -28,5 +28,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def plain(word: str) -> str:
-    """Without what does not count."""
     return word.lower().replace("-", "_")

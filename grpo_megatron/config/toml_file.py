@@ -19,17 +19,13 @@ _AT_LINE = re.compile(r" \(at line (\d+), column (\d+)\)")
 
 @dataclass(frozen=True)
 class TomlFile:
-    """A parsed file."""
-
     path: Path
-    display: str
-    """The path as messages show it."""
+    display: str  # the path as messages show it
     values: dict[str, Any]
     text: str
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:
-        """See `key_lines`."""
         return key_lines(self.text)
 
     def where(self, path: KeyPath) -> str:

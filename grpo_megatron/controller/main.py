@@ -1,7 +1,6 @@
 """The controller process: `python -m grpo_megatron.controller.main RUN_DIR ATTEMPT`.
 
-A line on standard input, or SIGTERM, stops the run after the current step, with a checkpoint.
-"""
+A line on standard input, or SIGTERM, stops the run after the current step, with a checkpoint."""
 
 import asyncio
 import logging
@@ -17,7 +16,6 @@ from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
 
 def main(run_path: str, attempt: str) -> int:
-    """Run to the end, or until told to stop; returns the exit code."""
     claim_stdout()  # before any library can print
     stop = Stop()
     from grpo_megatron.config.loader import read_resolved

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.run import RunConfig
@@ -20,10 +21,7 @@ from grpo_megatron.telemetry.mirrors import make_mirrors
 
 async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
     """Returns whether the run is finished; False: it was told to stop and can be resumed.
-
-    Args:
-        on_start: Gets the event that stops RL, when it begins.
-    """
+    `on_start` gets the event that stops RL, when it begins."""
     started = time.monotonic()
     async with open_session(config, run_dir) as session:
         state = await _restore(session) or await _begin(session, started)
@@ -61,19 +59,15 @@ async def _begin(session: Session, started: float) -> RunState:
     state = RunState(0, 0, {}, before, time.monotonic() - started)
     if session.config.cold_start is not None:  # not to be repeated by a resume
         await session.trainer.call("save", directory=str(session.run_dir.step_checkpoint(0)),
-                                   state=state.to_json())
+                                   state=asdict(state))
     return state
 
 
 async def _restore(session: Session) -> RunState | None:
-    """The newest checkpoint that is whole; None when there is none yet.
-
-    Raises:
-        CheckpointError: There are some, and all are damaged.
-    """
-    run_dir, newest = session.run_dir, None
-    for step in reversed(complete_steps(run_dir.checkpoints)):
-        newest = newest or run_dir.step_checkpoint(step)
+    """The newest checkpoint that is whole; None without any; CheckpointError if all are damaged."""
+    run_dir = session.run_dir
+    steps = complete_steps(run_dir.checkpoints)
+    for step in reversed(steps):
         directory = str(run_dir.step_checkpoint(step))
         if files := (await session.trainer.call("damage", directory=directory))["files"]:
             show("message", text=f"the checkpoint of step {step} is damaged ({files[0]}): "
@@ -86,7 +80,8 @@ async def _restore(session: Session) -> RunState | None:
         show("message", text=f"resumed after step {state.step}")
         session.event("resumed", step=state.step)
         return state
-    if newest:
-        raise CheckpointError("every checkpoint of this run is damaged", where=str(newest),
+    if steps:
+        raise CheckpointError("every checkpoint of this run is damaged",
+                              where=str(run_dir.step_checkpoint(steps[-1])),
                               remedy="restore one from a backup, or begin again with --overwrite")
     return None

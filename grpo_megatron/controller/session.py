@@ -41,7 +41,6 @@ class Session:
     tokenizer: TextTokenizer
     splits: Splits
     trainer: TrainerLink
-    engines: ReplicaPool
     worker: RolloutWorker
     rewards: RewardPool
     publisher: Publisher
@@ -50,7 +49,6 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """Time a phase of the step and show it."""
         show("phase", name=name)
         started = time.perf_counter()
         try:
@@ -65,13 +63,13 @@ class Session:
         return seconds
 
     async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
-        """Fraction of prompts whose most likely answer, of the published weights, is correct;
-        NaN of none."""
+        """Share of prompts whose most likely answer, of the published weights, is correct."""
         if not prompts:
             return float("nan")
         groups = await self.worker.greedy(prompts, self.config.rollout.max_new_tokens)
         scored, selection = await self.rewards.score(groups), Selection(self.config)
         return float(np.mean([selection.correct(group)[0] == 1 for group in scored]))
+
 
     def event(self, kind: str, **fields) -> None:
         append_event(self.run_dir.events, kind, **fields)
@@ -98,18 +96,13 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
                               on_death=lambda replica: _mourn(run_dir, replica))
         worker = RolloutWorker(config, engines, stop_token_ids=tokenizer.stop_token_ids,
                                decode=tokenizer.decode)
-        publisher = Publisher(config, run_dir, trainer, engines)
-        yield Session(config, run_dir, tokenizer, splits, trainer, engines, worker, rewards,
-                      publisher)
+        yield Session(config, run_dir, tokenizer, splits, trainer, worker, rewards,
+                      Publisher(config, run_dir, trainer, engines))
 
 
 async def _connect(config: RunConfig, run_dir: RunDir,
                    stack: contextlib.AsyncExitStack) -> list[EngineClient]:
-    """Clients of the engines that came up; the others are named.
-
-    Raises:
-        EngineError: None came up.
-    """
+    """Clients of the engines that came up; the others are named. EngineError where none did."""
     async def connect(name: str) -> EngineClient:
         def is_alive() -> bool:  # the supervisor knows
             return not (run_dir.endpoints / f"{name}.dead").exists()
@@ -134,7 +127,6 @@ async def _connect(config: RunConfig, run_dir: RunDir,
 
 
 def _mourn(run_dir: RunDir, replica: Replica) -> None:
-    """A dead engine is named, once."""
     name, cause = replica.client.name, str(replica.cause_of_death)
     logger.warning("%s is dead: %s", name, cause)
     show("message", text=f"{name} is dead; its requests go to the others")

@@ -16,8 +16,7 @@ class TrainerLink:
     """Commands go out one at a time, in the order of the calls."""
 
     def __init__(self, timeout_s: float):
-        self._timeout_s = timeout_s
-        self._token = secrets.token_hex(16)
+        self._timeout_s, self._token = timeout_s, secrets.token_hex(16)
         self._connected: asyncio.Future = asyncio.get_running_loop().create_future()
         self._lock = asyncio.Lock()
 
@@ -36,11 +35,7 @@ class TrainerLink:
             writer.close()
 
     async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Run a command on all ranks.
-
-        Raises:
-            GrpoMegatronError: of the class that rank 0 reported; a TrainerError when it has gone.
-        """
+        """Run a command on all ranks. Raises what rank 0 reports; TrainerError when it has gone."""
         async with self._lock:
             reader, writer = await self._connected
             try:

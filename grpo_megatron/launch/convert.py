@@ -21,12 +21,8 @@ from grpo_megatron.rundir import RunDir
 
 
 def convert(job: dict[str, Any], num_ranks: int) -> None:
-    """Run `job` (see `trainer.convert.Job`) with `num_ranks` processes on this machine.
-
-    Raises:
-        GrpoMegatronError: what the first rank that failed said.
-        RunLockedError: another process converts to the same directory.
-    """
+    """Run `job` (see `trainer.convert.Job`) with `num_ranks` processes on this machine. Raises what
+    the first rank that failed said; RunLockedError where another process writes the target."""
     screen = _Screen()
     with tempfile.TemporaryDirectory() as folder, _claimed(job["target"]), screen.bar:
         file = Path(folder, "job.json")
@@ -74,17 +70,15 @@ def _watch(ranks: list[ChildProcess], screen: "_Screen") -> None:
         for fd in wait_readable([], list(pipes), timeout_s=1.0):
             block = os.read(fd, 1 << 16)
             if not block:
-                _ended(pipes.pop(fd))
+                rank = pipes.pop(fd)
+                if rank.process.wait():
+                    raise TrainerError(str(rank.end()), remedy="run the command again to go on")
                 continue
             *lines, buffers[fd] = (buffers[fd] + block).split(b"\n")
             for line in lines:
                 screen.show(json.loads(line))
 
 
-def _ended(rank: ChildProcess) -> None:
-    rank.process.wait()
-    if rank.exit_code:
-        raise TrainerError(str(rank.end()), remedy="run the same command again to go on")
 
 
 class _Screen:

@@ -51,8 +51,7 @@ async def _measure(run_dir: RunDir, step: int, overrides: Sequence[str], table: 
             to = trainer.scratch.root / "gaps.safetensors"
             metrics = await trainer.call("gaps", directory=str(trainer.store(step)), to=str(to),
                                          by_layer=layers)
-            return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics,
-                    trainer.config)
+            return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics, trainer.config)
 
     run, metrics, config = await columns(step, overrides, by_layer)
     if not table.has_routes:

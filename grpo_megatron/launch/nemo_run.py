@@ -7,8 +7,7 @@
 On a SlurmExecutor the task is the supervisor, one process on the job's first node, which starts the
 run's roles as steps; with a container, the image must have srun. On every other executor (local,
 Docker, Kubernetes) a run is on one machine. NeMo-Run's own job makes no checkpoint before its time
-limit: `grpo-megatron submit` does.
-"""
+limit: `grpo-megatron submit` does."""
 
 import shlex
 from collections.abc import Sequence
@@ -20,11 +19,7 @@ from grpo_megatron.plan.resolve import resolve
 
 def add_stages(experiment: run.Experiment, recipes: Sequence[str], executor: run.Executor,
                overrides: Sequence[str] = ()) -> None:
-    """Add the runs of recipes to an experiment, each after the one before.
-
-    Raises:
-        ConfigError: A recipe is not valid.
-    """
+    """Add the runs of recipes to an experiment, each after the one before."""
     before: list[str] = []
     for recipe in recipes:
         config = resolve(recipe, overrides).config

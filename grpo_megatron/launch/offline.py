@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from grpo_megatron.config.resolved import write_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.state import RunState
 from grpo_megatron.controller.trainer_link import TrainerLink
-from grpo_megatron.errors import ConfigError, DataError, TrainerError
+from grpo_megatron.errors import DataError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve_run
@@ -33,13 +33,7 @@ def recorded_steps(run_dir: RunDir) -> list[int]:
 
 
 def choose_step(run_dir: RunDir, step: int | None) -> int:
-    """`step`, or the newest one that can be computed again.
-
-    Raises:
-        ConfigError: not a run; DataError: the step cannot be, with the nearest that can.
-    """
-    if not run_dir.config.is_file():
-        raise ConfigError("not a run directory: config.json is missing", where=str(run_dir.root))
+    """`step`, or the newest one that can be computed again; DataError where it cannot be."""
     steps = recorded_steps(run_dir)
     if not steps:
         raise DataError("no recorded step of this run has its checkpoint any more",
@@ -78,7 +72,6 @@ class OfflineTrainer:
             answer.cancel()
 
     async def train(self, step: int, state: RunState, **options: Any) -> dict[str, Any]:
-        """Train a recorded step from `state`."""
         return await self.call(
             "train", directory=str(self.store(step)), first_update=state.updates,
             num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
@@ -95,8 +88,7 @@ class OfflineTrainer:
             if not manifest["metrics"]["sampling/skipped_steps"]:
                 report = await self.train(earlier, state, replayed=True)
                 updates, objective = updates + report["updates"], report["state"]
-            state = RunState(**{**state.to_json(), "step": earlier + 1, "updates": updates,
-                                "objective": objective})
+            state = replace(state, step=earlier + 1, updates=updates, objective=objective)
         return state
 
     def store(self, step: int) -> Path:
@@ -106,11 +98,7 @@ class OfflineTrainer:
 @asynccontextmanager
 async def offline_trainer(run_dir: RunDir, overrides: Sequence[str],
                           name: str) -> AsyncIterator[OfflineTrainer]:
-    """Start trainer ranks in a scratch directory of the run, which is removed at the end.
-
-    Raises:
-        ConfigError: the overrides do not fit.
-    """
+    """Start trainer ranks in a scratch directory of the run, which is removed at the end."""
     resolved = resolve_run(run_dir.config, overrides)
     config = resolved.config
     scratch = RunDir(run_dir.root.absolute() / "offline" / name)

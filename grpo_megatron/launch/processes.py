@@ -1,7 +1,6 @@
 """Child processes that cannot outlive their supervisor, and whose death is noticed at once."""
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -9,10 +8,11 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
+from grpo_megatron.orphans import die_with_parent
+
 LOG_TAIL_LINES = 15
 
 
@@ -35,17 +35,13 @@ class End:
 
 @dataclass
 class ChildProcess:
-    """One role, in a process group of its own, with its output in a log file.
-
-    Attributes:
-        piped: Standard output and input are pipes to the supervisor.
-    """
+    """One role, in a process group of its own, with its output in a log file."""
 
     name: str
     argv: Sequence[str]
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    piped: bool = False
+    piped: bool = False  # standard output and input are pipes to the supervisor
     process: subprocess.Popen | None = None
     pidfd: int = -1
 
@@ -57,7 +53,8 @@ class ChildProcess:
                 self.argv, stderr=log, start_new_session=True,
                 stdin=subprocess.PIPE if self.piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self.piped else log,
-                env={**os.environ, **self.env}, preexec_fn=_die_with_parent)
+                env={**os.environ, **self.env},
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM))
         self.pidfd = os.pidfd_open(self.process.pid)
 
     @property
@@ -80,7 +77,6 @@ class ChildProcess:
         return self.process is not None
 
     def end(self) -> End:
-        """What there is to say about a child that has ended."""
         return End(self.name, self.exit_code or 0, self.log)
 
     def tell(self, line: str) -> None:
@@ -89,16 +85,12 @@ class ChildProcess:
             os.write(self.process.stdin.fileno(), line.encode() + b"\n")
 
 
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def wait_readable(children: Sequence[ChildProcess], files: Sequence[int],
                   timeout_s: float) -> list[int]:
-    """Sleep until a child ends, a file is readable or time is up; returns readable files.
-
-    Returns at once when a child has ended already: pass those whose end is still news.
-    """
+    """Sleep until a child ends (at once if one has: pass those whose end is still news), a file is
+    readable or time is up; returns readable files."""
     descriptors = [child.pidfd for child in children] + list(files)
     ready, _, _ = select.select(descriptors, [], [], timeout_s)
     return [fd for fd in ready if fd in files]

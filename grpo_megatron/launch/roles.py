@@ -17,8 +17,6 @@ QUIET = {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 
 
 class LocalProcesses:
-    """Starts and stops the roles of a run here."""
-
     def __init__(self, config: RunConfig, run_dir: RunDir):
         self.config, self.run_dir = config, run_dir
 
@@ -35,7 +33,6 @@ class LocalProcesses:
             "OMP_NUM_THREADS": str(threads)}) for rank in range(layout.num_ranks)]
 
     def replicas(self) -> list[ChildProcess]:
-        """The rollout servers."""
         return [self._child(f"rollout-{index}", REPLICA, str(index))
                 for index in range(self.config.rollout.num_replicas)]
 
@@ -55,6 +52,5 @@ class LocalProcesses:
 
 
 def free_port() -> int:
-    """A port of this machine that is free now."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         return listener.getsockname()[1]

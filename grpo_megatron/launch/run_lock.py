@@ -13,12 +13,8 @@ from grpo_megatron.rundir import RunDir
 
 @contextmanager
 def run_lock(run_dir: RunDir) -> Iterator[None]:
-    """Hold the directory's lock; the kernel drops it when the process ends, however it ends.
-
-    Raises:
-        RunLockedError: Another process holds it, or its Slurm job has not ended: file systems
-            exist whose locks do not reach beyond a node.
-    """
+    """Hold the directory's lock; the kernel drops it when the process ends. RunLockedError where
+    another has it, or its Slurm job has not ended: some locks do not reach beyond a node."""
     job = os.environ.get("SLURM_JOB_ID", "")
     with open(run_dir.lock, "a+") as file:
         file.seek(0)

@@ -1,8 +1,7 @@
 """Jobs of runs: render and submit `slurm/train.sbatch`, say how a job is, end it.
 
 What a job needs lies in the run directory: `slurm/train.sbatch` as submitted, with the site's
-settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe.
-"""
+settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe."""
 
 import re
 import shutil
@@ -22,14 +21,8 @@ from grpo_megatron.telemetry.metrics import read_metrics
 
 
 def render(resolved: ResolvedConfig, site: str) -> str:
-    """The batch script of a run (see `slurm/render.sh`).
-
-    Args:
-        site: Path of a site's file, or the name of a shipped example.
-
-    Raises:
-        ConfigError: There is no such file, it is not bash, or a setting is missing.
-    """
+    """The batch script of a run (see `slurm/render.sh`). `site`: path of a site's file, or name of
+    a shipped example; ConfigError where there is none, it is not bash, or a setting is missing."""
     shipped, placement = assets.slurm() / "sites", resolved.config.placement
     path = next((p for p in (Path(site), shipped / f"{site}.env") if p.is_file()), None)
     if path is None:
@@ -51,19 +44,10 @@ def render(resolved: ResolvedConfig, site: str) -> str:
 
 
 def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> str:
-    """Prepare the run directory and submit its job; returns the job's id.
-
-    Args:
-        flags: For this sbatch only, such as `--dependency=…`.
-
-    Raises:
-        ConfigError: The run exists, or the site is not right.
-    """
+    """Prepare the run directory and submit its job, with more `flags` of sbatch; returns the job's
+    id. ConfigError where the run exists, or the site is not right."""
     run_dir = RunDir(resolved.run_path)
-    if run_dir.config.exists():
-        raise ConfigError(f"run {resolved.config.name!r} exists", where=str(run_dir.root),
-                          remedy=f"go on with it by `grpo-megatron resume {run_dir.root}`, or "
-                                 "choose another name=…")
+    run_dir.refuse_existing()
     script = render(resolved, site)
     is_new = not run_dir.root.exists()
     try:
@@ -82,7 +66,7 @@ def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> st
 
 
 def resume(path: Path, overrides: Sequence[str]) -> str:
-    """Go on with a run by another job; returns its id. Raises: see `submit_again`."""
+    """Go on with a run by another job; returns its id."""
     run_dir = RunDir(path)
     if overrides and not active_job(run_dir):
         write_resolved(run_dir.config, resolve_run(run_dir.config, overrides))
@@ -90,12 +74,8 @@ def resume(path: Path, overrides: Sequence[str]) -> str:
 
 
 def submit_again(run_dir: RunDir, flags: Sequence[str] = ()) -> str:
-    """Submit the kept script: to start the run, or to go on with it.
-
-    Raises:
-        RunLockedError: Its job has not ended.
-        ConfigError: Slurm does not take the job.
-    """
+    """Submit the kept script: to start the run, or to go on with it. RunLockedError where its job
+    has not ended, ConfigError where Slurm does not take the job."""
     if job := active_job(run_dir):
         raise RunLockedError(f"{run_dir.root} is being written by Slurm job {job}",
                              where=str(run_dir.slurm / "job"),
@@ -114,13 +94,11 @@ def submit_again(run_dir: RunDir, flags: Sequence[str] = ()) -> str:
 
 
 def job_of(run_dir: RunDir) -> str | None:
-    """The run's last job."""
     file = run_dir.slurm / "job"
     return file.read_text().strip() if file.exists() else None
 
 
 def active_job(run_dir: RunDir) -> str | None:
-    """The run's job while it waits or runs."""
     job = job_of(run_dir)
     return job if job and is_active(job) else None
 
@@ -156,11 +134,7 @@ def status_line(path: Path) -> str:
 
 
 def cancel(path: Path, *, now: bool) -> str:
-    """End a run's job, with a checkpoint unless `now`; returns the job's id.
-
-    Raises:
-        ConfigError: No job of this run waits or runs.
-    """
+    """End a run's job, with a checkpoint unless `now`; returns the job's id."""
     if (job := active_job(RunDir(path))) is None:
         raise ConfigError("no job of this run waits or runs", where=str(path),
                           remedy="grpo-megatron status")

@@ -9,8 +9,7 @@ GPUs are its own. The site says what to put between srun and the program:
 
     GRPO_MEGATRON_SRUN_FLAGS   for example --container-image=… --container-mounts=…
     GRPO_MEGATRON_ENTER        for example apptainer exec --nv image.sif
-    GRPO_MEGATRON_PYTHON       the interpreter inside (default: this one)
-"""
+    GRPO_MEGATRON_PYTHON       the interpreter inside (default: this one)"""
 
 import os
 import re
@@ -36,13 +35,9 @@ _SIGNALS = {"Killed": 137, "Terminated": 143, "Aborted": 134, "Segmentation": 13
 
 @dataclass
 class Step(ChildProcess):
-    """An srun. Its log has srun's own words; every task has a log of its own.
+    """An srun. Its log has srun's own words; every task has a log of its own."""
 
-    Attributes:
-        task_log: Theirs, `%t` being the number of the task.
-    """
-
-    task_log: str = ""
+    task_log: str = ""  # `%t` is the number of the task
 
     def end(self) -> End:
         """Of the task that ended first; srun's own exit code is the highest of all."""
@@ -55,8 +50,6 @@ class Step(ChildProcess):
 
 
 class SlurmSteps:
-    """Starts and stops the roles of a run in this job."""
-
     def __init__(self, config: RunConfig, run_dir: RunDir):
         self.config, self.run_dir, self.placement = config, run_dir, config.placement
         groups = [_nodes(os.environ[name]) for name in (
@@ -72,11 +65,7 @@ class SlurmSteps:
                              remedy=f"sbatch --nodes={wanted}")
 
     def check(self) -> None:
-        """Every node must see the run's directory, and not one of its own at the same path.
-
-        Raises:
-            SetupError: The nodes that do not.
-        """
+        """SetupError with the nodes that do not see the run's directory, but none or another."""
         canary = self.run_dir.endpoints / "canary"
         canary.touch()
         for nodes in self._components():
@@ -139,7 +128,6 @@ class SlurmSteps:
         return Step(name, argv, logs / f"srun-{name}.log", env, piped, task_log=log)
 
     def _srun(self, nodes: Sequence[str], tasks_per_node: int, *flags: str) -> list[str]:
-        """Up to the program that it starts."""
         argv = ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
                 f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}",
                 "--overlap", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=1", *flags]
@@ -151,7 +139,6 @@ class SlurmSteps:
                 *shlex.split(os.environ.get("GRPO_MEGATRON_ENTER", ""))]
 
     def _components(self) -> list[Sequence[str]]:
-        """Nodes by component of the job."""
         split = self.placement.trainer_nodes
         return [self.nodes[:split], self.nodes[split:]] if self.is_hetjob else [self.nodes]
 

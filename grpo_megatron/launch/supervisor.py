@@ -1,21 +1,15 @@
 """Start the roles of a run, watch them, end them together.
 
 A finished controller ends the run. A dead trainer rank, a dead controller or the last dead
-rollout server end it with an error that shows the dead one's last lines.
-"""
+rollout server end it with an error that shows the dead one's last lines."""
 
 import contextlib
 import json
 import os
 import signal
 
+from grpo_megatron import errors
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.errors import (
-    INTERRUPTED_EXIT_CODE,
-    EngineError,
-    GrpoMegatronError,
-    TrainerError,
-)
 from grpo_megatron.launch.processes import ChildProcess, End, wait_readable
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.steps import SlurmSteps
@@ -24,16 +18,11 @@ from grpo_megatron.telemetry.screen import make_screen
 
 
 class Supervisor:
-    """Owns the processes of one run.
-
-    Args:
-        roles: What starts and stops them, here or as steps of a Slurm job.
-    """
+    """Owns the processes of one run; `roles` starts and stops them, here or in a Slurm job."""
 
     def __init__(self, roles: LocalProcesses | SlurmSteps):
         self.roles, self.config, self.run_dir = roles, roles.config, roles.run_dir
-        config = self.config
-        self.screen = make_screen(config.name, config.num_steps)
+        self.screen = make_screen(self.config.name, self.config.num_steps)
         self.interrupts = 0
         self.remedy = f"grpo-megatron resume {self.run_dir.root}"
         self._buffer = b""
@@ -78,7 +67,7 @@ class Supervisor:
             for fd in wait_readable(self._watched(), [output], timeout_s=1.0):
                 self._read_messages(fd)
             if self.interrupts > 1:
-                return INTERRUPTED_EXIT_CODE
+                return errors.INTERRUPTED_EXIT_CODE
             if not self.controller.alive:
                 self._read_messages(output)
                 return self._controller_ended()
@@ -93,21 +82,20 @@ class Supervisor:
 
     def _controller_ended(self) -> int:
         code = self.controller.exit_code
-        if code in (0, INTERRUPTED_EXIT_CODE):
+        if code in (0, errors.INTERRUPTED_EXIT_CODE):
             return code
         self._check_trainers()  # the controller may only be the first to notice
         self._check_replicas()
         end = self.controller.end()
-        error = GrpoMegatronError(self._failure or str(end), where=str(end.log))
+        error = errors.GrpoMegatronError(self._failure or str(end), where=str(end.log))
         error.exit_code = code
         raise error
 
     def _check_trainers(self) -> None:
         for trainer in self.trainers:
             if trainer.exit_code:  # 0: told to stop
-                end = trainer.end()
-                self._died(end)
-                error = TrainerError(str(end), where=str(end.log), remedy=self.remedy)
+                end = self._died(trainer)
+                error = errors.TrainerError(str(end), where=str(end.log), remedy=self.remedy)
                 if 2 <= end.exit_code <= 10:
                     error.exit_code = end.exit_code  # the rank's own error class
                 raise error
@@ -119,15 +107,16 @@ class Supervisor:
             self._reported_dead.add(replica.name)
             replica.signal_group(signal.SIGKILL)  # what the dead server had started
             (self.run_dir.endpoints / f"{replica.name}.dead").touch()
-            end = replica.end()
-            self._died(end)
+            end = self._died(replica)
             if len(self._reported_dead) == len(self.replicas):
-                raise EngineError(f"the last rollout server died: {end}", where=str(end.log),
+                raise errors.EngineError(f"the last rollout server died: {end}", where=str(end.log),
                                   remedy=self.remedy)
             self.screen.message(f"{end.name} died with exit code {end.exit_code}; see {end.log}")
 
-    def _died(self, end: End) -> None:
+    def _died(self, child: ChildProcess) -> End:
+        end = child.end()
         append_event(self.run_dir.events, "died", role=end.name, exit_code=end.exit_code)
+        return end
 
     def _read_messages(self, fd: int) -> None:
         """Display messages of the controller: one JSON object a line."""
@@ -147,8 +136,7 @@ class Supervisor:
             case {"kind": "phase", "name": name}:
                 self.screen.phase(name)
             case {"kind": "step", "metrics": metrics, "samples": samples}:
-                first = {sample["rank"]: sample for sample in reversed(samples)}
-                self.screen.step(metrics, first.get("best"), first.get("worst"))
+                self.screen.step(metrics, samples)
             case {"kind": "message", "text": text}:
                 self.screen.message(text)
             case {"kind": "failure", "text": text}:
