@@ -31,13 +31,13 @@ def sizes_match(directory: Path) -> bool:
 def prune(directory: Path, keep: int) -> list[int]:
     """Remove checkpoints older than the newest `keep` whole ones, and reference weights that none
     of the others names; returns the removed steps."""
-    steps = complete_steps(directory)
-    whole = [step for step in steps if sizes_match(directory / f"step_{step:06d}")]
+    steps = {step: directory / f"step_{step:06d}" for step in complete_steps(directory)}
+    whole = [step for step, path in steps.items() if sizes_match(path)]
     removed = [step for step in steps if len(whole) >= keep and step < whole[-keep]]
     for step in removed:
-        shutil.rmtree(directory / f"step_{step:06d}", ignore_errors=True)
-    named = {json.loads((directory / f"step_{step:06d}" / "complete.json").read_text()).get(
-        "reference") for step in steps if step not in removed}
+        shutil.rmtree(steps.pop(step), ignore_errors=True)
+    named = {json.loads((path / "complete.json").read_text()).get("reference")
+             for path in steps.values()}
     for path in directory.glob("reference_*"):
         if path.name not in named:
             shutil.rmtree(path, ignore_errors=True)

@@ -23,7 +23,7 @@ def show(recipe: Source, overrides: Overrides = None, as_json: Json = False) -> 
     """Every value of a recipe or a run, and where it comes from."""
     from grpo_megatron.config.resolved import to_json
 
-    resolved = _resolve_any(recipe, overrides or [])
+    resolved = resolve_any(recipe, overrides or [])
     if as_json:
         typer.echo(to_json(resolved), nl=False)
         return
@@ -34,7 +34,7 @@ def show(recipe: Source, overrides: Overrides = None, as_json: Json = False) -> 
 @app.command()
 def diff(first: Source, second: Source, as_json: Json = False) -> None:
     """Keys that differ between two recipes or runs, with both values and their origins."""
-    left, right = _resolve_any(first, []), _resolve_any(second, [])
+    left, right = resolve_any(first, []), resolve_any(second, [])
     before, after = _values(left), _values(right)
     keys = [key for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key)]
     if as_json:
@@ -55,7 +55,7 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
-def _resolve_any(source: str, overrides: list[str]) -> ResolvedConfig:
+def resolve_any(source: str, overrides: list[str]) -> ResolvedConfig:
     """A run directory or its config.json as stored, anything else as a recipe."""
     from grpo_megatron.plan.resolve import resolve, resolve_run
 
@@ -76,15 +76,17 @@ def _cell(resolved: ResolvedConfig, values: dict[str, str], key: str) -> str:
     return f"{values[key]}  ({resolved.provenance[key]})" if key in values else "absent"
 
 
-def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "") -> None:
-    """A table on a terminal; tab-separated lines, easy to grep and cut, elsewhere."""
+def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "",
+                labelled: bool = False) -> None:
+    """A table on a terminal; elsewhere tab-separated lines, easy to grep and cut, without the
+    header unless `labelled`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
-        for row in rows:
+        for row in [header] * labelled + rows:
             typer.echo("\t".join(row))
         return
     table = Table(*header, box=None, pad_edge=False, header_style="bold")

@@ -12,6 +12,7 @@ from grpo_megatron.cli import (
     config_commands,
     convert_commands,
     objective_commands,
+    plan_command,
     run_commands,
     slurm_commands,
 )
@@ -23,7 +24,7 @@ app = typer.Typer(
     help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
 for _command in (run_commands.train, run_commands.resume, slurm_commands.submit,
                  slurm_commands.status, slurm_commands.logs, slurm_commands.cancel,
-                 run_commands.replay, run_commands.mismatch):
+                 plan_command.plan, run_commands.replay, run_commands.mismatch):
     app.command()(_command)
 app.add_typer(config_commands.app, name="config")
 app.add_typer(convert_commands.app, name="convert")

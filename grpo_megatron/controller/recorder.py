@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.batching.store import SampleRow, ShardWriter, begin_step, finish_step
+from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 
@@ -22,21 +22,20 @@ def record_step(directory: Path, groups: Sequence[ScoredGroup], num_updates: int
     nearly equal size; `domains` are the recipe's, in order."""
     working = begin_step(directory)
     replicas = sorted({scored.group.replica for scored in groups})
-    writers = [ShardWriter(working / f"rollout-{replica}.safetensors", route_shape)
-               for replica in replicas]
-    rows, num_rows = [], [0] * len(writers)
+    of_shards: list[list[RolloutGroup]] = [[] for _ in replicas]
+    rows, num_rows = [], [0] * len(replicas)
     for number, scored in enumerate(groups):
         shard, domain = replicas.index(scored.group.replica), scored.group.prompt.domain
         update = number * min(num_updates, len(groups)) // len(groups)
-        for part in scored.group.by_context():
-            writers[shard].append(part)
+        of_shards[shard].extend(scored.group.by_context())
         for reward, completion in zip(scored.rewards, scored.group.completions, strict=True):
             rows.append(SampleRow(shard, num_rows[shard], number, update, float(reward),
                                   domains.index(domain), completion.truncated))
             num_rows[shard] += 1
-    finish_step(directory, [writer.close() for writer in writers], rows,
-                {**manifest, "domains": list(domains)}, _components(groups),
-                _steps(groups, decode))
+    shards = [write_shard(working / f"rollout-{replica}.safetensors", parts, route_shape)
+              for replica, parts in zip(replicas, of_shards, strict=True)]
+    finish_step(directory, shards, rows, {**manifest, "domains": list(domains)},
+                _components(groups), _steps(groups, decode))
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
@@ -76,11 +75,10 @@ def record_completions(directory: Path, pairs: Sequence[tuple[Prompt, Completion
 
 
 def _record_pairs(directory: Path, kind: str, samples: Sequence[tuple[int, Prompt, Completion]]):
-    writer, rows = ShardWriter(begin_step(directory) / f"{kind}-0.safetensors"), []
-    for update, prompt, completion in samples:
-        index = writer.append(RolloutGroup(prompt, (completion,), 0))
-        rows.append(SampleRow(0, index, index, update, 0.0))
-    finish_step(directory, [writer.close()], rows, {"kind": kind, "stale": False})
+    groups = [RolloutGroup(prompt, (completion,), 0) for _, prompt, completion in samples]
+    rows = [SampleRow(0, i, i, update, 0.0) for i, (update, _, _) in enumerate(samples)]
+    shard = write_shard(begin_step(directory) / f"{kind}-0.safetensors", groups)
+    finish_step(directory, [shard], rows, {"kind": kind, "stale": False})
 
 
 def prune_store(store: Path, checkpoints: Sequence[int], keep: int) -> None:

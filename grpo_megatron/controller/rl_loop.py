@@ -144,7 +144,6 @@ class RLLoop:
         seconds = recorded.seconds | self.session.take_seconds()
         self.phase_seconds.update(seconds)
         metrics = {**manifest["metrics"], **recorded.canary, **report["metrics"],
-                   **self.session.rewards.metrics(),
                    "policy/version": float(manifest["version"]),
                    "policy/staleness": float(step - manifest["version"]),
                    **{f"time/{name}_s": value for name, value in seconds.items()},

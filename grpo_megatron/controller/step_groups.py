@@ -42,6 +42,7 @@ class GroupSource:
         session, sampler, selection = self._session, self._sampler, self._selection
         batch, settings = session.config.batch, session.config.sampling
         rollout_s, first_tries = 0.0, []
+        session.rewards.take_metrics()  # of evaluations
 
         async def score(prompts: Sequence[Prompt]) -> list[ScoredGroup]:
             nonlocal rollout_s
@@ -69,7 +70,8 @@ class GroupSource:
             return by_domain(lambda part: group_metrics(part, selection), groups)
 
         metrics = (by_domain(rollout_metrics, first_tries or groups)
-                   | described(first_tries or groups) | sampler.metrics() | {
+                   | described(first_tries or groups) | sampler.metrics()
+                   | session.rewards.take_metrics() | {
             "sampling/rounds": num_rounds, "sampling/surplus": len(surplus),
             "sampling/stale_dropped": len(surplus) - len(self._surplus),
             "sampling/missing": batch.num_prompts - len(groups),

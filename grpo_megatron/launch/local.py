@@ -1,12 +1,13 @@
 """`train` and `resume`: take the run directory, then supervise the run's roles."""
 
+import os
 import shutil
 from pathlib import Path
 
 from grpo_megatron.config.resolved import ResolvedConfig, write_resolved
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
-from grpo_megatron.launch.steps import SlurmSteps, attempt_of_job
+from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.supervisor import Supervisor
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
@@ -35,8 +36,9 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
 
 def _run(resolved: ResolvedConfig, run_dir: RunDir, in_job: bool) -> int:
     write_resolved(run_dir.config, resolved)
-    run_dir = run_dir.begin(attempt_of_job() if in_job else "")
-    make_roles = SlurmSteps if in_job else LocalProcesses
-    return Supervisor(make_roles(resolved.config, run_dir)).run()
+    if in_job:
+        attempt = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
+        return Supervisor(SlurmSteps(resolved.config, run_dir.begin(attempt))).run()
+    return Supervisor(LocalProcesses(resolved.config, run_dir.begin())).run()
 
 

@@ -33,11 +33,6 @@ _TASK_ENDED = re.compile(r"tasks? (\d+)[^:]*: (?:Exited with exit code (\d+)|(\w
 _SIGNALS = {"Killed": 137, "Terminated": 143, "Aborted": 134, "Segmentation": 139}
 
 
-def attempt_of_job() -> str:
-    """How this start of the job is called in the run directory."""
-    return f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
-
-
 @dataclass
 class Step(ChildProcess):
     """An srun. Its log has srun's own words; every task has a log of its own."""

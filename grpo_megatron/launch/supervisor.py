@@ -41,6 +41,8 @@ class Supervisor:
             for child in self.children:
                 child.start()
                 append_event(self.run_dir.events, "started", role=child.name, pid=child.process.pid)
+            if self.interrupts:  # before there was a controller
+                self.controller.tell("stop")
             code = self._watch()
         finally:
             self.roles.stop(self.children)
@@ -146,4 +148,5 @@ class Supervisor:
         self.interrupts += 1
         if self.interrupts == 1:
             self.screen.message("stopping after this step with a checkpoint; again to stop now")
-            self.controller.tell("stop")
+            if self.controller.alive:
+                self.controller.tell("stop")

@@ -70,6 +70,12 @@ def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
                           where="command line", remedy=found[0].remedy)
 
 
+def obeys_trainer_rules(trainer: TrainerConfig, facts: ModelFacts) -> bool:
+    """Whether a layout breaks no rule of the trainer here."""
+    case = Case(trainer, RolloutConfig(), facts, installed_engines())
+    return not any(cases_of(trainer_rules.RULES, case))
+
+
 def _broken_rules(case: Case) -> set[str]:
     return {name.partition(".")[0] for name, _ in cases_of(_RULES, case)}
 

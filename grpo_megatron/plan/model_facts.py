@@ -45,6 +45,13 @@ class ModelFacts:
 def model_facts(model: ModelConfig) -> ModelFacts:
     """Facts of the configured model, of which every field must be known; ConfigError for an unknown
     preset, a path without `config.json`, or a model that the trainer does not compute."""
+    hf, where = configuration_of(model)
+    model_fields(hf, where=where)
+    return facts_from_hf(hf, where=where)
+
+
+def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
+    """The configured model's `config.json`, and what messages call it. Raises ConfigError."""
     if model.path is not None:
         hf, where = read_config(model.path), str(model.path / "config.json")
     elif model.preset is not None:
@@ -53,8 +60,7 @@ def model_facts(model: ModelConfig) -> ModelFacts:
     else:
         raise ConfigError("neither model.preset nor model.path is set",
                           remedy="set one of them in [model]")
-    model_fields(hf, where=where)
-    return facts_from_hf(hf, where=where)
+    return hf, where
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -1,18 +1,19 @@
-"""Every weight of a rank, in Megatron's order, as closed forms of the model's sizes.
+"""Every weight of a rank, in Megatron's order, as closed forms (`closed_forms.toml`)."""
 
-The counts are those of the plain layers (`trainer/layer_specs.py`); Transformer Engine's fused
-modules have the same ones. Multi-token-prediction layers are not built.
-"""
-
+import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import megatron_settings, model_fields
-from grpo_megatron.plan.layout import layout_sizes
+from grpo_megatron.plan.layout import LayoutSizes, layout_sizes
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+FORMS = tomllib.loads(Path(__file__).with_name("closed_forms.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,137 +21,74 @@ class Weight:
     """One parameter of a rank."""
 
     numel: int
-    is_expert: bool = False
-    is_shared: bool = False
-    """A tied embedding over pipeline stages: it gets a gradient bucket of its own."""
-    is_router: bool = False
+    kind: str = ""  # expert, router, or shared: a tied embedding over pipeline stages
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the closed forms are made of: a model (`[megatron]` names) and a trainer layout."""
+    """A model on a trainer's layout."""
 
-    model: Mapping[str, Any]
-    vocab_size: int
-    is_tied: bool
     trainer: TrainerConfig
-    moe_layers: frozenset[int]
-    yarn_positions: int = 0
-    """Positions whose rotary angles latent attention tabulates."""
-
-    @cached_property
-    def layout(self):
-        return layout_sizes(self.trainer)
-
-    @property
-    def hidden(self) -> int:
-        return self.model["hidden_size"]
-
-    @property
-    def tp(self) -> int:
-        return self.trainer.tensor_parallel_size
-
-    @property
-    def etp(self) -> int:
-        return self.layout.expert_tensor_parallel_size
-
-    @property
-    def pp(self) -> int:
-        return self.trainer.pipeline_parallel_size
+    layout: LayoutSizes
+    model: Mapping[str, Any]  # `[megatron]` settings of the family
+    hf: Mapping[str, Any]
+    symbols: Mapping[str, Any]  # sizes on a rank, by their names in the closed forms
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks a pipeline rank."""
         return self.trainer.virtual_pipeline_parallel_size or 1
 
-    @property
-    def num_local_experts(self) -> int:
-        return (self.model.get("num_moe_experts") or 0) // self.trainer.expert_parallel_size
-
-    @property
-    def vocab_rows(self) -> int:
-        """Rows of the vocabulary on a tensor-parallel rank; the last one's padding included."""
-        return -(-self.vocab_size // self.tp)
-
-    @property
-    def element_bytes(self) -> int:
-        return {"float32": 4, "bfloat16": 2}[self.trainer.precision]
-
-    def layers_of_stages(self) -> list[int]:
-        """Layers of every pipeline stage."""
-        first, last = self.trainer.first_stage_layers, self.trainer.last_stage_layers
-        num_inner = self.pp - sum(given is not None for given in (first, last))
-        left = self.model["num_layers"] - (first or 0) - (last or 0)
-        layers = [left // max(num_inner, 1)] * self.pp
-        if first is not None:
-            layers[0] = first
-        if last is not None:
-            layers[-1] = last
-        return layers
-
-    def layers_of_chunk(self, stage: int, chunk: int) -> range:
-        """Indices of a model chunk's layers."""
-        sizes = [layers // self.num_chunks for layers in self.layers_of_stages()]
-        start = chunk * sum(sizes) + sum(sizes[:stage])
-        return range(start, start + sizes[stage])
+    def layers_of(self, stage: int, chunk: int) -> list[bool]:
+        """For each layer of a model chunk: does it have experts?"""
+        t = self.trainer
+        ends = (t.first_stage_layers, t.last_stage_layers)
+        inner = t.pipeline_parallel_size - sum(given is not None for given in ends)
+        left = self.model["num_layers"] - sum(given or 0 for given in ends)
+        sizes = [left // max(inner, 1)] * t.pipeline_parallel_size
+        sizes[0], sizes[-1] = ends[0] or sizes[0], ends[1] or sizes[-1]
+        start = (chunk * sum(sizes) + sum(sizes[:stage])) // self.num_chunks
+        pattern = self.hf["moe_layers"] or [0] * self.model["num_layers"]
+        return [bool(x) for x in pattern[start:start + sizes[stage] // self.num_chunks]]
 
 
 def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> Sizes:
     """From a config.json (or a preset's `[hf]` table) and a layout that obeys the rules."""
-    fields = model_fields(hf)
-    model = megatron_settings(family_of(hf["model_type"]), fields)
-    return Sizes(model, vocab_size, bool(fields["tie_word_embeddings"]), trainer,
-                 frozenset(i for i, is_moe in enumerate(fields["moe_layers"]) if is_moe),
-                 fields["rope"].get("original_max_position_embeddings", 0))
+    fields = {**model_fields(hf), "vocab_size": vocab_size}
+    model, layout = megatron_settings(family_of(hf["model_type"]), fields), layout_sizes(trainer)
+    attention = "latent" if model.get("multi_latent_attention") else "grouped_query"
+    known: dict[str, Any] = {
+        **model, "vocabulary": vocab_size, "tp": trainer.tensor_parallel_size,
+        "etp": layout.expert_tensor_parallel_size, "element": ELEMENT_BYTES[trainer.precision]}
+    for name, form in {**FORMS["sizes"]["any"], **FORMS["sizes"][attention]}.items():
+        whole, _, divisor = form.partition(" / ")
+        total = sum(product(part, known) for part in whole.split(" + "))
+        known[name] = -(-total // known.get(divisor, 1))
+    known["q_input"] = known.get("q_rank") or known["hidden"]
+    return Sizes(trainer, layout, model, fields, known)
+
+
+def product(form: str, known: Mapping[str, Any]) -> int:
+    """`"2 width hidden"` in numbers; 0 with what a model does not have."""
+    return math.prod(int(x) if x.isdigit() else known.get(x) or 0 for x in form.split())
 
 
 def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
     """The parameters of one model chunk of a rank of pipeline stage `stage`, in order."""
-    is_first, is_last = stage == chunk == 0, (stage, chunk) == (s.pp - 1, s.num_chunks - 1)
-    table = Weight(s.vocab_rows * s.hidden, is_shared=s.is_tied and s.pp > 1)
+    def of(part: str, kind: str = "") -> list[Weight]:
+        numels = [product(form, s.symbols) for form in FORMS["weights"][part]]
+        return [Weight(numel, kind) for numel in numels if numel]
+
+    pp, tied = s.trainer.pipeline_parallel_size, s.hf["tie_word_embeddings"]
+    is_first, is_last = stage == chunk == 0, (stage, chunk) == (pp - 1, s.num_chunks - 1)
+    table = Weight(s.symbols["vocabulary"] * s.symbols["hidden"],
+                   "shared" if tied and pp > 1 else "")
+    experts = s.symbols["experts"] // s.trainer.expert_parallel_size
+    attention = of("latent" if "latent" in s.symbols else "grouped_query")
+    mlp = {False: of("mlp"),
+           True: of("router", "router") + of("expert", "expert") * experts + of("shared")}
     weights = [table] if is_first else []
-    for layer in s.layers_of_chunk(stage, chunk):
-        weights += _layer(s, layer in s.moe_layers)
+    for is_moe in s.layers_of(stage, chunk):
+        weights += [*of("norm"), *attention, *of("norm"), *mlp[is_moe]]
     if is_last:
-        weights.append(Weight(s.hidden))
-        if not (is_first and s.is_tied):
-            weights.append(table)
+        weights += of("norm") + ([] if is_first and tied else [table])
     return weights
-
-
-def _layer(s: Sizes, is_moe: bool) -> list[Weight]:
-    norm = Weight(s.hidden)
-    mlp = _experts(s) if is_moe else _mlp(s, s.model["ffn_hidden_size"] // s.tp)
-    attention = _latent(s) if s.model.get("multi_latent_attention") else _grouped_query(s)
-    return [norm, *map(Weight, attention), norm, *mlp]
-
-
-def _grouped_query(s: Sizes) -> list[int]:
-    m, head = s.model, s.model["kv_channels"]
-    query, key = (m[name] * head // s.tp for name in ("num_attention_heads", "num_query_groups"))
-    sizes = [query * s.hidden, (query + 2 * key) * s.hidden]
-    sizes += [query + 2 * key] if m.get("add_qkv_bias") else []
-    return sizes + ([head, head] if m.get("qk_layernorm") else [])
-
-
-def _latent(s: Sizes) -> list[int]:
-    m, heads = s.model, s.model["num_attention_heads"] // s.tp
-    query = heads * (m["qk_head_dim"] + m["qk_pos_emb_head_dim"])
-    rank, latent = m["q_lora_rank"], m["kv_lora_rank"]
-    sizes = [heads * m["v_head_dim"] * s.hidden]
-    sizes += [rank * s.hidden, query * rank] if rank else [query * s.hidden]
-    sizes += [(latent + m["qk_pos_emb_head_dim"]) * s.hidden,
-              heads * (m["qk_head_dim"] + m["v_head_dim"]) * latent]
-    return [*sizes, *([rank] if rank else []), latent]
-
-
-def _mlp(s: Sizes, width: int, **kind: bool) -> list[Weight]:
-    return [Weight(2 * width * s.hidden, **kind), Weight(width * s.hidden, **kind)]
-
-
-def _experts(s: Sizes) -> list[Weight]:
-    m = s.model
-    width, shared = m["moe_ffn_hidden_size"] // s.etp, m.get("moe_shared_expert_intermediate_size")
-    weights = [Weight(m["num_moe_experts"] * s.hidden, is_router=True)]
-    weights += _mlp(s, width, is_expert=True) * s.num_local_experts
-    return weights + (_mlp(s, shared // s.tp) if shared else [])

@@ -147,12 +147,16 @@ class RewardPool:
         left = iter(outcomes)
         return [self._scored(group, left) for group in groups]
 
-    def metrics(self) -> dict[str, float]:
-        """Failures since the pool's start, `reward/<domain>.<component>/<cause>`, and restarts."""
-        restarts = sum(max(worker.num_starts - 1, 0) for worker in self._workers)
-        return {"reward/pool/restarts": float(restarts),
-                **{f"reward/{c.domain}.{c.name}/{cause}": float(c.failures[cause])
-                   for c in self.components for cause in ("raised", "timed_out", "died")}}
+    def take_metrics(self) -> dict[str, float]:
+        """Failures since the last call, `reward/<domain>.<component>/<cause>`, and restarts."""
+        metrics = {"reward/pool/restarts": float(sum(w.num_restarts for w in self._workers))}
+        for worker in self._workers:
+            worker.num_restarts = 0
+        for component in self.components:
+            for cause in ("raised", "timed_out", "died"):
+                name = f"reward/{component.domain}.{component.name}/{cause}"
+                metrics[name] = float(component.failures.pop(cause, 0))
+        return metrics
 
     def _of_domain(self, domain: str) -> list[int]:
         return [i for i, c in enumerate(self.components) if c.domain == domain]

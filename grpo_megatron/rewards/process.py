@@ -30,13 +30,14 @@ class RewardProcess:
                  limits: Mapping[str, float], log_path: Path | None):
         self._task, self._log_path = (functions, limits), log_path
         self.process: asyncio.subprocess.Process | None = None
-        self.num_starts = 0
+        self.num_restarts, self._started = 0, False
 
     async def start(self) -> None:
         """Start the process, if it does not run, and wait until it has imported the functions."""
         if self.process is not None and self.process.returncode is None:
             return
-        self.num_starts += 1
+        self.num_restarts += self._started
+        self._started = True
         ours, theirs = socket.socketpair()
         # One thread a worker, since there are many.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(

@@ -30,8 +30,7 @@ class WeightPublisher:
         """Make this publish's plan and listen for `num_workers` engine workers per sender.
 
         Returns:
-            `senders`: [host, port] each; `plan`: the transfer plan as JSON.
-        """
+            `senders`: [host, port] each; `plan`: the transfer plan as JSON."""
         rank, world, count = dist.get_rank(), dist.get_world_size(), self.config.num_senders
         ranks = [i * world // count for i in range(count)]
         receivers = assign_receivers(self.model.entries, ranks)
@@ -52,11 +51,10 @@ class WeightPublisher:
         addresses = all_gathered(mine)
         return {"senders": [addresses[r] for r in ranks], "plan": self.plan.to_json()}
 
-    def join(self) -> dict[str, Any]:
+    def join(self) -> None:
         """Wait until the engines' workers have joined."""
         if self.sender is not None:
             self.sender.join()
-        return {}
 
     def send(self, version: int) -> dict[str, Any]:
         """Stream everything once; returns `digests` by Hugging Face name."""

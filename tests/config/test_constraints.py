@@ -13,7 +13,7 @@ from grpo_megatron.config.constraints import (
     WITHIN_OBJECTIVE,
     check_constraints,
 )
-from grpo_megatron.plan import layout, resolve
+from grpo_megatron.plan import layout, memory, resolve
 from tests.config.conftest import unchecked_config
 
 
@@ -68,7 +68,7 @@ def test_each_rule(rule, overrides):
 
 def test_every_rule_has_its_text_and_every_text_its_rule():
     named = {*constraints._OF_RUN, *constraints._OF_DOMAIN, *WITHIN_OBJECTIVE,
-             *OBJECTIVE_AND_BATCH, *layout._RULES, *resolve._RULES}
+             *OBJECTIVE_AND_BATCH, *layout._RULES, *resolve._RULES, *memory.RULES}
     texts = tomllib.loads(Path(rules.__file__).with_suffix(".toml").read_text())
     assert named == {name if "key" in table else f"{name}.{variant}"
                      for name, table in texts.items()

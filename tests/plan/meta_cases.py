@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import grpo_megatron.trainer.platform  # noqa: F401  # isort: skip
 import torch
 import torch.distributed as dist
+from megatron.core import distributed as ddp
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -66,7 +66,7 @@ def real_bytes(hf: dict[str, Any], trainer: dict[str, Any], ranks: list[int],
                ) -> list[dict[str, Any]]:
     """Numbers of elements and bytes that `build_policy` allocates on each of `ranks`."""
     layout, found = TrainerConfig(**trainer), []
-    ddp_config = partial(policy.ddp.DistributedDataParallelConfig)
+    ddp_config = ddp.DistributedDataParallelConfig
     for rank in ranks:
         with ExitStack() as stack:
             stack.enter_context(_as_rank(layout, rank))
@@ -74,7 +74,7 @@ def real_bytes(hf: dict[str, Any], trainer: dict[str, Any], ranks: list[int],
                 def overlapping(**settings):
                     return ddp_config(**{**settings, "overlap_grad_reduce": True})
                 stack.enter_context(mock.patch.object(
-                    policy.ddp, "DistributedDataParallelConfig", overlapping))
+                    ddp, "DistributedDataParallelConfig", overlapping))
             built = policy.build_policy(hf, layout, OptimizerConfig(), router_policy)
             found.append({"rank": rank, **_bytes_of(built)})
     return found

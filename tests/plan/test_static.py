@@ -12,7 +12,7 @@ from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import check_layout
 from grpo_megatron.plan.machine import Engines
 from grpo_megatron.plan.model_facts import facts_from_hf
-from grpo_megatron.plan.static import ranks_of_stage, static_bytes
+from grpo_megatron.plan.static import static_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 
 SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size",
@@ -62,15 +62,16 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
     sizes = sizes_of(hf, hf["vocab_size"], trainer)
     for real in world1.run("tests.plan.meta_cases:real_bytes", hf=hf, trainer=layout,
                            ranks=ranks_to_look_at(trainer, limit), **settings):
-        stage, rank = divmod(real.pop("rank"), len(ranks_of_stage(sizes)))
+        stage, rank = divmod(real.pop("rank"), trainer.num_ranks // trainer.pipeline_parallel_size)
         assert real.pop("shapes") == [
             [weight.numel for weight in weights_of_chunk(sizes, stage, chunk)]
             for chunk in range(sizes.num_chunks)]
-        found = static_bytes(sizes, stage, rank, overlaps=settings.get("overlaps", False),
-                             frozen_routers=settings.get("router_policy") == "freeze_weights")
-        assert {key: getattr(found, key) for key in real} == real
+        assert static_bytes(
+            sizes, stage, rank, overlaps=settings.get("overlaps", False),
+            frozen_routers=settings.get("router_policy") == "freeze_weights") == real
 
 
+pytestmark = pytest.mark.engine
 QUICK = [("deepseek-v3", 0), ("tiny-qwen3-moe", 0), ("tiny-qwen3-moe", 8), ("qwen2.5-0.5b", 2),
          ("qwen2.5-3b", -1), ("glm-4.5-air", 0), ("moonlight-16b-a3b", -2)]
 
@@ -91,4 +92,4 @@ def test_other_buffers(world1, settings, name):
 @pytest.mark.parametrize("name", preset_names())
 def test_static_bytes_of_every_model_and_layout(world1, name):
     for layout in layouts_of(name):
-        compare(world1, name, layout, limit=16)
+        compare(world1, name, layout, limit=3)

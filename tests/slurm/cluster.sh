@@ -146,7 +146,8 @@ start_node() {
 up() {
     [[ $(id -u) == 0 ]] || fail "needs root"
     install_packages
-    local shape="$nodes $cpus $shared"
+    local shape  # a directory that was made again is another one to the nodes
+    shape="$nodes $cpus $shared $(stat -c %i ${shared//:/ } /)"
     if [[ $(cat "$dir/shape" 2>/dev/null) != "$shape" ]] || ! ready; then
         down
         mkdir -p "$dir"/{state,log}

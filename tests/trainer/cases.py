@@ -142,7 +142,8 @@ def token_logprobs(model: str, samples: str, layout: dict[str, Any],
                    ) -> np.ndarray | None:
     """Log-probs of all policy tokens in table order, on rank 0 (layouts with PP = DP = 1)."""
     setup = Setup(model, layout, hf_overrides)
-    setup.policy.set_temperature(temperature)
+    for model in setup.policy.models:
+        model.temperature = temperature
     by_row = _by_row(setup.policy, setup.batch(samples))
     return np.concatenate([by_row[row] for row in sorted(by_row)])
 

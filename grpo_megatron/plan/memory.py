@@ -1,0 +1,149 @@
+"""A recipe's plan: memory of every stage's fullest rank, and what a step moves and writes."""
+
+import itertools
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.problems import Violation
+from grpo_megatron.config.rules import Conditions, broken
+from grpo_megatron.config.run import ModelConfig, RunConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.activations import step_bytes
+from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.static import static_bytes
+from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
+
+DEVICES = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The fullest rank of a pipeline stage."""
+
+    stage: int
+    rank: int
+    parts: dict[str, int]  # bytes by component
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a recipe needs."""
+
+    stages: tuple[RankMemory, ...]
+    usable_bytes: int | None  # of a GPU, for the trainer; None on a CPU
+    engine: dict[str, int]  # of a GPU: bytes of weights and KV cache; tokens of a server's cache
+    numbers: dict[str, float]  # of the run; tokens and what follows from them at full length
+
+    @property
+    def worst(self) -> RankMemory:
+        return max(self.stages, key=lambda rank: rank.total)
+
+
+def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = False) -> Plan:
+    """The plan of a valid recipe; `device` is a name in `devices.toml`. `worst_only`: without the
+    stages between the second and the last, which are never the fullest."""
+    hf, _ = configuration_of(config.model)
+    vocab_size = hf.get("vocab_size") or _made_vocabulary(config.model)
+    sizes = sizes_of(hf, vocab_size, config.trainer)
+    memory = int(DEVICES["memory"][device] * _GIB) if config.placement.gpus_per_node else None
+    usable = memory and int((memory - DEVICES["context"] * _GIB) * (1 - DEVICES["gaps"]))
+    if memory and config.placement.mode == "colocated":
+        usable -= int(_utilisation(config) * memory)
+    work = _workload(config, sizes)
+    pp = config.trainer.pipeline_parallel_size
+    wanted = {0, min(1, pp - 1), pp - 1} if worst_only else range(pp)
+    stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
+    return Plan(stages, usable, _engine(config, hf, vocab_size, memory),
+                _numbers(config, sizes_of(hf, vocab_size, TrainerConfig()), sizes,
+                         work["num_microbatches"]))
+
+
+def memory_problems(config: RunConfig, plan: Plan) -> list[Violation]:
+    """What does not fit; nothing is known of a CPU's memory."""
+    worst, usable = plan.worst, plan.usable_bytes
+    known = {"c": config, "r": worst, "needed": worst.total / _GIB, "has": (usable or 0) / _GIB,
+             "kv": plan.engine["kv_tokens"], "weights": plan.engine["weights"] / _GIB}
+    return list(broken(RULES, known, config, plan))
+
+
+RULES: Conditions = {
+    "trainer_memory": lambda c, plan: (
+        plan.usable_bytes is not None and plan.worst.total > plan.usable_bytes),
+    "engine_memory": lambda c, plan: plan.engine["kv_tokens"] < c.rollout.max_model_len,
+}
+
+
+def _made_vocabulary(model: ModelConfig) -> int:
+    """Tokens of a preset's own tokenizer: padding, end of text, characters, fillers."""
+    table = load_preset(model.preset).tokenizer
+    multiple = table.get("pad_to_multiple", 32)
+    return -(-(2 + len(table["alphabet"])) // multiple) * multiple
+
+
+def _workload(config: RunConfig, s: Sizes) -> dict[str, int]:
+    """Of a rank, for `step_bytes`; all samples are taken to be as long as they may."""
+    t, batch, length = config.trainer, config.batch, config.rollout.max_model_len
+    samples = batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
+    mine = -(-samples // s.layout.data_parallel_size)
+    packed = max(t.max_tokens_per_microbatch // length, 1)
+    return {"tokens": min(t.max_tokens_per_microbatch, mine * length), "sequence": length,
+            "num_microbatches": -(-mine // packed), "replayed": config.routing.replay != "none",
+            "on_gpu": config.placement.gpus_per_node > 0}
+
+
+def _fullest(config: RunConfig, s: Sizes, work: dict[str, int], stage: int) -> RankMemory:
+    frozen = config.routing.router_policy == "freeze_weights"
+    count = s.trainer.num_ranks // s.trainer.pipeline_parallel_size
+    static = {rank: static_bytes(s, stage, rank, frozen_routers=frozen, overlaps=work["on_gpu"])
+              for rank in (0, count - 1)}  # shards differ by padding only
+    rank = max(static, key=lambda rank: sum(static[rank].values()))
+    return RankMemory(stage, stage * count + rank, {
+        **static[rank], **step_bytes(s, stage, static[rank]["gradients"], **work)})
+
+
+def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -> dict[str, float]:
+    pp, symbols = s.trainer.pipeline_parallel_size, whole.symbols
+    parameters = sum(w.numel for w in weights_of_chunk(whole, 0, 0))
+    weights = parameters * s.symbols["element"]
+    references = config.objective.kl != "none"
+    tokens = (config.batch.num_prompts * config.batch.num_samples_per_prompt
+              * config.rollout.max_model_len)
+    routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * (1 + (symbols["experts"] > 256))
+    return {
+        "parameters": parameters, "microbatches_per_update": num_microbatches,
+        "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
+        "tokens_per_step": tokens, "publish_bytes": weights,
+        "checkpoint_bytes": weights * (1 + references) + 12 * parameters,
+        "sample_store_bytes": tokens * (8 + routes * config.records_routes)}
+
+
+def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) -> dict[str, int]:
+    """vLLM splits everything by TP, and repeats key-value heads where there are fewer."""
+    rollout, size = config.rollout, config.rollout.tensor_parallel_size
+    s = sizes_of(hf, vocab_size, TrainerConfig(num_ranks=size, tensor_parallel_size=size))
+    element = ELEMENT_BYTES[rollout.dtype]
+    weights = element * sum(w.numel for w in weights_of_chunk(s, 0, 0))
+    per_layer = s.symbols.get("latent_rope") or 2 * max(s.symbols["key"], s.model["kv_channels"])
+    cache = int(rollout.kv_cache_gib * _GIB)
+    if memory:
+        left = _utilisation(config) * memory - weights - DEVICES["engine"] * _GIB
+        cache = max(int(left), 0)
+    return {"weights": weights, "kv_cache": cache,
+            "kv_tokens": cache // (per_layer * s.model["num_layers"] * element)}
+
+
+def _utilisation(config: RunConfig) -> float:
+    """Share of a GPU that vLLM is told to take."""
+    arguments = config.rollout.engine_arguments
+    for argument, value in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, _, joined = argument.partition("=")
+        if name == "--gpu-memory-utilization":
+            return float(joined or value)
+    return DEVICES["utilisation"]

@@ -1,0 +1,70 @@
+"""Trainer layouts of a number of GPUs that obey every rule and fit, best first."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_megatron.config.problems import as_toml
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.layout import obeys_trainer_rules
+from grpo_megatron.plan.memory import DEVICES, Plan, plan_of
+from grpo_megatron.plan.model_facts import ModelFacts, model_facts
+
+_RECOMPUTE_COST, _TENSOR_COST, _FAR_COST = 1 / 3, 0.08, 0.15
+"""Time lost by full recomputation, every doubling of TP, EP over nodes. Rules of thumb: they
+order layouts, they predict no time."""
+
+
+def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> list[dict[str, Any]]:
+    """All layouts that fit on trainer nodes of a shape, cheapest first, the roomier of equals:
+    `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction` and `cost`,
+    the relative time of a token: 1 without recomputation, bubble and tensor parallelism."""
+    facts, found, old = model_facts(config.model), [], config.trainer.model_dump()
+    placement = config.placement.model_copy(update={
+        "trainer_nodes": nodes, "gpus_per_node": gpus_per_node})
+    for trainer in _layouts(config.trainer, facts, nodes * gpus_per_node, gpus_per_node):
+        hopeless = _expert_bytes(facts, trainer) > DEVICES["memory"][device] * 2**30
+        if hopeless or not obeys_trainer_rules(trainer, facts):
+            continue
+        plan = plan_of(config.model_copy(update={
+            "trainer": trainer, "placement": placement}), device, worst_only=True)
+        if plan.worst.total <= plan.usable_bytes:
+            found.append({
+                "settings": " ".join(f"trainer.{name}={as_toml(value)}" for name, value
+                                     in trainer.model_dump().items() if value != old[name]),
+                "bytes": plan.worst.total, "cost": _cost(trainer, plan, gpus_per_node),
+                "bubble_fraction": plan.numbers["bubble_fraction"]})
+    return sorted(found, key=lambda row: (round(row["cost"], 3), row["bytes"]))
+
+
+def _layouts(trainer: TrainerConfig, facts: ModelFacts, ranks: int,
+             gpus_per_node: int) -> Iterator[TrainerConfig]:
+    powers = [2**i for i in range(ranks.bit_length())]
+    for tp, pp, ep, vpp, recompute in itertools.product(
+            [size for size in powers if size <= gpus_per_node], powers,
+            powers if facts.is_moe else [1], (None, 2, 4), ("none", "full")):
+        if max(tp, ep) * pp > ranks or pp > facts.num_layers:
+            continue
+        last = facts.num_layers - math.ceil(facts.num_layers / pp) * (pp - 1)
+        yield trainer.model_copy(update={
+            "num_ranks": ranks, "tensor_parallel_size": tp, "pipeline_parallel_size": pp,
+            "expert_parallel_size": ep, "virtual_pipeline_parallel_size": vpp,
+            "expert_tensor_parallel_size": 1 if facts.is_moe else None, "recompute": recompute,
+            "first_stage_layers": None, "sequence_parallel": None,
+            "last_stage_layers": last if facts.num_layers % pp and last > 0 else None})
+
+
+def _expert_bytes(facts: ModelFacts, trainer: TrainerConfig) -> float:
+    """Weights and gradients of a rank's experts: they rule most layouts out at once."""
+    ranks = trainer.expert_parallel_size * trainer.pipeline_parallel_size
+    width = facts.num_experts * len(facts.moe_layers) * facts.moe_intermediate_size
+    return 3 * 6 * facts.hidden_size * width / ranks
+
+
+def _cost(trainer: TrainerConfig, plan: Plan, gpus_per_node: int) -> float:
+    lost = _TENSOR_COST * math.log2(trainer.tensor_parallel_size)
+    lost += _FAR_COST * (trainer.expert_parallel_size > gpus_per_node)
+    again = 1 + _RECOMPUTE_COST * (trainer.recompute == "full")
+    return again * (1 + lost) / (1 - plan.numbers["bubble_fraction"])

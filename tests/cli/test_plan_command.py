@@ -1,0 +1,110 @@
+"""`plan`: what it prints, what it refuses, and layouts that fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from grpo_megatron.cli.main import main
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.activations import in_flight
+from grpo_megatron.plan.memory import plan_of
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.plan.search import search
+from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
+
+SMALL, LARGE = "dense/qwen3-8b", "moe/qwen3-235b-a22b"
+
+
+def test_json_has_every_component_of_every_stage(capsys):
+    assert main(["plan", LARGE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [stage["stage"] for stage in found["stages"]] == list(range(8))
+    assert set(found["worst"]["parts"]) == {
+        "weights", "gradients", "optimizer", "buffers", "activations", "logits", "routing",
+        "communication"}
+    assert found["worst"]["parts"] == max(
+        (stage["parts"] for stage in found["stages"]), key=lambda parts: sum(parts.values()))
+    assert found["numbers"]["parameters"] == 235_093_634_560
+    assert found["numbers"]["publish_bytes"] == 2 * 235_093_634_560
+    assert found["numbers"]["bubble_fraction"] == 7 / (512 + 7)
+
+
+def test_text_names_the_fullest_rank(capsys):
+    assert main(["plan", "demo/gspo-moe-cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "fullest rank\t0: " in out and "usable: not known" in out
+    assert "parameters\t1,799,552" in out  # 96 tokens: the preset's own tokenizer
+
+
+def test_a_trainer_that_does_not_fit_is_told_layouts_that_do(capsys):
+    assert main(["plan", SMALL, "trainer.tensor_parallel_size=2"]) == 2
+    error = capsys.readouterr().err
+    assert "rank 0 (pipeline stage 0) needs" in error
+    fits = next(line for line in error.splitlines() if "fits: " in line).partition("fits: ")[2]
+    assert main(["plan", SMALL, "trainer.tensor_parallel_size=2", *fits.split()]) == 0
+
+
+@pytest.mark.parametrize(("argument", "fits"), [("--gpu-memory-utilization=0.3", True),
+                                                ("--gpu-memory-utilization=0.2", False)])
+def test_an_engine_without_room_for_one_sequence(capsys, argument, fits):
+    code = main(["plan", SMALL, f'rollout.engine_arguments=["{argument}"]'])
+    assert (code == 0) == fits
+    assert ("GiB of weights a GPU leave room for" in capsys.readouterr().err) != fits
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--device", "h100"], "h100-80g"), (["--search", "4by8"], "for example --search 16x8"),
+    (["--search", "1x1"], "no layout of 1x1 fits"),
+])
+def test_wrong_arguments(capsys, arguments, message):
+    assert main(["plan", SMALL, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_found_layouts_are_valid_and_fit(capsys):
+    assert main(["plan", SMALL, "--search", "1x4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    costs = [round(row["cost"], 3) for row in rows]
+    assert costs == sorted(costs)
+    for row in rows:
+        plan = plan_of(resolve(SMALL, row["settings"].split()).config)
+        assert plan.worst.total == row["bytes"] <= plan.usable_bytes
+
+
+def test_shorter_last_stage_and_virtual_stages_are_found():
+    config = resolve(LARGE).config
+    found = [row["settings"] for row in search(config, 16, 8, "h100-80g")]
+    assert any("trainer.last_stage_layers=4" in settings for settings in found)
+    assert any("trainer.virtual_pipeline_parallel_size=2" in settings for settings in found)
+    assert not any("num_ranks" in settings for settings in found)  # the recipe has as many
+
+
+@pytest.mark.parametrize(("vpp", "first", "last"), [(None, 4, 1), (2, 5.5, 2.5)])
+def test_microbatches_in_flight(vpp, first, last):
+    hf = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 8, "vocab_size": 96,
+          "num_attention_heads": 4, "intermediate_size": 96, "rms_norm_eps": 1e-6,
+          "rope_theta": 1e4}
+    sizes = sizes_of(hf, 96, TrainerConfig(num_ranks=4, pipeline_parallel_size=4,
+                                           virtual_pipeline_parallel_size=vpp))
+    assert (in_flight(sizes, 0, 100), in_flight(sizes, 3, 100)) == (first, last)
+    assert in_flight(sizes, 0, 2) == 2
+    assert sum(len(sizes.layers_of(p, c)) for p in range(4) for c in range(vpp or 1)) == 8
+    assert len(weights_of_chunk(sizes, 1, 0)) == 6 * len(sizes.layers_of(1, 0))
+
+
+def test_recomputation_and_smaller_chunks_need_less():
+    def parts(*overrides: str) -> dict[str, int]:
+        return plan_of(resolve(SMALL, overrides).config).worst.parts
+
+    assert parts("trainer.recompute=full")["activations"] < parts()["activations"] / 2
+    assert parts("trainer.logprob_chunk_tokens=256")["logits"] < parts()["logits"]
+
+
+def test_no_torch():
+    code = ("import sys; from grpo_megatron.cli.main import main; "
+            f"main(['plan', '{SMALL}']); assert 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,71 @@
+"""What a real training step takes, measured inside a worker."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.trainer import platform  # noqa: F401
+from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything, shutdown
+from grpo_megatron.trainer.megatron_fixes import create_adam_state
+from grpo_megatron.trainer.policy import build_policy
+from grpo_megatron.trainer.reference import References
+from grpo_megatron.trainer.rl_update import train_rollouts
+from tests.trainer.worker_group import fresh_store
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no RssAnon in /proc/self/status")
+
+
+@contextmanager
+def _watched(found: list[int]) -> Iterator[None]:
+    """Appends the highest anonymous memory inside the block above that before it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = highest = anonymous_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.is_set():
+            highest = max(highest, anonymous_bytes())
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+    found.append(highest - before)
+
+
+def peak_bytes(hf: dict[str, Any], recipe: dict[str, Any], samples: str) -> list[int]:
+    """Highest anonymous memory of every rank above that after imports, with
+    Adam's moments there from the start."""
+    config, found = RunConfig.model_validate(recipe), []
+    if dist.is_initialized():
+        shutdown()
+    info = RankInfo.from_environment()
+    initialize(config.trainer, info, fresh_store())
+    seed_everything(0)
+    with _watched(found):
+        policy = build_policy(hf, config.trainer, config.optimizer)
+        create_adam_state(policy.optimizer)
+        train_rollouts(config, policy, References(config), SampleTable(Path(samples)), 0, 1, {})
+    everywhere: list = [None] * info.world_size
+    dist.all_gather_object(everywhere, found[0])
+    return everywhere

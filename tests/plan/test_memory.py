@@ -1,0 +1,84 @@
+"""The predicted peak of real training steps of models of about 100 M parameters, on gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_megatron.batching.packing import plan_microbatches
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.activations import step_bytes
+from grpo_megatron.plan.static import static_bytes
+from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
+from tests.trainer.models import write_samples
+from tests.trainer.worker_group import WorkerGroup
+
+VOCAB = 8192
+DENSE = {"model_type": "qwen3", "hidden_size": 768, "intermediate_size": 2304,
+         "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+         "head_dim": 64, "vocab_size": VOCAB, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+         "max_position_embeddings": 4096, "tie_word_embeddings": False}
+MOE = {**DENSE, "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 8,
+       "num_attention_heads": 8, "num_experts": 16, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 384, "norm_topk_prob": True}
+EP2 = {"num_ranks": 2, "expert_parallel_size": 2, "precision": "float32"}
+TP2 = {"num_ranks": 2, "tensor_parallel_size": 2, "precision": "float32"}
+PP2 = {"num_ranks": 2, "pipeline_parallel_size": 2, "precision": "float32"}
+ALONE = {"precision": "float32", "recompute": "full"}
+BF16 = {"precision": "bfloat16", "recompute": "selective"}
+
+
+def recipe(trainer: dict) -> dict:
+    rewards = [{"function": "a:b", "name": name} for name in ("first", "second")]
+    return {"name": "case", "model": {"preset": "tiny-qwen3-moe"}, "trainer": trainer,
+            "objective": {"preset": "grpo", "monitor_samples": 0},
+            "domains": [{"name": "d", "source": "file", "path": "x", "rewards": rewards}]}
+
+
+def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
+    """Peak of each pipeline stage, for the fullest micro-batch that is really there."""
+    sizes, table = sizes_of(hf, VOCAB, trainer), SampleTable(samples)
+    lengths = table.prompt_lengths + table.completion_lengths
+    packing = plan_microbatches(lengths, num_ranks=sizes.layout.data_parallel_size,
+                                max_tokens=trainer.max_tokens_per_microbatch)
+    tokens = max(int(lengths[rows].sum()) for rank in packing.microbatches for rows in rank)
+    found = []
+    for stage in range(trainer.pipeline_parallel_size):
+        static = static_bytes(sizes, stage, 0)
+        moving = step_bytes(sizes, stage, static["gradients"], tokens=tokens, on_gpu=False,
+                            sequence=int(lengths.max()), replayed=False,
+                            num_microbatches=packing.num_microbatches)
+        found.append(sum(static.values()) + sum(moving.values()))
+    return found
+
+
+@pytest.mark.parametrize("hf", [DENSE, MOE])
+def test_the_models_have_about_100_m_parameters(hf):
+    numel = sum(w.numel for w in weights_of_chunk(sizes_of(hf, VOCAB, TrainerConfig()), 0, 0))
+    assert 90e6 < numel < 110e6
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("hf", "layout", "max_tokens"), [
+    pytest.param(MOE, EP2, 300, id="experts"),
+    pytest.param(DENSE, TP2, 300, id="tensor", marks=pytest.mark.matrix),
+    pytest.param(DENSE, PP2, 300, id="pipeline", marks=pytest.mark.matrix),
+    pytest.param(DENSE, ALONE, 600, id="recomputed", marks=pytest.mark.matrix),
+    pytest.param(DENSE, BF16, 40, id="bfloat16", marks=pytest.mark.matrix),
+])
+def test_predicted_peak(tmp_path, hf, layout, max_tokens):
+    layout = {**layout, "max_tokens_per_microbatch": 1024}
+    samples = write_samples(tmp_path / "step_000001", num_groups=2, num_samples=2,
+                            vocab_size=VOCAB, max_tokens=max_tokens)
+    trainer = TrainerConfig(**layout)
+    group = WorkerGroup(trainer.num_ranks)  # nobody's memory but these imports
+    try:
+        measured = group.run("tests.plan.memory_cases:peak_bytes", hf=hf, recipe=recipe(layout),
+                             samples=samples)
+    finally:
+        group.close()
+    peaks = predicted(hf, trainer, samples)
+    per_stage = trainer.num_ranks // trainer.pipeline_parallel_size
+    ratios = [peaks[rank // per_stage] / real for rank, real in enumerate(measured)]
+    print({"predicted": [p >> 20 for p in peaks], "measured": [m >> 20 for m in measured]})
+    assert all(0.9 < ratio < 1.1 for ratio in ratios), (ratios, peaks, measured)
