@@ -120,7 +120,7 @@ _RAGGED = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "tok
 
 def read_case(path: Path) -> Case:
     """Raises DataError naming file, field and index."""
-    with raised_as(DataError, "the case is not readable JSON", (OSError, ValueError), where=path):
+    with raised_as(DataError, "cannot read the case as JSON", (OSError, ValueError), where=path):
         document = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict):
         raise DataError("a case is a JSON object", where=str(path))

@@ -41,11 +41,10 @@ class StepTerms:
         def spread(values: Tensor) -> Tensor:
             return values[rows].to(logprobs).repeat_interleave(counts.to(device))
 
-        turn = preference = None
+        turn = None
         if self.turns is not None:
             turn = torch.unique_consecutive(self.turns[index], return_inverse=True)[1].to(device)
-        if self.preference is not None:
-            preference = self.preference[:, rows].to(logprobs)
+        preference = None if self.preference is None else self.preference[:, rows].to(logprobs)
         if decisions is not None:
             decisions = {name: flags[index].to(device) for name, flags in decisions.items()}
         return LossBatch(

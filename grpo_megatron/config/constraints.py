@@ -111,8 +111,7 @@ _OF_RUN: Conditions = {
     "min_lr": _min_lr,
     "placement.trainer": lambda c: c.trainer.num_ranks % c.placement.trainer_nodes != 0,
     "placement.trainer_gpus": lambda c: 0 < c.placement.num_trainer_gpus < c.trainer.num_ranks,
-    "placement.rollout_gpus": _engines_without_gpus,
-}
+    "placement.rollout_gpus": _engines_without_gpus}
 
 
 def _same_name(c: RunConfig, d: DomainConfig, i: int) -> _Found:
@@ -153,8 +152,7 @@ _OF_DOMAIN: Conditions = {
     "accuracy_component": _accuracy_component,
     "length_budget": lambda c, d, i: (d.max_new_tokens or 0) > c.rollout.max_new_tokens,
     "objective.domain_kl_beta": lambda c, d, i: (
-        c.objective.kl == "none" and d.objective and d.objective.kl_beta),
-}
+        c.objective.kl == "none" and d.objective and d.objective.kl_beta)}
 
 
 _SEQUENCE_RATIOS = ("sequence_geo", "sequence_product", "sequence_mean")
@@ -183,8 +181,7 @@ WITHIN_OBJECTIVE: Conditions = {
     "objective.components": lambda o: (
         o.advantage == "components" and o.advantage_std != "group"),
     "objective.turn_ratio": lambda o: o.ratio == "turn_geo" and o.advantage != "gagpo",
-    "objective.shuffle_advantages": lambda o: o.shuffle_advantages and o.token_level,
-}
+    "objective.shuffle_advantages": lambda o: o.shuffle_advantages and o.token_level}
 
 
 def _preset_size(o: ObjectiveConfig, b: BatchConfig) -> dict[str, int] | None:
@@ -203,6 +200,5 @@ OBJECTIVE_AND_BATCH: Conditions = {
     "objective.passk_k": lambda o, b: (
         o.advantage in ("passk", "pkpo") and o.passk_k > b.num_samples_per_prompt),
     "objective.llds_weight": lambda o, b: (
-        o.llds_weight > 0 and b.updates_per_rollout == 1 and not b.max_staleness),
-}
+        o.llds_weight > 0 and b.updates_per_rollout == 1 and not b.max_staleness)}
 """Rules of RL steps; they do not hold for a case that is only evaluated."""

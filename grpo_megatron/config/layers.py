@@ -80,8 +80,7 @@ def _apply(layers: Layers, text: str) -> Problem | None:
         keys = split_key(key) if equals else ()
     if not keys:
         return Problem(key or text, "is not a key=value override", str(origin),
-                       remedy="write a dotted key and a TOML value, for example "
-                       "trainer.num_ranks=4")
+                       remedy="write a dotted key and a TOML value, like trainer.num_ranks=4")
     node: Any = layers.tree
     path: KeyPath = ()
     for part in keys:

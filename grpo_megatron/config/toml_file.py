@@ -115,8 +115,7 @@ def find_recipe(recipe: str | Path) -> Path:
     wanted = Path(recipe).name.removesuffix(".toml")
     listed = [by_stem[stem] for stem in nearest(wanted, by_stem)] or names
     raise ConfigError(f"no recipe at {str(recipe)!r}", where=str(Path.cwd()),
-                      remedy="give a path to a .toml file or a shipped recipe: "
-                      + ", ".join(listed[:5]))
+                      remedy="give a .toml file or a shipped recipe: " + ", ".join(listed[:5]))
 
 
 def read_recipe_chain(path: Path) -> list[TomlFile]:

@@ -79,8 +79,7 @@ def _with_retry(group: ScoredGroup, sample: int, prompt: Prompt, retry: ScoredGr
     completions[sample] = replace(retry.group.completions[0], context=prompt.token_ids[before:])
     steps[sample] = (retry.steps or [()])[0]
     here = np.arange(size) == sample
-    return ScoredGroup(
-        replace(group.group, completions=tuple(completions)),
-        {name: np.where(here, retry.components[name], values)
-         for name, values in group.components.items()},
-        np.where(here, retry.rewards, group.rewards), tuple(steps))
+    components = {name: np.where(here, retry.components[name], values)
+                  for name, values in group.components.items()}
+    return ScoredGroup(replace(group.group, completions=tuple(completions)), components,
+                       np.where(here, retry.rewards, group.rewards), tuple(steps))

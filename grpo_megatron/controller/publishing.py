@@ -115,8 +115,7 @@ class Publisher:
     async def _sample(self, client: EngineClient, prompt: Prompt) -> Completion:
         rollout = self.config.rollout
         tokens = min(CANARY_TOKENS, self.config.max_new_tokens_of(prompt.domain))
-        seed = None
-        if rollout.deterministic:
-            seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)
-        return (await client.generate(prompt.token_ids, max_tokens=tokens, seed=seed,
+        seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)
+        return (await client.generate(prompt.token_ids, max_tokens=tokens,
+                                      seed=seed if rollout.deterministic else None,
                                       temperature=rollout.temperature))[0]

@@ -61,8 +61,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/truncated_fraction": np.mean([c.truncated for c in completions]),
         "prompt/length_mean": np.mean([len(g.group.prompt.token_ids) for g in groups]),
         "batch/num_samples": len(rewards), "batch/num_tokens": lengths.sum(),
-        "group/all_equal_fraction": np.mean([all_equal(g.rewards) for g in groups]),
-    }
+        "group/all_equal_fraction": np.mean([all_equal(g.rewards) for g in groups])}
     if kept := [c.kept.sizes for c in completions if c.kept is not None]:
         sizes = np.concatenate(kept)  # 0: the set is not known
         metrics |= {"sampling_mask/size_mean": _mean(sizes[sizes > 0]),

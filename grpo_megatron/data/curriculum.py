@@ -62,9 +62,8 @@ class Curriculum:
     def buckets(self) -> dict[str, int]:
         """Number of prompts by bucket, for metrics: frozen is p < 0.05, hard p < 0.25."""
         p = self._success
-        bucket = np.select(
-            [self._streak == MASTERED_VISITS, np.isnan(p), p < 0.05, p < 0.25],
-            ["mastered", "unseen", "frozen", "hard"], "frontier")
+        bucket = np.select([self._streak == MASTERED_VISITS, np.isnan(p), p < 0.05, p < 0.25],
+                           ["mastered", "unseen", "frozen", "hard"], "frontier")
         return {name: int((bucket == name).sum())
                 for name in ("unseen", "frozen", "hard", "frontier", "mastered")}
 

@@ -14,7 +14,7 @@ from rich import progress
 
 from grpo_megatron.errors import GrpoMegatronError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
-from grpo_megatron.launch.roles import free_port
+from grpo_megatron.launch.roles import QUIET, free_port, rank_variables
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.network import LOOPBACK
 from grpo_megatron.rundir import RunDir
@@ -38,13 +38,12 @@ def convert(job: dict[str, Any], num_ranks: int) -> None:
 
 def _ranks(job: Path, num_ranks: int) -> list[ChildProcess]:
     """On the CPU, whatever the machine has: bytes are moved, not computed with."""
-    threads, port = max((os.cpu_count() or 1) // num_ranks, 1), str(free_port())
+    port = str(free_port())
     return [ChildProcess(
         f"rank-{rank}", [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job)],
         job.with_name(f"rank-{rank}.log"),
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
-         "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": "",
-         "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"},
+        QUIET | rank_variables(rank, num_ranks) | {
+            "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""},
         piped=True) for rank in range(num_ranks)]
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from grpo_megatron.batching.columns import read_columns
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.retention import complete_steps
-from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch.offline import choose_step, offline_trainer, recorded_steps
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.gap_page import gap_page
@@ -44,8 +43,7 @@ async def _measure(run_dir: RunDir, step: int, overrides: Sequence[str], table: 
                    by_layer: bool) -> tuple[GapParts, dict[str, float], list[str]]:
     notes = []
 
-    async def columns(weights_of: int, flags: Sequence[str],
-                      layers: bool) -> tuple[Columns, dict[str, float], RunConfig]:
+    async def columns(weights_of: int, flags: Sequence[str], layers: bool) -> tuple:
         async with offline_trainer(run_dir, flags, f"mismatch-{step}") as trainer:
             await trainer.go_to(weights_of)
             to = trainer.scratch.root / "gaps.safetensors"

@@ -37,8 +37,8 @@ def choose_step(run_dir: RunDir, step: int | None) -> int:
     steps = recorded_steps(run_dir)
     if not steps:
         raise DataError("no recorded step of this run has its checkpoint any more",
-                        where=str(run_dir.store), remedy="raise checkpoint.keep and "
-                        "checkpoint.keep_steps, which retain steps after a checkpoint")
+                        where=str(run_dir.store),
+                        remedy="raise checkpoint.keep and checkpoint.keep_steps, which retain them")
     if step is None:
         return steps[-1]
     if step not in steps:

@@ -24,13 +24,10 @@ class LocalProcesses:
         """Nothing can be wrong with a run directory that only this machine uses."""
 
     def trainers(self) -> list[ChildProcess]:
-        """One process per rank, with the variables that torchrun would set."""
+        """One process per rank."""
         layout = self.config.trainer
-        world = str(layout.num_ranks)
-        threads = layout.num_threads or max((os.cpu_count() or 1) // layout.num_ranks, 1)
-        return [self._child(f"trainer-{rank}", TRAINER, env={
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world,
-            "OMP_NUM_THREADS": str(threads)}) for rank in range(layout.num_ranks)]
+        return [self._child(f"trainer-{rank}", TRAINER, env=rank_variables(
+            rank, layout.num_ranks, layout.num_threads)) for rank in range(layout.num_ranks)]
 
     def replicas(self) -> list[ChildProcess]:
         return [self._child(f"rollout-{index}", REPLICA, str(index))
@@ -49,6 +46,13 @@ class LocalProcesses:
         run_dir = self.run_dir
         argv = [sys.executable, "-m", module, str(run_dir.root), run_dir.attempt, *arguments]
         return ChildProcess(name, argv, run_dir.logs / f"{name}.log", QUIET | (env or {}), piped)
+
+
+def rank_variables(rank: int, world: int, num_threads: int | None = None) -> dict[str, str]:
+    """What torchrun would set."""
+    threads = num_threads or max((os.cpu_count() or 1) // world, 1)
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "OMP_NUM_THREADS": str(threads)}
 
 
 def free_port() -> int:

@@ -52,8 +52,7 @@ def numeric_match(completion: str, answer: str, *, tolerance: float = 0.0,
     expected = _number(answer.strip().lstrip("$"))
     if expected is None:
         return math.nan
-    given = extract(completion, answer_tag)
-    found = _NUMBER.findall(given) if given is not None else []
+    found = _NUMBER.findall(extract(completion, answer_tag) or "")
     value = _number(found[-1]) if found else None
     return float(value is not None and abs(value - expected) <= Fraction(tolerance))
 

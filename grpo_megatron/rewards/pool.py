@@ -31,8 +31,7 @@ _MIN_SAMPLES_TO_GIVE_UP = 64
 _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {
     "num_tokens": lambda completion: len(completion.token_ids),
     "truncated": lambda completion: completion.truncated,
-    "token_ids": lambda completion: tuple(completion.token_ids.tolist()),
-}
+    "token_ids": lambda completion: tuple(completion.token_ids.tolist())}
 
 
 @dataclass(slots=True)

@@ -80,12 +80,12 @@ class WandbMirror:
         if not id_file.is_file():
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(uuid.uuid4().hex[:12])
+        quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True,
+                               init_timeout=_WANDB_TIMEOUT_S, login_timeout=_WANDB_TIMEOUT_S)
         self._run = wandb.init(
             project=config.wandb_project, name=run_name, id=id_file.read_text().strip(),
             resume="allow", dir=run_dir.root, mode=config.wandb, config=dict(settings),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=_WANDB_TIMEOUT_S,
-                                    login_timeout=_WANDB_TIMEOUT_S, disable_git=True,
-                                    disable_code=True))
+            settings=quiet)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -69,6 +69,5 @@ _RULES: dict[str, tuple[Callable[[Sequence[float]], float], str]] = {
     "jumped": (_over_median, "{0:.1f}x its median"),
     "dropped": (lambda values: -_over_median(values), "{0:.0%} of its median"),
     "fallen": (_share_lost, "{0:.0%} of its range below its best"),
-    "collapsed": (lambda values: -_share_left(values), "{0:.0%} of its start"),
-}
+    "collapsed": (lambda values: -_share_left(values), "{0:.0%} of its start")}
 """A measure, of which NaN is ok, and the format of (|measure|, limit); see `screen.toml`."""

@@ -274,7 +274,7 @@ def test_missing_columns_and_files_are_named(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         read_case(tmp_path / "absent.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(DataError, match="not readable JSON"):
+    with pytest.raises(DataError, match="as JSON"):
         read_case(tmp_path / "bad.json")
 
 
