@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_megatron.algorithms.advantages import needed_columns
+from grpo_megatron.algorithms.advantages.pipeline import needed_columns
 from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.algorithms.evaluate import evaluate
 from grpo_megatron.algorithms.objective import Objective
@@ -127,7 +127,7 @@ def forward_seconds(num_tokens: int) -> float:
     # isort: split
     from torch.distributed import HashStore
 
-    from grpo_megatron.batching.store import SampleRow, SampleTable, ShardWriter, finish_step
+    from grpo_megatron.batching.store import SampleRow, SampleTable, finish_step, write_shard
     from grpo_megatron.config.presets import load_preset
     from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
     from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
@@ -147,14 +147,15 @@ def forward_seconds(num_tokens: int) -> float:
         directory = Path(folder) / "step"
         working = directory.with_name("step.tmp")
         working.mkdir()
-        writer, rows = ShardWriter(working / "rollout-0.safetensors"), []
+        groups, rows = [], []
         for i in range(num_tokens // length):
             completion = Completion(rng.integers(0, 96, length).astype(np.int32),
                                     np.zeros(length, np.float32), (VersionSpan(0, 0, length),),
                                     "stop", "")
-            writer.append(RolloutGroup(Prompt(str(i), "d", "", (1,), ""), (completion,), 0))
+            groups.append(RolloutGroup(Prompt(str(i), "d", "", (1,), ""), (completion,), 0))
             rows.append(SampleRow(0, i, i, 0, 0.0))
-        finish_step(directory, [writer.close()], rows, {"stale": False})
+        shard = write_shard(working / "rollout-0.safetensors", groups)
+        finish_step(directory, [shard], rows, {"stale": False})
         table = SampleTable(directory)
         batch = prepare(layout, table, np.arange(len(table)))
         logprob_pass(policy, batch)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import aiohttp
 
-from grpo_megatron.batching.store import ShardWriter
+from grpo_megatron.batching.store import write_shard
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine import serve_command
@@ -108,10 +108,7 @@ async def compare(options, config, directory, port, is_alive) -> None:
 
 def write(groups: list[RolloutGroup], directory: Path) -> None:
     """As a step of the sample store: durable when this returns."""
-    writer = ShardWriter(directory / "rollout-0.safetensors")
-    for group in groups:
-        writer.append(group)
-    writer.close()
+    write_shard(directory / "rollout-0.safetensors", groups)
 
 
 async def raw(config: RunConfig, port: int, prompts: list[Prompt], options) -> list:

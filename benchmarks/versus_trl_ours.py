@@ -22,8 +22,8 @@ from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.session import Session, open_session
 from grpo_megatron.controller.state import RunState
 from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
-from grpo_megatron.launch import roles
 from grpo_megatron.launch.processes import stop_all
+from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.worker import RolloutWorker
@@ -101,13 +101,14 @@ class OurSide:
 
     async def __aenter__(self) -> OurSide:
         self._stack = stack = AsyncExitStack()
-        replicas, urls = roles.rollout_replicas(self.config, self.run_dir)
-        children = [*replicas, *roles.trainer_ranks(self.config, self.run_dir)]
+        self.run_dir = self.run_dir.begin()
+        roles = LocalProcesses(self.config, self.run_dir)
+        children = [*roles.replicas(), *roles.trainers()]
         stack.callback(stop_all, children)
         for child in children:
             child.start()
         self.session = session = await stack.enter_async_context(
-            open_session(self.config, self.run_dir, urls))
+            open_session(self.config, self.run_dir))
         self._force_lengths(session)
         await session.publisher.publish(0)
         metrics = stack.enter_context(closing(MetricsWriter(self.run_dir)))

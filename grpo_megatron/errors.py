@@ -3,6 +3,8 @@
 A message says what is wrong, where it was set, the nearest valid value and the remedy.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 
@@ -25,6 +27,17 @@ class GrpoMegatronError(Exception):
         where = f"\n  where:  {self.where}" if self.where else ""
         remedy = f"\n  remedy: {self.remedy}" if self.remedy else ""
         return self.message + where + remedy
+
+
+@contextmanager
+def raised_as(kind: type[GrpoMegatronError], what: str, causes: type | tuple = Exception, *,
+              where: object = None, remedy: str | None = None) -> Iterator[None]:
+    """What the block raises of `causes` becomes a `kind`: "what: cause"."""
+    try:
+        yield
+    except causes as error:
+        raise kind(f"{what}: {getattr(error, 'strerror', None) or error}",
+                   where=where and str(where), remedy=remedy) from error
 
 
 class ConfigError(GrpoMegatronError, ValueError, exit_code=2):

@@ -5,12 +5,12 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
-def die_with_parent(parent: int) -> None:
-    """Linux: be killed when process `parent`, which started this one, ends."""
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Linux: get signal `number` when process `parent`, which started this one, ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it has ended in between
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)

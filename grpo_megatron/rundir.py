@@ -1,22 +1,31 @@
 """The layout of a run directory: the one place that knows its file names."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_megatron.errors import ConfigError
+
 
 class _Entry:
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self, name: str, *, by_attempt: bool = False):
+        self._name, self._by_attempt = name, by_attempt
 
     def __get__(self, run_dir: "RunDir", _: object = None) -> Path:
-        return run_dir.root / self._name
+        path = run_dir.root / self._name
+        return path / run_dir.attempt if self._by_attempt else path
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """`runs/<name>/`: everything a run writes."""
+    """`runs/<name>/`: everything a run writes.
+
+    Attributes:
+        attempt: Names one start of the run: `1`, `2`, …, or Slurm's job id and restart count.
+    """
 
     root: Path
+    attempt: str = ""
 
     config = _Entry("config.json")  # resolved configuration with provenance
     metrics = _Entry("metrics.jsonl")  # one line per step: the truth that mirrors copy
@@ -25,8 +34,9 @@ class RunDir:
     store = _Entry("store")  # step_000123/: immutable, checksummed samples of one step
     samples = _Entry("samples")  # best and worst completions per step, readable
     checkpoints = _Entry("checkpoints")  # step_000100/: Megatron checkpoint and run state
-    logs = _Entry("logs")  # one file per process
-    endpoints = _Entry("endpoints")  # addresses that processes publish for each other
+    logs = _Entry("logs", by_attempt=True)  # one file per process; `logs/latest` is a link
+    endpoints = _Entry("endpoints", by_attempt=True)  # addresses that processes publish
+    slurm = _Entry("slurm")  # the batch script and the job that runs it
     model = _Entry("model")  # the initial Hugging Face checkpoint, when the run made it
     export = _Entry("export")  # the final Hugging Face checkpoint
     lock = _Entry(".lock")  # held by the process that writes here
@@ -42,3 +52,23 @@ class RunDir:
         for path in (self.root, self.store, self.samples, self.checkpoints, self.logs,
                      self.endpoints):
             path.mkdir(parents=True, exist_ok=True)
+
+    def refuse_existing(self) -> None:
+        if self.config.exists():
+            raise ConfigError(f"run {self.root.name!r} exists", where=str(self.root),
+                              remedy=f"continue it with `grpo-megatron resume {self.root}`, choose "
+                                     "another name=…, or replace it: train --overwrite")
+
+    def begin(self, attempt: str = "") -> "RunDir":
+        """The directory as a new attempt sees it, called `attempt`, by default the number after
+        that of the last; earlier attempts keep their logs."""
+        folder = self.root / "logs"
+        started = [int(p.name) for p in folder.glob("*") if p.name.isdecimal()]
+        run_dir = RunDir(self.root, attempt or str(max(started, default=0) + 1))
+        shutil.rmtree(self.root / "endpoints", ignore_errors=True)
+        run_dir.create()
+        link = folder / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(run_dir.attempt)
+        link.replace(folder / "latest")
+        return run_dir

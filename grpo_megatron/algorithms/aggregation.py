@@ -2,8 +2,7 @@
 
 Weights hold the global denominators. They follow from the lengths of the samples of the whole
 optimizer step, known before its first micro-batch, so splitting the step differently changes
-nothing. Shape legend: N trained samples.
-"""
+nothing. Shape legend: N trained samples."""
 
 from dataclasses import dataclass, replace
 
@@ -14,28 +13,24 @@ from grpo_megatron.config.objective import ObjectiveConfig
 
 @dataclass(frozen=True)
 class Lengths:
-    """What denominators are made of."""
-
     tokens: np.ndarray  # int64 [N], policy tokens
     groups: np.ndarray  # int64 [N]
     constant: int  # fixed length of `constant`
     exponent: float = 0.0  # of `lambda_grpo`
 
 
-def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray,
-                  ) -> tuple[np.ndarray, np.ndarray]:
-    """Weight of every token of each sample, and its slope by lambda_grpo's exponent; float64 [N].
+def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray) -> np.ndarray:
+    """Weight of every token of each sample, and its slope by lambda_grpo's exponent: [2, N].
 
-    With `denominator = "domain"` every domain (int64 [N]) counts for itself, the losses add up.
-    """
-    weights, slopes = np.zeros(len(domains)), np.zeros(len(domains))
+    With `denominator = "domain"` every domain (int64 [N]) counts for itself, the losses add up."""
+    found = np.zeros((2, len(domains)))
     scopes = domains if o.denominator == "domain" else np.zeros_like(domains)
     for scope in np.unique(scopes):
         rows = scopes == scope
         part = replace(lengths, tokens=lengths.tokens[rows], groups=lengths.groups[rows])
-        found = AGGREGATIONS[o.aggregation](o, part)
-        weights[rows], slopes[rows] = found if isinstance(found, tuple) else (found, 0.0)
-    return weights, slopes
+        weights = AGGREGATIONS[o.aggregation](o, part)
+        found[:, rows] = weights if o.aggregation == "lambda_grpo" else (weights, 0 * weights)
+    return found
 
 
 def seq_mean_token_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:

@@ -2,8 +2,7 @@
 
 Shape legend: N samples in Q groups and D domains; n policy tokens of all samples, flat, sample
 after sample; `token_counts` sums to n. Nothing here depends on the order of the samples: ties
-are broken by `sample_ids`.
-"""
+are broken by `sample_ids`."""
 
 from __future__ import annotations
 
@@ -69,14 +68,15 @@ class SampleBatch:
         """[N] -> [n]."""
         return values.repeat_interleave(self.token_counts)
 
-    def sample_index(self) -> Tensor:
-        """int64 [n], the sample of every token."""
-        return self.spread(torch.arange(len(self), device=self.token_counts.device))
 
     def positions(self) -> Tensor:
         """int64 [n], 0..T_i-1."""
         return torch.arange(self.num_tokens, device=self.offsets.device) - self.spread(
             self.offsets[:-1])
+
+    def positions_from_end(self) -> Tensor:
+        """int64 [n], T_i-1..0."""
+        return self.spread(self.token_counts) - 1 - self.positions()
 
     def sums(self, values: Tensor) -> Tensor:
         """[n] -> [N], the sum of every sample's tokens."""

@@ -13,10 +13,10 @@ import pydantic
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages import Advantages
+from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.config.suggest import nearest
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import DataError, raised_as
 
 _LARGEST = 1e150  # squares stay finite
 _double = partial(torch.tensor, dtype=torch.float64)
@@ -120,12 +120,8 @@ _RAGGED = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "tok
 
 def read_case(path: Path) -> Case:
     """Raises DataError naming file, field and index."""
-    try:
+    with raised_as(DataError, "cannot read the case as JSON", (OSError, ValueError), where=path):
         document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"cannot read the case: {error.strerror}", where=str(path)) from None
-    except ValueError as error:
-        raise DataError(f"the case is not JSON: {error}", where=str(path)) from None
     if not isinstance(document, dict):
         raise DataError("a case is a JSON object", where=str(path))
     return parse_case(document, where=str(path))
@@ -209,8 +205,7 @@ def _case(given: _Document) -> Case:
                 advantages)
 
 
-def _rewards(given: _Document,
-             size: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+def _rewards(given: _Document, size: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Rewards, components and their weights, float64 [N] each."""
     if stray := [name for name in given.component_weights if name not in given.components]:
         raise ValueError(f"component_weights.{stray[0]} belongs to no component")

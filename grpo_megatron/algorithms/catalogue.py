@@ -1,7 +1,6 @@
 """Every preset explained from the registry: `objective show` and docs/objectives.md.
 
-    python -m grpo_megatron.algorithms.catalogue > docs/objectives.md
-"""
+    python -m grpo_megatron.algorithms.catalogue > docs/objectives.md"""
 
 import inspect
 from collections.abc import Callable, Iterator

@@ -1,7 +1,6 @@
 """Surrogate terms, to be maximised, and which tokens have lost their gradient. All [n].
 
-Shape legend: n policy tokens.
-"""
+Shape legend: n policy tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,8 +74,7 @@ def gmpo_clip(u: Update) -> Tensor:
 def clip_status(o: ObjectiveConfig, u: Update) -> dict[str, Tensor]:
     """Where the clip removes the gradient (cispo: bounds the weight), bool [n] by name.
 
-    A token with A = 0 has no clip status. For gmpo, `u.log_ratio` is that of tokens.
-    """
+    A token with A = 0 has no clip status. For gmpo, `u.log_ratio` is that of tokens."""
     up, down, log_ratio = u.advantages > 0, u.advantages < 0, u.log_ratio.detach()
     if o.clip == "gmpo":
         return {"low": down & (log_ratio < -u.low), "high": up & (log_ratio > u.high)}
@@ -93,6 +91,5 @@ def clip_status(o: ObjectiveConfig, u: Update) -> dict[str, Tensor]:
 
 
 def clipped_as(decisions: Mapping[str, Tensor], status: Mapping[str, Tensor]) -> Tensor:
-    """Who was clipped on any side by recorded decisions, by the present `status` where none are
-    recorded. bool [n]"""
+    """Who was clipped on any side, as recorded, else by the present `status`. bool [n]"""
     return torch.stack([decisions.get(side, now) for side, now in status.items()]).any(0)

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages import Advantages, needed_columns
-from grpo_megatron.algorithms.advantages.pipeline import select
+from grpo_megatron.algorithms.advantages.pipeline import Advantages, needed_columns, select
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.case import Case
 from grpo_megatron.algorithms.monitors import derived
@@ -21,8 +20,6 @@ from grpo_megatron.errors import DataError
 
 
 class Evaluation(NamedTuple):
-    """Loss of one optimizer step and its gradient."""
-
     loss: float
     gradient: Tensor  # [n], by the current log-probs
     advantages: Advantages
@@ -32,15 +29,9 @@ class Evaluation(NamedTuple):
 def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Tensor], *,
              advantages: Advantages | None = None, parts: Sequence[Tensor] | None = None,
              constant_length: int | None = None) -> Evaluation:
-    """Loss and gradient of all samples as one optimizer step.
-
-    Args:
-        columns: [n] of one float type: logprobs, old_logprobs, rollout_logprobs, and where the
-            objective needs them ref_logprobs and entropies.
-        advantages: Given instead of computed.
-        parts: int64 rows of each micro-batch; default: all samples in one.
-        constant_length: For `aggregation = "constant"`; default: the longest sample.
-    """
+    """Loss and gradient of all samples as one optimizer step, in micro-batches of the rows `parts`.
+    `columns` are [n] of one float type: logprobs, old_logprobs, rollout_logprobs, and where the
+    objective needs them ref_logprobs and entropies."""
     _require_columns(objective, batch, {*columns, *batch.tokens}, given=advantages is not None)
     logprobs = columns["logprobs"]
     advantages = advantages or advantages_of(objective, batch)

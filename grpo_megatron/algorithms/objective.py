@@ -1,7 +1,6 @@
 """The policy objective: a composition of choices, evaluated on flat policy tokens.
 
-Shape legend: n policy tokens of the S samples in one micro-batch.
-"""
+Shape legend: n policy tokens of the S samples in one micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,6 @@ class Objective:
     """`lambda`: exponent of lambda_grpo; `opsm_delta@DOMAIN`: calibrated thresholds."""
 
     def by_domain(self, name: str) -> list[float | None]:
-        """The value of one setting in every domain."""
         return [getattr(self.config.for_domain(self.own.get(d)), name) for d in self.domains]
 
     def value(self, name: str, batch: LossBatch) -> float | Tensor:
@@ -121,8 +119,7 @@ def _off_policy_factor(objective: Objective, batch: LossBatch,
                        stats: Stats) -> tuple[Tensor | None, dict[str, Tensor]]:
     """What multiplies the surrogate term, [n]; None for 1. Also who was rejected, bool [n].
 
-    `stats` keeps the distances by sample of domains whose threshold is still to be calibrated.
-    """
+    `stats` keeps the distances by sample of domains whose threshold is still to be calibrated."""
     o, factor, masks, decisions = objective.config, None, {}, batch.decisions or {}
     if o.mismatch != "none":
         weigh = partial(MISMATCH[o.mismatch],

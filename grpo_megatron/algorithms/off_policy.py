@@ -1,8 +1,7 @@
 """Weights for what the policy gradient did not sample itself. All detached.
 
 Shape legend: n policy tokens of S samples; `rho = pi_old / pi_engine`: trainer against engine,
-plus the version lag.
-"""
+plus the version lag."""
 
 import torch
 from torch import Tensor

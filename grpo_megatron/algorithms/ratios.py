@@ -1,8 +1,7 @@
 """Update ratios pi_theta / pi_old at token, turn or sequence level, as logarithms.
 
 Shape legend: n policy tokens of S samples, flat; `segment` int64 [n] in 0..S-1 is the sample (or
-the turn) of each token; `counts` int64 [S]. All return [n] with gradient.
-"""
+the turn) of each token; `counts` int64 [S]. All return [n] with gradient."""
 
 import torch
 from torch import Tensor

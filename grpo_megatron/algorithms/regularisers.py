@@ -2,8 +2,7 @@
 
 The KL estimators are per token, [n] with gradient; the effect of a token on later prefixes is left
 out. `d = log pi_ref - log pi_theta`, over the whole vocabulary also where sampling truncates;
-`log_diff = log pi_theta - log pi_old`, over what could be sampled.
-"""
+`log_diff = log pi_theta - log pi_old`, over what could be sampled."""
 
 import torch
 from torch import Tensor
@@ -46,15 +45,12 @@ def llds(log_diff: Tensor, advantages: Tensor, sample: Tensor, counts: Tensor) -
 
 def preference_coefficients(o: ObjectiveConfig, batch: SampleBatch, rewards: Tensor,
                             margins: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient and value of `-log sigmoid(beta (m_best - m_worst))`, a mean over the groups with
-    spread (of the domain, with `denominator = "domain"`), m the sum of `log pi_theta -
-    log pi_old` over a sample.
+    """`d loss / d m_i`, and the loss, given to the best samples, of
+    `-log sigmoid(beta (m_best - m_worst))`, a mean over the groups with spread (of the domain, with
+    `denominator = "domain"`), m the sum of `log pi_theta - log pi_old` over a sample. float64 [N]
 
     The best and the worst sample of a group may lie in different micro-batches, so the gradient
-    goes through fixed coefficients: taken at the weights of this update they are exact.
-
-    Returns `d loss / d m_i`, and the loss, given to the best samples. All float64 [N].
-    """
+    goes through fixed coefficients: taken at the weights of this update they are exact."""
     groups = Groups(batch.group_ids, batch.valid & batch.trained)
     live = groups.valid & (groups.spread(rewards) > ZERO_VARIANCE)
     best = live & (groups.rank(-rewards, batch.sample_ids) == 0)

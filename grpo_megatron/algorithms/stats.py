@@ -1,8 +1,7 @@
 """Metrics that stay exact when they are added over micro-batches and ranks.
 
 A mean is carried as (sum, count), a maximum as itself; they become numbers only at the end.
-With several domains every one also exists as `name@domain`.
-"""
+With several domains every one also exists as `name@domain`."""
 
 from __future__ import annotations
 
@@ -55,15 +54,10 @@ class Stats:
 
 
 class Meter:
-    """Fills a `Stats` with values per token or per sample of one micro-batch.
+    """Fills a `Stats` with values per token or per sample of one micro-batch; by domain too where
+    there are several. token_domain, sample_domain: int64 [n] and [S]."""
 
-    Args:
-        token_domain, sample_domain: int64 [n] and [S].
-        domains: Their names; by-domain metrics exist where there are several.
-    """
-
-    def __init__(self, token_domain: Tensor | None, sample_domain: Tensor,
-                 domains: Sequence[str]):
+    def __init__(self, token_domain: Tensor | None, sample_domain: Tensor, domains: Sequence[str]):
         self.stats = Stats()
         self._domain = {"tokens": token_domain, "samples": sample_domain}
         self._domains = domains if len(domains) > 1 else ()
@@ -81,7 +75,6 @@ class Meter:
             self.stats.mean(f"{name}@{label}", values[here].sum(), counts[here].sum(), unit)
 
     def maximum(self, name: str, values: Tensor) -> None:
-        """Largest of `values` [n]."""
         self.stats.maximum(name, values)
         for number, label in enumerate(self._domains):
             self.stats.maximum(f"{name}@{label}", values[self._domain["tokens"] == number])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages import Advantages, compute_advantages
+from grpo_megatron.algorithms.advantages.pipeline import Advantages, compute_advantages
 from grpo_megatron.algorithms.advantages.steps import turn_index
 from grpo_megatron.algorithms.aggregation import Lengths, token_weights
 from grpo_megatron.algorithms.batch import SampleBatch
@@ -36,18 +36,15 @@ class StepTerms:
         of the whole batch, are to be followed (bool by name)."""
         device, counts = logprobs.device, self.batch.token_counts[rows]
         per_token, values = self.advantages.per_token, self.advantages.values
-        index = None
-        if per_token or self.turns is not None or decisions is not None:
-            index = self.batch.flat_index(rows)
+        index = self.batch.flat_index(rows)
 
         def spread(values: Tensor) -> Tensor:
             return values[rows].to(logprobs).repeat_interleave(counts.to(device))
 
-        turn = preference = None
+        turn = None
         if self.turns is not None:
             turn = torch.unique_consecutive(self.turns[index], return_inverse=True)[1].to(device)
-        if self.preference is not None:
-            preference = self.preference[:, rows].to(logprobs)
+        preference = None if self.preference is None else self.preference[:, rows].to(logprobs)
         if decisions is not None:
             decisions = {name: flags[index].to(device) for name, flags in decisions.items()}
         return LossBatch(
@@ -61,8 +58,7 @@ class StepTerms:
             weight_slopes=None if self.slopes is None else spread(self.slopes))
 
     def with_margins(self, objective: Objective, margins: Tensor) -> StepTerms:
-        """Fix the preference loss, of the samples of this step, at the current weights.
-        margins: float64 [N]."""
+        """Fix the preference loss of this step at the current weights. margins: float64 [N]."""
         batch = replace(self.batch, trained=self.weights > 0)
         parts = preference_coefficients(objective.config, batch, batch.rewards, margins)
         return replace(self, preference=torch.stack(parts))

@@ -32,8 +32,7 @@ def write_decisions(directory: Path, rank: int, num_ranks: int,
 def read_decisions(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:
     """Decisions of the whole step in the order of its table, bool [n] by name.
 
-    Raises DataError when they belong to another step. lengths: of completions, int64 [N].
-    """
+    Raises DataError when they belong to another step. lengths: of completions, int64 [N]."""
     starts = np.concatenate([[0], np.cumsum(lengths)])
     found: dict[str, np.ndarray] = {}
     for path in sorted(directory.glob("decisions-*.safetensors")):

@@ -27,8 +27,7 @@ def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
         multiple_of: micro-batches per rank are a multiple of this (interleaved pipelines).
 
     Returns:
-        By rank, then micro-batch: sample rows, int64. All ranks have equally many micro-batches.
-    """
+        By rank, then micro-batch: sample rows, int64. All ranks have equally many micro-batches."""
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > max_tokens:
         raise DataError(f"sample {int(lengths.argmax())} has {int(lengths.max())} tokens, a "

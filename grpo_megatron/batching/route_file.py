@@ -80,8 +80,7 @@ def _ids(completion: Completion, start: int, end: int, shape: RouteShape) -> np.
     return completion.routes[start:end, list(shape.layers)].astype(shape.dtype, copy=False)
 
 
-def _distinct_prompts(group: RolloutGroup,
-                      shape: RouteShape) -> tuple[list[np.ndarray], list[int]]:
+def _distinct_prompts(group: RolloutGroup, shape: RouteShape) -> tuple[list[np.ndarray], list[int]]:
     """The different prompt routes of a group, and which each sample has."""
     parts: list[np.ndarray] = []
     chosen = []
@@ -146,8 +145,7 @@ class RouteFile:
     def read(self, sample: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Routes of a sample in some `layers`, which are positions in `shape.layers`.
 
-        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1].
-        """
+        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
         parts = [self._part(self._prompt_start[sample], self._num_prompt[sample], layers),
                  self._part(self._sample_start[sample], self._num_completion[sample], layers)]
         ids, status = (np.concatenate(x, 1) for x in zip(*parts, strict=True))

@@ -42,8 +42,9 @@ class ShardInfo:
     routes: dict | None = None  # shape of `<shard>.routes`, fields of RouteShape
 
 
-class ShardWriter:
-    """Columns of many groups in one file; a prompt is stored once per group.
+def write_shard(path: Path, groups: Sequence[RolloutGroup],
+                route_shape: RouteShape | None = None) -> ShardInfo:
+    """Columns of many groups in one file, durably; a prompt is stored once per group.
 
     Columns (N samples, Q groups): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
     `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
@@ -52,41 +53,27 @@ class ShardWriter:
     `kept_offsets` int64 [n+1], by completion token.
 
     Args:
-        route_shape: Record routes too.
-    """
-
-    def __init__(self, path: Path, route_shape: RouteShape | None = None):
-        self.path, self.route_shape = path, route_shape
-        self._groups: list[RolloutGroup] = []
-
-    def append(self, group: RolloutGroup) -> int:
-        """Add a group; returns its index within this shard."""
-        self._groups.append(group)
-        return len(self._groups) - 1
-
-    def close(self) -> ShardInfo:
-        """Write everything durably."""
-        samples = [(g, c) for g, group in enumerate(self._groups) for c in group.completions]
-        spans = [span for _, c in samples for span in c.versions]
-        columns = {
-            "prompt_ids": _concatenate([g.prompt.token_ids for g in self._groups], np.int32),
-            "prompt_offsets": _offsets([len(g.prompt.token_ids) for g in self._groups]),
-            "completion_ids": _concatenate([c.token_ids for _, c in samples], np.int32),
-            "rollout_logprobs": _concatenate([c.logprobs for _, c in samples], np.float32),
-            "completion_offsets": _offsets([len(c.token_ids) for _, c in samples]),
-            "group": np.array([g for g, _ in samples], np.int32),
-            "span_version": np.array([s.version for s in spans], np.int32),
-            "span_start": np.array([s.start for s in spans], np.int32),
-            "span_end": np.array([s.end for s in spans], np.int32),
-            "span_offsets": _offsets([len(c.versions) for _, c in samples]),
-        }
-        columns |= _kept_columns([c for _, c in samples])
-        shape = self.route_shape
-        if shape is not None:
-            columns |= write_routes(self.path.with_suffix(".routes"), self._groups, shape)
-        checksum = write_columns(self.path, columns)
-        return ShardInfo(self.path.name, checksum, len(self._groups), len(samples),
-                         len(columns["completion_ids"]), asdict(shape) if shape else None)
+        route_shape: Record routes too."""
+    samples = [(g, c) for g, group in enumerate(groups) for c in group.completions]
+    spans = [span for _, c in samples for span in c.versions]
+    columns = {
+        "prompt_ids": _concatenate([g.prompt.token_ids for g in groups], np.int32),
+        "prompt_offsets": _offsets([len(g.prompt.token_ids) for g in groups]),
+        "completion_ids": _concatenate([c.token_ids for _, c in samples], np.int32),
+        "rollout_logprobs": _concatenate([c.logprobs for _, c in samples], np.float32),
+        "completion_offsets": _offsets([len(c.token_ids) for _, c in samples]),
+        "group": np.array([g for g, _ in samples], np.int32),
+        "span_version": np.array([s.version for s in spans], np.int32),
+        "span_start": np.array([s.start for s in spans], np.int32),
+        "span_end": np.array([s.end for s in spans], np.int32),
+        "span_offsets": _offsets([len(c.versions) for _, c in samples]),
+    }
+    columns |= _kept_columns([c for _, c in samples])
+    if route_shape is not None:
+        columns |= write_routes(path.with_suffix(".routes"), groups, route_shape)
+    checksum = write_columns(path, columns)
+    return ShardInfo(path.name, checksum, len(groups), len(samples),
+                     len(columns["completion_ids"]), asdict(route_shape) if route_shape else None)
 
 
 def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
@@ -133,8 +120,7 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
 
     Args:
         components: rewards by component, float64 [N]; NaN: skipped.
-        steps: rewards of single steps: row, last completion token of the step, reward.
-    """
+        steps: rewards of single steps: row, last completion token of the step, reward."""
     working = directory.with_name(directory.name + ".tmp")
     columns = {
         **{name: np.array([getattr(r, name) for r in rows], dtype)
@@ -155,9 +141,7 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
 class SampleTable:
     """Read access to a finished step. Token arrays stay on disk until they are sliced.
 
-    Raises:
-        DataError: the directory is incomplete, of another format, or a checksum disagrees.
-    """
+    Raises DataError: the directory is incomplete, of another format, or a checksum disagrees."""
 
     def __init__(self, directory: Path, *, verify: bool = True):
         self.directory = directory
@@ -260,8 +244,7 @@ class SampleTable:
                shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
         """Experts of a sample's tokens in some layers (numbers from 0) of a model of `shape`.
 
-        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1].
-        """
+        Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
         file = self._routes[self.shard[row]]
         if file is not None and file.shape == shape:
             return file.read(int(self.index[row]), [shape.layers.index(i) for i in layers])

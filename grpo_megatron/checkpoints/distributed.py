@@ -1,11 +1,13 @@
 """Megatron distributed checkpoints (`torch_dist`): saved at one layout, loaded at another.
 
     step_000100/weights/       distributed checkpoint: model, optimizer
-    step_000100/complete.json  written last: without it the checkpoint does not exist
+    step_000100/complete.json  without it the checkpoint does not exist
+    step_000100/digests.json   of every file, as it was read back from disk
     reference_step_000100/     reference weights, written when new; checkpoints name theirs
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
-from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_megatron.checkpoints.durable import copy_side_files, write_json
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.checkpoints.durable import copy_side_files, explained, write_json
+from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.files import replace_directory
+from grpo_megatron.weights.gather import all_gathered
 
 COMPLETE = "complete.json"
 
@@ -30,8 +33,7 @@ def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
     """Write model and optimizer, then `state` and the mark that it is complete. Collective.
 
     Args:
-        source: Hugging Face directory, of which config, tokenizer and template are copied.
-    """
+        source: Hugging Face directory, of which config, tokenizer and template are copied."""
     with _appearing_whole(directory) as working:
         if dist.get_rank() == 0:
             (working / "weights").mkdir()
@@ -54,17 +56,48 @@ def _appearing_whole(directory: Path) -> Iterator[Path]:
     dist.barrier()
     yield working
     dist.barrier()
+    names = [str(p.relative_to(working)) for p in working.rglob("*") if p.is_file()]
+    found = _digests(working, sorted(all_gathered(names)[0]))  # nodes may list differently
     if dist.get_rank() == 0:
+        write_json(working / DIGESTS, found)
         replace_directory(working, directory)
     dist.barrier()
+
+
+def damage(directory: Path) -> list[str]:
+    """Files that are not as they were written; none of a whole checkpoint. Collective."""
+    try:
+        written = json.loads((directory / DIGESTS).read_text())
+    except (OSError, ValueError):
+        return [DIGESTS]
+    found = _digests(directory, sorted(written))
+    return [name for name in sorted(written) if found[name] != written[name]]
+
+
+def _digests(directory: Path, names: Sequence[str]) -> dict[str, Any]:
+    """[bytes, digest] of files as they are on disk; every rank reads its share. Collective."""
+    mine = names[dist.get_rank()::dist.get_world_size()]
+    shares = all_gathered({name: _digest(directory / name) for name in mine})
+    return {name: value for share in shares for name, value in share.items()}
+
+
+def _digest(path: Path) -> list[Any] | None:
+    digest = xxhash.xxh3_128()
+    try:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # and drop what is cached, so that the disk answers
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while block := file.read(1 << 22):
+                digest.update(block)
+            return [file.tell(), digest.hexdigest()]
+    except OSError:
+        return None
 
 
 def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     """Fill model and optimizer, which must have a state to load into. Collective.
 
-    Raises:
-        CheckpointError: incomplete, or of another model.
-    """
+    Raises CheckpointError: incomplete, or of another model."""
     read_state(directory)
     loaded = _load(_sharded_state(chunks, optimizer, is_loading=True), directory / "weights")
     _fill(chunks, loaded)
@@ -83,11 +116,8 @@ def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    try:
+    with explained("cannot load", directory, remedy="resume from the checkpoint before it"):
         return dist_checkpointing.load(state, str(directory))
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise CheckpointError(f"cannot load: {error}", where=str(directory),
-                              remedy="resume from the checkpoint before it") from error
 
 
 def _fill(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
@@ -97,11 +127,8 @@ def _fill(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
 
 def read_state(directory: Path) -> dict[str, Any]:
     """What was saved beside the weights. Raises CheckpointError for an incomplete checkpoint."""
-    try:
+    with explained("not a complete checkpoint", directory):
         return json.loads((directory / COMPLETE).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"not a complete checkpoint: {error}",
-                              where=str(directory)) from error
 
 
 def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
@@ -111,18 +138,14 @@ def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
 
 def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer: Any, *,
                    is_loading: bool = False) -> dict[str, Any]:
-    metadata = _metadata()
-    state = model_state(chunks, metadata)
-    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading,
-                                                      metadata=metadata)
-    return state
+    state = model_state(chunks)
+    return {**state, "optimizer": optimizer.sharded_state_dict(
+        state, is_loading=is_loading, metadata=_metadata())}
 
 
-def model_state(chunks: Sequence[torch.nn.Module],
-                metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Megatron's description of every parameter, by model chunk."""
-    metadata = metadata or _metadata()
-    return {key: model.sharded_state_dict(metadata=metadata)
+    return {key: model.sharded_state_dict(metadata=_metadata())
             for key, model in _by_key(chunks).items()}
 
 

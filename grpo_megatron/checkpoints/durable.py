@@ -3,13 +3,14 @@
 import errno
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.errors import MismatchError, SetupError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from grpo_megatron.errors import CheckpointError, GrpoMegatronError, SetupError
 from grpo_megatron.files import replace_directory, sync, write_atomically
 
 PROGRESS = ".progress"
@@ -34,8 +35,7 @@ def write_json(path: Path, value: Any) -> None:
 def copy_side_files(source: Path, target: Path) -> None:
     """Config, tokenizer, template: everything beside the weights, byte for byte.
 
-    Only a config.json that says the weights are quantised loses that: ours never are.
-    """
+    Only a config.json that says the weights are quantised loses that: ours never are."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             with disk_errors(target):
@@ -54,12 +54,16 @@ def commit(working: Path, final: Path) -> None:
     replace_directory(working, final)
 
 
-def refuse_differences(by_rank: Iterable[Sequence[str]], directory: Path) -> None:
-    """Raises MismatchError where any rank read tensors back as something else."""
-    if names := list(chain.from_iterable(by_rank)):
-        raise MismatchError(f"{len(names)} tensors were read back as something else than was "
-                            f"written, for example {names[:3]}", where=str(directory),
-                            remedy="look at the disk: other bytes came back than went there")
+@contextmanager
+def explained(what: str, where: Path, remedy: str | None = None) -> Iterator[None]:
+    """What libraries raise over a damaged file becomes a CheckpointError."""
+    try:
+        yield
+    except GrpoMegatronError:
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}", where=str(where),
+                              remedy=remedy) from error
 
 
 @contextmanager

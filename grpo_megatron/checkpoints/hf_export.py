@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from grpo_megatron.checkpoints import durable, shard_files
 from grpo_megatron.checkpoints.hf_reader import HFReader
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.digests import as_bytes
-from grpo_megatron.weights.gather import ShardedModel, all_gathered
+from grpo_megatron.weights.gather import ShardedModel
 from grpo_megatron.weights.transfer_plan import entry_of
 
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -75,8 +75,7 @@ class HFTarget(shard_files.Target):
     def finish(self, source: Path) -> None:
         if len(self.files) > 1:
             index = {"metadata": {"total_size": sum(file.num_bytes for file in self.files)},
-                     "weight_map": {e.name: file.name for file in self.files
-                                    for e in file.entries}}
+                     "weight_map": {e.name: file.name for file in self.files for e in file.entries}}
             durable.write_json(self.working / "model.safetensors.index.json", index)
         super().finish(source)
 
@@ -86,11 +85,7 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
     """Write a model that is spread over all ranks; each writes its own files. Collective.
 
     Config, tokenizer and template are those of `source`. Returns the bytes of weights written.
-
-    Raises:
-        MismatchError: what was read back is not what the ranks hold.
-        SetupError: the disk is full.
-    """
+    Raises SetupError when the disk is full, MismatchError as `shard_files.read_back` does."""
     rank, world = dist.get_rank(), dist.get_world_size()
     working = durable.working_directory(directory)
     if rank == 0:
@@ -110,10 +105,7 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
     if rank == 0:
         target.finish(source)
     dist.barrier()
-    # Another rank reads than wrote: on two machines that shows what did not reach the disk.
-    bad = [name for file in target.files[(rank + 1) % world :: world]
-           for name in target.read_back(file)]
-    durable.refuse_differences(all_gathered(bad), directory)
+    shard_files.read_back(target, directory)
     if rank == 0:
         durable.commit(working, directory)
     dist.barrier()
@@ -126,6 +118,5 @@ def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> list[tup
     for start in range(0, len(files), world):
         group = [[(start + i, unit) for unit in file.units]
                  for i, file in enumerate(files[start : start + world])]
-        for step in range(max(map(len, group))):
-            order += [units[step] for units in group if step < len(units)]
+        order += filter(None, chain.from_iterable(zip_longest(*group)))
     return order

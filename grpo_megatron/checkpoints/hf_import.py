@@ -20,8 +20,7 @@ class HFSource:
     """A Hugging Face checkpoint as the parameters of a model.
 
     Raises CheckpointError for other tensors or shapes than the model's. With `carry`, also what the
-    checkpoint has and Megatron's model has not (`carried_names`).
-    """
+    checkpoint has and Megatron's model has not (`carried_names`)."""
 
     def __init__(self, parameters: Sequence[Parameter], directory: Path, *, carry: bool = True):
         self.reader = reader = HFReader(directory)

@@ -2,13 +2,12 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
+from grpo_megatron.checkpoints.durable import explained
 from grpo_megatron.checkpoints.shard_files import will_need
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.fp8 import BLOCK, dequantise, scale_name
@@ -19,9 +18,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class HFReader:
     """What the index names (or the single file holds), read in slices.
 
-    Raises:
-        CheckpointError: no safetensors, a shard is missing, or a file is truncated.
-    """
+    Raises CheckpointError: no safetensors, a shard is missing, or a file is truncated."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -29,7 +26,7 @@ class HFReader:
         self._places: dict[str, tuple[int, dict]] = {}
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            with self._explained("unreadable index"):
+            with explained("unreadable index", directory):
                 self.files = dict(json.loads(index.read_text())["weight_map"])
             missing = {f for f in self.files.values() if not (directory / f).exists()}
             if missing:
@@ -51,11 +48,9 @@ class HFReader:
         for name, file in self.files.items():
             named[file].add(name)
         for file, wanted in sorted(named.items()):
-            held = set(self._open(file).keys())
-            if held != wanted:
-                raise CheckpointError(
-                    f"{file} and the index disagree about {sorted(held ^ wanted)[:3]}",
-                    where=str(self.directory), remedy="download the checkpoint again")
+            if other := sorted(wanted.symmetric_difference(self._open(file).keys())):
+                raise CheckpointError(f"{file} and the index disagree about {other[:3]}",
+                                      where=str(self.directory), remedy="download it again")
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -80,7 +75,7 @@ class HFReader:
         if scale_name(name) not in self.files:
             return self._slice(name)[start:end]
         first = start // BLOCK
-        with self._explained(scale_name(name)):
+        with explained(scale_name(name), self.directory):
             scales = self._slice(scale_name(name))[first : -(-end // BLOCK)]
             whole = dequantise(self._slice(name)[first * BLOCK : end], scales, dtype)
         return whole[start - first * BLOCK :]
@@ -99,18 +94,12 @@ class HFReader:
     def _slice(self, name: str):
         if name not in self.files:
             raise CheckpointError(f"tensor {name!r} is missing", where=str(self.directory))
-        with self._explained(f"cannot read {name!r} from {self.files[name]}"):
+        with explained(f"cannot read {name!r} from {self.files[name]}", self.directory):
             return self._open(self.files[name]).get_slice(name)
 
     def _open(self, file: str):
         if file not in self._files:
-            with self._explained(f"unreadable shard {file}"):
+            with explained(f"unreadable shard {file}", self.directory):
                 self._files[file] = safe_open(self.directory / file, "pt")
         return self._files[file]
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{what}: {error!r}", where=str(self.directory)) from error

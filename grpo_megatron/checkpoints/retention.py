@@ -5,6 +5,9 @@ import re
 import shutil
 from pathlib import Path
 
+DIGESTS = "digests.json"
+"""In a checkpoint: size and digest of every other file."""
+
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -16,15 +19,25 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(int(m[1]) for m, path in found if m and (path / "complete.json").exists())
 
 
+def sizes_match(directory: Path) -> bool:
+    """Whether every file of a checkpoint is there with its size; reads none of them."""
+    try:
+        files = json.loads((directory / DIGESTS).read_text())
+        return all((directory / name).stat().st_size == size for name, (size, _) in files.items())
+    except (OSError, ValueError):
+        return False
+
+
 def prune(directory: Path, keep: int) -> list[int]:
-    """Remove all but the newest `keep` complete checkpoints, and reference weights that none of
-    these names; returns the removed steps."""
-    steps = complete_steps(directory)
-    removed = steps[:-keep]
+    """Remove checkpoints older than the newest `keep` whole ones, and reference weights that none
+    of the others names; returns the removed steps."""
+    steps = {step: directory / f"step_{step:06d}" for step in complete_steps(directory)}
+    whole = [step for step, path in steps.items() if sizes_match(path)]
+    removed = [step for step in steps if len(whole) >= keep and step < whole[-keep]]
     for step in removed:
-        shutil.rmtree(directory / f"step_{step:06d}", ignore_errors=True)
-    named = {json.loads((directory / f"step_{step:06d}" / "complete.json").read_text()).get(
-        "reference") for step in steps[-keep:]}
+        shutil.rmtree(steps.pop(step), ignore_errors=True)
+    named = {json.loads((path / "complete.json").read_text()).get("reference")
+             for path in steps.values()}
     for path in directory.glob("reference_*"):
         if path.name not in named:
             shutil.rmtree(path, ignore_errors=True)

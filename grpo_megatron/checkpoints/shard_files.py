@@ -10,13 +10,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from grpo_megatron.checkpoints.durable import PROGRESS, copy_side_files, disk_errors, write_json
+from grpo_megatron.errors import MismatchError
 from grpo_megatron.weights.digests import digest_tensor
+from grpo_megatron.weights.gather import all_gathered
 from grpo_megatron.weights.transfer_plan import TensorEntry
 
 DEFAULT_SHARD_BYTES = 5 << 30
@@ -40,8 +44,7 @@ class ShardFile:
 class OutputFile:
     """One file that is open for tensors; what is written begins its way to the disk at once.
 
-    A subclass has `put(name, tensor)`, which takes them contiguous, on the CPU.
-    """
+    A subclass has `put(name, tensor)`, which takes them contiguous, on the CPU."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -74,8 +77,7 @@ class Target:
     Args:
         working: directory that gets another name when all is done.
         units: the tensors of every Megatron parameter, which stay in one file.
-        shard_bytes: size of a file, unless one unit is larger.
-    """
+        shard_bytes: size of a file, unless one unit is larger."""
 
     pattern: str  # of the file names, with {number} from 1 and {count}
     single: str | None = None  # name of an only file
@@ -148,6 +150,21 @@ class Target:
 
     def _record(self, file: ShardFile) -> Path:
         return self.working / PROGRESS / f"{file.name}.json"
+
+
+def read_back(target: Target, final: Path,
+              report: Callable[[int], object] = lambda num_bytes: None) -> None:
+    """Each rank reads another one's files: on two machines that shows what never left one.
+
+    Raises MismatchError where any rank read something else. Collective."""
+    rank, bad = (dist.get_rank() + 1) % dist.get_world_size(), []
+    for file in target.files[rank :: dist.get_world_size()]:
+        bad += target.read_back(file)
+        report(file.num_bytes)
+    if names := list(chain.from_iterable(all_gathered(bad))):
+        raise MismatchError(f"{len(names)} tensors were read back as something else than was "
+                            f"written, for example {names[:3]}", where=str(final),
+                            remedy="look at the disk: other bytes came back than went there")
 
 
 def read_ahead(items: Sequence[Any], prefetch: Callable[[Any], None]) -> Iterator[Any]:

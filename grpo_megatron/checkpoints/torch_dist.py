@@ -18,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint.metadata as dcp
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from grpo_megatron.checkpoints import shard_files
-from grpo_megatron.checkpoints.durable import disk_errors, write_json
+from grpo_megatron.checkpoints.durable import disk_errors, explained, write_json
 from grpo_megatron.checkpoints.hf_import import refuse_unfit
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.digests import as_bytes
@@ -64,16 +63,12 @@ def is_torch_dist(directory: Path) -> bool:
 class MegatronSource:
     """A distributed checkpoint, of a run or converted, as the parameters of its model.
 
-    Raises CheckpointError when it is none, damaged, or of another model.
-    """
+    Raises CheckpointError when it is none, damaged, or of another model."""
 
     def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
         self.table, self.directory = table, directory / "weights"
-        try:
+        with explained("not a distributed checkpoint", self.directory):
             self.metadata = FileSystemReader(self.directory).read_metadata()
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
-            raise CheckpointError(f"not a distributed checkpoint: {error}",
-                                  where=str(self.directory)) from error
         self.stored = {key: found for key, found in self.metadata.state_dict_metadata.items()
                         if isinstance(found, dcp.TensorStorageMetadata)}
         self._whole = {(key, chunk.offsets, chunk.sizes): [chunk]
@@ -126,13 +121,10 @@ class MegatronSource:
 
     def _chunk(self, key: str, chunk: dcp.ChunkStorageMetadata) -> torch.Tensor:
         place = self.metadata.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
-        try:
-            with open(self.directory / place.relative_path, "rb") as file:
-                view = _create_file_view(file, place.offset, place.length)
-                return torch.load(view, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"cannot read {key} from {place.relative_path}: {error}",
-                                  where=str(self.directory)) from error
+        with (explained(f"cannot read {key} from {place.relative_path}", self.directory),
+              open(self.directory / place.relative_path, "rb") as file):
+            view = _create_file_view(file, place.offset, place.length)
+            return torch.load(view, map_location="cpu", weights_only=True)
 
 
 def _slices(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -155,8 +147,8 @@ class DistcpFile(shard_files.OutputFile):
             rows = parameter.merge(self._held).contiguous().flatten()
             self._held = []
             pieces = self._table.pieces_of(parameter)
-            for piece, part in zip(pieces, rows.split([math.prod(p.sizes) for p in pieces]),
-                                   strict=True):
+            parts = rows.split([math.prod(piece.sizes) for piece in pieces])
+            for piece, part in zip(pieces, parts, strict=True):
                 self._save(piece, part.view(piece.sizes))
 
     def _save(self, piece: Piece, tensor: torch.Tensor) -> None:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+Source = Annotated[str, typer.Argument(help="Recipe or run directory.")]
 
 
 @app.command()
-def show(recipe: Annotated[str, typer.Argument(help="Recipe or run directory.")],
-         overrides: Overrides = None, as_json: Json = False) -> None:
+def show(recipe: Source, overrides: Overrides = None, as_json: Json = False) -> None:
     """Every value of a recipe or a run, and where it comes from."""
     from grpo_megatron.config.resolved import to_json
 
@@ -32,9 +32,7 @@ def show(recipe: Annotated[str, typer.Argument(help="Recipe or run directory.")]
 
 
 @app.command()
-def diff(first: Annotated[str, typer.Argument(help="Recipe or run directory.")],
-         second: Annotated[str, typer.Argument(help="Recipe or run directory.")],
-         as_json: Json = False) -> None:
+def diff(first: Source, second: Source, as_json: Json = False) -> None:
     """Keys that differ between two recipes or runs, with both values and their origins."""
     left, right = resolve_any(first, []), resolve_any(second, [])
     before, after = _values(left), _values(right)
@@ -78,15 +76,17 @@ def _cell(resolved: ResolvedConfig, values: dict[str, str], key: str) -> str:
     return f"{values[key]}  ({resolved.provenance[key]})" if key in values else "absent"
 
 
-def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "") -> None:
-    """A table on a terminal; tab-separated lines, easy to grep and cut, elsewhere."""
+def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "",
+                labelled: bool = False) -> None:
+    """A table on a terminal; elsewhere tab-separated lines, easy to grep and cut, without the
+    header unless `labelled`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
-        for row in rows:
+        for row in [header] * labelled + rows:
             typer.echo("\t".join(row))
         return
     table = Table(*header, box=None, pad_edge=False, header_style="bold")

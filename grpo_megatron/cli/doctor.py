@@ -1,5 +1,4 @@
-"""`doctor`: what is missing on this machine and how to get it. Engines are looked up or started in
-a child process, never imported."""
+"""`doctor`: what is missing here and how to get it. Imports no engine: a child process does."""
 
 import ctypes
 import importlib.metadata
@@ -31,8 +30,6 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda,
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One checked thing."""
-
     what: str
     status: Literal["ok", "missing", "warning", "optional"]
     """`missing`: required. `optional`: absent, and only some uses need it."""
@@ -41,7 +38,6 @@ class Finding:
 
 
 def run_doctor(*, as_json: bool = False) -> int:
-    """Print what was found; returns `SetupError.exit_code` if something required is missing."""
     findings = all_findings()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))

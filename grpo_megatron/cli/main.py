@@ -12,9 +12,9 @@ from grpo_megatron.cli import (
     config_commands,
     convert_commands,
     objective_commands,
-    offline_commands,
     plan_command,
     run_commands,
+    slurm_commands,
 )
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
@@ -22,11 +22,10 @@ app = typer.Typer(
     name="grpo-megatron", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
-app.command("train")(run_commands.train)
-app.command("resume")(run_commands.resume)
-app.command("plan")(plan_command.plan)
-app.command("replay")(offline_commands.replay)
-app.command("mismatch")(offline_commands.mismatch)
+for _command in (run_commands.train, run_commands.resume, slurm_commands.submit,
+                 slurm_commands.status, slurm_commands.logs, slurm_commands.cancel,
+                 plan_command.plan, run_commands.replay, run_commands.mismatch):
+    app.command()(_command)
 app.add_typer(config_commands.app, name="config")
 app.add_typer(convert_commands.app, name="convert")
 app.add_typer(objective_commands.app, name="objective")
@@ -57,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; every error that a user can act on becomes a message and an exit code
     (`errors.py`; 130 after Ctrl-C). Set `GRPO_MEGATRON_TRACEBACK=1` for tracebacks."""
     try:
-        return app(args=None if arguments is None else list(arguments),
-                   standalone_mode=False) or 0
+        return app(args=arguments and list(arguments), standalone_mode=False) or 0
     except GrpoMegatronError as error:
         if os.environ.get("GRPO_MEGATRON_TRACEBACK") == "1":
             raise

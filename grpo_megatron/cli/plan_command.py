@@ -55,7 +55,7 @@ def plan(
 def _print(found: Plan) -> None:
     rows = [(str(rank.stage), str(rank.rank), *map(_size, rank.parts.values()), _size(rank.total))
             for rank in found.stages]
-    print_table(("stage", "rank", *found.worst.parts, "total"), rows)
+    print_table(("stage", "rank", *found.worst.parts, "total"), rows, labelled=True)
     usable = _size(found.usable_bytes) if found.usable_bytes is not None else "not known"
     lines = {"fullest rank": f"{found.worst.rank}: {_size(found.worst.total)}, usable: {usable}",
              "engine": ", ".join(f"{name} {n if name == 'kv_tokens' else _size(n)}"
@@ -89,4 +89,4 @@ def _search(config: RunConfig, text: str, device: str, as_json: bool) -> None:
         return
     print_table(("cost", "memory", "bubble", "settings"), [
         (f"{row['cost']:.2f}", _size(row["bytes"]), f"{row['bubble_fraction']:.1%}",
-         row["settings"] or "as in the recipe") for row in rows])
+         row["settings"] or "as in the recipe") for row in rows], labelled=True)

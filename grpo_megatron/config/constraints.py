@@ -1,12 +1,11 @@
-"""Rules between keys that need neither the model nor the machine (those: `plan/`). What is said
-where one does not hold: `rules.toml`."""
+"""Rules between keys, without the model and the machine (those: `plan/`). Texts: `rules.toml`."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
-from grpo_megatron.config.objective import PRESETS, TOKEN_LEVEL
+from grpo_megatron.config.objective import PRESETS, TOKEN_LEVEL, BatchConfig, ObjectiveConfig
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.problems import Violation
 from grpo_megatron.config.rules import Conditions, broken
@@ -22,14 +21,13 @@ _Found = Mapping[str, Any] | None
 
 
 def check_constraints(config: RunConfig) -> list[Violation]:
-    """All violated rules."""
     known = {"c": config, "o": config.objective}
     found = list(broken(_OF_RUN, known, config))
     for index, domain in enumerate(config.domains):
         found += broken(_OF_DOMAIN, {**known, "d": domain, "i": index}, config, domain, index)
     found += broken(WITHIN_OBJECTIVE, known, config.objective)
     if config.num_steps:
-        found += broken(OBJECTIVE_AND_BATCH, known, config)
+        found += broken(OBJECTIVE_AND_BATCH, known, config.objective, config.batch)
     return found
 
 
@@ -113,8 +111,7 @@ _OF_RUN: Conditions = {
     "min_lr": _min_lr,
     "placement.trainer": lambda c: c.trainer.num_ranks % c.placement.trainer_nodes != 0,
     "placement.trainer_gpus": lambda c: 0 < c.placement.num_trainer_gpus < c.trainer.num_ranks,
-    "placement.rollout_gpus": _engines_without_gpus,
-}
+    "placement.rollout_gpus": _engines_without_gpus}
 
 
 def _same_name(c: RunConfig, d: DomainConfig, i: int) -> _Found:
@@ -155,8 +152,7 @@ _OF_DOMAIN: Conditions = {
     "accuracy_component": _accuracy_component,
     "length_budget": lambda c, d, i: (d.max_new_tokens or 0) > c.rollout.max_new_tokens,
     "objective.domain_kl_beta": lambda c, d, i: (
-        c.objective.kl == "none" and d.objective and d.objective.kl_beta),
-}
+        c.objective.kl == "none" and d.objective and d.objective.kl_beta)}
 
 
 _SEQUENCE_RATIOS = ("sequence_geo", "sequence_product", "sequence_mean")
@@ -185,26 +181,24 @@ WITHIN_OBJECTIVE: Conditions = {
     "objective.components": lambda o: (
         o.advantage == "components" and o.advantage_std != "group"),
     "objective.turn_ratio": lambda o: o.ratio == "turn_geo" and o.advantage != "gagpo",
-    "objective.shuffle_advantages": lambda o: o.shuffle_advantages and o.token_level,
-}
+    "objective.shuffle_advantages": lambda o: o.shuffle_advantages and o.token_level}
 
 
-def _preset_size(c: RunConfig) -> dict[str, int] | None:
-    preset = PRESETS.get(c.objective.preset)
+def _preset_size(o: ObjectiveConfig, b: BatchConfig) -> dict[str, int] | None:
+    preset = PRESETS.get(o.preset)
     size = preset.group_size if preset else None
-    return {"size": size} if size not in (None, c.batch.num_samples_per_prompt) else None
+    return {"size": size} if size not in (None, b.num_samples_per_prompt) else None
 
 
 OBJECTIVE_AND_BATCH: Conditions = {
     "objective.group_size": _preset_size,
-    "objective.gagpo": lambda c: c.objective.advantage == "gagpo",
-    "group_size": lambda c: c.batch.num_samples_per_prompt == 1 and (
-        c.objective.advantage not in ("reward", "gagpo", "process")),
-    "objective.subset_size": lambda c: c.objective.subset != "none" and (
-        c.objective.subset_size > c.batch.num_samples_per_prompt),
-    "objective.passk_k": lambda c: c.objective.advantage in ("passk", "pkpo") and (
-        c.objective.passk_k > c.batch.num_samples_per_prompt),
-    "objective.llds_weight": lambda c: c.objective.llds_weight > 0 and (
-        c.batch.updates_per_rollout == 1 and not c.batch.max_staleness),
-}
+    "objective.gagpo": lambda o, b: o.advantage == "gagpo",
+    "group_size": lambda o, b: b.num_samples_per_prompt == 1 and (
+        o.advantage not in ("reward", "gagpo", "process")),
+    "objective.subset_size": lambda o, b: (
+        o.subset != "none" and o.subset_size > b.num_samples_per_prompt),
+    "objective.passk_k": lambda o, b: (
+        o.advantage in ("passk", "pkpo") and o.passk_k > b.num_samples_per_prompt),
+    "objective.llds_weight": lambda o, b: (
+        o.llds_weight > 0 and b.updates_per_rollout == 1 and not b.max_staleness)}
 """Rules of RL steps; they do not hold for a case that is only evaluated."""

@@ -18,7 +18,6 @@ class RewardConfig(Strict):
 
     @property
     def component(self) -> str:
-        """Name of the component."""
         return self.name or self.function.rpartition(":")[2]
 
 

@@ -1,10 +1,11 @@
 """Settings merged from layers, who set each value (file, line or flag), and the topmost layer:
 `key=value` overrides with dotted keys, TOML values, bare words as text, `null` to unset."""
 
+import contextlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 from grpo_megatron.config import schema
 from grpo_megatron.config.keys import KeyPath, dotted, is_array_of_tables, split_key
@@ -53,8 +54,7 @@ class Layers:
     def _record(self, path: KeyPath, value: Any, origin_of: Callable) -> Any:
         self.origins[path] = origin_of(path)
         if isinstance(value, Mapping):
-            return {key: self._record((*path, key), item, origin_of)
-                    for key, item in value.items()}
+            return {key: self._record((*path, key), item, origin_of) for key, item in value.items()}
         if is_array_of_tables(value):
             return [self._record((*path, index), item, origin_of)
                     for index, item in enumerate(value)]
@@ -75,15 +75,12 @@ def apply_overrides(layers: Layers, texts: Sequence[str]) -> list[Problem]:
 
 def _apply(layers: Layers, text: str) -> Problem | None:
     key, equals, raw = text.partition("=")
-    origin = Origin("flag", text)
-    try:
+    origin, keys = Origin("flag", text), ()
+    with contextlib.suppress(ValueError):
         keys = split_key(key) if equals else ()
-    except ValueError:
-        keys = ()
     if not keys:
         return Problem(key or text, "is not a key=value override", str(origin),
-                       remedy="write a dotted key and a TOML value, for example "
-                       "trainer.num_ranks=4")
+                       remedy="write a dotted key and a TOML value, like trainer.num_ranks=4")
     node: Any = layers.tree
     path: KeyPath = ()
     for part in keys:
@@ -109,7 +106,7 @@ def _child(layers: Layers, node: Any, path: KeyPath, origin: Origin) -> Any:
     """The child at `path[-1]`; missing tables are made, missing lists count as empty."""
     key = path[-1]
     if isinstance(node, dict) and node.get(key) is None:
-        if schema.is_list(path):
+        if get_origin(schema.type_of(path)) is tuple:
             return []
         node[key] = {}
         layers.origins[path] = origin
@@ -132,8 +129,7 @@ def _misplaced(layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, ra
 
 
 def _value_of(raw: str, path: KeyPath) -> Any:
-    """TOML value of `raw`, or `raw` as text; `null` is None. ValueError for what starts like a list
-    or a table, but is none."""
+    """TOML value of `raw`, or `raw` as text; ValueError for what only starts like list or table."""
     text = raw.strip()
     if text == "null":
         return None

@@ -16,15 +16,8 @@ from grpo_megatron.config.validation import Check, valid
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
                 checks: Sequence[Check] = ()) -> ResolvedConfig:
-    """Read a recipe, apply `key=value` overrides, validate.
-
-    Args:
-        recipe: Path of a TOML file, or a name below `recipes/` (`demo/gspo-moe-cpu`).
-        overrides: `trainer.num_ranks=4`, `domains.0.weight=2`, `cold_start=null`.
-        checks: Rule sets beyond those of the schema (`plan.resolve` adds the layout rules).
-
-    Raises InvalidConfigError with everything that is wrong (`problems`).
-    """
+    """Read a recipe (TOML file, or name below `recipes/`), apply `overrides` (`cold_start=null`),
+    validate, also by `checks`. InvalidConfigError with everything that is wrong (`problems`)."""
     chain = read_recipe_chain(find_recipe(recipe))
     layers, _ = _assemble(None, chain, overrides)
     layers, problems = _assemble(_preset_of(layers.tree), chain, overrides)
@@ -33,11 +26,8 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
 
 def read_resolved(path: Path, overrides: Sequence[str] = (), *,
                   checks: Sequence[Check] = ()) -> ResolvedConfig:
-    """Read a run's `config.json` (or its directory), with more overrides on top.
-
-    Without overrides the stored configuration is returned as it is. ConfigError for a missing or
-    damaged file, or with everything that is wrong with the overrides.
-    """
+    """Read a run's `config.json` (or its directory), with more overrides on top; without any it is
+    returned as it is. ConfigError for a missing or damaged file, or as `load_recipe`."""
     resolved = read_stored(path)
     if not overrides:
         return resolved
@@ -52,10 +42,8 @@ def read_resolved(path: Path, overrides: Sequence[str] = (), *,
 
 def load_objective(preset: str, overrides: Sequence[str] = (), domains: Sequence[str] = ("all",),
                    ) -> tuple[ObjectiveConfig, dict[str, DomainObjective]]:
-    """Choices of a preset with changes (`clip_low=0.1`, `domain.math.kl_beta=0.01`).
-
-    Returns the choices, and what each domain sets for itself. Raises as `load_recipe`.
-    """
+    """Choices of a preset with changes (`clip_low=0.1`, `domain.math.kl_beta=0.01`), and what each
+    domain sets for itself. Raises as `load_recipe`."""
     tables = [{"name": name, "source": "file", "path": "case", "objective": {},
                "rewards": [{"function": "case:rewards"}]} for name in domains]
     layers = Layers()

@@ -58,8 +58,7 @@ class ObjectiveConfig(Strict):
     advantage_eps: float = Field(1e-6, ge=0)
     whiten: Literal["none", "samples", "tokens"] = "none"
     statistics_scope: Literal["domain", "global"] = "domain"
-    shaping: Literal["none", "eda", "gtpo_conflict", "trace_recent", "trace_both",
-                     "xrpo"] = "none"
+    shaping: Literal["none", "eda", "gtpo_conflict", "trace_recent", "trace_both", "xrpo"] = "none"
 
     ratio: Literal["token", "sequence_geo", "sequence_token", "sequence_product",
                    "sequence_mean", "turn_geo"] = "token"
@@ -132,14 +131,12 @@ class ObjectiveConfig(Strict):
 
     @property
     def token_level(self) -> bool:
-        """Whether advantages differ within a sample."""
         return (self.advantage in TOKEN_LEVEL or self.shaping in TOKEN_SHAPINGS
                 or self.kl == "reward_k1")
 
     def for_domain(self, own: DomainObjective | None) -> ObjectiveConfig:
         """These choices with the domain's own values."""
-        values = own.model_dump(exclude_none=True) if own else {}
-        return self.model_copy(update=values)
+        return self.model_copy(update=own.model_dump(exclude_none=True)) if own else self
 
 
 class BatchConfig(Strict):

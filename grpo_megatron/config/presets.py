@@ -46,7 +46,7 @@ def load_preset(name: str) -> ModelPreset:
             f"{'unknown key ' + wrong[0] if wrong else 'no [hf] table'} in a model preset",
             where=document.where(tuple(wrong[:1])),
             remedy="a model preset has the keys " + ", ".join(_TABLES))
-    values = document.values
+    values = {"layouts": [], **document.values}
     hf = values["hf"] | dict.fromkeys(values.get("hf_null", ()))
-    return ModelPreset(name, document, hf, values.get("tokenizer", {}), values.get("defaults", {}),
-                       values.get("checkpoint", {}), values.get("layouts", []))
+    return ModelPreset(name, document, hf, *(values.get(table, {}) for table in (
+        "tokenizer", "defaults", "checkpoint", "layouts")))

@@ -44,8 +44,7 @@ class Problem:
 
 
 class InvalidConfigError(ConfigError):
-    """Everything that is wrong with a recipe and its overrides; `message` is a headline, or, if
-    there are no `problems`, the full text."""
+    """Everything that is wrong; `message` is a headline, or all if there are no `problems`."""
 
     def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None,
                  problems: Sequence[Problem] = ()):

@@ -26,7 +26,6 @@ class ResolvedConfig(Strict):
 
     @property
     def run_path(self) -> Path:
-        """The run directory."""
         return self.config.runs_dir / self.config.name
 
 
@@ -52,7 +51,6 @@ def read_stored(path: Path) -> ResolvedConfig:
                           remedy="give the directory of a run, for example runs/demo") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ConfigError(f"the run's configuration is damaged: {dotted(first['loc'])}: "
-                          f"{first['msg']}", where=where,
-                          remedy="use the version of grpo-megatron that wrote it, or start the run "
-                          "again from its recipe") from None
+        what = f"the run's configuration is damaged: {dotted(first['loc'])}: {first['msg']}"
+        raise ConfigError(what, where=where, remedy="use the version of grpo-megatron that wrote "
+                          "it, or start the run again from its recipe") from None

@@ -38,8 +38,7 @@ class RolloutConfig(Strict):
         """vLLM's sampling parameters that narrow the distribution; empty: none does.
 
         `logprobs` is how many to report so that all kept ids are among them, -1 for all: what ties
-        with the k-th is kept as well, which is frequent in bfloat16.
-        """
+        with the k-th is kept as well, which is frequent in bfloat16."""
         values = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         narrow = {n: v for n, v in values.items() if v is not None and v != _NEUTRAL.get(n)}
         if narrow:

@@ -24,7 +24,6 @@ def broken(conditions: Conditions, known: Mapping[str, Any], *subject: Any) -> I
 
 
 def cases_of(conditions: Conditions, *subject: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and details of every broken rule."""
     for name, is_broken in conditions.items():
         found = is_broken(*subject)
         for details in found if isinstance(found, list) else [found] if found else []:

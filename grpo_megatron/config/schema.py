@@ -59,9 +59,6 @@ def keys_of(path: Sequence[str | int]) -> list[str]:
     return [str(key[-1]) for key in all_fields() if key[:-1] == _general(path)]
 
 
-def is_list(path: KeyPath) -> bool:
-    """Whether the schema has a list at `path`."""
-    return get_origin(type_of(path)) is tuple
 
 
 def takes_text(path: KeyPath) -> bool:
@@ -72,15 +69,11 @@ def takes_text(path: KeyPath) -> bool:
 
 def choices_at(path: KeyPath) -> tuple[Any, ...]:
     """The fixed set of values at `path`; empty if open."""
-    annotation = type_of(path)
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+    return get_args(kind) if get_origin(kind := type_of(path)) is Literal else ()
 
 
 def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
-    """Valid dotted keys that the unknown key at `path` may stand for, best first.
-
-    Likely typing errors come first, then the same name in another table.
-    """
+    """What the unknown key at `path` may stand for: likely typos, then the name in other tables."""
     *table, key = map(str, path)
     here, anywhere = keys_of(table), {str(known[-1]): [] for known in all_fields()}
     for known in all_fields():

@@ -4,14 +4,13 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(word: str, candidates: Iterable[str], *, count: int = 3,
-            cutoff: float = 0.6) -> list[str]:
-    """Candidates like `word`, best first; letter case and `-` against `_` do not count."""
+def nearest(word: str, known: Iterable[str], *, count: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Known words like `word`, best first; letter case and `-` against `_` do not count."""
     if len(word) <= 3:  # one wrong letter of two is half of the word
         cutoff = min(cutoff, 0.5)
     matcher = difflib.SequenceMatcher(b=plain(word), autojunk=False)
     scored = []
-    for candidate in candidates:
+    for candidate in known:
         matcher.set_seq1(plain(candidate))
         same_letters = matcher.quick_ratio()  # in any order: decides `bet1a` for beta1
         if same_letters >= cutoff and matcher.ratio() >= cutoff:
@@ -28,5 +27,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def plain(word: str) -> str:
-    """Without what does not count."""
     return word.lower().replace("-", "_")

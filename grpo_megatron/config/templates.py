@@ -1,8 +1,7 @@
 """Prompt templates: `{question}` and `{metadata[key]}`, nothing else.
 
 `str.format` itself would reach attributes, apply format specifications and render an answer into
-the prompt; here every field is checked when the template is parsed, before any problem is read.
-"""
+the prompt; here every field is checked when the template is parsed, before any problem is read."""
 
 import re
 import string
@@ -18,8 +17,7 @@ _LEAKS = ("answer", "solution")
 class PromptTemplate:
     """`PromptTemplate("{metadata[a]} =").render("", {"a": "37 + 48"})` gives `"37 + 48 ="`.
 
-    DataError for unbalanced braces, an unknown field, or one that would leak the answer.
-    """
+    DataError for unbalanced braces, an unknown field, or one that would leak the answer."""
 
     def __init__(self, text: str, *, where: str | None = None):
         self.text, self._where = text, where

@@ -19,17 +19,13 @@ _AT_LINE = re.compile(r" \(at line (\d+), column (\d+)\)")
 
 @dataclass(frozen=True)
 class TomlFile:
-    """A parsed file."""
-
     path: Path
-    display: str
-    """The path as messages show it."""
+    display: str  # the path as messages show it
     values: dict[str, Any]
     text: str
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:
-        """See `key_lines`."""
         return key_lines(self.text)
 
     def where(self, path: KeyPath) -> str:
@@ -119,8 +115,7 @@ def find_recipe(recipe: str | Path) -> Path:
     wanted = Path(recipe).name.removesuffix(".toml")
     listed = [by_stem[stem] for stem in nearest(wanted, by_stem)] or names
     raise ConfigError(f"no recipe at {str(recipe)!r}", where=str(Path.cwd()),
-                      remedy="give a path to a .toml file or a shipped recipe: "
-                      + ", ".join(listed[:5]))
+                      remedy="give a .toml file or a shipped recipe: " + ", ".join(listed[:5]))
 
 
 def read_recipe_chain(path: Path) -> list[TomlFile]:

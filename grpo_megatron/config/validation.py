@@ -27,12 +27,11 @@ Check = Callable[[RunConfig], list[Violation]]
 
 def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
           source: str) -> RunConfig:
-    """The configuration of `layers`, where it keeps all rules and there are no `problems` yet.
+    """The configuration of `layers`; InvalidConfigError with the `problems` so far and everything
+    else that is wrong.
 
     Rules run even when some keys are wrong, on what is left without these keys; what a rule
-    says about a wrong key is dropped then, because its intended value is not known.
-    Raises InvalidConfigError with everything that is wrong.
-    """
+    says about a wrong key is dropped then, because its intended value is not known."""
     config, errors = _parse(layers.tree)
     found = [*problems, *(_problem_of(error, layers) for error in errors)]
     if errors:
@@ -82,13 +81,10 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
 
 
 def _problem_of(error: dict[str, Any], layers: Layers) -> Problem:
-    """Turn one entry of `ValidationError.errors()` into a problem."""
-    path: KeyPath = error["loc"]
     if error["type"] == "extra_forbidden":
-        return _unknown_key(path, error["input"], layers)
-    if error["type"] == "missing":
-        return _missing_key(path, layers)
-    return _wrong_value(path, error, layers)
+        return _unknown_key(error["loc"], error["input"], layers)
+    return _missing_key(error["loc"], layers) if error["type"] == "missing" else _wrong_value(
+        error["loc"], error, layers)
 
 
 def _unknown_key(path: KeyPath, value: Any, layers: Layers) -> Problem:
@@ -147,8 +143,7 @@ def _problem_of_violation(violation: Violation, config: RunConfig, layers: Layer
         path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
         return layers.origins.get(path, DEFAULT)
 
-    near = tuple(value if isinstance(value, str) else as_toml(value)
-                 for value in violation.nearest)
+    near = tuple(v if isinstance(v, str) else as_toml(v) for v in violation.nearest)
     related = tuple(f"{key} = {as_toml(value_at(config, key))} ({origin(key)})"
                     for key in violation.related if origin(key) is not DEFAULT)
     return Problem(violation.key, violation.message, str(origin(violation.key)),

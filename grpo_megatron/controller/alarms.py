@@ -29,10 +29,8 @@ class Alarms:
 
 
 class LazyDisplacement:
-    """Right answers become less likely while the gradient grows (lazy likelihood displacement,
-    arXiv:2512.04220): `step/logprob_gain_positive` has a negative mean in three consecutive
-    windows of five steps, and the mean `grad/norm` rises from window to window.
-    """
+    """Lazy likelihood displacement (arXiv:2512.04220): in three consecutive windows of five steps
+    `step/logprob_gain_positive` has a negative mean, and the mean `grad/norm` rises."""
 
     def __init__(self):
         self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS * NUM_WINDOWS)

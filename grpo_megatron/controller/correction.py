@@ -1,8 +1,7 @@
 """Guided error correction: wrong completions get a second try (EDGE-GRPO, arXiv:2507.21848).
 
 A retry continues prompt, wrong attempt and a cue. Only what the policy then adds is trained;
-attempt and cue are its context, so every trained token was sampled where it is trained.
-"""
+attempt and cue are its context, so every trained token was sampled where it is trained."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,7 +45,6 @@ class Correction:
         return corrected
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the retries since the last call."""
         seen, no_room, self._seen, self._no_room = np.array(self._seen), self._no_room, [], 0
         metrics = {"correction/retries": float(len(seen)), "correction/no_room": float(no_room)}
         if len(seen):
@@ -75,15 +73,13 @@ class Correction:
         return replace(prompt, prompt_id=name, token_ids=context)
 
 
-def _with_retry(group: ScoredGroup, sample: int, prompt: Prompt,
-                retry: ScoredGroup) -> ScoredGroup:
+def _with_retry(group: ScoredGroup, sample: int, prompt: Prompt, retry: ScoredGroup) -> ScoredGroup:
     size, before = len(group.rewards), len(group.group.prompt.token_ids)
     completions, steps = list(group.group.completions), list(group.steps or [()] * size)
     completions[sample] = replace(retry.group.completions[0], context=prompt.token_ids[before:])
     steps[sample] = (retry.steps or [()])[0]
     here = np.arange(size) == sample
-    return ScoredGroup(
-        replace(group.group, completions=tuple(completions)),
-        {name: np.where(here, retry.components[name], values)
-         for name, values in group.components.items()},
-        np.where(here, retry.rewards, group.rewards), tuple(steps))
+    components = {name: np.where(here, retry.components[name], values)
+                  for name, values in group.components.items()}
+    return ScoredGroup(replace(group.group, completions=tuple(completions)), components,
+                       np.where(here, retry.rewards, group.rewards), tuple(steps))

@@ -1,8 +1,7 @@
 """What the supervisor shows: one JSON object a line on this process's standard output.
 
-Kinds: `phase` (name), `step` (metrics, best, worst), `message` (text), `failure` (text, why this
-process ends), `result` (text, the run's last line).
-"""
+Kinds: `phase` (name), `step` (metrics, samples), `message`, `failure` (why this process ends),
+`result` (the run's last line), text each."""
 
 import contextlib
 import json

@@ -1,29 +1,33 @@
-"""The controller process: `python -m grpo_megatron.controller.main RUN_DIR ENGINE_URL…`."""
+"""The controller process: `python -m grpo_megatron.controller.main RUN_DIR ATTEMPT`.
+
+A line on standard input, or SIGTERM, stops the run after the current step, with a checkpoint."""
 
 import asyncio
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 
 from grpo_megatron.controller.display import claim_stdout, show
+from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
 
-def main(run_path: str, engine_urls: list[str]) -> int:
-    """Run to the end, or until told to stop; returns the exit code."""
+def main(run_path: str, attempt: str) -> int:
     claim_stdout()  # before any library can print
+    stop = Stop()
     from grpo_megatron.config.loader import read_resolved
     from grpo_megatron.controller.run import run
-    from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
     from grpo_megatron.rundir import RunDir
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr,
                         format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run_dir = RunDir(Path(run_path))
+    run_dir = RunDir(Path(run_path), attempt)
     try:
         config = read_resolved(run_dir.config).config
-        finished = asyncio.run(run(config, run_dir, engine_urls))
+        finished = asyncio.run(run(config, run_dir, stop.listen_for))
     except Exception as error:
         traceback.print_exc()
         known = isinstance(error, GrpoMegatronError)
@@ -32,7 +36,29 @@ def main(run_path: str, engine_urls: list[str]) -> int:
     return 0 if finished else INTERRUPTED_EXIT_CODE
 
 
+class Stop:
+    """Before RL begins nothing is lost: the process ends. Then its loop is told."""
+
+    def __init__(self) -> None:
+        self._tell = self._end
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._tell())
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def listen_for(self, stopping: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        self._tell = lambda: loop.call_soon_threadsafe(stopping.set)
+
+    def _read(self) -> None:
+        if sys.stdin.readline():  # a signal would reach the reward processes too, through Slurm
+            self._tell()
+
+    def _end(self) -> None:
+        show("message", text="stopped before the first step")
+        os._exit(INTERRUPTED_EXIT_CODE)
+
+
 if __name__ == "__main__":
-    code = main(sys.argv[1], sys.argv[2:])
+    code = main(*sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)  # libraries' threads must not delay the end of a run

@@ -2,8 +2,7 @@
 
 The canary catches what follows loading: an engine may hold the right bytes and still compute
 with something else (prepacked copies, stale caches). It costs no time: it is sampled with the
-step's rollouts, and the trainer, idle then, recomputes its log-probs.
-"""
+step's rollouts, and the trainer, idle then, recomputes its log-probs."""
 
 import asyncio
 import time
@@ -33,8 +32,6 @@ def canary_tolerance(config: RunConfig) -> float:
 
 
 class Publisher:
-    """Publishes versions and checks them."""
-
     def __init__(self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink,
                  engines: ReplicaPool):
         self.config, self.run_dir = config, run_dir
@@ -118,8 +115,7 @@ class Publisher:
     async def _sample(self, client: EngineClient, prompt: Prompt) -> Completion:
         rollout = self.config.rollout
         tokens = min(CANARY_TOKENS, self.config.max_new_tokens_of(prompt.domain))
-        seed = None
-        if rollout.deterministic:
-            seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)
-        return (await client.generate(prompt.token_ids, max_tokens=tokens, seed=seed,
+        seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)
+        return (await client.generate(prompt.token_ids, max_tokens=tokens,
+                                      seed=seed if rollout.deterministic else None,
                                       temperature=rollout.temperature))[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.batching.store import SampleRow, ShardWriter, begin_step, finish_step
+from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 
@@ -18,31 +18,24 @@ def record_step(directory: Path, groups: Sequence[ScoredGroup], num_updates: int
                 domains: Sequence[str], manifest: dict, decode: Decode,
                 route_shape: RouteShape | None = None) -> None:
     """Write a step, one shard a replica. In prompt order within each shard: equal rollouts give
-    equal files.
-
-    Args:
-        num_updates: optimizer steps; each trains a contiguous part of the groups, of nearly equal
-            size.
-        domains: the recipe's domains, in order.
-        decode: token ids to text, for the places of step rewards.
-    """
+    equal files. Each of `num_updates` optimizer steps trains a contiguous part of the groups, of
+    nearly equal size; `domains` are the recipe's, in order."""
     working = begin_step(directory)
     replicas = sorted({scored.group.replica for scored in groups})
-    writers = [ShardWriter(working / f"rollout-{replica}.safetensors", route_shape)
-               for replica in replicas]
-    rows, num_rows = [], [0] * len(writers)
+    of_shards: list[list[RolloutGroup]] = [[] for _ in replicas]
+    rows, num_rows = [], [0] * len(replicas)
     for number, scored in enumerate(groups):
         shard, domain = replicas.index(scored.group.replica), scored.group.prompt.domain
         update = number * min(num_updates, len(groups)) // len(groups)
-        for part in scored.group.by_context():
-            writers[shard].append(part)
+        of_shards[shard].extend(scored.group.by_context())
         for reward, completion in zip(scored.rewards, scored.group.completions, strict=True):
             rows.append(SampleRow(shard, num_rows[shard], number, update, float(reward),
                                   domains.index(domain), completion.truncated))
             num_rows[shard] += 1
-    finish_step(directory, [writer.close() for writer in writers], rows,
-                {**manifest, "domains": list(domains)}, _components(groups),
-                _steps(groups, decode))
+    shards = [write_shard(working / f"rollout-{replica}.safetensors", parts, route_shape)
+              for replica, parts in zip(replicas, of_shards, strict=True)]
+    finish_step(directory, shards, rows, {**manifest, "domains": list(domains)},
+                _components(groups), _steps(groups, decode))
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
@@ -68,8 +61,7 @@ def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
     return min(found, len(token_ids) - 1)
 
 
-def record_supervised(directory: Path, batches: Sequence[Sequence[tuple[Prompt, list[int]]]],
-                      ) -> None:
+def record_supervised(directory: Path, batches: Sequence[Sequence[tuple[Prompt, list[int]]]]):
     """Prompts with the tokens they should be answered with; one optimizer step per batch."""
     _record_pairs(directory, "supervised", [(update, prompt, Completion(
         np.asarray(answer, np.int32), np.zeros(len(answer), np.float32),
@@ -82,25 +74,31 @@ def record_completions(directory: Path, pairs: Sequence[tuple[Prompt, Completion
     _record_pairs(directory, "completions", [(0, *pair) for pair in pairs])
 
 
-def _record_pairs(directory: Path, kind: str, samples: Sequence[tuple[int, Prompt, Completion]]
-                  ) -> None:
-    writer, rows = ShardWriter(begin_step(directory) / f"{kind}-0.safetensors"), []
-    for update, prompt, completion in samples:
-        index = writer.append(RolloutGroup(prompt, (completion,), 0))
-        rows.append(SampleRow(0, index, index, update, 0.0))
-    finish_step(directory, [writer.close()], rows, {"kind": kind, "stale": False})
+def _record_pairs(directory: Path, kind: str, samples: Sequence[tuple[int, Prompt, Completion]]):
+    groups = [RolloutGroup(prompt, (completion,), 0) for _, prompt, completion in samples]
+    rows = [SampleRow(0, i, i, update, 0.0) for i, (update, _, _) in enumerate(samples)]
+    shard = write_shard(begin_step(directory) / f"{kind}-0.safetensors", groups)
+    finish_step(directory, [shard], rows, {"kind": kind, "stale": False})
 
 
 def prune_store(store: Path, checkpoints: Sequence[int], keep: int) -> None:
-    """Remove recorded steps that neither a resume nor a replay needs.
-
-    Kept are the steps since the newest of `checkpoints` (steps, ascending), and the first `keep`
-    after each of the others: those can be computed again from there.
-    """
-    for path in store.glob("step_*") if checkpoints else ():
-        if not path.name[5:].isdigit():
-            continue
-        step = int(path.name[5:])
-        before = [c for c in checkpoints if c <= step]
-        if not before or (before[-1] != checkpoints[-1] and step >= before[-1] + keep):
+    """Remove recorded steps that neither a resume nor a replay needs: kept are those since the
+    newest of `checkpoints` (ascending), and the first `keep` after each of the others."""
+    for recorded, path in _steps_of(store) if checkpoints else ():
+        before = [c for c in checkpoints if c <= recorded]
+        if not before or (before[-1] != checkpoints[-1] and recorded >= before[-1] + keep):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def drop_disconnected(store: Path, step: int) -> None:
+    """Remove recorded steps after a gap that begins at or after `step`: a step in the gap will be
+    sampled anew, and what was recorded later came from another policy."""
+    while (store / f"step_{step:06d}" / "manifest.json").exists():
+        step += 1
+    for recorded, path in _steps_of(store):
+        if recorded > step:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _steps_of(store: Path) -> list[tuple[int, Path]]:
+    return [(int(p.name[5:]), p) for p in store.glob("step_*") if p.name[5:].isdigit()]

@@ -4,8 +4,7 @@
     max_staleness 1:  rollout k+1 runs while step k trains; its samples are one version behind.
 
 Everything a step needs is on disk before it trains, and a step whose samples are in the store
-is trained from them, never sampled again.
-"""
+is trained from them, never sampled again."""
 
 import asyncio
 import json
@@ -34,8 +33,6 @@ from grpo_megatron.telemetry.samples import Sample, extremes, write_samples
 
 @dataclass
 class RecordedStep:
-    """A step in the store, ready to be trained."""
-
     step: int
     directory: Path
     manifest: dict[str, Any]  # see `RLLoop._sample`
@@ -46,8 +43,7 @@ class RecordedStep:
 class RLLoop:
     """Runs steps until `num_steps` or until told to stop."""
 
-    def __init__(self, session: Session, state: RunState, metrics: MetricsWriter,
-                 mirrors: Mirrors):
+    def __init__(self, session: Session, state: RunState, metrics: MetricsWriter, mirrors: Mirrors):
         self.session, self.state = session, state
         self.metrics, self.mirrors = metrics, mirrors
         self.config, self.run_dir = session.config, session.run_dir
@@ -100,7 +96,8 @@ class RLLoop:
         if (file := directory / "manifest.json").exists():
             manifest = json.loads(file.read_text())
             self.sampler.load_state_dict(manifest["sampler"])  # its draws depended on its answers
-            return RecordedStep(step, directory, manifest)
+            recorded = RecordedStep(step, directory, manifest)
+            return recorded if self.ahead else replace(recorded, canary=await self._canary())
         if self.ahead:  # the trainer is about to have other weights than the engines
             return await self._sample(step, directory)
         recorded, canary = await finish_or_cancel([self._sample(step, directory), self._canary()])
@@ -144,12 +141,10 @@ class RLLoop:
                 state=self.state.objective)
 
     async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:
-        """Metrics, evaluation, checkpoint."""
         step, manifest = recorded.step, recorded.manifest
         seconds = recorded.seconds | self.session.take_seconds()
         self.phase_seconds.update(seconds)
         metrics = {**manifest["metrics"], **recorded.canary, **report["metrics"],
-                   **self.session.rewards.metrics(),
                    "policy/version": float(manifest["version"]),
                    "policy/staleness": float(step - manifest["version"]),
                    **{f"time/{name}_s": value for name, value in seconds.items()},
@@ -190,7 +185,7 @@ class RLLoop:
         with self.session.phase("checkpoint"):
             directory = self.run_dir.step_checkpoint(self.state.step)
             await self.session.trainer.call("save", directory=str(directory),
-                                            state=self.state.to_json())
+                                            state=asdict(self.state))
         self._checkpointed = self.state.step
         self.session.event("checkpoint", step=self.state.step)
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)

@@ -1,34 +1,35 @@
 """One run from start to end: cold start, RL, held-out accuracy before and after, export."""
 
-import asyncio
-import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.cold_start import cold_start
 from grpo_megatron.controller.display import show
+from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.session import Session, open_session
 from grpo_megatron.controller.state import RunState
+from grpo_megatron.errors import CheckpointError
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import make_mirrors
 
 
-async def run(config: RunConfig, run_dir: RunDir, engine_urls: Sequence[str]) -> bool:
-    """Returns whether the run is finished; False: it was told to stop and can be resumed."""
+async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
+    """Returns whether the run is finished; False: it was told to stop and can be resumed.
+    `on_start` gets the event that stops RL, when it begins."""
     started = time.monotonic()
-    async with open_session(config, run_dir, engine_urls) as session:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, session.stopping.set)
+    async with open_session(config, run_dir) as session:
         state = await _restore(session) or await _begin(session, started)
         with closing(MetricsWriter(run_dir)) as metrics, closing(make_mirrors(
                 config.telemetry, run_dir, config.name, config.model_dump(mode="json"))) as mirrors:
             metrics.truncate_after(state.step - 1)
             loop = RLLoop(session, state, metrics, mirrors)
+            on_start(session.stopping)
             state = await loop.run()
         if state.step < config.num_steps:
             show("message", text=f"stopped after {state.step} steps; "
@@ -58,18 +59,29 @@ async def _begin(session: Session, started: float) -> RunState:
     state = RunState(0, 0, {}, before, time.monotonic() - started)
     if session.config.cold_start is not None:  # not to be repeated by a resume
         await session.trainer.call("save", directory=str(session.run_dir.step_checkpoint(0)),
-                                   state=state.to_json())
+                                   state=asdict(state))
     return state
 
 
 async def _restore(session: Session) -> RunState | None:
-    """The state of the newest checkpoint; None when there is none."""
-    steps = complete_steps(session.run_dir.checkpoints)
-    if not steps:
-        return None
-    directory = session.run_dir.step_checkpoint(steps[-1])
-    state = RunState(**await session.trainer.call("load", directory=str(directory)))
-    await session.publisher.publish(state.step)
-    show("message", text=f"resumed after step {state.step}")
-    session.event("resumed", step=state.step)
-    return state
+    """The newest checkpoint that is whole; None without any; CheckpointError if all are damaged."""
+    run_dir = session.run_dir
+    steps = complete_steps(run_dir.checkpoints)
+    for step in reversed(steps):
+        directory = str(run_dir.step_checkpoint(step))
+        if files := (await session.trainer.call("damage", directory=directory))["files"]:
+            show("message", text=f"the checkpoint of step {step} is damaged ({files[0]}): "
+                                 "taking the one before it")
+            session.event("checkpoint_damaged", step=step, files=files)
+            continue
+        state = RunState(**await session.trainer.call("load", directory=directory))
+        drop_disconnected(run_dir.store, state.step)
+        await session.publisher.publish(state.step)
+        show("message", text=f"resumed after step {state.step}")
+        session.event("resumed", step=state.step)
+        return state
+    if steps:
+        raise CheckpointError("every checkpoint of this run is damaged",
+                              where=str(run_dir.step_checkpoint(steps[-1])),
+                              remedy="restore one from a backup, or begin again with --overwrite")
+    return None

@@ -19,6 +19,8 @@ from grpo_megatron.data.prompts import load_splits
 from grpo_megatron.data.splits import Splits
 from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
+from grpo_megatron.errors import EngineError
+from grpo_megatron.network import wait_for_endpoint
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
@@ -39,7 +41,6 @@ class Session:
     tokenizer: TextTokenizer
     splits: Splits
     trainer: TrainerLink
-    engines: ReplicaPool
     worker: RolloutWorker
     rewards: RewardPool
     publisher: Publisher
@@ -48,7 +49,6 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """Time a phase of the step and show it."""
         show("phase", name=name)
         started = time.perf_counter()
         try:
@@ -63,21 +63,20 @@ class Session:
         return seconds
 
     async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
-        """Fraction of prompts whose most likely answer, of the published weights, is correct;
-        NaN of none."""
+        """Share of prompts whose most likely answer, of the published weights, is correct."""
         if not prompts:
             return float("nan")
         groups = await self.worker.greedy(prompts, self.config.rollout.max_new_tokens)
         scored, selection = await self.rewards.score(groups), Selection(self.config)
         return float(np.mean([selection.correct(group)[0] == 1 for group in scored]))
 
+
     def event(self, kind: str, **fields) -> None:
         append_event(self.run_dir.events, kind, **fields)
 
 
 @asynccontextmanager
-async def open_session(config: RunConfig, run_dir: RunDir,
-                       engine_urls: Sequence[str]) -> AsyncIterator[Session]:
+async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Session]:
     """Wait for engines and trainer; close everything at the end."""
     async with contextlib.AsyncExitStack() as stack:
         trainer = TrainerLink(config.trainer.command_timeout_s)
@@ -91,22 +90,43 @@ async def open_session(config: RunConfig, run_dir: RunDir,
             config.domains, num_workers=config.data.reward_workers,
             timeout_s=config.data.reward_timeout_s, concurrency=config.data.reward_concurrency,
             log_path=run_dir.logs / "rewards.log"))
-        clients = [await stack.enter_async_context(EngineClient(
-            url, name=f"rollout-{i}", request_timeout_s=config.rollout.request_timeout_s))
-            for i, url in enumerate(engine_urls)]
+        show("phase", name="starting")
+        clients = await _connect(config, run_dir, stack)
         engines = ReplicaPool(clients, max_attempts=config.rollout.max_attempts,
                               on_death=lambda replica: _mourn(run_dir, replica))
         worker = RolloutWorker(config, engines, stop_token_ids=tokenizer.stop_token_ids,
                                decode=tokenizer.decode)
-        show("phase", name="starting")
-        await asyncio.gather(*(c.wait_ready(config.rollout.startup_timeout_s) for c in clients))
-        publisher = Publisher(config, run_dir, trainer, engines)
-        yield Session(config, run_dir, tokenizer, splits, trainer, engines, worker, rewards,
-                      publisher)
+        yield Session(config, run_dir, tokenizer, splits, trainer, worker, rewards,
+                      Publisher(config, run_dir, trainer, engines))
+
+
+async def _connect(config: RunConfig, run_dir: RunDir,
+                   stack: contextlib.AsyncExitStack) -> list[EngineClient]:
+    """Clients of the engines that came up; the others are named. EngineError where none did."""
+    async def connect(name: str) -> EngineClient:
+        def is_alive() -> bool:  # the supervisor knows
+            return not (run_dir.endpoints / f"{name}.dead").exists()
+
+        limit_s = config.rollout.startup_timeout_s
+        found = await asyncio.to_thread(
+            wait_for_endpoint, run_dir.endpoints / f"{name}.json", limit_s, is_alive, EngineError)
+        client = await stack.enter_async_context(EngineClient(
+            f"http://{found.host}:{found.port}", name=name,
+            request_timeout_s=config.rollout.request_timeout_s))
+        await client.wait_ready(limit_s, is_alive)
+        return client
+
+    names = [f"rollout-{i}" for i in range(config.rollout.num_replicas)]
+    found = await asyncio.gather(*map(connect, names), return_exceptions=True)
+    failed = [result for result in found if isinstance(result, BaseException)]
+    for error in failed:
+        if not isinstance(error, EngineError) or len(failed) == len(found):
+            raise error
+        show("message", text=f"going on without an engine: {error.message}")
+    return [result for result in found if isinstance(result, EngineClient)]
 
 
 def _mourn(run_dir: RunDir, replica: Replica) -> None:
-    """A dead engine is named, once."""
     name, cause = replica.client.name, str(replica.cause_of_death)
     logger.warning("%s is dead: %s", name, cause)
     show("message", text=f"{name} is dead; its requests go to the others")

@@ -1,6 +1,6 @@
 """What a resumed run must know beyond weights and optimizer."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -15,5 +15,3 @@ class RunState:
     seconds: float  # wall time of the run so far, over all attempts
     objective: dict[str, float] = field(default_factory=dict)  # see `Objective.state`
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)

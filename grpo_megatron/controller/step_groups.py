@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_megatron.config.sampling import SamplingConfig
+from grpo_megatron.config.run import SamplingConfig
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.selection import Selection, not_older
@@ -19,8 +19,6 @@ from grpo_megatron.types import Prompt, ScoredGroup
 
 @dataclass(frozen=True, slots=True)
 class StepGroups:
-    """What a step trains, and what was sampled for it."""
-
     groups: list[ScoredGroup]  # to train; may be none
     metrics: dict[str, float]  # of what was sampled, before any correction and selection
     rollout_s: float
@@ -30,8 +28,7 @@ class GroupSource:
     """Yields the groups of step after step.
 
     Kept groups beyond the target go into the next step. They are held in memory only: after a
-    crash their prompts come again in a later epoch, like those of rejected groups.
-    """
+    crash their prompts come again in a later epoch, like those of rejected groups."""
 
     def __init__(self, session: Session, sampler: PromptSampler):
         self._session, self._sampler = session, sampler
@@ -45,6 +42,7 @@ class GroupSource:
         session, sampler, selection = self._session, self._sampler, self._selection
         batch, settings = session.config.batch, session.config.sampling
         rollout_s, first_tries = 0.0, []
+        session.rewards.take_metrics()  # of evaluations
 
         async def score(prompts: Sequence[Prompt]) -> list[ScoredGroup]:
             nonlocal rollout_s
@@ -72,7 +70,8 @@ class GroupSource:
             return by_domain(lambda part: group_metrics(part, selection), groups)
 
         metrics = (by_domain(rollout_metrics, first_tries or groups)
-                   | described(first_tries or groups) | sampler.metrics() | {
+                   | described(first_tries or groups) | sampler.metrics()
+                   | session.rewards.take_metrics() | {
             "sampling/rounds": num_rounds, "sampling/surplus": len(surplus),
             "sampling/stale_dropped": len(surplus) - len(self._surplus),
             "sampling/missing": batch.num_prompts - len(groups),
@@ -96,17 +95,9 @@ async def fill_batch(settings: SamplingConfig, target: int, acceptance: float,
     """Sample rounds of prompts until `target` groups are kept or the rounds run out (dynamic
     sampling, DAPO, arXiv:2503.14476).
 
-    A round draws missing / acceptance prompts, within `max_oversampling`. Without
-    `settings.dynamic` there is one round of `target` prompts.
-
-    Args:
-        acceptance: Expected fraction of kept groups; replaced by what this step observes.
-        carried: Surplus of the step before.
-        draw: `PromptSampler.draw`.
-
-    Returns:
-        Kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds.
-    """
+    A round draws missing / acceptance prompts, within `max_oversampling`; the expected acceptance
+    is replaced by what this step observes. Without `settings.dynamic` there is one round. Returns
+    kept groups, the carried first, maybe more than `target`; all groups sampled here; rounds."""
     kept, sampled, num_rounds = list(carried), [], 0
     used = {group.group.prompt.prompt_id for group in carried}
     while len(kept) < target and num_rounds <= settings.max_refill_rounds * settings.dynamic:

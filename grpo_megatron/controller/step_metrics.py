@@ -24,22 +24,20 @@ def group_metrics(groups: Sequence[ScoredGroup], selection: Selection) -> dict[s
     """Acceptance, success and lengths of groups before any selection.
 
     pass_at_1 is the mean success rate of a prompt, pass_at_group the fraction of prompts with a
-    correct completion. What cannot be told (nothing correct, nothing scored) is left out.
-    """
+    correct completion. What cannot be told (nothing correct, nothing scored) is left out."""
     correct = [selection.correct(group) for group in groups]
     rates = np.array([np.nanmean(c) for c in correct if not np.isnan(c).all()])
     flat = np.concatenate(correct)
     lengths = np.array([len(c.token_ids) for g in groups for c in g.group.completions], float)
-    by_kind = {"": lengths, "correct_": lengths[flat == 1], "incorrect_": lengths[flat == 0]}
+    right, wrong = lengths[flat == 1], lengths[flat == 0]
     means = {
         "sampling/acceptance_rate": np.array([selection.keeps(group) for group in groups]),
         "group/all_correct_fraction": rates == 1, "group/all_wrong_fraction": rates == 0,
         "accuracy/pass_at_1": rates, "accuracy/pass_at_group": rates > 0,
-        "response/length_correct_mean": by_kind["correct_"],
-        "response/length_incorrect_mean": by_kind["incorrect_"],
-    }
+        "response/length_correct_mean": right, "response/length_incorrect_mean": wrong}
+    tails = {"": lengths, "correct_": right, "incorrect_": wrong}
     return {**{f"response/length_{kind}p95": float(np.percentile(values, 95))
-               for kind, values in by_kind.items() if len(values)},
+               for kind, values in tails.items() if len(values)},
             **{name: float(values.mean()) for name, values in means.items() if len(values)}}
 
 
@@ -53,7 +51,6 @@ def staleness(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards by component, lengths, group composition."""
     completions = [c for group in groups for c in group.group.completions]
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     lengths = np.array([len(c.token_ids) for c in completions], float)
@@ -64,8 +61,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/truncated_fraction": np.mean([c.truncated for c in completions]),
         "prompt/length_mean": np.mean([len(g.group.prompt.token_ids) for g in groups]),
         "batch/num_samples": len(rewards), "batch/num_tokens": lengths.sum(),
-        "group/all_equal_fraction": np.mean([all_equal(g.rewards) for g in groups]),
-    }
+        "group/all_equal_fraction": np.mean([all_equal(g.rewards) for g in groups])}
     if kept := [c.kept.sizes for c in completions if c.kept is not None]:
         sizes = np.concatenate(kept)  # 0: the set is not known
         metrics |= {"sampling_mask/size_mean": _mean(sizes[sizes > 0]),

@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import TrainerError
-from grpo_megatron.trainer.protocol import Endpoint, encode, raise_reply
+from grpo_megatron.network import Endpoint, own_address
+from grpo_megatron.trainer.protocol import encode, raise_reply
 
 
 class TrainerLink:
     """Commands go out one at a time, in the order of the calls."""
 
     def __init__(self, timeout_s: float):
-        self._timeout_s = timeout_s
-        self._token = secrets.token_hex(16)
+        self._timeout_s, self._token = timeout_s, secrets.token_hex(16)
         self._connected: asyncio.Future = asyncio.get_running_loop().create_future()
         self._lock = asyncio.Lock()
 
-    async def listen(self, path: Path, host: str = "127.0.0.1") -> None:
+    async def listen(self, path: Path) -> None:
         """Open a free port and publish its address at `path`."""
+        host = own_address()
         self._server = await asyncio.start_server(self._accept, host, 0, limit=1 << 28)
         port = self._server.sockets[0].getsockname()[1]
         Endpoint(host, port, self._token).write(path)
@@ -34,11 +35,7 @@ class TrainerLink:
             writer.close()
 
     async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Run a command on all ranks.
-
-        Raises:
-            GrpoMegatronError: of the class that rank 0 reported; a TrainerError when it has gone.
-        """
+        """Run a command on all ranks. Raises what rank 0 reports; TrainerError when it has gone."""
         async with self._lock:
             reader, writer = await self._connected
             try:

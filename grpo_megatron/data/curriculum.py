@@ -5,8 +5,7 @@ w = p (1 - p) + floor, the variance of its rewards plus a floor that keeps every
 unseen prompt counts as p = 1/2. Mastered prompts leave that lottery for a small replay share.
 
 Weighted draws without replacement take the smallest -ln(u) / w (Efraimidis and Spirakis, 2006),
-where u is a hash of (seed, domain, prompts drawn so far, prompt id).
-"""
+where u is a hash of (seed, domain, prompts drawn so far, prompt id)."""
 
 import base64
 import hashlib
@@ -15,7 +14,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from grpo_megatron.config.sampling import CurriculumConfig
+from grpo_megatron.config.run import CurriculumConfig
 
 MASTERED_AT, MASTERED_VISITS, DEMOTED_BELOW = 0.95, 3, 0.8
 """Mastered: p at least this on so many visits in a row, until it falls below the last."""
@@ -53,7 +52,6 @@ class Curriculum:
         return [self._ids[index] for index in chosen]
 
     def observe(self, prompt_id: str, success: float) -> None:
-        """Take the fraction of correct completions of one visit."""
         index = self._index[prompt_id]
         before, streak = self._success[index], self._streak[index]
         p = success if np.isnan(before) else before + self._settings.rate * (success - before)
@@ -64,9 +62,8 @@ class Curriculum:
     def buckets(self) -> dict[str, int]:
         """Number of prompts by bucket, for metrics: frozen is p < 0.05, hard p < 0.25."""
         p = self._success
-        bucket = np.select(
-            [self._streak == MASTERED_VISITS, np.isnan(p), p < 0.05, p < 0.25],
-            ["mastered", "unseen", "frozen", "hard"], "frontier")
+        bucket = np.select([self._streak == MASTERED_VISITS, np.isnan(p), p < 0.05, p < 0.25],
+                           ["mastered", "unseen", "frozen", "hard"], "frontier")
         return {name: int((bucket == name).sum())
                 for name in ("unseen", "frozen", "hard", "frontier", "mastered")}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_megatron.config.data import DomainConfig
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import DataError, raised_as
 from grpo_megatron.types import Problem
 
 _KNOWN_ARGUMENTS = ("answer_after", "domain_field")
@@ -19,16 +19,9 @@ _Rows = Iterator[tuple[str, Mapping[str, Any]]]
 def load_file(domain: DomainConfig) -> list[Problem]:
     """Read at most `domain.num_problems` problems of a `.jsonl` or `.parquet` file.
 
-    Two arguments in `domain.arguments`:
-        domain_field: Keep only the rows whose field of this name equals the domain's name, so
-            that one file can feed several domains.
-        answer_after: The answer is what follows the last occurrence of this marker, for example
-            `"####"` for GSM8K.
-
-    Fields other than the answer become metadata.
-
-    Raises:
-        DataError: Missing file, unreadable line, missing field, wrong type, no rows.
+    Of `domain.arguments`, `domain_field` keeps only the rows whose field of this name equals the
+    domain's name; the answer is what follows the last `answer_after` (`"####"` for GSM8K). Fields
+    other than the answer become metadata. DataError with the line for what is not as it should be.
     """
     path, arguments = domain.path, domain.arguments
     for key in arguments:
@@ -57,14 +50,11 @@ def _jsonl_rows(path: Path) -> _Rows:
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            try:
+            with raised_as(DataError, "not a JSON object", ValueError, where=where,
+                           remedy="one JSON object a line, UTF-8"):
                 fields = json.loads(line)
-            except ValueError as error:  # also UnicodeDecodeError
-                raise DataError(f"not JSON: {error}", where=where,
-                                remedy="one JSON object a line, UTF-8") from error
-            if not isinstance(fields, dict):
-                raise DataError(f"expected a JSON object, found {type(fields).__name__}",
-                                where=where, remedy="one JSON object a line")
+                if not isinstance(fields, dict):
+                    raise ValueError(f"found {type(fields).__name__}")
             yield where, fields
 
 
@@ -72,13 +62,11 @@ def _parquet_rows(path: Path) -> _Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(path) as file:
-            rows = (fields for batch in file.iter_batches() for fields in batch.to_pylist())
-            for number, fields in enumerate(rows, start=1):
-                yield f"{path}:row {number}", fields
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"not a readable Parquet file: {error}", where=str(path)) from error
+    with (raised_as(DataError, "unreadable Parquet file", (pa.ArrowInvalid, OSError), where=path),
+          pq.ParquetFile(path) as file):
+        rows = (fields for batch in file.iter_batches() for fields in batch.to_pylist())
+        for number, fields in enumerate(rows, start=1):
+            yield f"{path}:row {number}", fields
 
 
 def _problems(domain: DomainConfig, rows: _Rows) -> Iterator[Problem]:
@@ -93,8 +81,7 @@ def _problems(domain: DomainConfig, rows: _Rows) -> Iterator[Problem]:
             answer = answer.strip()
             if not found or not answer:
                 raise DataError(f"field {domain.answer_field!r} has nothing after {marker!r}",
-                                where=where,
-                                remedy="correct the line or the argument `answer_after`")
+                                where=where, remedy="correct the line, or `answer_after`")
         if not question.strip():
             raise DataError(f"field {domain.prompt_field!r} is empty", where=where)
         metadata = {key: value for key, value in fields.items() if key != domain.answer_field}

@@ -20,8 +20,7 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
     """Every prompt of the recipe, rendered, tokenised, deduplicated and split.
 
     A prompt that leaves no room for its domain's `max_new_tokens` within `rollout.max_model_len` is
-    dropped with a warning, before the split.
-    """
+    dropped with a warning, before the split."""
     longest = config.rollout.max_model_len
     prompts = (prompt for domain in config.domains for prompt in _fitting(
         domain, config.seed, tokenizer, longest - config.max_new_tokens_of(domain.name)))

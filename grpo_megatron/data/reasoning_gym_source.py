@@ -10,11 +10,8 @@ from grpo_megatron.types import Problem
 
 
 def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
-    """Draw `domain.num_problems` problems (the data set's own default where it is unset).
-
-    `arguments.seed` wins over `seed`, so that a recipe can pin its problems. The question is
-    also kept in the metadata because some of the library's scorers read it.
-    """
+    """Draw `domain.num_problems` problems, or as many as the data set does by itself.
+    `arguments.seed` wins over `seed`, so that a recipe can pin its problems."""
     where = f"[[domains]] {domain.name}"
     dataset = _create(domain, seed, where)
     problems = []
@@ -26,7 +23,7 @@ def load_reasoning_gym(domain: DomainConfig, seed: int) -> list[Problem]:
         question = str(item[domain.prompt_field])
         # Data sets with many right answers have none of their own; their scorer decides.
         answer = item.get(domain.answer_field)
-        metadata = {**item.get("metadata", {}), "question": item["question"]}
+        metadata = {**item.get("metadata", {}), "question": item["question"]}  # for the scorers
         problems.append(Problem(question, "" if answer is None else str(answer), metadata))
     return problems
 

@@ -1,15 +1,14 @@
 """Which prompts a step trains on: weighted domains, an own order per domain, resumable.
 
 Shuffles sort by a hash of (seed, domain, epoch, prompt id) instead of drawing random numbers: the
-order then depends on no library's generator and not on the order of the data.
-"""
+order then depends on no library's generator and not on the order of the data."""
 
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.config.sampling import CurriculumConfig
+from grpo_megatron.config.run import CurriculumConfig
 from grpo_megatron.data.curriculum import Curriculum
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Prompt
@@ -19,15 +18,8 @@ class PromptSampler:
     """Draws prompts; `state_dict` is a few numbers per domain, ready for JSON.
 
     Domains take turns so that after N prompts a domain of weight w has had N·w/Σw of them, within
-    one. Within an epoch of a domain no prompt repeats; within a batch none does either.
-
-    Args:
-        train, weights: Prompts, and weight greater than 0, by domain.
-        curriculum: Draw by success rate instead of epoch by epoch.
-
-    Raises:
-        DataError: A domain without prompts, or with two prompts of the same id.
-    """
+    one. Within an epoch of a domain no prompt repeats; within a batch none does either. With
+    `curriculum` they are drawn by success rate instead of epoch by epoch."""
 
     def __init__(self, train: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float],
                  seed: int, curriculum: CurriculumConfig | None = None):
@@ -47,12 +39,8 @@ class PromptSampler:
                 ("prompts", f"{len(prompts)} prompts (fingerprint {_fingerprint(prompts)})"))}}
 
     def draw(self, n: int, exclude: Collection[str] | None = None) -> list[Prompt]:
-        """The next `n` distinct prompts, none of the ids in `exclude`; if that is given, a domain
-        short of others gives fewer.
-
-        Raises:
-            DataError: Without `exclude`: a domain has fewer prompts than its part of the batch.
-        """
+        """The next `n` distinct prompts, none of the ids in `exclude`. A domain short of prompts
+        gives fewer where that is given, else it is a DataError."""
         turns: list[str] = []
         had = dict(self._num_drawn)
         for _ in range(n):
@@ -64,7 +52,6 @@ class PromptSampler:
         return [prompt for prompt in found if prompt is not None]
 
     def observe(self, prompt: Prompt, success: float) -> None:
-        """Take the fraction of correct completions of a prompt that was sampled."""
         self._orders[prompt.domain].observe(prompt.prompt_id, success)
 
     def metrics(self) -> dict[str, int]:
@@ -78,17 +65,12 @@ class PromptSampler:
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Where sampling stands; `load_state_dict` continues as if never interrupted."""
         return {"of": self._identity, "acceptance": self.acceptance,
                 "num_drawn": dict(self._num_drawn),
                 "orders": {name: order.state_dict() for name, order in self._orders.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`.
-
-        Raises:
-            DataError: The state is of another seed, of other domains or of other prompts.
-        """
+        """Continue from `state`; DataError if it is of another seed, domains or prompts."""
         for what, current in self._identity.items():
             if (saved := state["of"].get(what, "none")) != current:
                 raise DataError(
@@ -117,16 +99,13 @@ class PromptSampler:
 
 
 class Epochs:
-    """Every prompt of a domain once, in shuffled order; then again in another. With the methods of
-    `Curriculum`."""
+    """Every prompt of a domain once, in shuffled order; then in another. Like `Curriculum`."""
 
     def __init__(self, prompt_ids: Iterable[str], key: str):
         self._ids, self._key = list(prompt_ids), key
         self.load_state_dict({"epoch": 0, "position": 0, "deferred": []})
 
     def draw(self, count: int, exclude: Collection[str], num_drawn: int) -> list[str]:
-        """The next `count` distinct prompts that are not in `exclude`, over an epoch's end if
-        need be; fewer where there are no more."""
         count = min(count, len(self._ids) - len(exclude))
         ids = self._take(count, exclude)
         if len(ids) < count:

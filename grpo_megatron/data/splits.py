@@ -1,8 +1,7 @@
 """Held-out, validation and training prompts, split by a hash of the prompt text.
 
 The hash depends on nothing but the text, so neither the seed nor the order of the source moves a
-prompt between splits, and equal prompts cannot be on both sides.
-"""
+prompt between splits, and equal prompts cannot be on both sides."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -28,9 +27,8 @@ def text_hash(text: str) -> str:
 
 
 def make_splits(prompts: Iterable[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
-    """Drop duplicates (first wins), then take held-out and validation prompts by hash: exactly
-    so many, shared out over domains by their number of distinct prompts. Every domain must keep
-    training prompts."""
+    """Drop duplicates (first wins), then take exactly so many held-out and validation prompts by
+    hash, shared out over domains by their number of distinct prompts."""
     prompts = list(prompts)
     if not prompts:
         raise DataError("no prompts", remedy="check [[domains]]")
@@ -41,24 +39,23 @@ def make_splits(prompts: Iterable[Prompt], *, num_heldout: int, num_validation: 
     for prompt in sorted(distinct.values(), key=lambda prompt: text_hash(prompt.text)):
         train[prompt.domain].append(prompt)
     sizes = {name: len(members) for name, members in train.items()}
+    num_duplicates = len(prompts) - len(distinct)
     shares = share(num_heldout, sizes), share(num_validation, sizes)
-    validation: list[Prompt] = []
-    heldout: list[Prompt] = []
+    heldout, validation, kept = [], [], {}
     for name, members in train.items():
-        for into, size in zip((heldout, validation), (each[name] for each in shares), strict=True):
-            into += members[:size]
-            del members[:size]
-        if not members:
+        first, second = (each[name] for each in shares)
+        heldout += members[:first]
+        validation += members[first:first + second]
+        kept[name] = tuple(members[first + second:])
+        if not kept[name]:
             others = [other for other in sizes if other != name]
             scope = f" (its share beside {', '.join(others)})" if others else ""
             raise DataError(
-                f"domain {name!r} has {sizes[name]} distinct prompts, but {shares[0][name]} "
-                f"held-out and {shares[1][name]} validation prompts{scope} leave none for "
-                f"training; {len(prompts) - len(distinct)} duplicates were dropped",
-                where="[data] num_heldout, num_validation",
+                f"domain {name!r} has {sizes[name]} distinct prompts, but {first} held-out and "
+                f"{second} validation prompts{scope} leave none for training; {num_duplicates} "
+                "duplicates were dropped", where="[data] num_heldout, num_validation",
                 remedy="raise num_problems of the domain, or lower num_heldout or num_validation")
-    return Splits({name: tuple(members) for name, members in train.items()}, tuple(validation),
-                  tuple(heldout), len(prompts) - len(distinct))
+    return Splits(kept, tuple(validation), tuple(heldout), num_duplicates)
 
 
 def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:

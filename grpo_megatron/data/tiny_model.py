@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from grpo_megatron.config.base import Strict
 from grpo_megatron.config.presets import ModelPreset
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import DataError, raised_as
 
 _SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>"}  # ids 0 and 1
 _ENDS = {"eos_token_id": 1, "pad_token_id": 0}
@@ -23,8 +23,6 @@ _TOKENIZER_CONFIG = {
 
 
 class CharacterTokenizerConfig(Strict):
-    """`[tokenizer]` of a model preset."""
-
     kind: Literal["characters"]
     """One token per character."""
     alphabet: str = Field(min_length=1)
@@ -34,11 +32,8 @@ class CharacterTokenizerConfig(Strict):
 
 
 def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
-    """Write config.json, generation_config.json and the tokenizer (no weights).
-
-    config.json is `[hf]` as it stands, not what transformers would make of it, so that export
-    can copy it byte for byte.
-    """
+    """Write config.json, generation_config.json and the tokenizer (no weights). config.json is
+    `[hf]` as it stands, not what transformers would make of it: export copies it byte for byte."""
     if preset.checkpoint:
         raise DataError(f"{preset.name} is a released checkpoint, not a model to start at random",
                         where=str(preset.path), remedy="download "
@@ -60,17 +55,15 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
 
 
 def init_weights(directory: Path, seed: int) -> None:
-    """Write random fp32 weights beside config.json, with Hugging Face's per-expert names.
-
-    The weights depend on config.json and `seed` only; the caller's random state is kept. Files
-    appear under their final names once complete.
-    """
+    """Write random fp32 weights beside config.json, with Hugging Face's per-expert names. They
+    depend on config.json and `seed` only; files get their final names once complete."""
     # Imported here: torch takes seconds, and most users of this package never need it.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    try:
+    with raised_as(DataError, "transformers cannot build the model",
+                   (OSError, ValueError, KeyError, TypeError), where=directory / "config.json"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -81,9 +74,6 @@ def init_weights(directory: Path, seed: int) -> None:
             # gradient norm 160 instead of 1.5.
             if embedding.padding_idx is not None:
                 embedding.weight.data[embedding.padding_idx].normal_(0.0, config.initializer_range)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"transformers cannot build the model: {error}",
-                        where=str(directory / "config.json")) from error
     # save_pretrained also rewrites config.json in its own words; keep ours.
     partial = directory / ".weights.partial"
     shutil.rmtree(partial, ignore_errors=True)

@@ -7,17 +7,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import DataError, raised_as
 
 
 class TextTokenizer:
-    """Never adds special tokens and never maps text to an unknown token.
-
-    Attributes:
-        eos_token_id: The tokenizer's end token.
-        stop_token_ids: Every id that ends a completion, sorted: the end tokens of
-            generation_config.json, of config.json and of the tokenizer.
-    """
+    """Never adds special tokens and never maps text to an unknown token. `stop_token_ids` are all
+    that end a completion: those of generation_config.json, of config.json, of the tokenizer."""
 
     def __init__(self, backend: Tokenizer, eos_token_id: int, stop_token_ids: Sequence[int],
                  unk_token_id: int | None):
@@ -26,15 +21,10 @@ class TextTokenizer:
         self.stop_token_ids = tuple(sorted({eos_token_id, *stop_token_ids}))
 
     def encode(self, text: str, *, where: str | None = None) -> list[int]:
-        """Token ids of `text`, without special tokens.
-
-        Raises:
-            DataError: The tokenizer has no token for a character; `where` names the source.
-        """
+        """Token ids of `text`; DataError where there is no token for a character of it."""
         return self.encode_batch([text], where=where)[0]
 
     def encode_batch(self, texts: Sequence[str], *, where: str | None = None) -> list[list[int]]:
-        """`encode` of many texts, in order."""
         try:
             batch = [encoding.ids for encoding in self._backend.encode_batch(
                 list(texts), add_special_tokens=False)]
@@ -64,11 +54,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer of a checkpoint directory.
-
-    Raises:
-        DataError: No tokenizer there that the `tokenizers` library can run, or no end token.
-    """
+    """The tokenizer of a checkpoint directory; DataError where it is unreadable or has no end."""
     path = Path(path)
     backend = _backend(path)
     settings, generation, config = (_read_json(path / f"{name}.json") for name in (
@@ -85,9 +71,8 @@ def load_tokenizer(path: Path) -> TextTokenizer:
                 for i in (ids if isinstance(ids, list) else [ids])]
     eos = token_id("eos_token")
     if eos is None and not stop_ids:
-        raise DataError("no end token in tokenizer_config.json, generation_config.json or "
-                        "config.json", where=str(path), remedy="add eos_token_id to "
-                        "generation_config.json")
+        raise DataError("no end token in tokenizer_config, generation_config or config.json",
+                        where=str(path), remedy="add eos_token_id to generation_config.json")
     return TextTokenizer(backend, stop_ids[0] if eos is None else eos, stop_ids,
                          token_id("unk_token"))
 
@@ -96,23 +81,19 @@ def _backend(path: Path) -> Tokenizer:
     if not path.is_dir():
         raise DataError("no such checkpoint directory", where=str(path))
     file = path / "tokenizer.json"
-    try:
+    with raised_as(DataError, "unreadable tokenizer", where=file,
+                   remedy="copy tokenizer.json from the original checkpoint"):
         if file.is_file():
             backend = Tokenizer.from_file(str(file))
         else:  # older checkpoints: transformers builds the fast tokenizer, where it has one
             from transformers import AutoTokenizer
 
             backend = AutoTokenizer.from_pretrained(path, local_files_only=True).backend_tokenizer
-    except Exception as error:  # the libraries raise plain Exception, and much else
-        raise DataError(f"unreadable tokenizer: {error}", where=str(file),
-                        remedy="copy tokenizer.json from the original checkpoint") from error
     backend.no_padding()
     backend.no_truncation()
     return backend
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
+    with raised_as(DataError, "not JSON", ValueError, where=file):
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"not JSON: {error}", where=str(file)) from error

@@ -1,7 +1,5 @@
 """Start the ranks of a conversion, show how far they are, pass on their error."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,31 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich import progress
 
 from grpo_megatron.errors import GrpoMegatronError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
-from grpo_megatron.launch.roles import HOST, free_ports
+from grpo_megatron.launch.roles import QUIET, free_port, rank_variables
 from grpo_megatron.launch.run_lock import run_lock
+from grpo_megatron.network import LOOPBACK
 from grpo_megatron.rundir import RunDir
 
 
 def convert(job: dict[str, Any], num_ranks: int) -> None:
-    """Run `job` (see `trainer.convert.Job`) with `num_ranks` processes on this machine.
-
-    Raises:
-        GrpoMegatronError: what the first rank that failed said.
-        RunLockedError: another process converts to the same directory.
-    """
-    with tempfile.TemporaryDirectory() as folder, _claimed(job["target"]), _Screen() as screen:
+    """Run `job` (see `trainer.convert.Job`) with `num_ranks` processes on this machine. Raises what
+    the first rank that failed said; RunLockedError where another process writes the target."""
+    screen = _Screen()
+    with tempfile.TemporaryDirectory() as folder, _claimed(job["target"]), screen.bar:
         file = Path(folder, "job.json")
         file.write_text(json.dumps(job))
         ranks = _ranks(file, num_ranks)
@@ -50,15 +38,13 @@ def convert(job: dict[str, Any], num_ranks: int) -> None:
 
 def _ranks(job: Path, num_ranks: int) -> list[ChildProcess]:
     """On the CPU, whatever the machine has: bytes are moved, not computed with."""
-    port, = free_ports(1)
-    threads = max((os.cpu_count() or 1) // num_ranks, 1)
+    port = str(free_port())
     return [ChildProcess(
         f"rank-{rank}", [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job)],
         job.with_name(f"rank-{rank}.log"),
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
-         "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "",
-         "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"},
-        pipe_stdout=True) for rank in range(num_ranks)]
+        QUIET | rank_variables(rank, num_ranks) | {
+            "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""},
+        piped=True) for rank in range(num_ranks)]
 
 
 @contextmanager
@@ -76,63 +62,51 @@ def _claimed(target: str | None) -> Iterator[None]:
             shutil.rmtree(working.root)  # nothing was begun
 
 
-def _watch(ranks: list[ChildProcess], screen: _Screen) -> None:
+def _watch(ranks: list[ChildProcess], screen: "_Screen") -> None:
     pipes = {rank.process.stdout.fileno(): rank for rank in ranks}
     buffers = dict.fromkeys(pipes, b"")
     while pipes:
         for fd in wait_readable([], list(pipes), timeout_s=1.0):
             block = os.read(fd, 1 << 16)
             if not block:
-                _ended(pipes.pop(fd))
+                rank = pipes.pop(fd)
+                if rank.process.wait():
+                    raise TrainerError(str(rank.end()), remedy="run the command again to go on")
                 continue
             *lines, buffers[fd] = (buffers[fd] + block).split(b"\n")
             for line in lines:
                 screen.show(json.loads(line))
 
 
-def _ended(rank: ChildProcess) -> None:
-    rank.process.wait()
-    if rank.exit_code:
-        raise TrainerError(f"{rank.name} ended with exit code {rank.exit_code}\n"
-                           f"{rank.log_tail()}", remedy="run the same command again to go on")
 
 
 class _Screen:
     """A bar a phase on a terminal; a line a finished phase and a message everywhere."""
 
-    def __enter__(self) -> _Screen:
-        self._console = Console()
-        self._bar = Progress(
-            TextColumn("{task.description:>10}"), BarColumn(), DownloadColumn(),
-            TransferSpeedColumn(), TimeRemainingColumn(), console=self._console,
-            disable=not self._console.is_terminal)
-        self._tasks: dict[str, Any] = {}
-        self._totals: dict[str, int] = {}
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+    def __init__(self) -> None:
+        self.bar = progress.Progress(
+            progress.TextColumn("{task.description:>10}"), progress.BarColumn(),
+            progress.DownloadColumn(), progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(), disable=not sys.stdout.isatty())
+        self._tasks: dict[str, tuple[progress.TaskID, int]] = {}
 
     def show(self, message: dict[str, Any]) -> None:
         """Raises GrpoMegatronError where the message is one."""
-        if "error" in message:
-            text, where, remedy = message["error"]
-            error = GrpoMegatronError(text, where=where, remedy=remedy)
-            error.exit_code = message["exit_code"]
-            raise error
-        phase = message.get("phase")
-        if "total" in message:
-            self._totals[phase] = message["total"]
-            self._tasks[phase] = self._bar.add_task(phase, total=message["total"])
-        elif "bytes" in message and phase in self._tasks:
-            self._bar.advance(self._tasks[phase], message["bytes"])
-        elif "seconds" in message:
-            total, seconds = self._totals[phase] / 1e9, message["seconds"]
-            self._print(f"{phase}: {total:.3f} GB in {seconds:.1f} s, "
-                        f"{total / max(seconds, 1e-9):.2f} GB/s")
-        elif "message" in message:
-            self._print(message["message"])
+        match message:
+            case {"error": [text, where, remedy], "exit_code": code}:
+                error = GrpoMegatronError(text, where=where, remedy=remedy)
+                error.exit_code = code
+                raise error
+            case {"phase": phase, "total": total}:
+                self._tasks[phase] = self.bar.add_task(phase, total=total), total
+            case {"phase": phase, "bytes": count} if phase in self._tasks:
+                self.bar.advance(self._tasks[phase][0], count)
+            case {"phase": phase, "seconds": seconds}:
+                size = self._tasks[phase][1] / 1e9
+                self._print(f"{phase}: {size:.3f} GB in {seconds:.1f} s, "
+                            f"{size / max(seconds, 1e-9):.2f} GB/s")
+            case {"message": text}:
+                self._print(text)
 
     def _print(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

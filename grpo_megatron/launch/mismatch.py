@@ -1,7 +1,5 @@
 """`grpo-megatron mismatch`: why trainer and engine disagree about a recorded step."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +9,6 @@ import numpy as np
 from grpo_megatron.batching.columns import read_columns
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.retention import complete_steps
-from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch.offline import choose_step, offline_trainer, recorded_steps
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.gap_page import gap_page
@@ -46,15 +43,13 @@ async def _measure(run_dir: RunDir, step: int, overrides: Sequence[str], table: 
                    by_layer: bool) -> tuple[GapParts, dict[str, float], list[str]]:
     notes = []
 
-    async def columns(weights_of: int, flags: Sequence[str],
-                      layers: bool) -> tuple[Columns, dict[str, float], RunConfig]:
+    async def columns(weights_of: int, flags: Sequence[str], layers: bool) -> tuple:
         async with offline_trainer(run_dir, flags, f"mismatch-{step}") as trainer:
             await trainer.go_to(weights_of)
             to = trainer.scratch.root / "gaps.safetensors"
             metrics = await trainer.call("gaps", directory=str(trainer.store(step)), to=str(to),
                                          by_layer=layers)
-            return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics,
-                    trainer.config)
+            return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics, trainer.config)
 
     run, metrics, config = await columns(step, overrides, by_layer)
     if not table.has_routes:

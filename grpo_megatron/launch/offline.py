@@ -1,13 +1,11 @@
 """A trainer without engines, at any layout, on what a run recorded: for `replay`, `mismatch`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from grpo_megatron.config.resolved import write_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.state import RunState
 from grpo_megatron.controller.trainer_link import TrainerLink
-from grpo_megatron.errors import ConfigError, DataError, TrainerError
+from grpo_megatron.errors import DataError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all
-from grpo_megatron.launch.roles import trainer_ranks
+from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
 
@@ -35,18 +33,12 @@ def recorded_steps(run_dir: RunDir) -> list[int]:
 
 
 def choose_step(run_dir: RunDir, step: int | None) -> int:
-    """`step`, or the newest one that can be computed again.
-
-    Raises:
-        ConfigError: not a run; DataError: the step cannot be, with the nearest that can.
-    """
-    if not run_dir.config.is_file():
-        raise ConfigError("not a run directory: config.json is missing", where=str(run_dir.root))
+    """`step`, or the newest one that can be computed again; DataError where it cannot be."""
     steps = recorded_steps(run_dir)
     if not steps:
         raise DataError("no recorded step of this run has its checkpoint any more",
-                        where=str(run_dir.store), remedy="raise checkpoint.keep and "
-                        "checkpoint.keep_steps, which retain steps after a checkpoint")
+                        where=str(run_dir.store),
+                        remedy="raise checkpoint.keep and checkpoint.keep_steps, which retain them")
     if step is None:
         return steps[-1]
     if step not in steps:
@@ -74,14 +66,12 @@ class OfflineTrainer:
             while not (await asyncio.wait([answer], timeout=0.2))[0]:
                 for child in self.children:
                     if child.exit_code:
-                        raise TrainerError(f"{child.name} ended with exit code {child.exit_code}\n"
-                                           f"{child.log_tail()}", where=str(child.log))
+                        raise TrainerError(str(child.end()), where=str(child.log))
             return answer.result()
         finally:
             answer.cancel()
 
     async def train(self, step: int, state: RunState, **options: Any) -> dict[str, Any]:
-        """Train a recorded step from `state`."""
         return await self.call(
             "train", directory=str(self.store(step)), first_update=state.updates,
             num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
@@ -98,8 +88,7 @@ class OfflineTrainer:
             if not manifest["metrics"]["sampling/skipped_steps"]:
                 report = await self.train(earlier, state, replayed=True)
                 updates, objective = updates + report["updates"], report["state"]
-            state = RunState(**{**state.to_json(), "step": earlier + 1, "updates": updates,
-                                "objective": objective})
+            state = replace(state, step=earlier + 1, updates=updates, objective=objective)
         return state
 
     def store(self, step: int) -> Path:
@@ -109,11 +98,7 @@ class OfflineTrainer:
 @asynccontextmanager
 async def offline_trainer(run_dir: RunDir, overrides: Sequence[str],
                           name: str) -> AsyncIterator[OfflineTrainer]:
-    """Start trainer ranks in a scratch directory of the run, which is removed at the end.
-
-    Raises:
-        ConfigError: the overrides do not fit.
-    """
+    """Start trainer ranks in a scratch directory of the run, which is removed at the end."""
     resolved = resolve_run(run_dir.config, overrides)
     config = resolved.config
     scratch = RunDir(run_dir.root.absolute() / "offline" / name)
@@ -122,7 +107,7 @@ async def offline_trainer(run_dir: RunDir, overrides: Sequence[str],
     write_resolved(scratch.config, resolved)
     if run_dir.model.exists():
         scratch.model.symlink_to(run_dir.model.absolute())
-    children = trainer_ranks(config, scratch)
+    children = LocalProcesses(config, scratch).trainers()
     link = TrainerLink(config.trainer.command_timeout_s)
     try:
         await link.listen(scratch.endpoints / "controller.json")

@@ -1,8 +1,6 @@
 """Child processes that cannot outlive their supervisor, and whose death is noticed at once."""
 
-from __future__ import annotations
-
-import ctypes
+import contextlib
 import os
 import select
 import signal
@@ -10,11 +8,29 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
+from grpo_megatron.orphans import die_with_parent
+
 LOG_TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class End:
+    """Which process ended, how, and where it logged; as text with the log's last lines."""
+
+    name: str
+    exit_code: int
+    log: Path
+
+    def __str__(self) -> str:
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        except OSError:
+            lines = []
+        return "\n".join([f"{self.name} ended with exit code {self.exit_code}",
+                          *(f"    {self.name}| {line}" for line in lines)])
 
 
 @dataclass
@@ -25,7 +41,7 @@ class ChildProcess:
     argv: Sequence[str]
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    pipe_stdout: bool = False
+    piped: bool = False  # standard output and input are pipes to the supervisor
     process: subprocess.Popen | None = None
     pidfd: int = -1
 
@@ -34,9 +50,11 @@ class ChildProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                self.argv, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True,
-                stdout=subprocess.PIPE if self.pipe_stdout else log,
-                env={**os.environ, **self.env}, preexec_fn=_die_with_parent)
+                self.argv, stderr=log, start_new_session=True,
+                stdin=subprocess.PIPE if self.piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self.piped else log,
+                env={**os.environ, **self.env},
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM))
         self.pidfd = os.pidfd_open(self.process.pid)
 
     @property
@@ -58,25 +76,21 @@ class ChildProcess:
             return False
         return self.process is not None
 
-    def log_tail(self) -> str:
-        """Last lines of the log, for an error message."""
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()
-        except OSError:
-            return ""
-        return "\n".join(f"    {self.name}| {line}" for line in lines[-LOG_TAIL_LINES:])
+    def end(self) -> End:
+        return End(self.name, self.exit_code or 0, self.log)
+
+    def tell(self, line: str) -> None:
+        """Write to its standard input; one that has gone is not an error."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.process.stdin.fileno(), line.encode() + b"\n")
 
 
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def wait_readable(children: Sequence[ChildProcess], files: Sequence[int],
                   timeout_s: float) -> list[int]:
-    """Sleep until a child ends, a file is readable or time is up; returns readable files.
-
-    Returns at once when a child has ended already: pass those whose end is still news.
-    """
+    """Sleep until a child ends (at once if one has: pass those whose end is still news), a file is
+    readable or time is up; returns readable files."""
     descriptors = [child.pidfd for child in children] + list(files)
     ready, _, _ = select.select(descriptors, [], [], timeout_s)
     return [fd for fd in ready if fd in files]

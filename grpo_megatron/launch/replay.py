@@ -1,7 +1,5 @@
 """`grpo-megatron replay`: a recorded step, trained again elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +16,7 @@ _OTHER_EACH_TIME = ("time/", "throughput/", "trainer/", "canary/", "evaluation/"
 
 
 def replay_step(path: Path, step: int | None, overrides: Sequence[str]) -> Iterator[str]:
-    """Lines of a table: recorded, replayed, difference.
-
-    Raises:
-        MismatchError: loss or gradient norm are not reproduced.
-    """
+    """Lines of a table; MismatchError where loss or gradient norm are not reproduced."""
     run_dir = RunDir(path)
     step = choose_step(run_dir, step)
     recorded = next((m for m in read_metrics(run_dir.metrics) if m["step"] == step), None)
@@ -68,7 +62,6 @@ def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator
 
 def disagreements(recorded: Mapping[str, Any], found: Mapping[str, float],
                   tolerance: float) -> list[str]:
-    """What is not reproduced, in words."""
     out = []
     for name, scale in (("loss/value", "loss/abs_terms"), ("grad/norm", "grad/norm")):
         size = abs(recorded.get(scale, recorded[name]))

@@ -1,63 +1,60 @@
-"""What to start for a run on one machine."""
-
-from __future__ import annotations
+"""The programs of a run, as processes of this machine. `launch.steps` starts the same in a job."""
 
 import os
 import socket
 import sys
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.launch.processes import ChildProcess
-from grpo_megatron.rollout.engine import serve_command
+from grpo_megatron.launch.processes import ChildProcess, stop_all
+from grpo_megatron.network import LOOPBACK
 from grpo_megatron.rundir import RunDir
 
-HOST = "127.0.0.1"
+TRAINER = "grpo_megatron.trainer.main"
+CONTROLLER = "grpo_megatron.controller.main"
+REPLICA = "grpo_megatron.rollout.replica"
+# PYTHONWARNINGS: hundreds of lines about absent CUDA packages would bury a rank's last words
+QUIET = {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def trainer_ranks(config: RunConfig, run_dir: RunDir) -> list[ChildProcess]:
-    """One process per rank, with the variables that torchrun would set."""
-    layout = config.trainer
-    threads = layout.num_threads or max((os.cpu_count() or 1) // layout.num_ranks, 1)
-    return [
-        ChildProcess(
-            f"trainer-{rank}",
-            [sys.executable, "-m", "grpo_megatron.trainer.main", str(run_dir.root)],
-            run_dir.logs / f"trainer-{rank}.log",
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(layout.num_ranks),
-             "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
-             # hundreds of lines about absent CUDA packages would bury the last words of a rank
-             "PYTHONWARNINGS": "ignore"})
-        for rank in range(layout.num_ranks)]
+class LocalProcesses:
+    def __init__(self, config: RunConfig, run_dir: RunDir):
+        self.config, self.run_dir = config, run_dir
+
+    def check(self) -> None:
+        """Nothing can be wrong with a run directory that only this machine uses."""
+
+    def trainers(self) -> list[ChildProcess]:
+        """One process per rank."""
+        layout = self.config.trainer
+        return [self._child(f"trainer-{rank}", TRAINER, env=rank_variables(
+            rank, layout.num_ranks, layout.num_threads)) for rank in range(layout.num_ranks)]
+
+    def replicas(self) -> list[ChildProcess]:
+        return [self._child(f"rollout-{index}", REPLICA, str(index))
+                for index in range(self.config.rollout.num_replicas)]
+
+    def controller(self) -> ChildProcess:
+        """Its standard output carries display messages, see `controller.display`."""
+        return self._child("controller", CONTROLLER, env={"OMP_NUM_THREADS": "1"}, piped=True)
+
+    def stop(self, children: list[ChildProcess]) -> None:
+        """End everything that is left."""
+        stop_all(children)
+
+    def _child(self, name: str, module: str, *arguments: str, env: dict[str, str] | None = None,
+               piped: bool = False) -> ChildProcess:
+        run_dir = self.run_dir
+        argv = [sys.executable, "-m", module, str(run_dir.root), run_dir.attempt, *arguments]
+        return ChildProcess(name, argv, run_dir.logs / f"{name}.log", QUIET | (env or {}), piped)
 
 
-def controller(run_dir: RunDir, engine_urls: list[str]) -> ChildProcess:
-    """Its standard output carries display messages, see `controller.display`."""
-    return ChildProcess(
-        "controller",
-        [sys.executable, "-m", "grpo_megatron.controller.main", str(run_dir.root), *engine_urls],
-        run_dir.logs / "controller.log", {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        pipe_stdout=True)
+def rank_variables(rank: int, world: int, num_threads: int | None = None) -> dict[str, str]:
+    """What torchrun would set."""
+    threads = num_threads or max((os.cpu_count() or 1) // world, 1)
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "OMP_NUM_THREADS": str(threads)}
 
 
-def rollout_replicas(config: RunConfig, run_dir: RunDir) -> tuple[list[ChildProcess], list[str]]:
-    """The servers and their addresses."""
-    model_path = config.model.path or run_dir.model
-    children, urls = [], []
-    for replica, port in enumerate(free_ports(config.rollout.num_replicas)):
-        argv, env = serve_command(config, str(model_path), replica, port, host=HOST)
-        # Every run publishes the trainer's weights before it samples: reading them here too
-        # would only take time, and a made-up model has none yet.
-        argv += ["--load-format", "dummy"]
-        children.append(ChildProcess(f"rollout-{replica}", argv,
-                                     run_dir.logs / f"rollout-{replica}.log", env))
-        urls.append(f"http://{HOST}:{port}")
-    return children, urls
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now; all are held until all are chosen, so they differ."""
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+def free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return listener.getsockname()[1]

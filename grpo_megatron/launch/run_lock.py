@@ -1,32 +1,36 @@
 """One writer per run directory."""
 
-from __future__ import annotations
-
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from grpo_megatron.errors import RunLockedError
+from grpo_megatron.launch.slurm import is_active
 from grpo_megatron.rundir import RunDir
 
 
 @contextmanager
 def run_lock(run_dir: RunDir) -> Iterator[None]:
-    """Hold the directory's lock; the kernel drops it when the process ends, however it ends.
-
-    Raises:
-        RunLockedError: another process holds it.
-    """
+    """Hold the directory's lock; the kernel drops it when the process ends. RunLockedError where
+    another has it, or its Slurm job has not ended: some locks do not reach beyond a node."""
+    job = os.environ.get("SLURM_JOB_ID", "")
     with open(run_dir.lock, "a+") as file:
+        file.seek(0)
+        owner = file.read().strip()
+        other = re.search(r"Slurm job (\d+)", owner)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            owner = file.read().strip() or "another process"
-            raise RunLockedError(f"{run_dir.root} is being written by {owner}",
-                                 remedy="wait for it, or stop it") from error
+            is_free = not other or other[1] == job or not is_active(other[1])
+        except OSError:
+            is_free = False
+        if not is_free:
+            raise RunLockedError(f"{run_dir.root} is being written by {owner or 'another process'}",
+                                 remedy="wait for it, or stop it")
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.write(f"process {os.getpid()} on {os.uname().nodename}"
+                   + (f", Slurm job {job}" if job else ""))
         file.flush()
         yield
+        file.truncate(0)

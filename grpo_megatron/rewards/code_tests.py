@@ -3,8 +3,7 @@
 A candidate may do what it likes to its interpreter, the harness in it and its exit code: it is
 judged by the bytes that it prints, or by the plain data that its functions return to another
 sandbox, the only one that knows what is expected. What it can still do: answer what is asked
-without solving the problem (it sees the inputs, as every function does), and attack the kernel.
-"""
+without solving the problem (it sees the inputs, as every function does), and attack the kernel."""
 
 import ast
 import asyncio
@@ -29,7 +28,8 @@ _INSIDE = {"/inside.py": Path(__file__).with_name("inside.py").read_text()}
 def _check(*, mode: str = "all", **_: object) -> None:
     if mode not in ("all", "fraction"):
         raise RewardError(f"mode = {mode!r}", remedy='"all" or "fraction"')
-    sandbox.require()
+    if reason := sandbox.why_not():
+        raise RewardError(f"programs cannot be isolated: {reason}", remedy=sandbox.REMEDY)
 
 
 @needs(check=_check)
@@ -44,12 +44,9 @@ def code_tests(completion: str, answer: str, *, mode: str = "all", answer_tag: s
     library nor `setup` defines are the program's, and values are passed as copies. An assert that
     passes without asking the program is no good.
 
-    Args:
-        mode: `"fraction"`: the share of tests that pass.
-        answer_tag: The program is the last `<answer_tag>…</answer_tag>`, or the last block in it.
-        timeout_s: Wall time of all tests together, below `[data] reward_timeout_s`; tests that it
-            leaves unfinished failed.
-        memory_mib: Address space of the program.
+    `mode = "fraction"` gives the share of tests that pass. With `answer_tag` the program is the
+    last `<answer_tag>…</answer_tag>`, or the last block in it. `timeout_s` of wall time, below
+    `[data] reward_timeout_s`, are for all tests together: those that it leaves unfinished failed.
     """
     tests = _parse(answer)
     if tests is None:

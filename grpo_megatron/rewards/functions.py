@@ -10,8 +10,7 @@ NaN or None means "cannot be scored" (a bad reference answer), which is not the 
 returns a list, `(end, reward)` for every step, `end` being the place in the completion where the
 step ends; its value is their sum, and `objective.advantage = "process"` credits each step's tokens.
 
-With `answer_tag`, a reward looks into the last `<answer_tag>…</answer_tag>` only.
-"""
+With `answer_tag`, a reward looks into the last `<answer_tag>…</answer_tag>` only."""
 
 import math
 import re
@@ -48,16 +47,12 @@ def exact_match(completion: str, answer: str, *, answer_tag: str | None = None) 
 def numeric_match(completion: str, answer: str, *, tolerance: float = 0.0,
                   answer_tag: str | None = None) -> float:
     """1 where the last number of the completion equals the answer, else 0; NaN where the answer
-    is not a number.
-
-    Numbers may have a sign, thousands separators, decimals, or be fractions; they are compared
-    exactly (`0.5` equals `1/2`), up to an absolute difference of `tolerance`.
-    """
+    is not a number. Numbers may have a sign, thousands separators, decimals, or be fractions; they
+    are compared exactly (`0.5` equals `1/2`), up to an absolute difference of `tolerance`."""
     expected = _number(answer.strip().lstrip("$"))
     if expected is None:
         return math.nan
-    given = extract(completion, answer_tag)
-    found = _NUMBER.findall(given) if given is not None else []
+    found = _NUMBER.findall(extract(completion, answer_tag) or "")
     value = _number(found[-1]) if found else None
     return float(value is not None and abs(value - expected) <= Fraction(tolerance))
 

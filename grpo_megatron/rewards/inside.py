@@ -5,8 +5,7 @@ and asks the candidate's process, which need not be trusted, for what is the can
     serve SOCKET PROGRAM
 
 The judge prints `s` once the other end has started and `setup` has run, then for each assert `1`
-(passed), `0` (failed) or `?` (the test itself is no good).
-"""
+(passed), `0` (failed) or `?` (the test itself is no good)."""
 
 import builtins
 import importlib
@@ -86,7 +85,6 @@ def plain(value: Any) -> Any:
 
 
 def ask(*request: Any) -> Any:
-    """What the candidate answers: plain data or a Remote."""
     asked.append(request[0])
     Sender(outgoing).dump(plain(request))
     failed, value = Receiver(incoming).load()

@@ -20,14 +20,9 @@ def cosine_length(completion: str, answer: str, *, prompt: str, metadata: Mappin
                   wrong: tuple[float, float] = (-1.0, -0.5), accuracy: str = _EXACT_MATCH,
                   accuracy_arguments: Mapping[str, Any] | None = None) -> float:
     """b + (a − b)/2 · (1 + cos(π n/L)), from a at no token to b at L and beyond
-    (arXiv:2502.03373): short right answers score most, short wrong ones least.
-
-    Args:
-        max_tokens: L.
-        correct, wrong: (a, b) of right and of wrong answers.
-        accuracy, accuracy_arguments: `module:function` that says which, and its keyword
-            arguments: above 0.5 is right, NaN stays NaN.
-    """
+    (arXiv:2502.03373): short right answers score most, short wrong ones least. L is `max_tokens`;
+    (a, b) are `correct` for answers that the reward `accuracy` (`module:function`, with
+    `accuracy_arguments`) scores above 0.5, else `wrong`; NaN stays NaN."""
     score = to_float(_bound(accuracy, accuracy_arguments)(
         completion, answer, {"prompt": prompt, "metadata": metadata}))
     start, end = correct if score > 0.5 else wrong
@@ -38,14 +33,12 @@ def cosine_length(completion: str, answer: str, *, prompt: str, metadata: Mappin
 
 def soft_overlong(completion: str, answer: str, *, num_tokens: int, max_tokens: int,
                   buffer: int) -> float:
-    """0 up to L − B tokens, ((L − B) − n)/B up to L, then −1 (DAPO, arXiv:2503.14476).
-    L is `max_tokens`, B is `buffer`."""
+    """0 to L − B (max_tokens, buffer), ((L − B) − n)/B to L, then −1 (DAPO, arXiv:2503.14476)."""
     return max(-1.0, min(0.0, (max_tokens - buffer - num_tokens) / buffer))
 
 
 def length_penalty(completion: str, answer: str, *, num_tokens: int, max_tokens: int) -> float:
-    """−min(1, n/L), L is `max_tokens`. For right answers alone: `cosine_length` with correct
-    (0, −1) and wrong (0, 0)."""
+    """−min(1, n/max_tokens). Of right answers: `cosine_length`, correct (0, −1), wrong (0, 0)."""
     return -min(1.0, num_tokens / max_tokens)
 
 

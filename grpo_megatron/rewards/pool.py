@@ -1,8 +1,7 @@
 """Rewards of rollout groups, computed by processes that may hang, crash and print.
 
 Processes and not threads: math-verify needs `signal.alarm` of a main thread, and nothing but a
-kill stops a regular expression that backtracks for ever.
-"""
+kill stops a regular expression that backtracks for ever."""
 
 import asyncio
 import logging
@@ -32,8 +31,7 @@ _MIN_SAMPLES_TO_GIVE_UP = 64
 _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {
     "num_tokens": lambda completion: len(completion.token_ids),
     "truncated": lambda completion: completion.truncated,
-    "token_ids": lambda completion: tuple(completion.token_ids.tolist()),
-}
+    "token_ids": lambda completion: tuple(completion.token_ids.tolist())}
 
 
 @dataclass(slots=True)
@@ -50,11 +48,7 @@ class Component:
     trace: str = ""  # the first
 
     def count(self, outcome: Outcome) -> None:
-        """Take the outcome of a call.
-
-        Raises:
-            RewardError: The function keeps killing its process.
-        """
+        """Take the outcome of a call; RewardError where the function keeps killing its process."""
         if not outcome.failure:
             self.num_scored += 1
             self.kills_in_a_row = 0
@@ -86,11 +80,8 @@ class Component:
 
 
 def components_of(domain: DomainConfig) -> tuple[Component, ...]:
-    """The domain's components, each imported and checked against its signature.
-
-    Raises:
-        RewardError: A function cannot be imported or called, or two have the same name.
-    """
+    """The domain's components, imported and checked. RewardError where a function cannot be
+    imported or called, or two have the same name."""
     components: dict[str, Component] = {}
     for reward in domain.rewards:
         name = reward.component
@@ -111,16 +102,8 @@ class RewardPool:
 
     A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted; its
     process is replaced where it had to be killed. Results do not depend on the number of workers.
-
-    Args:
-        num_workers: Processes.
-        timeout_s: Hard limit per call.
-        concurrency: Coroutines of async rewards that one process runs at a time.
-        log_path: What rewards print; None: the standard error of this process.
-
-    Raises:
-        RewardError: A function cannot be imported or does not fit its arguments.
-    """
+    One process runs `concurrency` coroutines of async rewards at a time. What rewards print goes to
+    `log_path`, or standard error. RewardError as by `components_of`."""
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
                  timeout_s: float = 5.0, concurrency: int = 16, log_path: Path | None = None):
@@ -128,8 +111,8 @@ class RewardPool:
         self._clips = {domain.name: domain.reward_clip for domain in domains}
         self._timeout_s = timeout_s
         functions = [(c.reward.reference, c.reward.arguments) for c in self.components]
-        self._workers = [RewardProcess(functions, log_path, timeout_s=timeout_s,
-                                       concurrency=concurrency) for _ in range(num_workers)]
+        limits = {"timeout_s": timeout_s, "concurrency": concurrency}
+        self._workers = [RewardProcess(functions, limits, log_path) for _ in range(num_workers)]
         self._idle: asyncio.Queue[RewardProcess] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -144,15 +127,8 @@ class RewardPool:
 
     async def score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
         """Score every completion of every group, in the given order. May run concurrently.
-
-        Returns:
-            Per group: `components[name]` float64 [G], NaN where a component was skipped, and
-            `rewards` float64 [G], the weighted sum of the other components within ±reward_clip,
-            NaN where all were.
-
-        Raises:
-            RewardError: A function failed on every sample, or keeps killing its process.
-        """
+        `rewards` is the weighted sum of the components that are not NaN, within ±reward_clip.
+        RewardError where a function failed on every sample, or keeps killing its process."""
         calls = [call for group in groups for call in self._calls(group)]
         outcomes = [Outcome()] * len(calls)
         try:
@@ -171,12 +147,16 @@ class RewardPool:
         left = iter(outcomes)
         return [self._scored(group, left) for group in groups]
 
-    def metrics(self) -> dict[str, float]:
-        """Failures since the pool's start, `reward/<domain>.<component>/<cause>`, and restarts."""
-        restarts = sum(max(worker.num_starts - 1, 0) for worker in self._workers)
-        return {"reward/pool/restarts": float(restarts),
-                **{f"reward/{c.domain}.{c.name}/{cause}": float(c.failures[cause])
-                   for c in self.components for cause in ("raised", "timed_out", "died")}}
+    def take_metrics(self) -> dict[str, float]:
+        """Failures since the last call, `reward/<domain>.<component>/<cause>`, and restarts."""
+        metrics = {"reward/pool/restarts": float(sum(w.num_restarts for w in self._workers))}
+        for worker in self._workers:
+            worker.num_restarts = 0
+        for component in self.components:
+            for cause in ("raised", "timed_out", "died"):
+                name = f"reward/{component.domain}.{component.name}/{cause}"
+                metrics[name] = float(component.failures.pop(cause, 0))
+        return metrics
 
     def _of_domain(self, domain: str) -> list[int]:
         return [i for i, c in enumerate(self.components) if c.domain == domain]
@@ -200,9 +180,8 @@ class RewardPool:
 
     async def _run(self, tasks: asyncio.TaskGroup, calls: Sequence[Call], chunk: Sequence[int],
                    outcomes: list[Outcome]) -> None:
-        """Fill in the outcomes of the calls in `chunk`. Plain calls run one after the other: the
-        first without an outcome ended the process. Coroutines run together: each of them runs
-        again, alone."""
+        """Fill in the outcomes of `chunk`. Of plain calls the first without an outcome ended the
+        process; coroutines run together: each of those without runs again, alone."""
         is_async = self._is_async(calls[chunk[0]])
         worker = await self._idle.get()
         try:
@@ -220,7 +199,6 @@ class RewardPool:
             tasks.create_task(self._run(tasks, calls, part, outcomes))
 
     def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
-        """Takes the outcomes of the group's calls."""
         components = [self.components[i] for i in self._of_domain(group.prompt.domain)]
         rows = [list(islice(outcomes, len(components))) for _ in group.completions]
         table = np.asarray([[outcome.value for outcome in row] for row in rows],
@@ -236,8 +214,7 @@ class RewardPool:
 
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float | None = None) -> np.ndarray:
-    """Rewards [G] of components [G, C], clipped to ±clip: NaN components are skipped, NaN where
-    all are."""
+    """Rewards [G] of components [G, C], within ±clip: NaNs are skipped, NaN where all are."""
     known = ~np.isnan(table)
     total = np.where(known, table, 0.0) @ weights
     if clip is not None:

@@ -17,29 +17,27 @@ from grpo_megatron.rewards.worker import Call, Outcome
 
 _STARTUP_TIMEOUT_S = 120.0
 _CLOSE_TIMEOUT_S = 2.0
+_GRACE_S = 0.05
 _MAX_IDLE_DEATHS = 3
 _LONGEST_LINE = 1 << 26
 
 
 class RewardProcess:
     """One worker: given a chunk at a time, killed when a call takes too long, replaced when gone.
+    Calls name `functions`, (reference, arguments) each, by index."""
 
-    Args:
-        functions: (reference, arguments) each; calls name them by index.
-    """
-
-    def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]], log_path: Path | None,
-                 *, timeout_s: float, concurrency: int):
-        self._task = functions, {"timeout_s": timeout_s, "concurrency": concurrency}
-        self._log_path = log_path
+    def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]],
+                 limits: Mapping[str, float], log_path: Path | None):
+        self._task, self._log_path = (functions, limits), log_path
         self.process: asyncio.subprocess.Process | None = None
-        self.num_starts = 0
+        self.num_restarts, self._started = 0, False
 
     async def start(self) -> None:
         """Start the process, if it does not run, and wait until it has imported the functions."""
         if self.process is not None and self.process.returncode is None:
             return
-        self.num_starts += 1
+        self.num_restarts += self._started
+        self._started = True
         ours, theirs = socket.socketpair()
         # One thread a worker, since there are many.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(
@@ -58,25 +56,21 @@ class RewardProcess:
             try:
                 failure = await self._ask(self._task)
             except (TimeoutError, ConnectionError) as error:
-                raise self._broken(f"a reward process did not start ({error or 'timed out'})"
-                                   ) from error
+                why = f"a reward process did not start ({error or 'timed out'})"
+                raise self._broken(why) from error
             if failure:
                 raise RewardError(f"a reward process cannot start: {failure}")
 
     async def run(self, calls: Sequence[Call], limit_s: float) -> tuple[dict[int, Outcome], str]:
-        """Run a chunk, of plain rewards or of coroutines.
-
-        Returns:
-            Outcomes by index; and why the process ended before the others, "" where there are
-            none: "died", or "timed_out" with no outcome for `limit_s`, and it was killed.
-        """
+        """Run a chunk, of plain rewards or of coroutines. Returns outcomes by index; and why the
+        process ended before the others, "" where there are none: "died", or "timed_out" with no
+        outcome for `limit_s`, and it was killed."""
         await self._give(calls)
         found: dict[int, Outcome] = {}
         try:
             async with self._killed_on_error():
                 while len(found) < len(calls):
-                    async with asyncio.timeout(limit_s):
-                        index, outcome = await self._line()
+                    index, outcome = await self._line_within(limit_s)
                     found[index] = Outcome(*outcome)
             return found, ""
         except (TimeoutError, ConnectionError) as error:
@@ -118,10 +112,17 @@ class RewardProcess:
         raise self._broken("reward processes end before their first call")
 
     async def _ask(self, message: Any) -> Any:
-        """Send a message; returns its first answer."""
         async with asyncio.timeout(_STARTUP_TIMEOUT_S):
             self._writer.write(pickle.dumps(message))
             await self._writer.drain()
+            return await self._line()
+
+    async def _line_within(self, limit_s: float) -> Any:
+        """A busy parent notices that time is up before it notices the line that came in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                return await self._line()
+        async with asyncio.timeout(_GRACE_S):
             return await self._line()
 
     async def _line(self) -> Any:

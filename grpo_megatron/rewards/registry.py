@@ -7,16 +7,15 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo_megatron.config.suggest import did_you_mean
-from grpo_megatron.errors import RewardError
+from grpo_megatron.errors import RewardError, raised_as
 
 CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids")
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
 `**arguments` takes the first two: the others would be sent to processes for nothing."""
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _SIGNATURE = "def reward(completion: str, answer: str, *, prompt: str, metadata, **arguments)"
 
 
@@ -31,7 +30,6 @@ class BoundReward:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call returns a coroutine."""
         return inspect.iscoroutinefunction(self.function)
 
     def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
@@ -39,34 +37,27 @@ class BoundReward:
         return self.function(completion, answer, **offered, **self.arguments)
 
 
-def needs(*modules: str, check: Callable[..., Any] = lambda **_: None
-          ) -> Callable[[_Function], _Function]:
+def needs(*modules: str, check: Callable[..., Any] = lambda **_: None):
     """Modules that workers import before the first call, so that no call's time pays for it.
     `check(**arguments)` raises RewardError where the reward cannot work with the recipe's."""
-    def mark(function: _Function) -> _Function:
-        function.needs = modules, check  # type: ignore[attr-defined]
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.needs = modules, check
         return function
 
     return mark
 
 
 def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
-    """Import `module:function` and check that it can be called as a reward.
+    """Import `module:function`; RewardError where that fails, or it cannot be called as a reward
+    with these arguments, or its check refuses them.
 
-    The current directory is searched last, so that a file beside the recipe needs no package.
-
-    Raises:
-        RewardError: No such module or function, an error inside the module, a signature that
-            does not fit, an argument that the function does not take or that its check refuses.
-    """
+    The current directory is searched last, so that a file beside the recipe needs no package."""
     function = _imported(reference)
     modules, check = getattr(function, "needs", ((), lambda **_: None))
     for module in modules:
-        try:
+        with raised_as(RewardError, f"reward {reference} needs {module}",
+                       remedy=f"install {module}"):
             importlib.import_module(module)
-        except Exception as error:
-            raise RewardError(f"reward {reference} needs {module}: {error}",
-                              remedy=f"install {module}") from error
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none: nothing to check

@@ -8,8 +8,7 @@ namespace is killed (and by RLIMIT_CPU); its output by being killed.
 
 RLIMIT_NPROC, of threads here, counts by user and namespace from Linux 5.14 on (before, all that
 the user runs: a program may then find no thread left). It never binds root: under root, only the
-address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox.
-"""
+address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox."""
 
 import asyncio
 import contextlib
@@ -26,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards import seccomp
 
 MIB = 2**20
@@ -58,11 +56,8 @@ class Outcome:
 
 async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
               arguments: Sequence[str] = (), give_fds: Sequence[int] = ()) -> Outcome:
-    """Run a Python program to its end, or until cancelled; nothing of it is left then.
-
-    Args:
-        files: Content by path in the sandbox, read-only; the first is the program.
-        give_fds: Pipes or sockets for the program, under the same numbers; closed here.
+    """Run a Python program, the first of `files` (content by path), to its end, or until cancelled;
+    nothing of it is left then. `give_fds`, sockets for it, keep their numbers and are closed here.
     """
     outcome = Outcome()
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
@@ -100,10 +95,6 @@ async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
     return outcome
 
 
-def require(**_: object) -> None:
-    """Raise a RewardError where programs cannot be isolated."""
-    if reason := why_not():
-        raise RewardError(f"programs cannot be isolated: {reason}", remedy=REMEDY)
 
 
 @lru_cache(maxsize=1)

@@ -2,8 +2,7 @@
 
 No process but the first, so that its address space bounds the memory of all; nothing that holds
 memory beside the address space (memfd, SysV and POSIX queues, sockets by name); nothing that only
-an attack on the kernel needs. Threads and files stay possible.
-"""
+an attack on the kernel needs. Threads and files stay possible."""
 
 import errno
 import platform

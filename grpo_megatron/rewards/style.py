@@ -24,11 +24,9 @@ def extract(completion: str, tag: str | None) -> str | None:
 
 def format_tags(completion: str, answer: str, *, think_tag: str = "think",
                 answer_tag: str = "answer", opened: bool = False) -> float:
-    """1 for exactly one think block, then exactly one answer block, neither empty; else 0.
-
-    Nothing but white space may stand outside of the blocks (DeepSeek-R1, arXiv:2501.12948).
-    `opened`: the prompt already ends with the opening think tag.
-    """
+    """1 for exactly one think block, then exactly one answer block, neither empty, with nothing but
+    white space outside (DeepSeek-R1, arXiv:2501.12948); else 0. `opened`: the prompt already ends
+    with the opening think tag."""
     text = f"<{think_tag}>{completion}" if opened else completion
     tags = re.escape(think_tag), re.escape(answer_tag)
     blocks = re.fullmatch(r"\s*<{0}>(.*)</{0}>\s*<{1}>(.*)</{1}>\s*".format(*tags), text, re.DOTALL)
@@ -52,8 +50,7 @@ def language_consistency(completion: str, answer: str, *, scripts: Sequence[str]
     A word is a run of letters of one Unicode script, or one letter of a script that puts no
     spaces between words. The script stands for the language: English and French are both
     `latin`; Japanese is `["han", "hiragana", "katakana"]`. The chain of thought is the block
-    `think_tag`, or everything.
-    """
+    `think_tag`, or everything."""
     if think_tag:  # a block that the prompt opened, or that nothing closed, counts too
         completion = completion.partition(f"</{think_tag}>")[0].rpartition(f"<{think_tag}>")[2]
     prose = _NOT_PROSE.sub(" ", completion)

@@ -2,8 +2,7 @@
 
 It reads chunks of calls (pickles) from the socket, says that it has one, and answers every call
 with a line: plain ones in their order, coroutines as they end. It ends when the input ends, and
-with its parent even while a reward hangs.
-"""
+with its parent even while a reward hangs."""
 
 import asyncio
 import json
@@ -27,8 +26,6 @@ Call = tuple[int, str, str, Mapping[str, Any]]
 
 
 class Outcome(NamedTuple):
-    """How one call ended."""
-
     failure: str = ""  # "raised", "timed_out" or "died"; the parent writes the last
     value: float = math.nan
     steps: Sequence[tuple[int, float]] = ()  # step rewards: (end in the text, reward) each
@@ -36,7 +33,6 @@ class Outcome(NamedTuple):
 
 
 def main() -> None:
-    """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     link, parent = map(int, sys.argv[1:])
     die_with_parent(parent)  # a socket's end cannot stop a reward that hangs

@@ -47,8 +47,7 @@ class EngineClient:
 
         Raises:
             EngineUnreachable: No answer, or an error inside the engine.
-            EngineError: The engine refused the request, or its answer is not what was asked for.
-        """
+            EngineError: The engine refused the request, or its answer is not what was asked for."""
         request = GenerateRequest(prompt_token_ids, **settings)
         answer = await self._call("POST", "/inference/v1/generate", request.body(),
                                   timeout_s=self._request_timeout_s)

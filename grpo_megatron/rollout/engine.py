@@ -19,8 +19,7 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
     Args:
         replica: Its index; its unseeded requests have their own random numbers.
         host: Address to bind. vLLM's control routes have no authentication, so anything but
-            loopback must be in a network that only this job reaches.
-    """
+            loopback must be in a network that only this job reaches."""
     rollout, on_cpu, loopback = config.rollout, is_cpu_build(), host in _LOOPBACK
     values = {
         "model": model_path, "host": host, "port": port, "dtype": rollout.dtype,
@@ -60,8 +59,7 @@ def num_threads(config: RunConfig) -> int:
     """OpenMP threads of each worker process on a CPU.
 
     A server's HTTP process is as busy as a core that generates (a tiny model ran 11.1 k tokens/s
-    with one thread on two cores and 10.4 k with two), so one core a server is left to it.
-    """
+    with one thread on two cores and 10.4 k with two), so one core a server is left to it."""
     rollout = config.rollout
     if rollout.num_threads is not None:
         return rollout.num_threads

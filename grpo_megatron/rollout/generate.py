@@ -54,9 +54,7 @@ class GenerateRequest:
     def decode(self, body: bytes, where: str) -> list[Completion]:
         """The completions, ordered by index and without text; `where` is the engine.
 
-        Raises:
-            EngineError: Anything asked for is missing, of another size, or not finite.
-        """
+        Raises EngineError when anything asked for is missing, of another size, or not finite."""
         try:
             choices = _decoders[bool(self.truncation)].decode(body).choices
         except msgspec.DecodeError as error:
@@ -65,8 +63,14 @@ class GenerateRequest:
         if [choice.index for choice in choices] != list(range(self.n)):
             raise EngineError(f"asked for {self.n} completions, got {[c.index for c in choices]}",
                               where=where)
-        return [_completion(self, choice, f"{where}, completion {choice.index}")
-                for choice in choices]
+        completions = []
+        for choice in choices:
+            try:
+                completions.append(_completion(self, choice))
+            except EngineError as error:
+                error.where = f"{where}, completion {choice.index}"
+                raise
+        return completions
 
 
 _Entry = TypeVar("_Entry")
@@ -108,43 +112,40 @@ _decoders = {truncated: msgspec.json.Decoder(_Response[entry])
              for truncated, entry in ((False, _TokenLogprob), (True, _Candidates))}
 
 
-def _completion(request: GenerateRequest, choice: _Choice, where: str) -> Completion:
+def _completion(request: GenerateRequest, choice: _Choice) -> Completion:
     num_tokens = len(choice.token_ids)
     aborted = request.may_abort and choice.finish_reason == "abort"
     if choice.finish_reason not in ("stop", "length") and not aborted:
-        raise EngineError(f"completion ended with {choice.finish_reason!r}", where=where,
+        raise EngineError(f"completion ended with {choice.finish_reason!r}",
                           remedy="requests must not be in flight while weights are published")
     if not (0 if aborted else 1) <= num_tokens <= request.max_tokens:
-        raise EngineError(f"{num_tokens} tokens where 1 to {request.max_tokens} were asked for",
-                          where=where)
+        raise EngineError(f"{num_tokens} tokens where 1 to {request.max_tokens} were asked for")
     completion = Completion(
-        token_ids=np.array(choice.token_ids, np.int32), logprobs=_logprobs(choice, where),
-        versions=_spans(choice.weight_versions or [], num_tokens, where),
+        token_ids=np.array(choice.token_ids, np.int32), logprobs=_logprobs(choice),
+        versions=_spans(choice.weight_versions or [], num_tokens),
         finish_reason=choice.finish_reason, text="",
         kept=_kept(choice) if request.truncation else None)
     if request.record_routes and num_tokens:
         try:
-            return _with_routes(completion, request, choice.routed_experts, where)
+            return _with_routes(completion, request, choice.routed_experts)
         except EngineError:
             if request.require_routes:
                 raise
     return completion
 
 
-def _logprobs(choice: _Choice, where: str) -> np.ndarray:
+def _logprobs(choice: _Choice) -> np.ndarray:
     """`float32 [T]`."""
     content = choice.logprobs.content if choice.logprobs is not None else []
     values = np.array([entry.logprob for entry in content], np.float32)
     if len(values) != len(choice.token_ids):
-        raise EngineError(f"{len(values)} log-probs for {len(choice.token_ids)} tokens",
-                          where=where)
-    # no sampled token has _NO_PROBABILITY
-    if not (np.isfinite(values).all() and (values > _NO_PROBABILITY).all()
-            and (values <= 0.0).all()):
-        raise EngineError("log-probs are not finite and at most 0", where=where,
+        raise EngineError(f"{len(values)} log-probs for {len(choice.token_ids)} tokens")
+    # no sampled token has _NO_PROBABILITY, and NaN fails both
+    if not ((values > _NO_PROBABILITY) & (values <= 0.0)).all():
+        raise EngineError("log-probs are not finite and at most 0",
                           remedy="the policy's logits have overflowed; look at the weights")
     if [entry.token_id for entry in content] != choice.token_ids:
-        raise EngineError("log-probs belong to other tokens", where=where)
+        raise EngineError("log-probs belong to other tokens")
     return values
 
 
@@ -166,34 +167,33 @@ def _kept(choice: _Choice[_Candidates]) -> KeptSets:
     return KeptSets(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
 
 
-def _spans(spans: list[_Span], num_tokens: int, where: str) -> tuple[VersionSpan, ...]:
+def _spans(spans: list[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
     ends = [0, *(span.end for span in spans)]
     if (ends[-1] != num_tokens or [span.start for span in spans] != ends[:-1]
             or any(span.end <= span.start for span in spans)):
-        raise EngineError(f"weight-version spans {spans} do not cover {num_tokens} tokens",
-                          where=where)
+        raise EngineError(f"weight-version spans {spans} do not cover {num_tokens} tokens")
     for span in spans:
         if not span.version.isdecimal():
-            raise EngineError(f"weight version {span.version!r} is not a number", where=where)
+            raise EngineError(f"weight version {span.version!r} is not a number")
     return tuple(VersionSpan(int(span.version), span.start, span.end) for span in spans)
 
 
-def _with_routes(completion: Completion, request: GenerateRequest, encoded: str | None,
-                 where: str) -> Completion:
+def _with_routes(completion: Completion, request: GenerateRequest,
+                 encoded: str | None) -> Completion:
     """Row T_p - 1 + t sampled token t. What came before was computed by the first version: a
     request that is held computes it anew, but the engine then returns later rows only."""
     if encoded is None:
-        raise EngineError("expert routes were asked for and are missing", where=where,
+        raise EngineError("expert routes were asked for and are missing",
                           remedy="start the engine with --enable-return-routed-experts")
     try:
         routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
     except (binascii.Error, ValueError, EOFError, OSError) as error:
-        raise EngineError(f"unreadable expert routes: {error}", where=where) from error
+        raise EngineError(f"unreadable expert routes: {error}") from error
     before, first = len(request.prompt_token_ids) - 1, request.routes_from
     num_rows = before + len(completion.token_ids) - first
     if routes.ndim != 3 or routes.shape[0] != num_rows or routes.dtype not in (np.uint8, np.uint16):
         raise EngineError(f"expert routes are {routes.dtype} {routes.shape}, expected uint8 or "
-                          f"uint16 [{num_rows}, layers, experts per token]", where=where)
+                          f"uint16 [{num_rows}, layers, experts per token]")
     spans = tuple(VersionSpan(span.version, before + span.start if span.start else first,
                               before + span.end) for span in completion.versions)
     return replace(completion, routes=routes, route_versions=spans)

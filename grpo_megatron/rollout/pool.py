@@ -50,9 +50,7 @@ class ReplicaPool:
         """Make a request, first of `first`, on another live replica when one does not answer;
         `request` may run several times. Returns what it returned and the replica that served it.
 
-        Raises:
-            EngineError: It was refused, failed `max_attempts` times, or no replica is alive.
-        """
+        Raises EngineError: it was refused, failed `max_attempts` times, or no replica is alive."""
         replica = first if first is not None and first.is_alive else self.pick()
         for attempt in itertools.count(1):
             replica.in_flight += 1

@@ -27,8 +27,7 @@ class WeightPublisher:
         timeout_s: Limit of each wait of sender and worker for the other.
         pause_mode: What happens to requests in flight: `wait` for their end, `abort` them (the
             client continues them, see `segments`), or `keep` them, so that they go on under the
-            new weights (with spans that say so) after their keys and values were computed anew.
-    """
+            new weights (with spans that say so) after their keys and values were computed anew."""
 
     def __init__(self, clients: Sequence[EngineClient], *, timeout_s: float = 300.0,
                  pause_mode: str = "wait"):
@@ -62,8 +61,7 @@ class WeightPublisher:
         Raises:
             MismatchError: A worker received something else than the trainer sent, or replicas of
                 equal layout hold different weights.
-            EngineError: A replica died or hung.
-        """
+            EngineError: A replica died or hung."""
         async def receive(client: EngineClient) -> None:
             await client.control("/start_weight_update")
             await client.control("/update_weights", {

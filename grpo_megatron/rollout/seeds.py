@@ -7,8 +7,7 @@ def derive_seed(*parts: int | str) -> int:
     """A seed in [0, 2^31) from, for example, (run seed, step, prompt id, sample index).
 
     Neighbouring inputs give unrelated seeds, whereas vLLM's children of one request (`n > 1`) use
-    seed, seed + 1, ... so that neighbouring prompt seeds would overlap.
-    """
+    seed, seed + 1, ... so that neighbouring prompt seeds would overlap."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF

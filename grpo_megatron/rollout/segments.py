@@ -34,9 +34,7 @@ async def complete(ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int,
         seed: Of the first segment; those after it derive theirs from it and from their position,
             because an engine cannot enter a seed's random numbers midway.
 
-    Raises:
-        EngineError: Segments are aborted without end; and what `ask` raises.
-    """
+    Raises EngineError: segments are aborted without end; and what `ask` raises."""
     longest = segment_tokens or max_tokens
     heads = await ask(prompt, n=n, max_tokens=min(longest, max_tokens), seed=seed, routes_from=0)
 
@@ -68,8 +66,7 @@ def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
     """`head` and the segment that continues it.
 
     Rows of `head.routes` stay as they were computed; `tail.routes` begins with the row that
-    sampled its first token, [T, L, K]. A side without routes leaves its rows uncovered.
-    """
+    sampled its first token, [T, L, K]. A side without routes leaves its rows uncovered."""
     done = len(head.token_ids)
     if not done:
         return tail

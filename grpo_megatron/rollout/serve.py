@@ -31,7 +31,11 @@ if __name__ == "__main__":
         from grpo_megatron.rollout.plugin import cpu_fork_start
 
         cpu_fork_start.apply()
-    # Not `vllm.entrypoints.cli.main`: that imports every subcommand, benchmarks included.
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
+    if "--headless" in sys.argv:  # a further node of a server, which the full command line knows
+        from vllm.entrypoints.cli.main import main as serve
+
+        sys.argv.insert(1, "serve")
+    else:  # not the full one: that imports every subcommand, benchmarks included
+        from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     sys.exit(serve())

@@ -43,9 +43,7 @@ class RolloutWorker:
             num_samples: G; default: the recipe's.
             max_tokens: Longest completion; default: the recipe's.
 
-        Raises:
-            EngineError: No replica is alive, or a request failed for good.
-        """
+        Raises EngineError: no replica is alive, or a request failed for good."""
         rollout, routing = self.config.rollout, self.config.routing
         size = num_samples or self.config.batch.num_samples_per_prompt
         requests = [_Request(i, 0, size, None) for i in range(len(prompts))]

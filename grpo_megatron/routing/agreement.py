@@ -4,6 +4,7 @@ Shape legend: n tokens, K experts per token, E experts, L MoE layers of the whol
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ def agreement(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Per token: the share of `a`'s slots that `b` lacks and the Jaccard index, fp32 [n] each.
 
     Args:
-        a, b: expert ids [n, K] in any order, without repeats.
-    """
+        a, b: expert ids [n, K] in any order, without repeats."""
     common = (a[:, :, None] == b[:, None, :]).any(-1).sum(-1).float()
     size = a.size(-1)
     return 1 - common / size, common / (2 * size - common)
@@ -27,30 +27,27 @@ class RoutingSums:
 
     Args:
         layers: Numbers of the model's MoE layers.
-        comparisons: Names of what the applied routing is compared with.
-    """
+        comparisons: Names of what the applied routing is compared with."""
 
     def __init__(self, layers: Sequence[int], num_experts: int, comparisons: Sequence[str],
                  device: torch.device):
         self.layers, self.comparisons = layers, tuple(comparisons)
-        self.load = torch.zeros(len(layers), num_experts, dtype=torch.float64, device=device)
-        self.entropy = torch.zeros(len(layers), 2, dtype=torch.float64, device=device)
-        self.compared = torch.zeros(len(self.comparisons), len(layers), 4, dtype=torch.float64,
-                                    device=device)
-        self.any_layer = torch.zeros(len(self.comparisons), 2, dtype=torch.float64, device=device)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.load, self.entropy = zeros(len(layers), num_experts), zeros(len(layers), 2)
+        self.compared = zeros(len(comparisons), len(layers), 4)
+        self.any_layer = zeros(len(comparisons), 2)
         """Per comparison: tokens with a flip in any layer, tokens compared."""
 
     def add_load(self, row: int, chosen: Tensor, entropy: Tensor) -> None:
         """chosen: [n, K] of real tokens; entropy: [n] of the live router."""
         self.load[row] += torch.bincount(chosen.flatten(), minlength=self.load.size(1))
-        self.entropy[row] += torch.stack([entropy.sum().double(),
-                                          entropy.new_tensor(len(entropy)).double()])
+        self.entropy[row, 0] += entropy.sum()
+        self.entropy[row, 1] += len(entropy)
 
     def add_comparison(self, name: str, row: int, flips: Tensor, jaccard: Tensor) -> None:
         """flips, jaccard: what `agreement` found, [n]."""
-        parts = (flips.sum(), (flips > 0).sum(), jaccard.sum(), flips.new_tensor(len(flips)))
-        self.compared[self.comparisons.index(name), row] += torch.stack(
-            [part.double() for part in parts])
+        sums = torch.stack([flips, flips > 0, jaccard, torch.ones_like(flips)])
+        self.compared[self.comparisons.index(name), row] += sums.double().sum(1)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What has to be added up over ranks."""
@@ -59,8 +56,7 @@ class RoutingSums:
     def result(self) -> dict[str, float]:
         """Metrics of all layers together and, as `name/layer_N`, of each."""
         out: dict[str, float] = {}
-        for name, sums, tokens in zip(self.comparisons, self.compared, self.any_layer,
-                                      strict=True):
+        for name, sums, tokens in zip(self.comparisons, self.compared, self.any_layer, strict=True):
             for i, quantity in enumerate(AGREEMENT):
                 self._put(out, f"routing/{name}_{quantity}", sums[:, i], sums[:, 3])
             if tokens[1] > 0:
@@ -68,12 +64,11 @@ class RoutingSums:
         self._put(out, "routing/entropy", self.entropy[:, 0], self.entropy[:, 1])
         mean = self.load.mean(1)
         seen = mean > 0
-        quantities = {
-            "load_cv": (self.load.std(1, correction=0), mean),
-            "load_max_ratio": (self.load.amax(1), mean),
-            "dead_experts": ((self.load == 0).sum(1) * seen, seen)}
-        for name, (values, per) in quantities.items():
-            self._put(out, f"routing/{name}", values.double(), per.double(), by_layer=True)
+        dead = (self.load == 0).sum(1) * seen
+        for name, values, per in (("load_cv", self.load.std(1, correction=0), mean),
+                                  ("load_max_ratio", self.load.amax(1), mean),
+                                  ("dead_experts", dead.double(), seen.double())):
+            self._put(out, f"routing/{name}", values, per, by_layer=True)
         if bool(seen.any()):
             out["routing/load_max_ratio"] = float((self.load.amax(1) / mean)[seen].max())
         return out

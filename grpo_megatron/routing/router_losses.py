@@ -17,8 +17,7 @@ def log_probs(scores: Tensor, kind: ScoreKind, bias: Tensor | None = None) -> Te
     """Log-probabilities of the experts, at least fp32 [n, E]; sigmoid scores are normalised.
 
     Args:
-        bias: What was added to sigmoid scores for the selection, [E]; it is no probability.
-    """
+        bias: What was added to sigmoid scores for the selection, [E]; it is no probability."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if kind == "logits":
         return scores.log_softmax(-1)
@@ -49,7 +48,6 @@ def balance_coefficients(counts: Tensor, weight: float, num_tokens: float) -> Te
 
     The load-balance loss `w E sum_e f_e P_e` of Switch Transformers (2101.03961) with the counts
     fixed before the first micro-batch, so that it is a plain sum over tokens.
-    counts: [..., E] of all ranks and micro-batches.
-    """
+    counts: [..., E] of all ranks and micro-batches."""
     share = counts / counts.sum(-1, keepdim=True).clamp_min(1)
     return weight * counts.size(-1) / max(num_tokens, 1.0) * share

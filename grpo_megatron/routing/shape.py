@@ -27,8 +27,7 @@ class RouteShape:
     """Routes of one model are [layers, tokens, experts_per_token], of expert ids.
 
     Attributes:
-        layers: Indices, from 0, of the layers with experts.
-    """
+        layers: Indices, from 0, of the layers with experts."""
 
     layers: tuple[int, ...]
     experts_per_token: int

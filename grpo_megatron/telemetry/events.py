@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 
-def append_event(path: Path, kind: str, /, *, time_s: float | None = None,
-                 **fields: Any) -> None:
-    """Append `{"time_s", "kind", ...fields}` as one line.
-
-    Safe from several processes at once: one `O_APPEND` write a line. Kinds are, for example,
-    "started", "died", "checkpoint", "published"; what JSON does not know is written as text.
-    """
+def append_event(path: Path, kind: str, /, *, time_s: float | None = None, **fields: Any) -> None:
+    """Append `{"time_s", "kind", ...fields}` as one line, by one `O_APPEND` write: several
+    processes may do so at once. What JSON does not know is written as text."""
     event = {"time_s": round(time.time() if time_s is None else time_s, 3), "kind": kind, **fields}
     line = json.dumps(event, default=str).encode() + b"\n"
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)

@@ -14,9 +14,7 @@ _PAGE = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).fr
 _RATE = "routing/rollout_slot_flip_rate/"
 
 
-def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float],
-             notes: Sequence[str]) -> str:
-    """A whole HTML document."""
+def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Sequence[str]) -> str:
     rates = {n.rpartition("_")[2]: v for n, v in metrics.items() if n.startswith(_RATE)}
     positions = gap.by_position()
     flipped = None

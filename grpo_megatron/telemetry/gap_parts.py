@@ -1,7 +1,6 @@
 """The trainer-engine log-prob gap, split into causes that add up. Numpy only.
 
-Shape legend: n completion tokens of a recorded step, L MoE layers, E experts.
-"""
+Shape legend: n completion tokens of a recorded step, L MoE layers, E experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,20 +13,13 @@ POSITION_BINS = 16
 @dataclass(frozen=True)
 class GapParts:
     """`total = engine - trainer` per token and its parts, fp64 [n] each; the parts add up to the
-    total exactly, because each is what one more correction changes.
-
-    Attributes:
-        parts: by cause, in the order of the corrections; the last is what none explains.
-        by_layer: the routing part by MoE layer number, [n] each.
-        flipped: [E, L] how often the engine used an expert that the trainer would not have.
-        position: int [n], place in its completion.
-    """
+    total exactly, because each is what one more correction changes."""
 
     total: np.ndarray
-    parts: Mapping[str, np.ndarray]
-    by_layer: Mapping[int, np.ndarray]
-    flipped: np.ndarray | None
-    position: np.ndarray
+    parts: Mapping[str, np.ndarray]  # by cause, in order; the last is what none explains
+    by_layer: Mapping[int, np.ndarray]  # the routing part by MoE layer number, [n] each
+    flipped: np.ndarray | None  # [E, L] how often only the engine used an expert
+    position: np.ndarray  # int [n], place in its completion
     layers: tuple[int, ...] = ()
 
     @property
@@ -57,16 +49,8 @@ def sizes(values: np.ndarray) -> tuple[float, float, float]:
 
 def split_gap(run: Mapping[str, np.ndarray], engine_precision: Mapping[str, np.ndarray] | None,
               sampled_by: Mapping[str, np.ndarray] | None, lengths: np.ndarray) -> GapParts:
-    """Apply the corrections one after the other.
-
-    Args:
-        run: columns of `trainer.gaps` at the trainer's precision and the step's weights;
-            `unmasked` where sampling was truncated.
-        engine_precision: the same columns at the engine's precision; None: the same precision.
-        sampled_by: the same at the weights that sampled (and the engine's precision); None: the
-            samples are of the step's weights, or theirs are gone.
-        lengths: completion tokens by sample.
-    """
+    """Apply the corrections one after the other, to columns of `trainer.gaps`; at the engine's
+    precision, if it differs; at the weights that sampled, if others. lengths: tokens by sample."""
     layers = tuple(sorted(int(n.removeprefix("through_")) for n in run if n.startswith("through_")))
     parts: dict[str, np.ndarray] = {}
     now = run["live"]

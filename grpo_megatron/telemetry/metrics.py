@@ -27,13 +27,9 @@ NONFINITE = "telemetry/nonfinite/count"
 class MetricsWriter:
     """Appends to metrics.jsonl; a killed process loses at most the line it was writing.
 
-    A line is `{"step": 7, "time_s": 1764000000.1, "reward/mean": 0.5, ...}`, names being flat
-    `area/name/stat`. Opening repairs a torn last line. Values that are not finite become null,
-    with a warning once per name.
-
-    `last_step` is the step of the last line, or None; `nonfinite` counts, by name, values that
-    were not finite. DataError where a line in the middle of an existing file is not JSON.
-    """
+    A line is `{"step": 7, "time_s": 1764000000.1, "reward/mean": 0.5, ...}`. Opening repairs a torn
+    last line. Values that are not finite are counted in `nonfinite` and become null, with a warning
+    once per name. `last_step` is the step of the last line, or None."""
 
     def __init__(self, run_dir: RunDir):
         self._run_dir = run_dir
@@ -43,10 +39,7 @@ class MetricsWriter:
         self._open(math.inf)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Append one step; returns exactly what was written, for the mirrors.
-
-        DataError where the file has this step or a later one, TypeError for what is no number.
-        """
+        """Append one step; returns exactly what was written, for the mirrors."""
         if self.last_step is not None and step <= self.last_step:
             raise DataError(f"step {step} after step {self.last_step}",
                             where=str(self._run_dir.metrics),
@@ -68,8 +61,7 @@ class MetricsWriter:
 
     def write_normalisers(self, known: Mapping[str, str]) -> None:
         """Keep beside the file what each metric is a mean over (tokens, samples, groups, updates),
-        or that it is a sum or a maximum. Rewritten when names are new.
-        """
+        or that it is a sum or a maximum. Rewritten when names are new."""
         found = {name: next((unit for start, unit in NORMALISERS.items()
                              if name.startswith(start)), "step") for name in sorted(self._names)}
         found |= {n: unit for n, unit in {**self._normalisers, **known}.items() if n in found}
@@ -83,7 +75,6 @@ class MetricsWriter:
         self._open(step)
 
     def close(self) -> None:
-        """Close the file (idempotent)."""
         self._file.close()
 
     def _open(self, last: float) -> None:
@@ -100,11 +91,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a metrics.jsonl, in order; a torn last line is left out.
-
-    Raises:
-        DataError: There is no such file, or a line before the last is not JSON.
-    """
+    """Every complete line of a metrics.jsonl, in order; a torn last line is left out. DataError
+    where there is no such file, or a line before the last is not JSON."""
     if not path.is_file():
         raise DataError("no metrics there", where=str(path),
                         remedy="give the metrics.jsonl of a run directory")

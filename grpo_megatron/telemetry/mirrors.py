@@ -1,8 +1,7 @@
 """Copies of metrics.jsonl for Weights & Biases and TensorBoard.
 
 Files are the truth and services are mirrors: a mirror gets exactly the record that was written,
-and one that fails says so once and is left out for the rest of the run.
-"""
+and one that fails says so once and is left out for the rest of the run."""
 
 import importlib.util
 import logging
@@ -22,26 +21,20 @@ _WANDB_TIMEOUT_S = 60
 
 
 class Mirrors:
-    """All mirrors of a run; no method raises. Given by name is how to start each, now.
-
-    Attributes:
-        running: Those that work, by name.
-    """
+    """All mirrors of a run; no method raises. Given by name is how to start each, now."""
 
     def __init__(self, mirrors: Mapping[str, Callable[[], Any]]):
-        self.running: dict[str, Any] = {}
+        self.running: dict[str, Any] = {}  # those that work, by name
         for name, start in mirrors.items():
             with self._guarded(name):
                 self.running[name] = start()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Copy one record of metrics.jsonl."""
         for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.log(record)
 
     def close(self) -> None:
-        """Finish every mirror (idempotent)."""
         for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.close()
@@ -59,10 +52,8 @@ class Mirrors:
 
 def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
                  settings: Mapping[str, Any] | None = None) -> Mirrors:
-    """The mirrors that the recipe asks for; SetupError where a package of one is missing.
-
-    Their files are in the run directory. Services show the name and `settings`, the recipe.
-    """
+    """The mirrors that the recipe asks for; SetupError where a package of one is missing. Services
+    show the name and `settings`, the recipe."""
     wanted: dict[str, Callable[[], Any]] = {}
     if config.wandb != "off":
         wanted["wandb"] = lambda: WandbMirror(run_dir, run_name, config, settings or {})
@@ -79,8 +70,7 @@ class WandbMirror:
     """Weights & Biases; a resumed run continues under the id kept in `wandb/run_id`.
 
     Records go in without wandb's own step, which would refuse the steps that a resumed run
-    repeats; charts use the record's `step` instead.
-    """
+    repeats; charts use the record's `step` instead."""
 
     def __init__(self, run_dir: RunDir, run_name: str, config: TelemetryConfig,
                  settings: Mapping[str, Any]):
@@ -90,12 +80,12 @@ class WandbMirror:
         if not id_file.is_file():
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(uuid.uuid4().hex[:12])
+        quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True,
+                               init_timeout=_WANDB_TIMEOUT_S, login_timeout=_WANDB_TIMEOUT_S)
         self._run = wandb.init(
             project=config.wandb_project, name=run_name, id=id_file.read_text().strip(),
             resume="allow", dir=run_dir.root, mode=config.wandb, config=dict(settings),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=_WANDB_TIMEOUT_S,
-                                    login_timeout=_WANDB_TIMEOUT_S, disable_git=True,
-                                    disable_code=True))
+            settings=quiet)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -32,11 +32,8 @@ class Sample:
 
 def extremes(step: int, groups: Sequence[ScoredGroup],
              count: int) -> tuple[list[Sample], list[Sample]]:
-    """The `count` best and the `count` worst completions of a step, at most one a group.
-
-    Ordered by reward, then by its distance from the group's mean (a success where others failed
-    comes first), then by position. Unscorable completions are left out.
-    """
+    """The `count` best and the `count` worst completions of a step, at most one a group, by reward,
+    then by its distance from the group's mean (a success where others failed comes first)."""
     def chosen(rank: str, sign: float) -> list[Sample]:
         heads = []
         for number, group in enumerate(groups):

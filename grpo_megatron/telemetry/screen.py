@@ -23,6 +23,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _SAMPLE_CHARS = 160
 _PHASE_STYLES = {"rollout": "cyan", "reward": "magenta", "train": "green", "publish": "yellow"}
 _LEVEL_STYLES = {"ok": "green", "watch": "yellow", "bad": "bold red"}
+Samples = Sequence[Mapping[str, Any]]
 
 
 def make_screen(run_name: str, num_steps: int, *, console: Console | None = None) -> Screen:
@@ -43,10 +44,9 @@ class Screen:
     def phase(self, name: str) -> None:
         """Phase `name` of the current step begins, and the phase before it ends."""
 
-    def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None = None,
-             worst: Mapping[str, Any] | None = None) -> None:
+    def step(self, metrics: Mapping[str, Any], samples: Samples = ()) -> None:
         """A step is complete: its record in metrics.jsonl, samples as in samples/step_*.jsonl."""
-        self._state.step(metrics, best, worst)
+        self._state.step(metrics, samples)
         self.message(plain_line(self._state))
 
     def message(self, text: str) -> None:
@@ -58,8 +58,7 @@ class Screen:
 
 
 class LiveScreen(Screen):
-    """Phases, chosen metrics, best and worst sample, redrawn in place; what the process prints
-    meanwhile appears above the screen."""
+    """Phases, metrics, samples, redrawn in place; what is printed meanwhile appears above."""
 
     def __init__(self, run_name: str, num_steps: int, console: Console,
                  clock: Callable[[], float] = time.monotonic):
@@ -73,10 +72,9 @@ class LiveScreen(Screen):
         with self._lock:
             self._state.begin_phase(name)
 
-    def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None = None,
-             worst: Mapping[str, Any] | None = None) -> None:
+    def step(self, metrics: Mapping[str, Any], samples: Samples = ()) -> None:
         with self._lock:
-            self._state.step(metrics, best, worst)
+            self._state.step(metrics, samples)
         self._live.refresh()
 
     def message(self, text: str) -> None:
@@ -91,14 +89,12 @@ class LiveScreen(Screen):
 
 
 class ScreenState:
-    """Values so far, the phases of the current step (by `clock`, in seconds), and the last step's
-    samples."""
+    """Values so far, the phases of the current step (by `clock`, in s), the last step's samples."""
 
     def __init__(self, run_name: str, num_steps: int, clock: Callable[[], float]):
         self.run_name, self.num_steps, self.clock = run_name, num_steps, clock
         self.steps_done = 0
-        self.best: Mapping[str, Any] | None = None
-        self.worst: Mapping[str, Any] | None = None
+        self.samples: dict[str, Mapping[str, Any]] = {}  # the first best and the first worst
         self.history: dict[str, deque[float | None]] = {}  # by label
         self.latest: dict[str, float | None] = {}  # of the last step alone, by label
         self.current_phase: str | None = None
@@ -118,12 +114,11 @@ class ScreenState:
             seconds[self.current_phase] = seconds.get(self.current_phase, 0.0) + passed
         return seconds
 
-    def step(self, metrics: Mapping[str, Any], best: Mapping[str, Any] | None,
-             worst: Mapping[str, Any] | None) -> None:
+    def step(self, metrics: Mapping[str, Any], samples: Samples = ()) -> None:
         """Take the record of a complete step."""
         self._ended_phases, self.current_phase = self.phase_seconds(), None
         self.steps_done = int(metrics["step"]) + 1  # steps count from 0
-        self.best, self.worst = best, worst
+        self.samples = {sample["rank"]: sample for sample in reversed(samples)}
         self.latest = {row.label: metrics[name] for row in ROWS
                        if (name := next((n for n in row.names if n in metrics), None))}
         for label, value in self.latest.items():
@@ -138,19 +133,16 @@ def plain_line(state: ScreenState) -> str:
 
 
 def render(state: ScreenState) -> RenderableType:
-    """The whole screen."""
-    samples = (("best", state.best), ("worst", state.worst))
     return Group(_header(state), _phase_bar(state), _metrics_table(state),
-                 *(_sample(name, sample) for name, sample in samples if sample))
+                 *(_sample(*sample) for sample in sorted(state.samples.items())))
 
 
 def format_value(value: float | None) -> str:
     """At most four digits that matter; "–" for None."""
     if value is None:
         return "–"
-    if isinstance(value, int) or (abs(value) >= 1000 and abs(value) < 1e7):
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+    whole = isinstance(value, int) or 1000 <= abs(value) < 1e7
+    return f"{value:,.0f}" if whole else f"{value:.4g}"
 
 
 def sparkline(values: Sequence[float | None]) -> str:

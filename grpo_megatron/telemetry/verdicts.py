@@ -1,7 +1,6 @@
 """Which metrics the screen shows (`screen.toml`), and whether they look ok or want watching.
 
-The rules are rules of thumb to draw the eye, nothing stops a run because of them.
-"""
+The rules are rules of thumb to draw the eye, nothing stops a run because of them."""
 
 import math
 import statistics
@@ -30,11 +29,8 @@ ROWS = [Row(label, **fields) for label, fields in tomllib.loads(
 
 
 def judge(row: Row, values: Sequence[float | None]) -> tuple[str, str]:
-    """The verdict on a metric's values so far, oldest first, None where not finite.
-
-    Returns:
-        "ok", "watch" or "bad", and the reason in a few words where it is not ok.
-    """
+    """The verdict on a metric's values so far, oldest first, None where not finite: "ok", "watch"
+    or "bad", and the reason in a few words where it is not ok."""
     if not values or row.rule is None:
         return "ok", ""
     if values[-1] is None:
@@ -54,8 +50,7 @@ def _over_median(values: Sequence[float]) -> float:
 
 
 def _moving_means(values: Sequence[float]) -> list[float]:
-    return [sum(values[end - _WINDOW:end]) / _WINDOW
-            for end in range(_WINDOW, len(values) + 1)]
+    return [sum(values[end - _WINDOW:end]) / _WINDOW for end in range(_WINDOW, len(values) + 1)]
 
 
 def _share_lost(values: Sequence[float]) -> float:
@@ -74,6 +69,5 @@ _RULES: dict[str, tuple[Callable[[Sequence[float]], float], str]] = {
     "jumped": (_over_median, "{0:.1f}x its median"),
     "dropped": (lambda values: -_over_median(values), "{0:.0%} of its median"),
     "fallen": (_share_lost, "{0:.0%} of its range below its best"),
-    "collapsed": (lambda values: -_share_left(values), "{0:.0%} of its start"),
-}
+    "collapsed": (lambda values: -_share_left(values), "{0:.0%} of its start")}
 """A measure, of which NaN is ok, and the format of (|measure|, limit); see `screen.toml`."""

@@ -25,16 +25,10 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints.durable import (
-    PROGRESS,
-    commit,
-    refuse_differences,
-    working_directory,
-    write_json,
-)
+from grpo_megatron.checkpoints import shard_files
+from grpo_megatron.checkpoints.durable import PROGRESS, commit, working_directory, write_json
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFSource
-from grpo_megatron.checkpoints.shard_files import DEFAULT_SHARD_BYTES, ShardFile, Target, read_ahead
 from grpo_megatron.checkpoints.torch_dist import MegatronSource, MegatronTarget, is_torch_dist
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError
@@ -50,7 +44,7 @@ _REPORT_BYTES = 64 << 20
 _TIMEOUT_S = 7 * 86400.0
 """Ranks wait for the slowest one between phases."""
 
-Source = HFSource | MegatronSource
+Source, Target = HFSource | MegatronSource, HFTarget | MegatronTarget
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -60,7 +54,7 @@ class Job(msgspec.Struct, frozen=True):
     target: str | None = None
     to: str = ""  # "hf" or "megatron"
     dtype: str | None = None
-    shard_bytes: int = DEFAULT_SHARD_BYTES
+    shard_bytes: int = shard_files.DEFAULT_SHARD_BYTES
     layout: dict[str, Any] = {}
     probe: bool = True
     carry: bool = True
@@ -70,16 +64,15 @@ def say(**message: Any) -> None:
     print(json.dumps(message), flush=True)
 
 
-def _say_once(message: str) -> None:
+def _say_once(**message: Any) -> None:
     if dist.get_rank() == 0:
-        say(message=message)
+        say(**message)
 
 
 @contextmanager
 def _phase(name: str, total: int) -> Iterator[Callable[[int], None]]:
     """Tell of a phase of all ranks. Yields what takes the bytes that were handled."""
-    if dist.get_rank() == 0:
-        say(phase=name, total=total)
+    _say_once(phase=name, total=total)
     started, pending = time.monotonic(), 0
 
     def report(num_bytes: int, at_least: int = _REPORT_BYTES) -> None:
@@ -92,8 +85,7 @@ def _phase(name: str, total: int) -> Iterator[Callable[[int], None]]:
     yield report
     report(0, at_least=0)
     dist.barrier()
-    if dist.get_rank() == 0:
-        say(phase=name, seconds=time.monotonic() - started)
+    _say_once(phase=name, seconds=time.monotonic() - started)
 
 
 def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
@@ -122,7 +114,8 @@ def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
         _prepare(job, target)
     dist.barrier()
     _write(source, target, dtype, directory)
-    _read_back(target, final)
+    with _phase("read back", sum(file.num_bytes for file in target.files)) as report:
+        shard_files.read_back(target, final, report)
     if job.probe:
         _compare(job, hf, table.parameters, layout, working)
     if info.rank == 0:
@@ -130,7 +123,7 @@ def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
     dist.barrier()
 
 
-def _left(target: Target) -> list[ShardFile]:
+def _left(target: Target) -> list[shard_files.ShardFile]:
     return [file for file in target.files if target.record(file) is None]
 
 
@@ -162,7 +155,7 @@ def _write(source: Source, target: Target, dtype: torch.dtype | None, directory:
         for file in left[rank :: dist.get_world_size()]:
             parameters = [source.parameters[unit] for unit in file.units]
             tensors = ((name, tensor.to(dtype or tensor.dtype))
-                       for parameter in read_ahead(parameters, source.prefetch)
+                       for parameter in shard_files.read_ahead(parameters, source.prefetch)
                        for name, tensor in source.tensors(parameter))
             target.write(file, tensors, report)
         target.wait()
@@ -171,23 +164,13 @@ def _write(source: Source, target: Target, dtype: torch.dtype | None, directory:
             target.finish(directory)
 
 
-def _read_back(target: Target, final: Path) -> None:
-    """Each rank reads another one's files: on two machines that shows what never left one."""
-    next_rank, bad = (dist.get_rank() + 1) % dist.get_world_size(), []
-    with _phase("read back", sum(file.num_bytes for file in target.files)) as report:
-        for file in target.files[next_rank :: dist.get_world_size()]:
-            bad += target.read_back(file)
-            report(file.num_bytes)
-    refuse_differences(all_gathered(bad), final)
-
-
 def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter],
              layout: TrainerConfig, working: Path) -> None:
     source = Path(job.source)
     hf_directory, megatron = (working, source) if job.to == "hf" else (source, working)
     reasons = all_gathered(probe.why_not(hf, num_elements(parameters), layout))
     if reason := next(filter(None, reasons), None):
-        _say_once(f"log-probs were not compared: {reason}")
+        _say_once(message=f"log-probs were not compared: {reason}")
         return
     worst = probe.largest_difference(hf, hf_directory, megatron / "weights", layout,
                                      getattr(torch, job.dtype) if job.dtype else None)
@@ -195,7 +178,7 @@ def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter],
         raise MismatchError(f"log-probs of the probe text differ by {worst:.2g} between Megatron "
                             f"and transformers (allowed: {probe.TOLERANCE:g})", where=job.target,
                             remedy=f"the files are kept in {working}; please report this model")
-    _say_once(f"log-probs by Megatron and by transformers agree to {worst:.1e}")
+    _say_once(message=f"log-probs by Megatron and by transformers agree to {worst:.1e}")
 
 
 def _check(source: Source, directory: Path) -> None:
@@ -217,7 +200,7 @@ def _check(source: Source, directory: Path) -> None:
     if total:
         raise MismatchError("; ".join(f"{len(names)} tensors {problem}, for example {names[:3]}"
                                       for problem, names in total.items()), where=str(directory))
-    _say_once("every tensor has its place, its shape and finite numbers" + (
+    _say_once(message="every tensor has its place, its shape and finite numbers" + (
         ", and the digest that was recorded" if recorded else "; no digests were recorded"))
 
 

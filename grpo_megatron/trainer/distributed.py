@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.trainer.platform import BACKEND, bind_device
+from grpo_megatron.trainer.platform import BACKEND, bind_device, device
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,7 @@ def initialize(layout: TrainerConfig, info: RankInfo, store: dist.Store | None =
     """Join the world and build Megatron's groups, in place of those of an earlier call.
 
     Args:
-        store: rendezvous; default: the one that the environment names.
-    """
+        store: rendezvous; default: the one that the environment names."""
     bind_device(info.local_rank, layout.num_threads)
     if dist.is_initialized():
         shutdown()
@@ -58,6 +57,13 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
     gc.collect()  # models of an earlier layout hold groups
     dist.destroy_process_group()
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """Over all ranks, on the host. Collective."""
+    total = tensor.to(device(), copy=True)
+    dist.all_reduce(total)
+    return total.cpu()
 
 
 def seed_everything(seed: int) -> None:

@@ -1,23 +1,22 @@
 """Log-probs of a recorded step under several routings, for the mismatch report."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from grpo_megatron.batching.columns import write_columns
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.routing.agreement import agreement
-from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy
 from grpo_megatron.trainer.rollouts import gather_tokens, sample_batch
 from grpo_megatron.trainer.route_source import RouteSource
 from grpo_megatron.trainer.router_replay import Routes, RoutingPass
-from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare
+from grpo_megatron.trainer.step import logprob_pass, prepare
 
 
 def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path, *,
@@ -29,14 +28,12 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     number N, for every layer or just the last); `flipped` fp64 [E, L]: how often the engine used
     an expert that the trainer would not have.
 
-    Returns routing metrics; nothing of routes where the step has none.
-    """
+    Returns routing metrics; nothing of routes where the step has none."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
     rollouts, replay = sample_batch(config, table), policy.replay
     source = RouteSource(config, replay, table)
     routes = source.from_store(batch) if table.has_routes else None
-    run = None if routes is None else RoutingPass(compared={"rollout": routes}, record=True,
-                                                  measure=True)
+    run = routes and RoutingPass(compared={"rollout": routes}, record=True, measure=True)
 
     def gathered(routing: RoutingPass | None) -> np.ndarray:
         passes = logprob_pass(policy, batch, routing)
@@ -47,7 +44,7 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     metrics = {}
     if run is not None:
         metrics = replay.finish(run, batch.microbatches) | source.metrics()
-        columns["flipped"] = _flipped_experts(policy, batch, routes, run)
+        columns["flipped"] = replay.count_experts(_absent_experts(routes, run)).T.numpy()
         layers = replay.shape.layers
         for layer in layers if by_layer else layers[-1:]:
             # the engine's routes up to this layer, the live router above
@@ -59,21 +56,9 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     return metrics
 
 
-def _flipped_experts(policy: Policy, batch: PreparedBatch, routes: Sequence[Routes],
-                     run: RoutingPass) -> np.ndarray:
-    """Counts by expert and layer, fp64 [E, L], of all ranks."""
-    shape = policy.replay.shape
-    counts = torch.zeros(shape.num_experts, len(shape.layers), dtype=torch.float64)
-    for microbatch, engine in zip(batch.microbatches, routes, strict=True):
-        for row, layer in enumerate(policy.replay.layers):
-            known = engine.known[row]
-            ids = engine.ids[row][known].long()
-            live = run.recorded[microbatch.index, row][known].long()
-            flips, _ = agreement(ids, live)
-            ids, live = ids[flips > 0], live[flips > 0]
-            absent = ~(ids[:, :, None] == live[:, None, :]).any(-1)
-            counts[:, shape.layers.index(layer)] += torch.bincount(
-                ids[absent], minlength=shape.num_experts)
-    counts = counts.to(device())
-    dist.all_reduce(counts)
-    return counts.cpu().numpy()
+def _absent_experts(routes: Sequence[Routes], run: RoutingPass) -> Iterator[tuple[int, Tensor]]:
+    """By row and micro-batch: what the engine chose and the live router did not."""
+    for (index, row), live in run.recorded.items():
+        known = routes[index].known[row]
+        ids = routes[index].ids[row][known]
+        yield row, ids[~(ids[:, :, None] == live[known][:, None, :]).any(-1)]

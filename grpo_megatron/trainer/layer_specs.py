@@ -6,15 +6,9 @@ The torch parts are not CPU-specific; they serve any machine without Transformer
 import copy
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_spec,
-)
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -42,19 +36,21 @@ class LatentNorm:
         return TorchNorm(config, hidden_size, eps=1e-6)
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig,
+               vp_stage: int | None) -> transformer_block.TransformerBlockSubmodules:
     """The layers of this pipeline stage and model chunk."""
     if HAS_TRANSFORMER_ENGINE:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True,
+                                                          vp_stage=vp_stage)
     dense_config = copy.copy(config)
     dense_config.num_moe_experts = None
     dense = _torch_layer_spec(dense_config)
     sparse = _torch_layer_spec(config) if config.num_moe_experts else None
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    count = transformer_block.get_num_layers_to_build(config, vp_stage=vp_stage)
     moe_layers = moe_layer_pattern(config)
     specs = [sparse if moe_layers[i] else dense for i in range(offset, offset + count)]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchNorm)
+    return transformer_block.TransformerBlockSubmodules(specs, layer_norm=TorchNorm)
 
 
 def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
@@ -67,7 +63,7 @@ def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
 
 
 def _torch_layer_spec(config: TransformerConfig):
-    spec = get_gpt_layer_local_spec(
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm, normalization=config.normalization,
         multi_latent_attention=config.multi_latent_attention)

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,11 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tenso
     Returns:
         fp32 [n] log-probs and fp32 [n] entropies (nats), both with gradient, equal on all
         tensor-parallel ranks. With `kept`, entropies and a third [n], the log-probs over the
-        whole vocabulary, are those of the untruncated policy.
-    """
+        whole vocabulary, are those of the untruncated policy."""
     if sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        hidden = mappings.gather_from_sequence_parallel_region(hidden)
     else:
-        hidden = copy_to_tensor_model_parallel_region(hidden)
+        hidden = mappings.copy_to_tensor_model_parallel_region(hidden)
     selected = hidden.squeeze(1).index_select(0, rows)
     group = parallel_state.get_tensor_model_parallel_group()
     found = _VocabParallelLogProbs.apply(selected, weight, targets, group, vocab_size,

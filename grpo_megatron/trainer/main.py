@@ -1,4 +1,4 @@
-"""One trainer rank: `python -m grpo_megatron.trainer.main RUN_DIR`.
+"""One trainer rank: `python -m grpo_megatron.trainer.main RUN_DIR [ATTEMPT]`.
 
 Rank 0 takes commands from the controller and passes them on; every rank executes them. While it
 waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out.
@@ -9,7 +9,6 @@ import os
 import select
 import socket
 import sys
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Any
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import TrainerError
+from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.trainer.protocol import Endpoint, encode, error_reply
+from grpo_megatron.trainer.protocol import encode, error_reply
 
 HEARTBEAT_S = 30.0
 
@@ -30,7 +30,7 @@ class CommandLink:
     def __init__(self, endpoint: Endpoint):
         self._socket = socket.create_connection((endpoint.host, endpoint.port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._buffer = b""
+        self._lines = self._socket.makefile("rb")
         self.send({"token": endpoint.token, "role": "trainer"})
 
     def send(self, message: dict[str, Any]) -> None:
@@ -38,75 +38,55 @@ class CommandLink:
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """The next command; None after `timeout_s`; `stop` when the controller has gone."""
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._buffer:
-            wait = max(deadline - time.monotonic(), 0)
-            if not select.select([self._socket], [], [], wait)[0]:
-                return None
-            block = self._socket.recv(1 << 20)
-            if not block:
-                return {"command": "stop", "arguments": {}}
-            self._buffer += block
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return json.loads(line)
+        # a command comes once the one before is answered, so none waits in the file's buffer
+        if not select.select([self._socket], [], [], timeout_s)[0]:
+            return None
+        line = self._lines.readline()
+        return json.loads(line) if line.endswith(b"\n") else {"command": "stop", "arguments": {}}
 
 
 def rendezvous(run_dir: RunDir, info, timeout_s: float):
     """Rank 0 opens a store on a free port and publishes it; the others read it."""
     from torch.distributed import TCPStore
 
+    from grpo_megatron.weights.transfer import listening_store
+
     path, timeout = run_dir.endpoints / "trainer.json", timedelta(seconds=timeout_s)
-    host = os.environ.get("GRPO_MEGATRON_NODE_ADDRESS", "127.0.0.1")
     if info.rank == 0:
-        listener = socket.create_server((host, 0), backlog=max(128, info.world_size))
-        port = listener.getsockname()[1]
-        store = TCPStore(host, port, info.world_size, is_master=True, timeout=timeout,
-                         wait_for_workers=False, master_listen_fd=listener.detach())
-        Endpoint(host, port, "").write(path)
+        host = own_address()
+        store = listening_store(host, info.world_size, timeout)
+        Endpoint(host, store.port).write(path)
         return store
     endpoint = wait_for_endpoint(path, timeout_s)
-    return TCPStore(endpoint.host, endpoint.port, info.world_size, is_master=False,
-                    timeout=timeout, wait_for_workers=False)
-
-
-def wait_for_endpoint(path: Path, timeout_s: float) -> Endpoint:
-    """Poll for a published address. Raises TrainerError after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TrainerError(f"nobody published {path.name} within {timeout_s:.0f} s",
-                               where=str(path), remedy="look at the other processes' logs")
-        time.sleep(0.05)
-    return Endpoint.read(path)
+    return TCPStore(endpoint.host, endpoint.port, None, is_master=False, timeout=timeout)
 
 
 def serve(service, link: CommandLink | None, group) -> None:
     """Execute commands until `stop`. An error is answered, then ends this rank."""
     import torch.distributed as dist
 
-    commands = service.commands()
+    commands = {**service.commands(), "stop": dict}
     while True:
         box = [link.receive(HEARTBEAT_S) if link else None]
         dist.broadcast_object_list(box, src=0, group=group)
-        message = box[0]
+        [message] = box
         if message is None:
             continue
-        if message["command"] == "stop":
-            if link:
-                link.send({"result": {}})
-            return
         try:
-            reply = {"result": commands[message["command"]](**message["arguments"])}
+            result = commands[message["command"]](**message["arguments"])
         except BaseException as error:
             if link:
                 link.send(error_reply(error))
             raise
         if link:
-            link.send(reply)
+            link.send({"result": result or {}})
+        if message["command"] == "stop":
+            return
 
 
-def main(run_path: Path) -> None:
-    run_dir = RunDir(run_path)
+def main(run_path: str, attempt: str = "") -> None:
+    run_dir = RunDir(Path(run_path), attempt)
+    bind_gloo(own_address())
     config: RunConfig = read_resolved(run_dir.config).config
     import torch.distributed as dist
 
@@ -128,7 +108,7 @@ def main(run_path: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]))
+        main(*sys.argv[1:])
     except Exception as error:
         traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)

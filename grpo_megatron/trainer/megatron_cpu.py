@@ -14,18 +14,16 @@ import torch
 import torch.distributed as dist
 
 CPU = torch.device("cpu")
-_installed = False
 
 
+@functools.cache
 def install() -> None:
-    """Replace what needs CUDA. Idempotent."""
-    global _installed
-    if _installed or torch.cuda.is_available():
+    """Replace what needs CUDA, once."""
+    if torch.cuda.is_available():
         return
     if "megatron.core.tensor_parallel.random" in sys.modules:
         raise ImportError("megatron was imported before grpo_megatron.trainer.platform: it would "
                           "keep functions that need CUDA, and seed no random numbers")
-    _installed = True
     _replace_streams()
     _replace_random_state()
     _redirect_device_literals()
@@ -41,10 +39,10 @@ class _Queue:
 
     def __init__(self, *args, **kwargs): ...
 
-    def _done(self, *args):
+    def record(self, *args):
         return self
 
-    record = wait = query = synchronize = wait_stream = wait_event = record_event = _done
+    wait = query = synchronize = wait_stream = wait_event = record_event = record
 
     def __eq__(self, other) -> bool:
         return isinstance(other, _Queue)
@@ -69,8 +67,7 @@ def _replace_random_state() -> None:
     """The CPU generator plays the CUDA one (tensor_parallel/random.py).
 
     `_lazy_call` and `manual_seed` do not raise unpatched: they queue the seeding for a CUDA
-    initialisation that never comes, which leaves every rank with another stream of numbers.
-    """
+    initialisation that never comes, which leaves every rank with another stream of numbers."""
     torch.cuda.default_generators = _Generators()  # random.py:103
     torch.cuda._lazy_call = lambda function, **k: function()  # random.py:111
     torch.cuda.manual_seed = torch.default_generator.manual_seed  # random.py:237,422
@@ -80,10 +77,6 @@ def _replace_random_state() -> None:
         lambda record: "CPU RNG state changed" not in record.getMessage())  # random.py:280
 
 
-def _is_cuda(device) -> bool:
-    return device is not None and not isinstance(device, int) and str(device).startswith("cuda")
-
-
 def _redirect_device_literals() -> None:
     """`device="cuda"`: schedules.py:596, clip_grads.py:103, optimizer.py:485, moe_utils.py:998."""
     for name in ("zeros", "tensor", "ones", "empty"):
@@ -91,7 +84,7 @@ def _redirect_device_literals() -> None:
 
         @functools.wraps(original)
         def redirected(*args, _original=original, **kwargs):
-            if _is_cuda(kwargs.get("device")):
+            if str(kwargs.get("device")).startswith("cuda"):
                 kwargs["device"] = CPU
             return _original(*args, **kwargs)
         setattr(torch, name, redirected)
@@ -102,8 +95,7 @@ def _name_cpu_tensors_as_cuda_for_the_optimizer() -> None:
     """The optimizer compares `tensor.type()` with 'torch.cuda.FloatTensor'.
 
     distrib_optimizer.py:361,420, optimizer.py:671, clip_grads.py:167. Only callers inside
-    `megatron.core.optimizer` get the changed answer.
-    """
+    `megatron.core.optimizer` get the changed answer."""
     original = torch.Tensor.type
 
     def type_(self, *args, **kwargs):

@@ -6,23 +6,20 @@ that an upgrade made obsolete.
 
 import queue
 import warnings
+from functools import cache
 
 import torch
 
 from grpo_megatron.errors import SetupError
 
 TESTED_VERSION = "0.16.1"
-_installed = False
 _NO_PARAMETER = "no parameter"
 """Key of an optimizer state that belongs to none; torch keeps such entries as they are."""
 
 
+@cache
 def install() -> None:
-    """Apply every fix. Idempotent. Refuses other versions of Megatron-Core."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    """Apply every fix, once. Refuses other versions of Megatron-Core."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of absent CUDA packages at import
         import megatron.core
@@ -64,10 +61,7 @@ def checkpoint_without_output_is_not_fp8() -> None:
     if random.HAVE_TE:
         return
     original = random.CheckpointWithoutOutput.__init__
-
-    def init(self, fp8=None):
-        original(self, fp8=fp8 or None)
-    random.CheckpointWithoutOutput.__init__ = init
+    random.CheckpointWithoutOutput.__init__ = lambda self, fp8=None: original(self, fp8 or None)
 
 
 def reduce_contiguous_tensors() -> None:
@@ -75,10 +69,7 @@ def reduce_contiguous_tensors() -> None:
     import megatron.core.tensor_parallel.mappings as mappings
 
     original = mappings._reduce
-
-    def reduce(tensor, group):
-        return original(tensor.contiguous(), group)
-    mappings._reduce = reduce
+    mappings._reduce = lambda tensor, group: original(tensor.contiguous(), group)
 
 
 def score_groups_as_deepseek() -> None:
@@ -113,8 +104,7 @@ def score_groups_as_deepseek() -> None:
 def rotate_packed_sequences_at_once() -> None:
     """rope_utils.py:178 copies the lengths from the device and slices sequence by sequence.
 
-    With hundreds of short sequences that is a tenth of a forward pass.
-    """
+    With hundreds of short sequences that is a tenth of a forward pass."""
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
 
     from grpo_megatron.trainer.packed_rope import rotate_packed
@@ -140,8 +130,7 @@ def save_torch_adam_without_step() -> None:
 
     distrib_optimizer.py:907 saves the per-parameter `step` as if it were sharded; :938 asks for
     it back (KeyError); :830 gives all parameters one shared `step` tensor after a load, so that
-    it counts once per parameter and the second resumed step is wrong.
-    """
+    it counts once per parameter and the second resumed step is wrong."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     get_states = DistributedOptimizer._get_main_param_and_optimizer_states
@@ -175,8 +164,7 @@ def save_without_helper_processes() -> None:
 
     filesystem_async.py:54 starts a manager process per rank that outlives a killed rank and keeps
     its 280 MB; :266 forks writers from a process full of threads and waits for ever for one that
-    dies. Both serve asynchronous saves; a synchronous one only pays for them.
-    """
+    dies. Both serve asynchronous saves; a synchronous one only pays for them."""
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
 
     writer = filesystem.FileSystemWriterAsync
@@ -202,8 +190,7 @@ def mark_expert_parameters(model: torch.nn.Module) -> None:
     """With ETP != TP and EP = 1, expert gradients are not reduced over expert data parallelism.
 
     `allreduce=False` marks a parameter as an expert's for DDP and the optimizer; 0.16.1 sets it
-    only where EP > 1 (layers.py, experts.py).
-    """
+    only where EP > 1 (layers.py, experts.py)."""
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
@@ -213,16 +200,14 @@ def create_adam_state(optimizer) -> None:
     """distrib_optimizer.py:642 asserts on the state of an optimizer that has not stepped yet.
 
     Also where a rank has none of its parameters (a stage of dense layers has no experts): such a
-    part counts the steps of the others. Call before saving, and before loading.
-    """
+    part counts the steps of the others. Call before saving, and before loading."""
     parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])
              if part.optimizer is not None]
     for inner in parts:
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             if not inner.state[parameter]:
-                inner.state[parameter].update(
-                    step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter),
-                    exp_avg_sq=torch.zeros_like(parameter))
+                inner.state[parameter] |= {"step": torch.tensor(0.0), **{
+                    name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}}
     steps = [state["step"] for inner in parts for key, state in inner.state.items()
              if key != _NO_PARAMETER]
     for inner in parts:

@@ -68,15 +68,16 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
         behaviour = [np.where(known, np.concatenate(behaviour), -np.inf)]
         kept = Kept(flat([token], torch.int64), flat([ids], torch.int64),
                     flat([~known], torch.bool))
+    cumulative = flat([np.array([0]), np.cumsum(lengths)], torch.int32)
     return MicroBatch(
         kept=kept, index=index, table_rows=table_rows, lengths=tuple(lengths[:len(table_rows)]),
         tokens=flat(sequences, torch.int64)[None],
         position_ids=flat([np.arange(n) for n in lengths], torch.int64)[None],
-        packed=packed_sequences(lengths, device), rows=flat(rows, torch.int64),
-        targets=flat(targets, torch.int64),
+        packed=PackedSeqParams(qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative,
+                               max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)),
+        rows=flat(rows, torch.int64), targets=flat(targets, torch.int64),
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
-        token_counts=flat([counts], torch.int64),
-        rollout_logprobs=flat(behaviour, torch.float32))
+        token_counts=flat([counts], torch.int64), rollout_logprobs=flat(behaviour, torch.float32))
 
 
 def _joined_sets(sets: list[KeptSets | None],
@@ -88,12 +89,3 @@ def _joined_sets(sets: list[KeptSets | None],
     token = np.repeat(np.arange(len(sizes)), sizes)
     hits = ids == np.concatenate(targets)[token]
     return token, ids, np.bincount(token, hits, len(sizes)) > 0
-
-
-def packed_sequences(lengths: list[int], device: torch.device) -> PackedSeqParams:
-    """How Megatron is told of sequences that lie end to end."""
-    cumulative = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32,
-                              device=device)
-    longest = max(lengths)
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative,
-                           max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -22,7 +22,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> TransformerConfig:
     """Raises ConfigError for a family, a field or a value that is not supported."""
     fields = model_fields(hf)
-    settings = _of_family(hf["model_type"], fields) | _parallel(layout) | _precision(layout)
+    dtype = DTYPES[layout.precision]
+    settings = {"activation_func": torch.nn.functional.silu, "params_dtype": dtype,
+                "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16, **_parallel(layout),
+                **megatron_settings(family_of(hf["model_type"]), fields)}
+    if settings.get("num_moe_experts"):
+        settings["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
     if not HAS_CUDA:
         settings |= {"bias_activation_fusion": False, "bias_dropout_fusion": False,
                      "masked_softmax_fusion": False, "gradient_accumulation_fusion": False}
@@ -33,15 +38,6 @@ def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> Transformer
     config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = math.e, 0.0
     config.yarn_mscale = 10.0 * (rotary(fields["rope"], config.kv_channels)[1] - 1.0)
     return config
-
-
-def _of_family(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The family's `[megatron]` table with its references replaced."""
-    settings = {"activation_func": torch.nn.functional.silu,
-                **megatron_settings(family_of(model_type), fields)}
-    if settings.get("num_moe_experts"):
-        settings["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
-    return settings
 
 
 def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +83,3 @@ def _parallel(layout: TrainerConfig) -> dict[str, Any]:
                                  recompute_num_layers=1),
         "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     }[layout.recompute]
-
-
-def _precision(layout: TrainerConfig) -> dict[str, Any]:
-    dtype = DTYPES[layout.precision]
-    return dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16)

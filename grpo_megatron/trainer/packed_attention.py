@@ -44,8 +44,7 @@ def plan_buckets(cu_seqlens: torch.Tensor, growth: float = 1.25) -> BucketPlan:
     """Group sequences whose lengths differ by at most `growth`.
 
     Args:
-        cu_seqlens: cumulative lengths, [num_sequences + 1], starting at 0.
-    """
+        cu_seqlens: cumulative lengths, [num_sequences + 1], starting at 0."""
     bounds, device = cu_seqlens.tolist(), cu_seqlens.device
     groups: list[list[tuple[int, int]]] = []  # (length, start)
     for span in sorted((b - a, a) for a, b in itertools.pairwise(bounds) if b > a):
@@ -79,9 +78,6 @@ class PackedAttention(MegatronModule):
         if config.softmax_type != "vanilla" or config.window_size is not None:
             raise ValueError("sliding windows and learnable softmax need Transformer Engine")
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise ValueError("RL trains without attention dropout")
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None,
                 attention_bias=None, packed_seq_params=None):

@@ -16,8 +16,7 @@ def rotate_packed(x: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor
         x: queries or keys, [T, heads, d], as is the result.
         cu_seqlens: int32 [S + 1]; the angles are kept on it.
         freqs: angles by position, [longest, 1, 1, rotary d], both halves equal.
-        scale: factor of cosines and sines (YaRN); one value for the same `freqs`.
-    """
+        scale: factor of cosines and sines (YaRN); one value for the same `freqs`."""
     kept = getattr(cu_seqlens, "rope", None)
     if kept is None or kept[0] is not freqs or kept[1].dtype != x.dtype:
         angles = freqs[_positions(cu_seqlens, x.size(0)), 0, :, :freqs.size(-1) // 2]

@@ -29,9 +29,7 @@ class _OnMeta(TorchFunctionMode):
 def parameter_table(hf: dict[str, Any]) -> ParameterTable:
     """From a config.json alone. Joins a world of one for a moment.
 
-    Raises:
-        ConfigError: a family or field that is not supported.
-    """
+    Raises ConfigError: a family or field that is not supported."""
     layout = TrainerConfig(precision="float32")
     initialize(layout, RankInfo(0, 0, 1), HashStore())
     config = transformer_config(hf, layout)

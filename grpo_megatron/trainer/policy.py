@@ -46,10 +46,6 @@ class Policy:
         return ShardedModel(tensor_map(self.hf, self.config), list(
             local_shards(self.chunks, self.config.num_moe_experts or 0)))
 
-    def set_temperature(self, temperature: float) -> None:
-        for model in self.models:
-            model.temperature = temperature
-
     def reload_main_parameters(self) -> None:
         """After the model's weights were overwritten: the optimizer's fp32 copies follow."""
         self.optimizer.reload_model_params()
@@ -61,10 +57,9 @@ class Policy:
                 continue
             part.optimizer.state.clear()
             for group in part.optimizer.param_groups:
-                group["betas"] = (optimizer.beta1, optimizer.beta2)
-                group["eps"] = optimizer.eps
-                decays = group.get("wd_mult", 1.0)
-                group["weight_decay"] = optimizer.weight_decay * decays
+                decay = optimizer.weight_decay * group.get("wd_mult", 1.0)
+                group.update(betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps,
+                             weight_decay=decay)
             part.config.clip_grad = optimizer.clip_grad
 
     def set_learning_rate(self, lr: float) -> None:
@@ -79,12 +74,11 @@ def tensor_map(hf: dict[str, Any], config: TransformerConfig) -> TensorMap:
 
 
 def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: OptimizerConfig,
-                 router_policy: str = "freeze_bias") -> Policy:
+                 router_policy: str = "freeze_bias", temperature: float = 1.0) -> Policy:
     """Model with random weights, wrapped for data parallelism, and its optimizer.
 
     Args:
-        router_policy: see `RoutingConfig.router_policy`.
-    """
+        router_policy: see `RoutingConfig.router_policy`."""
     config = transformer_config(hf, layout)
     if router_policy != "none":
         config.moe_router_bias_update_rate = 0.0
@@ -94,10 +88,10 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
         overlap_grad_reduce=HAS_CUDA, overlap_param_gather=HAS_CUDA and distributed)
     chunks = []
     for index, model in enumerate(build_models(config, hf, layout)):
-        if router_policy == "freeze_weights":
-            for module in model.modules():
-                if isinstance(module, TopKRouter):
-                    module.requires_grad_(False)
+        model.temperature = temperature
+        for module in model.modules():
+            if router_policy == "freeze_weights" and isinstance(module, TopKRouter):
+                module.requires_grad_(False)
         wrapped = Float16Module(config, model) if config.bf16 else model
         chunks.append(ddp.DistributedDataParallel(config, ddp_config, wrapped,
                                                   disable_bucketing=index > 0))
@@ -110,14 +104,17 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
         chunks)
     config.grad_scale_func = megatron_optimizer.scale_loss
     config.finalize_model_grads_func = ddp.finalize_model_grads
-    many = len(chunks) > 1
     if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = [c.no_sync for c in chunks] if many else chunks[0].no_sync
+        config.no_sync_func = _one_or_all([c.no_sync for c in chunks])
     if ddp_config.overlap_param_gather:
-        syncs = [c.start_param_sync for c in chunks]
-        config.param_sync_func = syncs if many else syncs[0]
-    return Policy(hf, config, chunks, megatron_optimizer,
-                  RouteReplay(unwrap_model(chunks), config))
+        config.param_sync_func = _one_or_all([c.start_param_sync for c in chunks])
+    replay = RouteReplay(unwrap_model(chunks), config)
+    return Policy(hf, config, chunks, megatron_optimizer, replay)
+
+
+def _one_or_all(by_chunk: list[Any]) -> Any:
+    """Megatron takes lists where there are several chunks only."""
+    return by_chunk if len(by_chunk) > 1 else by_chunk[0]
 
 
 def build_models(config: TransformerConfig, hf: dict[str, Any],

@@ -17,8 +17,7 @@ class PolicyModel(GPTModel):
 
     `rows` int64 [n] are the positions whose next token is wanted, `targets` int64 [n] those
     tokens. With `kept`, log-probs are over the kept sets, and a third row is over everything.
-    Overrides Megatron's post-processing because it would make logits for all positions.
-    """
+    Overrides Megatron's post-processing because it would make logits for all positions."""
 
     real_vocab_size: int
     temperature: float = 1.0

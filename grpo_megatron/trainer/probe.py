@@ -48,8 +48,7 @@ def largest_difference(hf: dict[str, Any], hf_directory: Path, weights: Path,
     """Max |log-prob difference| between both checkpoints. Collective, at `layout`.
 
     Args:
-        weights: of Megatron; dtype: what the conversion rounded to.
-    """
+        weights: of Megatron; dtype: what the conversion rounded to."""
     ids = _probe_ids(hf, hf_directory)
     expected = [_by_transformers(hf_directory, ids, dtype) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(expected)

@@ -9,31 +9,9 @@ neither torch nor Megatron, because both sides use it.
 """
 
 import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from grpo_megatron import errors
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where the controller listens, and the secret that opens it."""
-
-    host: str
-    port: int
-    token: str
-
-    def write(self, path: Path) -> None:
-        """Publish atomically, readable by the owner only."""
-        temporary = path.with_suffix(".tmp")
-        temporary.touch(mode=0o600)
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(path)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        return cls(**json.loads(path.read_text()))
 
 
 def encode(message: dict[str, Any]) -> bytes:

@@ -4,12 +4,12 @@ Senders are spread over the world. Each streams the tensors it holds itself, so 
 weights need not pass through rank 0; what no sender holds travels to one point to point.
 """
 
-import os
 from typing import Any
 
 import torch.distributed as dist
 
 from grpo_megatron.config.rollout import PublishConfig
+from grpo_megatron.network import own_address
 from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, assign_receivers
 from grpo_megatron.weights.transfer import TransferPlan, WeightSender
 
@@ -26,12 +26,11 @@ class WeightPublisher:
         self.parts: dict[int, list[GatherEntry]] = {}
         """What each sending rank sends, in order."""
 
-    def open(self, num_workers: int, host: str = "127.0.0.1") -> dict[str, Any]:
+    def open(self, num_workers: int) -> dict[str, Any]:
         """Make this publish's plan and listen for `num_workers` engine workers per sender.
 
         Returns:
-            `senders`: [host, port] each; `plan`: the transfer plan as JSON.
-        """
+            `senders`: [host, port] each; `plan`: the transfer plan as JSON."""
         rank, world, count = dist.get_rank(), dist.get_world_size(), self.config.num_senders
         ranks = [i * world // count for i in range(count)]
         receivers = assign_receivers(self.model.entries, ranks)
@@ -46,17 +45,16 @@ class WeightPublisher:
                                  bucket_bytes=min(self.config.bucket_mib << 20, part))
         mine = None
         if rank in ranks:
-            address = os.environ.get("GRPO_MEGATRON_NODE_ADDRESS", host)
+            address = own_address()
             self.sender = WeightSender(address, num_workers, index=ranks.index(rank))
             mine = [address, self.sender.port]
         addresses = all_gathered(mine)
         return {"senders": [addresses[r] for r in ranks], "plan": self.plan.to_json()}
 
-    def join(self) -> dict[str, Any]:
+    def join(self) -> None:
         """Wait until the engines' workers have joined."""
         if self.sender is not None:
             self.sender.join()
-        return {}
 
     def send(self, version: int) -> dict[str, Any]:
         """Stream everything once; returns `digests` by Hugging Face name."""

@@ -41,7 +41,8 @@ class References:
 
     def take(self, policy: Policy, name: str = START) -> None:
         """Make the current weights a reference."""
-        self._weights[name] = [_to_host(tensor) for tensor in _tensors(policy)]
+        self._weights[name] = [torch.empty_like(tensor, device="cpu", pin_memory=HAS_CUDA)
+                               .copy_(tensor) for tensor in _tensors(policy)]
         self._saved = self._saved if name != START else None
 
     def save(self, policy: Policy, checkpoint: Path) -> str | None:
@@ -124,8 +125,3 @@ class References:
 def _tensors(policy: Policy) -> list[torch.Tensor]:
     return [tensor.data for model in policy.models
             for tensor in (*model.parameters(), *model.buffers())]
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.detach().to("cpu", copy=True)
-    return copy.pin_memory() if HAS_CUDA else copy

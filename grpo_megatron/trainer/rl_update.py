@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from grpo_megatron.algorithms.advantages import needed_columns
-from grpo_megatron.algorithms.advantages.pipeline import select
+from grpo_megatron.algorithms.advantages.pipeline import needed_columns, select
 from grpo_megatron.algorithms.evaluate import batch_metrics
 from grpo_megatron.algorithms.monitors import derived
 from grpo_megatron.algorithms.objective import policy_loss
@@ -60,10 +59,8 @@ def train_rollouts(config: RunConfig, policy: Policy, references: References, ta
         state: `Objective.state` after the step before.
         replayed: Follow the recorded clip and mask decisions instead of recording them.
 
-    Returns:
-        `metrics`, their `normalisers`, the new `state`, `losses` and pre-clip `grad_norms` by
-        update, counts and seconds.
-    """
+    Returns `metrics`, their `normalisers`, the new `state`, `losses` and pre-clip `grad_norms` by
+    update, counts and seconds."""
     training = _Training(config, policy, references, table, state, replayed)
     return training.run(first_update, num_updates)
 
@@ -75,9 +72,8 @@ class _Training:
                  table: SampleTable, state: Mapping[str, float], replayed: bool):
         self.started = time.perf_counter()
         self.config, self.policy, self.references, self.table = config, policy, references, table
-        self.objective = objective_of(config, state)
-        self.needs = needed_columns(self.objective.config,
-                                    reference=self.objective.wants_reference)
+        self.objective = objective = objective_of(config, state)
+        self.needs = needed_columns(objective.config, reference=objective.wants_reference)
         self.batch = sample_batch(config, table)
         self.followed = {name: torch.from_numpy(flags) for name, flags in read_decisions(
             table.directory, table.completion_lengths).items()} if replayed else None
@@ -116,14 +112,13 @@ class _Training:
             total = watch.reference(self.references)
         for number, update in enumerate(self.updates):
             terms = step_terms(self.objective, self.batch, advantages, update.rows,
-                               config.objective.aggregation_length
-                               or config.rollout.max_new_tokens)
+                               config.objective.aggregation_length or config.rollout.max_new_tokens)
             rates.append(learning_rate(config.optimizer, first_update + number, num_updates))
             stats = self._step(update, terms, rates[-1])
             by_update.append(stats.result())
             total.add(stats)
-        if (self.decided and self.followed is None
-                and parallel_state.get_tensor_model_parallel_rank() == 0):
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        if self.decided and self.followed is None and first:
             write_decisions(self.table.directory, parallel_state.get_data_parallel_rank(),
                             parallel_state.get_data_parallel_world_size(), self.decided)
         if watch:

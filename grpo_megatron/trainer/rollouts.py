@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
-from grpo_megatron.trainer.platform import device
+from grpo_megatron.trainer.distributed import summed
 from grpo_megatron.trainer.step import PreparedBatch, speaks_for_samples
 
 
@@ -46,12 +45,9 @@ def gather_tokens(batch: SampleBatch, prepared: Sequence[PreparedBatch],
     """Tokens in the order of the table, fp32 [n], on every rank. Collective.
 
     Args:
-        values: of every micro-batch of every prepared batch.
-    """
-    flat = torch.zeros(batch.num_tokens, device=device())
+        values: of every micro-batch of every prepared batch."""
+    flat = torch.zeros(batch.num_tokens)
     for part, found in zip(prepared, values, strict=True) if speaks_for_samples() else ():
         for microbatch, tokens in zip(part.microbatches, found, strict=True):
-            index = batch.flat_index(torch.from_numpy(microbatch.table_rows))
-            flat[index.to(flat.device)] = tokens
-    dist.all_reduce(flat)
-    return flat.cpu()
+            flat[batch.flat_index(torch.from_numpy(microbatch.table_rows))] = tokens.cpu()
+    return summed(flat)

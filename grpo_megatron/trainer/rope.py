@@ -13,8 +13,7 @@ def rotary(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     """Inverse frequencies, fp32 [rotated size / 2], and the factor of cosines and sines.
 
     Args:
-        rope: as `plan.hf_config.rope_fields` gives it.
-    """
+        rope: as `plan.hf_config.rope_fields` gives it."""
     if rope["type"] == "default":
         size = int(head_dim * rope["percent"])
         return 1.0 / rope["theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_megatron.algorithms.objective import Objective
@@ -15,8 +14,8 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.routing.router_losses import balance_coefficients
 from grpo_megatron.routing.shape import RouteStatus
 from grpo_megatron.trainer import router_replay
+from grpo_megatron.trainer.distributed import summed
 from grpo_megatron.trainer.microbatch import MicroBatch
-from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.router_replay import RouteReplay, Routes, RoutingPass, local_part
 from grpo_megatron.trainer.step import PreparedBatch
 from grpo_megatron.weights.gather import all_gathered
@@ -26,8 +25,7 @@ class RouteSource:
     """Builds the routing passes of one recorded step.
 
     Args:
-        replay: The policy's routers.
-    """
+        replay: The policy's routers."""
 
     def __init__(self, config: RunConfig, replay: RouteReplay, table: SampleTable):
         self.config, self._replay, self._table = config, replay, table
@@ -43,16 +41,14 @@ class RouteSource:
     @property
     def needs_old_pass(self) -> bool:
         """Whether training needs what only an old-policy pass finds."""
-        wants_recorded = self.settings.keep_loss != "none" or self.settings.balance_weight > 0
-        return self.active and (self.settings.keep_loss == "kl" or (
-            wants_recorded and self.settings.replay == "r2"))
+        settings = self.settings
+        held = settings.keep_loss != "none" or settings.balance_weight > 0
+        return self.active and (settings.keep_loss == "kl" or (held and settings.replay == "r2"))
 
     def from_store(self, batch: PreparedBatch) -> list[Routes] | None:
         """The engine's routes of this rank's tokens and layers; None where none are recorded.
 
-        Raises:
-            DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks.
-        """
+        Raises DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks."""
         if not self.active or not (self.config.records_routes or self._table.has_routes):
             return None
         found = [self._read(microbatch) for microbatch in batch.microbatches]
@@ -93,9 +89,7 @@ class RouteSource:
 
     def metrics(self) -> dict[str, float]:
         """Routes by status; the last token of a sample has none and is not counted. Collective."""
-        counts = torch.from_numpy(np.append(self._problems, self._num_routes)).double()
-        counts = counts.to(device())
-        dist.all_reduce(counts)
+        counts = summed(torch.from_numpy(np.append(self._problems, self._num_routes)).double())
         if counts[-1] == 0:
             return {}
         out = {f"routing/{s.name.lower()}_routes": float(counts[s]) for s in RouteStatus if s}
@@ -130,8 +124,8 @@ class RouteSource:
         """A look at the current weights with the routes of training, nothing measured."""
         if not self.active or self.settings.replay == "none":
             return None
-        return RoutingPass(replayed=rollout if self.settings.replay == "r3" else
-                           self._recorded(batch, old) if old is not None else None)
+        recorded = self._recorded(batch, old) if old is not None else None
+        return RoutingPass(replayed=rollout if self.settings.replay == "r3" else recorded)
 
     def _recorded(self, batch: PreparedBatch, old: RoutingPass) -> list[Routes]:
         """The live choices of the old-policy pass, for all tokens."""
@@ -168,17 +162,11 @@ class RouteSource:
             batch.loss_scale)
 
     def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
-        shape, layers = self._replay.shape, self._replay.layers
-        counts = torch.zeros(len(shape.layers), shape.num_experts, dtype=torch.float64)
-        for routes in replayed:
-            for row, layer in enumerate(layers):
-                ids = routes.ids[row][routes.known[row]].long().flatten()
-                counts[shape.layers.index(layer)] += torch.bincount(
-                    ids, minlength=shape.num_experts)
-        counts = counts.to(device())
-        dist.all_reduce(counts)
+        replay = self._replay
+        counts = replay.count_experts((row, routes.ids[row][routes.known[row]].flatten())
+                                      for routes in replayed for row in range(len(replay.layers)))
         found = balance_coefficients(counts, self.settings.balance_weight, batch.num_tokens)
-        return found[[shape.layers.index(layer) for layer in layers]].float()
+        return found[[replay.shape.layers.index(layer) for layer in replay.layers]].float()
 
 
 def merged(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:

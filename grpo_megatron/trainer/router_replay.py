@@ -11,7 +11,7 @@ Shape legend: T tokens of a micro-batch on this rank (its chunk of them with seq
 K experts per token, E experts, R MoE layers on this rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from grpo_megatron.routing import router_losses
 from grpo_megatron.routing.agreement import RoutingSums, agreement
 from grpo_megatron.routing.shape import RouteShape
+from grpo_megatron.trainer.distributed import summed
 from grpo_megatron.trainer.layer_specs import moe_layer_pattern
 from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.platform import device
@@ -37,6 +38,11 @@ class Routes:
 
     ids: Tensor  # uint8 or int16 [R, T, K], on the host
     known: Tensor  # bool [R, T]; False: the live router decides
+
+    def of_row(self, row: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """ids [T, K] and known [T] of one layer."""
+        return (self.ids[row].to(device, non_blocking=True),
+                self.known[row].to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,7 @@ class KeepTerms:
 class RoutingPass:
     """What one pass over the micro-batches replays, compares, records and holds.
 
-    After the pass, `recorded` and `recorded_log_probs` hold the live router's choices.
-    """
+    After the pass, `recorded` and `recorded_log_probs` hold the live router's choices."""
 
     replayed: Sequence[Routes] | None = None
     compared: Mapping[str, Sequence[Routes]] = field(default_factory=dict)
@@ -68,7 +73,7 @@ class RoutingPass:
     keep_loss: float = 0.0
     sums: RoutingSums | None = None
     flipped: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    """(comparison, micro-batch) -> bool [2, T]: flipped in a layer of this rank, compared."""
+    """(comparison, micro-batch) -> 0 or 1 [2, T]: flipped in a layer of this rank, compared."""
 
 
 class RouterTap:
@@ -93,10 +98,8 @@ class RouterTap:
         index, forward = self.replay.position[self.chunk]
         chosen = live
         if run.replayed is not None:
-            routes = run.replayed[index]
-            known = routes.known[self.row].to(live.device, non_blocking=True)
-            ids = routes.ids[self.row].to(live.device, non_blocking=True).long()
-            chosen = torch.where(known[:, None], ids, live)
+            ids, known = run.replayed[index].of_row(self.row, live.device)
+            chosen = torch.where(known[:, None], ids.long(), live)
             values = scores.gather(1, chosen)
         if forward:
             self._observe(run, index, scores.detach(), live, chosen)
@@ -122,13 +125,11 @@ class RouterTap:
             log_p = self.log_probs(scores[:real])
             run.sums.add_load(row, chosen[:real], -(log_p.exp() * log_p).sum(-1))
         for name, all_routes in run.compared.items():
-            routes = all_routes[index]
-            known = routes.known[self.row].to(live.device)
-            flips, jaccard = agreement(routes.ids[self.row].to(live.device), live)
+            ids, known = all_routes[index].of_row(self.row, live.device)
+            flips, jaccard = agreement(ids, live)
             run.sums.add_comparison(name, row, flips[known], jaccard[known])
-            flags = torch.stack([(flips > 0) & known, known])
-            before = run.flipped.get((name, index))
-            run.flipped[name, index] = flags if before is None else before | flags
+            flags = torch.stack([(flips > 0) & known, known]).long()
+            run.flipped[name, index] = run.flipped.get((name, index), 0) | flags
 
     def _hold(self, run: RoutingPass, index: int, scores: Tensor, chosen: Tensor,
               forward: bool) -> None:
@@ -148,13 +149,10 @@ class RouterTap:
             run.keep_loss += float(loss.detach())
         self._loss = loss * keep.scale if torch.is_grad_enabled() else None
 
-    def _attach(self, router: TopKRouter, inputs: tuple, output: tuple) -> tuple | None:
+    def _attach(self, router: TopKRouter, inputs: tuple, output: tuple) -> tuple:
         """Forward hook: the loss joins the backward through the gates."""
         loss, self._loss = self._loss, None
-        if loss is None:
-            return None
-        gates, routing_map = output
-        return MoEAuxLossAutoScaler.apply(gates, loss), routing_map
+        return output if loss is None else (MoEAuxLossAutoScaler.apply(output[0], loss), output[1])
 
 
 class RouteReplay:
@@ -178,8 +176,7 @@ class RouteReplay:
         """Layer numbers, from 0, of this rank's rows."""
 
     @contextmanager
-    def during(self, run: RoutingPass | None,
-               microbatches: Sequence[MicroBatch]) -> Iterator[None]:
+    def during(self, run: RoutingPass | None, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
         """Let the routers follow `run`."""
         if run is not None and (run.measure or run.compared):
             run.sums = RoutingSums(self.shape.layers, self.shape.num_experts,
@@ -205,26 +202,34 @@ class RouteReplay:
         if self.running is not None and output.requires_grad:
             output.register_hook(back)
 
+    def count_experts(self, chosen: Iterable[tuple[int, Tensor]]) -> Tensor:
+        """How often rows of this rank chose each expert: fp64 [L, E] of all ranks. Collective.
+
+        Args:
+            chosen: rows, and integer ids [n] that were chosen there."""
+        layers, num_experts = self.shape.layers, self.shape.num_experts
+        counts = torch.zeros(len(layers), num_experts, dtype=torch.float64)
+        for row, ids in chosen:
+            counts[layers.index(self.layers[row])] += torch.bincount(ids, minlength=num_experts)
+        return summed(counts)
+
     def finish(self, run: RoutingPass, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
         """Metrics of a finished pass, equal on all ranks. Collective."""
         if run.sums is None:
             return {}
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        for name in run.compared:
-            sizes = [m.num_tokens // sequence_shards() for m in microbatches]
-            flags = torch.cat([run.flipped.get((name, i), torch.zeros(
-                2, size, dtype=torch.bool, device=device())) for i, size in enumerate(sizes)],
-                1).to(torch.int32)
+        for name, total in zip(run.compared, run.sums.any_layer, strict=True):
+            flags = torch.cat([run.flipped.get((name, m.index), torch.zeros_like(
+                local_part(m.tokens[0]).expand(2, -1))) for m in microbatches], 1)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=pipeline)
             if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-                run.sums.any_layer[run.sums.comparisons.index(name)] += flags.sum(1)
+                total += flags.sum(1)
         for tensor in run.sums.tensors():
             dist.all_reduce(tensor)
         metrics = run.sums.result()
         if run.keep is not None:
-            total = torch.tensor(run.keep_loss, dtype=torch.float64, device=device())
-            dist.all_reduce(total)
-            metrics["routing/loss"] = float(total)
+            loss = torch.tensor(run.keep_loss, dtype=torch.float64)
+            metrics["routing/loss"] = float(summed(loss))
         return metrics
 
 
@@ -242,5 +247,4 @@ def sequence_shards() -> int:
 
 def local_part(tensor: Tensor, dim: int = 0) -> Tensor:
     """This rank's part of a tensor over all tokens of a micro-batch."""
-    return tensor.chunk(sequence_shards(), dim)[
-        parallel_state.get_tensor_model_parallel_rank()]
+    return tensor.chunk(sequence_shards(), dim)[parallel_state.get_tensor_model_parallel_rank()]

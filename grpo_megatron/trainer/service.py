@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 from grpo_megatron.algorithms.objective import supervised_loss
-from grpo_megatron.algorithms.stats import Stats
+from grpo_megatron.algorithms.stats import Meter, Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints import distributed
 from grpo_megatron.checkpoints.hf_export import export_model
@@ -24,23 +24,20 @@ from grpo_megatron.trainer.publish import WeightPublisher
 from grpo_megatron.trainer.reference import References
 from grpo_megatron.trainer.rl_update import train_rollouts
 from grpo_megatron.trainer.schedule import learning_rate
-from grpo_megatron.trainer.step import logprob_pass, prepare, train_step
-from grpo_megatron.weights.gather import all_gathered
+from grpo_megatron.trainer.step import logprob_pass, prepare, reduce_stats, train_step
 
 
 class TrainerService:
     """The policy and what the controller may ask of it.
 
     Args:
-        model_path: Hugging Face directory; the model starts from its weights.
-    """
+        model_path: Hugging Face directory; the model starts from its weights."""
 
     def __init__(self, config: RunConfig, model_path: Path):
         self.config, self.model_path = config, model_path
         hf = json.loads((model_path / "config.json").read_text())
         self.policy = build_policy(hf, config.trainer, config.optimizer,
-                                   config.routing.router_policy)
-        self.policy.set_temperature(config.rollout.temperature)
+                                   config.routing.router_policy, config.rollout.temperature)
         self.publisher = WeightPublisher(self.policy.sharded, config.publish)
         self.load_hf(model_path)
         self.references = References(config)
@@ -49,7 +46,7 @@ class TrainerService:
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         own = (self.train, self.gaps, self.supervise, self.logprobs, self.reset_optimizer,
-               self.take_reference, self.save, self.load, self.export)
+               self.take_reference, self.save, self.damage, self.load, self.export)
         publishing = (self.publisher.open, self.publisher.join, self.publisher.send)
         return {f.__name__: f for f in own} | {f"publish_{f.__name__}": f for f in publishing}
 
@@ -64,7 +61,7 @@ class TrainerService:
     def train(self, directory: str, first_update: int, num_updates: int,
               state: dict[str, float], replayed: bool = False) -> dict[str, Any]:
         """Train all updates of a recorded step (see `train_rollouts`)."""
-        table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
+        table = _table(directory)
         report = train_rollouts(self.config, self.policy, self.references, table, first_update,
                                 num_updates, state, replayed)
         interval = self.config.objective.reference_interval
@@ -75,19 +72,17 @@ class TrainerService:
 
     def gaps(self, directory: str, to: str, by_layer: bool) -> dict[str, Any]:
         """Log-probs of a recorded step under several routings, written to `to`."""
-        table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
+        table = _table(directory)
         return logprob_gaps(self.config, self.policy, table, Path(to), by_layer=by_layer)
 
-    def take_reference(self) -> dict[str, Any]:
+    def take_reference(self) -> None:
         """RL begins: the policy as it is now is its own reference."""
         if self.references.wanted:
             self.references.take(self.policy)
-        return {}
 
     def supervise(self, directory: str, first_update: int) -> dict[str, Any]:
         """One supervised optimizer step per update of the recorded step."""
-        table = SampleTable(Path(directory), verify=dist.get_rank() == 0)
-        settings, total = self.config.cold_start, Stats()
+        table, settings, total = _table(directory), self.config.cold_start, Stats()
         for update in range(int(table.update.max()) + 1):
             rate = learning_rate(settings.optimizer, first_update + update, settings.max_steps)
             rows = np.flatnonzero(table.update == update)
@@ -96,38 +91,45 @@ class TrainerService:
             batch = prepare(self.config.trainer, table, rows)
             total.add(train_step(self.policy, batch, lambda _, output, weight=weight:
                                  supervised_loss(output[0], weight)))
-        return {"metrics": {name: value for name, value in total.result().items()
-                            if name != "loss/value"}}
+        metrics = total.result()
+        del metrics["loss/value"]
+        return {"metrics": metrics}
 
     def logprobs(self, directory: str) -> dict[str, Any]:
         """Largest and mean |trainer - recorded| log-prob over a recorded step's policy tokens."""
         table = SampleTable(Path(directory), verify=False)
-        rows = np.arange(len(table))
-        batch = prepare(self.config.trainer, table, rows)
-        found = [output[0] for output in logprob_pass(self.policy, batch)]
-        largest, total, count = 0.0, 0.0, 0
-        for microbatch, logprobs in zip(batch.microbatches, found, strict=True):
-            if len(logprobs):
-                gap = (logprobs - microbatch.rollout_logprobs).abs()
-                largest = max(largest, float(gap.max()))
-                total, count = total + float(gap.sum()), count + len(gap)
-        maxima, totals, counts = zip(*all_gathered((largest, total, count)), strict=True)
-        return {"abs_max": max(maxima), "abs_mean": sum(totals) / max(sum(counts), 1),
-                "tokens": sum(counts)}
+        batch, stats = prepare(self.config.trainer, table, np.arange(len(table))), Stats()
+        for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
+            if output.numel():
+                meter = Meter(None, None, ())
+                gap = (output[0] - part.rollout_logprobs).abs()
+                meter.mean("gap", gap)
+                meter.maximum("gap", gap)
+                stats.add(meter.stats)
+        stats = reduce_stats(stats)
+        total, count = stats.means["gap"].tolist()
+        return {"abs_max": float(stats.maxima["gap"]), "abs_mean": total / count,
+                "tokens": int(count)}
 
-    def reset_optimizer(self, cold_start: bool) -> dict[str, Any]:
+    def reset_optimizer(self, cold_start: bool) -> None:
         """Drop all moments; take the settings of the cold start or of RL."""
         settings = self.config.cold_start if cold_start else self.config
         self.policy.reset_optimizer(settings.optimizer)
-        return {}
 
-    def save(self, directory: str, state: dict[str, Any]) -> dict[str, Any]:
+    def save(self, directory: str, state: dict[str, Any]) -> None:
         policy, path = self.policy, Path(directory)
         create_adam_state(policy.optimizer)  # it has none before its first step
         reference = self.references.save(policy, path)
         distributed.save_checkpoint(path, policy.chunks, policy.optimizer,
                                     {**state, "reference": reference}, self.model_path)
-        return {}
+
+    def damage(self, directory: str) -> dict[str, Any]:
+        """`files` of a checkpoint and of the reference that it names which are not as written."""
+        path = Path(directory)
+        files = [f"{path.name}/{name}" for name in distributed.damage(path)]
+        if not files and (name := distributed.read_state(path).get("reference")):
+            files = [f"{name}/{file}" for file in distributed.damage(path.with_name(name))]
+        return {"files": files}
 
     def load(self, directory: str) -> dict[str, Any]:
         policy, path = self.policy, Path(directory)
@@ -143,3 +145,8 @@ class TrainerService:
     def export(self, directory: str) -> dict[str, Any]:
         """Write a Hugging Face checkpoint and read it back (see `export_model`)."""
         return {"bytes": export_model(self.policy.sharded, Path(directory), self.model_path)}
+
+
+def _table(directory: str) -> SampleTable:
+    """A recorded step; one rank verifies it for all."""
+    return SampleTable(Path(directory), verify=dist.get_rank() == 0)

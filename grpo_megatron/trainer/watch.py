@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from grpo_megatron.algorithms.advantages import Advantages
+from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.monitors import measure_move, measure_reference
 from grpo_megatron.algorithms.objective import Objective
@@ -23,8 +23,7 @@ class Watch:
     """`objective.monitor_share` of the samples, spread over the step, under the policy before it.
     """
 
-    def __init__(self, config: RunConfig, policy: Policy, table: SampleTable,
-                 objective: Objective):
+    def __init__(self, config: RunConfig, policy: Policy, table: SampleTable, objective: Objective):
         count = math.ceil(config.objective.monitor_share * len(table))
         rows = np.linspace(0, len(table) - 1, count).astype(np.int64)
         self._policy, self._table, self._objective = policy, table, objective
@@ -40,7 +39,7 @@ class Watch:
 
     def step(self, batch: SampleBatch, advantages: Advantages) -> Stats:
         """How far the updates of the step moved the policy: `step/…`."""
-        values = (batch.means(advantages.values) if advantages.per_token else advantages.values)
+        values = batch.means(advantages.values) if advantages.per_token else advantages.values
 
         def measure(meter: Meter, part: MicroBatch, before: torch.Tensor, after: torch.Tensor):
             chosen = values[torch.from_numpy(part.table_rows)].to(after.device)[part.sample]
@@ -53,8 +52,7 @@ class Watch:
 
     def _measure(self, found: Sequence[torch.Tensor], measure: Callable[..., None]) -> Stats:
         stats = Stats()
-        for part, before, values in zip(self._batch.microbatches, self._before, found,
-                                        strict=True):
+        for part, before, values in zip(self._batch.microbatches, self._before, found, strict=True):
             if len(values):
                 domain = torch.from_numpy(self._table.domain[part.table_rows]).to(values.device)
                 meter = Meter(domain[part.sample], domain, self._objective.domains)

@@ -16,8 +16,7 @@ def dequantise(weight: torch.Tensor, scale_inv: torch.Tensor,
 
     Args:
         weight: float8_e4m3fn [rows, columns].
-        scale_inv: fp32 [ceil(rows / 128), ceil(columns / 128)]; ValueError for others.
-    """
+        scale_inv: fp32 [ceil(rows / 128), ceil(columns / 128)]; ValueError for others."""
     rows, columns = weight.shape
     wanted = (-(-rows // BLOCK), -(-columns // BLOCK))
     if tuple(scale_inv.shape) != wanted:

@@ -65,8 +65,7 @@ class ShardedModel:
                receivers: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) on the receiver (a global rank) of each entry.
 
-        Collective: every rank must exhaust the iterator.
-        """
+        Collective: every rank must exhaust the iterator."""
         local = {s.name: s for s in self.shards}
         rank = dist.get_rank()
         for entry, receiver in zip(entries, receivers, strict=True):

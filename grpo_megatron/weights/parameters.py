@@ -20,8 +20,7 @@ class Parameter:
     """One weight of the whole model, made of the rows of Hugging Face tensors.
 
     Those lie one tensor above the next; with `groups` the first part of each tensor comes first,
-    then the second of each, and so on. Rows that are left over are padding of the vocabulary.
-    """
+    then the second of each, and so on. Rows that are left over are padding of the vocabulary."""
 
     name: str
     shape: tuple[int, ...]

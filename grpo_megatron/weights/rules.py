@@ -1,7 +1,7 @@
 """Which Hugging Face tensors a Megatron parameter is made of, by the family's table.
 
 Names are *global* (layer and expert numbers of the whole model). How a parameter is split over
-ranks is not in the table: it is read from the parameter itself (`weights.shards`).
+ranks is not in the table: it is read from the parameter itself (`trainer.shards`).
 """
 
 import re
@@ -23,8 +23,7 @@ class Rule:
     """`pattern` fully matches the Megatron name; its groups fill `{layer}`, `{expert}` of `names`.
 
     Kinds: `copy` 1:1; `qkv` q, k, v interleaved by query group; `gate_up` gate above up;
-    `vocab` 1:1 with padded vocabulary rows.
-    """
+    `vocab` 1:1 with padded vocabulary rows."""
 
     pattern: re.Pattern[str]
     names: tuple[str, ...]
@@ -35,8 +34,7 @@ class Rule:
 def rules_for(model_type: str) -> tuple[Rule, ...]:
     """The family's table, every parameter in both spellings: plain layers and fused ones.
 
-    Raises ConfigError for an unknown family, or one that Megatron-Core cannot compute.
-    """
+    Raises ConfigError for an unknown family, or one that Megatron-Core cannot compute."""
     family = family_of(model_type)
     rules = [_rule(name, name, tensor) for name, tensor in family.model.items()]
     for name, tensors in family.layer.items():
@@ -65,8 +63,7 @@ def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     """Tensors among `names` that belong to a checkpoint, but to no parameter of the trainer.
 
     Multi-token-prediction layers (after the last layer) are not trained by an RL objective, and
-    rotary frequencies are computed: export may carry both along unchanged, or drop them.
-    """
+    rotary frequencies are computed: export may carry both along unchanged, or drop them."""
     fields = unified(hf)
     first = fields["num_hidden_layers"]
     extra = range(first, first + (fields.get("num_nextn_predict_layers") or 0))

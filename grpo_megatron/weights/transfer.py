@@ -39,18 +39,14 @@ class WeightSender:
     Args:
         host: Address on which the workers reach this process; only it is listened on.
         num_workers: Engine workers of all replicas together.
-        index: Which sender of the plan this is.
-    """
+        index: Which sender of the plan this is."""
 
     def __init__(self, host: str, num_workers: int, *, index: int = 0,
                  timeout_s: float = DEFAULT_TIMEOUT_S):
         self.host, self.index = host, index
         self._num_workers, self._timeout = num_workers, timedelta(seconds=timeout_s)
-        # TCPStore would listen on every interface: give it a socket that is already bound.
-        listener = socket.create_server((host, 0), backlog=max(128, num_workers))
-        self.port: int = listener.getsockname()[1]
-        self._store = TCPStore(host, self.port, None, is_master=True, timeout=self._timeout,
-                               wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = listening_store(host, num_workers, self._timeout)
+        self.port: int = self._store.port
         self._group: ProcessGroupGloo | None = None
 
     def join(self) -> None:
@@ -73,15 +69,14 @@ class WeightSender:
 
         Raises:
             MismatchError: A tensor is not the one that the plan names next.
-            TransferError: A worker died or hung.
-        """
+            TransferError: A worker died or hung."""
         self.join()
         stream, digests = iter(tensors), {}
         sending: tuple[Any, torch.Tensor] | None = None  # the work, and what must live until then
         try:
             buckets = plan.buckets(self.index)
             for number, bucket in enumerate(buckets):
-                data = self._pack(bucket, self._take(stream, bucket, digests))
+                data = self._pack(bucket, stream, digests)
                 if number == len(buckets) - 1:  # while the workers can still be told
                     for name, _ in stream:
                         raise MismatchError(f"tensor {name!r} is not in the transfer plan")
@@ -98,9 +93,11 @@ class WeightSender:
             raise
         return digests
 
-    def _take(self, stream: Iterator[tuple[str, torch.Tensor]], bucket: Bucket,
-              digests: dict[str, str]) -> Iterator[torch.Tensor]:
-        for entry in bucket.entries:
+    def _pack(self, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]],
+              digests: dict[str, str]) -> torch.Tensor:
+        """`uint8 [bucket.num_bytes]` on the CPU; gaps between tensors are zero."""
+        data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        for entry, (_, view) in zip(bucket.entries, bucket.views(data), strict=True):
             name, tensor = next(stream, (None, None))
             if name is None:
                 raise MismatchError(f"tensor {entry.name!r} of the transfer plan was not given")
@@ -110,12 +107,6 @@ class WeightSender:
                     f"where the transfer plan has {entry.name!r} {entry.dtype} {entry.shape}")
             tensor = tensor.detach().cpu()
             digests[name] = digest_tensor(tensor)
-            yield tensor
-
-    def _pack(self, bucket: Bucket, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """`uint8 [bucket.num_bytes]` on the CPU; gaps between tensors are zero."""
-        data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-        for (_, view), tensor in zip(bucket.views(data), tensors, strict=True):
             view.copy_(tensor)
         return data
 
@@ -138,8 +129,7 @@ class WeightReceiver:
 
     Args:
         senders: `(host, port)` of every sender, in plan order.
-        world_size: One sender and all workers.
-    """
+        world_size: One sender and all workers."""
 
     def __init__(self, senders: Sequence[tuple[str, int]], *, rank: int, world_size: int,
                  timeout_s: float = DEFAULT_TIMEOUT_S):
@@ -158,8 +148,7 @@ class WeightReceiver:
 
         `load` may keep the tensors: a bucket's storage is never written again. Returns the digest
         of every tensor as received. Raises TransferError when a sender died, gave up, hung or
-        sends another publish.
-        """
+        sends another publish."""
         digests: dict[str, str] = {}
         for sender, name in enumerate(self._groups):
             for number, bucket in enumerate(plan.buckets(sender)):
@@ -182,6 +171,14 @@ class WeightReceiver:
             data = torch.empty(expected[2], dtype=torch.uint8)
             self._groups[name].broadcast(data, 0).wait()
         return data
+
+
+def listening_store(host: str, num_clients: int, timeout: timedelta) -> TCPStore:
+    """On a free port, of `host` only: TCPStore by itself listens on every interface."""
+    listener = socket.create_server((host, 0), backlog=max(128, num_clients))
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, None, is_master=True, timeout=timeout, wait_for_workers=False,
+                    master_listen_fd=listener.detach())
 
 
 def _group(store: TCPStore, host: str, rank: int, world_size: int,

@@ -50,8 +50,7 @@ class TransferPlan(msgspec.Struct, frozen=True):
     """All tensors of a publish, in sending order within each sender.
 
     Both sides derive the same buckets from it: in order, a bucket is closed before the tensor that
-    would take it over `bucket_bytes`; a larger tensor travels alone.
-    """
+    would take it over `bucket_bytes`; a larger tensor travels alone."""
 
     entries: tuple[TensorEntry, ...]
     num_senders: int = 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.algorithms.advantages import needed_columns
+from grpo_megatron.algorithms.advantages.pipeline import needed_columns
 from grpo_megatron.algorithms.case import parse_case, read_case
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
@@ -274,7 +274,7 @@ def test_missing_columns_and_files_are_named(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         read_case(tmp_path / "absent.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(DataError, match="not JSON"):
+    with pytest.raises(DataError, match="as JSON"):
         read_case(tmp_path / "bad.json")
 
 

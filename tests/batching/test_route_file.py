@@ -14,9 +14,9 @@ from grpo_megatron.batching import route_file
 from grpo_megatron.batching.store import (
     SampleRow,
     SampleTable,
-    ShardWriter,
     begin_step,
     finish_step,
+    write_shard,
 )
 from grpo_megatron.errors import EngineError
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
@@ -48,12 +48,10 @@ def group_of(lengths: list[int], rng: np.random.Generator, *, num_prompt: int = 
 
 
 def write(directory: Path, groups: list[RolloutGroup], shape: RouteShape = SHAPE) -> SampleTable:
-    writer = ShardWriter(begin_step(directory) / "rollout-0.safetensors", shape)
-    for group in groups:
-        writer.append(group)
+    shard = write_shard(begin_step(directory) / "rollout-0.safetensors", groups, shape)
     numbers = [g for g, group in enumerate(groups) for _ in group.completions]
     rows = [SampleRow(0, i, g, 0, 0.0) for i, g in enumerate(numbers)]
-    finish_step(directory, [writer.close()], rows, {"step": 0})
+    finish_step(directory, [shard], rows, {"step": 0})
     return SampleTable(directory)
 
 
@@ -91,9 +89,9 @@ def test_long_samples_cost_one_byte_a_choice(tmp_path):
     tokens = 4 * (2000 - 1) + 3
     write(tmp_path / "with", [group_of([2000] * 4, rng)])
     bare = group_of([2000] * 4, rng).completions
-    writer = ShardWriter(begin_step(tmp_path / "without") / "rollout-0.safetensors")
-    writer.append(RolloutGroup(Prompt("p", "d", "", (7,) * 3, ""), bare, 0))
-    finish_step(tmp_path / "without", [writer.close()],
+    shard = write_shard(begin_step(tmp_path / "without") / "rollout-0.safetensors",
+                        [RolloutGroup(Prompt("p", "d", "", (7,) * 3, ""), bare, 0)])
+    finish_step(tmp_path / "without", [shard],
                 [SampleRow(0, i, 0, 0, 0.0) for i in range(4)], {})
 
     def size(directory: Path) -> int:

@@ -15,9 +15,9 @@ from grpo_megatron.batching.columns import read_columns
 from grpo_megatron.batching.store import (
     SampleRow,
     SampleTable,
-    ShardWriter,
     begin_step,
     finish_step,
+    write_shard,
 )
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Completion, KeptSets, Prompt, RolloutGroup, VersionSpan
@@ -38,18 +38,18 @@ def write(directory, lengths: list[list[list[int]]]):
     """`lengths[shard][group][sample]`; rows are in reverse order of the shards' samples."""
     rng, working, shards, groups, rows = np.random.default_rng(0), begin_step(directory), [], [], []
     for shard, of_groups in enumerate(lengths):
-        writer, sample = ShardWriter(working / f"rollout-{shard}.safetensors"), 0
+        mine, sample = [], 0
         for of_samples in of_groups:
             prompt = Prompt("p", "d", "", tuple(rng.integers(0, 99, 1 + len(groups)).tolist()), "")
             group = RolloutGroup(prompt, tuple(completion_of(n, rng) for n in of_samples), shard)
-            writer.append(group)
+            mine.append(group)
             for completion in group.completions:
                 rows.append((SampleRow(shard, sample, len(groups), len(groups) % 2,
                                        float(rng.random()), sample % 2, sample % 3 == 0),
                              prompt, completion))
                 sample += 1
             groups.append(group)
-        shards.append(writer.close())
+        shards.append(write_shard(working / f"rollout-{shard}.safetensors", mine))
     rows.reverse()
     finish_step(directory, shards, [row for row, _, _ in rows], {"step": 7})
     return rows
@@ -82,14 +82,14 @@ def test_kept_sets_of_truncated_sampling(tmp_path):
     rng, written = np.random.default_rng(0), []
     working, shards = begin_step(tmp_path / "step_000001"), []
     for shard, lengths in enumerate([[3, 1, 4], [2, 5]]):
-        writer = ShardWriter(working / f"rollout-{shard}.safetensors")
+        groups = []
         for length in lengths:
             offsets = np.cumsum([0, *rng.integers(0, 4, length)])
             kept = KeptSets(rng.integers(0, 99, offsets[-1]).astype(np.int32), offsets)
             written.append(None if len(written) == 2 else kept)
             completion = replace(completion_of(length, rng), kept=written[-1])
-            writer.append(RolloutGroup(Prompt("p", "d", "", (1,), ""), (completion,), 0))
-        shards.append(writer.close())
+            groups.append(RolloutGroup(Prompt("p", "d", "", (1,), ""), (completion,), 0))
+        shards.append(write_shard(working / f"rollout-{shard}.safetensors", groups))
     rows = [SampleRow(shard, i, 0, 0, 0.0) for shard, i in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
     finish_step(tmp_path / "step_000001", shards, rows, {})
     table = SampleTable(tmp_path / "step_000001")
@@ -154,10 +154,8 @@ def test_a_truncated_file_is_found_without_its_checksum(pristine, tmp_path_facto
 
 def test_an_unfinished_step_is_refused_and_then_replaced(tmp_path):
     directory = tmp_path / "step_000002"
-    writer = ShardWriter(begin_step(directory) / "rollout-0.safetensors")
-    writer.append(RolloutGroup(Prompt("p", "d", "", (1,), ""),
-                               (completion_of(3, np.random.default_rng(0)),), 0))
-    writer.close()
+    write_shard(begin_step(directory) / "rollout-0.safetensors", [RolloutGroup(
+        Prompt("p", "d", "", (1,), ""), (completion_of(3, np.random.default_rng(0)),), 0)])
     for path in (directory, directory.with_name("step_000002.tmp")):
         with pytest.raises(DataError, match="not a recorded step"):
             SampleTable(path)

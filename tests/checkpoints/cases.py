@@ -16,6 +16,7 @@ from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Me
 
 # isort: split
 from grpo_megatron.checkpoints.distributed import (
+    damage,
     load_checkpoint,
     load_model,
     read_state,
@@ -86,6 +87,11 @@ def load_refusal(model: str, directory: str) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def damaged_files(directory: str) -> list[str]:
+    """Which files of a checkpoint are not as they were written."""
+    return damage(Path(directory))
 
 
 def import_refusal(model: str, directory: str) -> str | None:

@@ -140,6 +140,18 @@ def test_damaged_weights_are_refused(world1, moe_model, copy, damage):
     assert "cannot load" in found and str(copy) in found
 
 
+def test_a_flipped_bit_is_found_and_the_older_checkpoint_kept(world1, copy):
+    older = Path(shutil.copytree(copy, copy.with_name("step_000001")))
+    file = max((copy / "weights").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert world1.run(CASES + "damaged_files", directory=str(copy)) == [f"weights/{file.name}"]
+    assert world1.run(CASES + "damaged_files", directory=str(older)) == []
+    file.write_bytes(data[:-1])
+    assert prune(copy.parent, keep=1) == [] and older.exists()  # the newest is not whole
+
+
 def test_a_checkpoint_of_another_model_is_refused(world1, copy, tmp_path):
     other = write_model(tmp_path / "other", MOE | {"moe_intermediate_size": 64}, 1)
     assert "cannot load" in _refusal(world1, other, copy)
@@ -161,6 +173,7 @@ def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
         (tmp_path / f"step_{step:06d}").mkdir()
         if step != 100:
             (tmp_path / f"step_{step:06d}" / "complete.json").write_text("{}")
+            (tmp_path / f"step_{step:06d}" / "digests.json").write_text("{}")
     (tmp_path / "step_000200.tmp").mkdir()
     (tmp_path / "step_000010" / "complete.json").write_text('{"reference": "reference_step_2"}')
     for name in ("reference_step_2", "reference_step_9", "reference_step_9.tmp"):

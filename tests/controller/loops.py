@@ -58,7 +58,7 @@ class Loop:
         async def main() -> RunState:
             session = SimpleNamespace(
                 config=self.config, run_dir=self.run_dir, worker=self,
-                rewards=SimpleNamespace(score=self.score, metrics=dict),
+                rewards=SimpleNamespace(score=self.score, take_metrics=dict),
                 publisher=self, trainer=self, stopping=asyncio.Event(), take_seconds=dict,
                 tokenizer=SimpleNamespace(
                     decode=str, stop_token_ids=(0,),

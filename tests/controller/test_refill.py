@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.config.sampling import SamplingConfig
+from grpo_megatron.config.run import SamplingConfig
 from grpo_megatron.controller.step_groups import fill_batch
 from grpo_megatron.data.sampler import PromptSampler
 from tests.controller.cases import group, prompt_of

@@ -9,7 +9,8 @@ import pytest
 
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.errors import CheckpointError, MismatchError, TrainerError
-from grpo_megatron.trainer.protocol import Endpoint, encode, error_reply, raise_reply
+from grpo_megatron.network import Endpoint
+from grpo_megatron.trainer.protocol import encode, error_reply, raise_reply
 
 
 async def trainer(path, answer, token=None):

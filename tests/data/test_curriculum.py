@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.config.sampling import CurriculumConfig
+from grpo_megatron.config.run import CurriculumConfig
 from grpo_megatron.data.curriculum import Curriculum
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import DataError

@@ -83,13 +83,13 @@ def test_the_answer_after_a_marker(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "words"), [
-    (b'{"question": "q", "answer": "a"}\n{"question": \n', [":2", "not JSON"]),
+    (b'{"question": "q", "answer": "a"}\n{"question": \n', [":2", "not a JSON object"]),
     (b'{"question": "q", "answer": "a"}\n\n[1]\n', [":3", "JSON object", "list"]),
     (b'{"question": "q", "anwser": "a"}\n', [":1", "did you mean 'anwser'"]),
     (b'{"question": "q", "answer": null}\n', [":1", "'answer' is NoneType"]),
     (b'{"question": "q", "answer": true}\n', ["'answer' is bool"]),
     (b'{"question": " ", "answer": "a"}\n', [":1", "'question' is empty"]),
-    (b'{"question": "\xff", "answer": "a"}\n', [":1", "not JSON"]),
+    (b'{"question": "\xff", "answer": "a"}\n', [":1", "not a JSON object"]),
     (b"", ["no problems", "empty"]),
 ])
 def test_bad_lines_are_named(tmp_path, content, words):
@@ -104,7 +104,7 @@ def test_bad_lines_are_named(tmp_path, content, words):
 def test_bad_files(tmp_path):
     fake = tmp_path / "fake.parquet"
     fake.write_text("no parquet")
-    for path, words in ((fake, "not a readable Parquet"), (tmp_path / "no.jsonl", "no such file"),
+    for path, words in ((fake, "unreadable Parquet"), (tmp_path / "no.jsonl", "no such file"),
                         (tmp_path / "a.csv", "unknown file type")):
         with pytest.raises(DataError, match=words):
             load_problems(file(path), 0)

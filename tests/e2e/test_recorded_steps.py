@@ -48,7 +48,7 @@ def test_the_routing_part_of_the_gap(noisy):
     assert all(float(rate) > 0.1 for _, rate in layers)
     page = (noisy / "mismatch-2.html").read_text()
     assert "<script" not in page and "http" not in page
-    assert page.count("class='map'") == 3
+    assert page.count('class="map"') == 3
     assert runs.no_survivors(noisy)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -103,6 +104,21 @@ def test_a_killed_controller_loses_no_recorded_step(whole):
     assert [r["step"] for r in records] == list(range(6))
     assert records[2]["reward/mean"] == recorded["reward/mean"]
     np.testing.assert_allclose(records[2]["grad/norm"], recorded["grad/norm"], rtol=1e-6)
+
+
+@pytest.mark.chaos
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(whole):
+    """Steps after the older one are trained from the store: the same metrics."""
+    run = Path(shutil.copytree(whole, whole.with_name("damaged")))
+    file = max((run / "checkpoints/step_000006/weights").iterdir(), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    done = runs.command("resume", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"checkpoint of step 6 is damaged (step_000006/weights/{file.name})" in done.stdout
+    assert "resumed after step 4" in done.stdout
+    assert runs.timeless(runs.metrics(run)) == runs.timeless(runs.metrics(whole))
 
 
 @pytest.mark.parametrize("pause", ["wait", pytest.param("abort", marks=pytest.mark.chaos)])

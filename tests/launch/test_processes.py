@@ -1,7 +1,5 @@
 """Children that cannot outlive their supervisor."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

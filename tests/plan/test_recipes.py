@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from grpo_megatron import assets
-from grpo_megatron.config.placement import PlacementConfig
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.config.run import ModelConfig
+from grpo_megatron.config.run import ModelConfig, PlacementConfig
 from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import Plan, memory_problems, plan_of

@@ -151,7 +151,7 @@ def test_in_the_pool():
     code = {"function": REFERENCE, "arguments": {"timeout_s": 2.0}}
     [scored], pool = score([domain(code)], [group(texts, answer=pairs(("1", "2")))], timeout_s=60)
     np.testing.assert_equal(scored.rewards, [1, 0, 0])
-    assert not any(pool.metrics().values())
+    assert not any(pool.take_metrics().values())
 
 
 @needs_sandbox
@@ -162,5 +162,5 @@ def test_a_killed_worker_takes_its_sandboxes_along():
         texts = [honest, block("while True: pass")]
         [scored], pool = score([domain(code)], [group(texts, answer=answer)], timeout_s=4)
         np.testing.assert_equal(scored.rewards, [1, math.nan])
-        assert pool.metrics()["reward/d.code_tests/timed_out"] == 1
+        assert pool.take_metrics()["reward/d.code_tests/timed_out"] == 1
         wait_until_none_is_left(f"--as={257 * sandbox.MIB}")

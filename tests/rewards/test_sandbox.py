@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards import sandbox, seccomp
 from grpo_megatron.rewards.sandbox import MIB, Limits, Outcome
 from tests.rewards import programs
@@ -107,16 +106,14 @@ def test_a_program_sees_who_and_where_it_is():
     ("/nowhere", "bwrap is not installed"),
     ("fake", "No permissions to create new namespace"),
 ])
-def test_without_isolation_it_refuses_and_says_how_to_get_it(path, words, tmp_path, monkeypatch):
+def test_it_says_why_there_is_no_isolation(path, words, tmp_path, monkeypatch):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path) if path == "fake" else path)
     sandbox.why_not.cache_clear()
     try:
-        with pytest.raises(RewardError, match=words) as caught:
-            sandbox.require()
-        assert "apt-get install bubblewrap" in str(caught.value)
+        assert words in sandbox.why_not()
     finally:
         sandbox.why_not.cache_clear()
 

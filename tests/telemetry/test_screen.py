@@ -24,8 +24,9 @@ from grpo_megatron.telemetry.verdicts import ROWS, Row, judge
 METRICS = {"reward/mean": 0.5, "evaluation/accuracy": 0.25, "policy/entropy": 0.3,
            "mismatch/k3": 2e-3, "grad/norm": 0.8, "group/all_equal_fraction": 0.95,
            "throughput/rollout_tokens_per_s": 12345.6, "time/step_s": 1.5, "other/metric": 1}
-BEST = {"prompt": "37 + 48 =", "completion": "85", "reward": 1.0}
-WORST = {"prompt": "[red]12 + 9 =", "completion": "x\x1b[31m\n" + "9" * 600 + "!", "reward": 0.0}
+BEST = {"rank": "best", "prompt": "37 + 48 =", "completion": "85", "reward": 1.0}
+WORST = {"rank": "worst", "prompt": "[red]12 + 9 =", "reward": 0.0,
+         "completion": "x\x1b[31m\n" + "9" * 600 + "!"}
 
 
 class Clock:
@@ -55,7 +56,7 @@ def test_phases_metrics_verdicts_and_samples_are_drawn():
     text = drawn(state)
     assert "demo  step 0/300  0:04" in text
     assert "rollout 2.0s  reward 0.5s  ▸train 1.5s" in text and "━" * 40 in text
-    state.step({"step": 6, **METRICS}, BEST, WORST)
+    state.step({"step": 6, **METRICS}, [BEST, WORST])
     text = drawn(state)
     assert "step 7/300" in text and "▸" not in text
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
@@ -87,11 +88,11 @@ def test_printed_lines_stay_whole_above_the_live_screen(monkeypatch):
     own = sys.stderr
     screen = LiveScreen("demo", 3, console)
     try:
-        screen.step({"step": 0, **METRICS}, BEST, WORST)
+        screen.step({"step": 0, **METRICS}, [BEST, WORST])
         print("a printed line")
         print("a warning", file=sys.stderr)
         screen.message("a [bold]message[/bold]")
-        screen.step({"step": 1, **METRICS}, BEST, WORST)
+        screen.step({"step": 1, **METRICS}, [BEST, WORST])
     finally:
         screen.close()
         screen.close()
@@ -108,7 +109,7 @@ def test_without_a_terminal_there_is_one_plain_line_a_step():
     assert not isinstance(screen, LiveScreen)
     screen.phase("rollout")
     screen.message("note")
-    screen.step({"step": 6, **METRICS}, BEST, WORST)
+    screen.step({"step": 6, **METRICS}, [BEST, WORST])
     screen.step({"step": 7, "reward/mean": None})
     screen.close()
     assert file.getvalue().splitlines() == [
@@ -120,8 +121,8 @@ def test_without_a_terminal_there_is_one_plain_line_a_step():
 
 def test_only_metrics_of_the_step_are_in_its_line():
     state = ScreenState("demo", 9, Clock())
-    state.step({"step": 0, "reward/mean": 1.0, "evaluation/accuracy": 0.5}, None, None)
-    state.step({"step": 1, "reward/mean": 2.0}, None, None)
+    state.step({"step": 0, "reward/mean": 1.0, "evaluation/accuracy": 0.5})
+    state.step({"step": 1, "reward/mean": 2.0})
     assert plain_line(state) == "step 2/9  reward 2"
 
 

@@ -14,8 +14,7 @@ from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
-from grpo_megatron.config.routing import RoutingConfig
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import RoutingConfig, RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer import platform
@@ -143,7 +142,8 @@ def token_logprobs(model: str, samples: str, layout: dict[str, Any],
                    ) -> np.ndarray | None:
     """Log-probs of all policy tokens in table order, on rank 0 (layouts with PP = DP = 1)."""
     setup = Setup(model, layout, hf_overrides)
-    setup.policy.set_temperature(temperature)
+    for model in setup.policy.models:
+        model.temperature = temperature
     by_row = _by_row(setup.policy, setup.batch(samples))
     return np.concatenate([by_row[row] for row in sorted(by_row)])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.batching.store import SampleRow, ShardWriter, begin_step, finish_step
+from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
 from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.types import Completion, KeptSets, Prompt, RolloutGroup, VersionSpan
@@ -71,8 +71,7 @@ def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
     """Ragged samples with random rewards, plausible behaviour log-probs and, where the model `hf`
     is given, random routes; `truncated`: with random kept sets, some of which are not known."""
     rng, working = np.random.default_rng(seed), begin_step(directory)
-    shape = hf and route_shape(hf)
-    writer = ShardWriter(working / "rollout-0.safetensors", shape)
+    shape, groups = hf and route_shape(hf), []
     for group in range(num_groups):
         completions = []
         for _ in range(num_samples):
@@ -85,15 +84,15 @@ def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
                 (VersionSpan(0, 0, 5 + n - 1),) if shape else (),
                 random_sets(ids, vocab_size, rng) if truncated else None))
         prompt = Prompt(str(group), "d", "", tuple(rng.integers(0, vocab_size, 5).tolist()), "")
-        writer.append(RolloutGroup(prompt, tuple(completions), 0))
+        groups.append(RolloutGroup(prompt, tuple(completions), 0))
     rows = [SampleRow(0, i, group := i // num_samples, group * num_updates // num_groups,
                       float(rng.normal()), group % num_domains)
             for i in range(num_groups * num_samples)]
-    lengths = [len(c.token_ids) for group in writer._groups for c in group.completions]
+    lengths = [len(c.token_ids) for group in groups for c in group.completions]
     steps = [(row, end, float(rng.normal())) for row, n in enumerate(lengths)
              for end in sorted({n // 2, n - 1})]
     components = {"first": rng.normal(size=len(rows)), "second": rng.normal(size=len(rows))}
-    shard = writer.close()
+    shard = write_shard(working / "rollout-0.safetensors", groups, shape)
     finish_step(directory, [shard], rows, {"stale": stale, "step": 0}, components,
                 steps)
     return str(directory)

@@ -1,5 +1,4 @@
-"""Reweighting of advantages after estimation: `(objective, batch, groups, advantages [N])` to
-`[N]` or `[n]`."""
+"""Reweighting after estimation: `(objective, batch, groups, advantages [N])` to `[N]` or `[n]`."""
 
 from dataclasses import replace
 
@@ -15,8 +14,7 @@ MAX_ENTROPY_FACTOR = 10.0
 
 def eda(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tensor) -> Tensor:
     """EDGE-GRPO (arXiv:2507.21848): `A_i mean(H) / H_i`, H_i the sample's mean token entropy,
-    masked and detached; `H_i / mean(H)` is kept within [0.1, 10]. [N]
-    """
+    masked and detached; `H_i / mean(H)` is kept within [0.1, 10]. [N]"""
     entropy = batch.means(batch.tokens["entropies"]).double()
     mean = groups.mean(entropy)
     share = torch.where(mean > 0, entropy / mean.clamp(min=1e-300), 1.0)
@@ -25,8 +23,7 @@ def eda(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tens
 
 def xrpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Tensor) -> Tensor:
     """XRPO (arXiv:2510.06672): samples with A > 0 gain `min(max(lambda (1 - eta), 0), kappa A)`,
-    `eta = exp(score_i - mean score)`, score the mean token log-prob under the old policy. [N]
-    """
+    `eta = exp(score_i - mean score)`, score the mean token log-prob under the old policy. [N]"""
     logprobs = batch.tokens["old_logprobs"]
     score = batch.means(torch.where(torch.isfinite(logprobs), logprobs, 0.0)).double()
     eta = torch.exp((score - groups.mean(score)).clamp(-20, 20))
@@ -34,28 +31,23 @@ def xrpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Ten
     return torch.where(advantages > 0, advantages + bonus, advantages)
 
 
-def trace_recent(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
-                 advantages: Tensor) -> Tensor:
+def trace_recent(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Tensor) -> Tensor:
     """GRPO-λ traces (arXiv:2510.00194): `A_t = A (gamma lambda)^(T-1-t)`. [n]"""
-    return _traced(o, batch, advantages, lambda position, length: length - 1 - position)
+    return _traced(o, batch, a, lambda from_start, from_end: from_end)
 
 
-def trace_both(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
-               advantages: Tensor) -> Tensor:
+def trace_both(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Tensor) -> Tensor:
     """As trace_recent, by the distance to the nearer end: first tokens count fully too. [n]"""
-    return _traced(o, batch, advantages, lambda position, length: torch.minimum(
-        position, length - 1 - position))
+    return _traced(o, batch, a, torch.minimum)
 
 
-def gtpo_conflict(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
-                  advantages: Tensor) -> Tensor:
+def gtpo_conflict(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Tensor) -> Tensor:
     """GTPO (arXiv:2508.03772): a token is in conflict when samples of the group with A > 0 and
     with A < 0 have the same id at the same place, counted from the start or from the end, in an
     unbroken run. Conflict tokens weigh 0 in negative and `conflict_weight` in positive samples.
     Samples with mean entropy over `conflict_entropy_limit` get 0; the others lose
-    `conflict_entropy_weight` times it. [n]
-    """
-    carried = replace(batch, components={"advantage": advantages}, component_weights={})
+    `conflict_entropy_weight` times it. [n]"""
+    carried = replace(batch, components={"advantage": a}, component_weights={})
 
     def of_groups(part: SampleBatch) -> Tensor:
         base = part.components["advantage"]
@@ -72,9 +64,7 @@ SHAPINGS = {f.__name__: f for f in (eda, xrpo, trace_recent, trace_both, gtpo_co
 
 def conflict_weights(o: ObjectiveConfig, part: SampleBatch, sign: Tensor) -> Tensor:
     """Factor of every token. sign: [N] in {-1, 0, 1}; float64 [n]."""
-    position = part.positions()
-    from_end = part.spread(part.token_counts) - 1 - position
-    conflict = _run(part, position, sign) | _run(part, from_end, sign)
+    conflict = _run(part, part.positions(), sign) | _run(part, part.positions_from_end(), sign)
     factor = torch.where(sign > 0, o.conflict_weight * sign, sign + 1.0)  # sign + 1: 0 or 1
     return torch.where(conflict, part.spread(factor), 1.0)
 
@@ -92,7 +82,7 @@ def _run(part: SampleBatch, place: Tensor, sign: Tensor) -> Tensor:
     conflict = (seen[0] & seen[1])[key]
     never = torch.iinfo(torch.int64).max
     broken = torch.full((len(part),), never).scatter_reduce(
-        0, part.sample_index(), torch.where(conflict, never, place), "amin")
+        0, part.spread(torch.arange(len(part))), torch.where(conflict, never, place), "amin")
     return place < part.spread(broken)
 
 
@@ -102,7 +92,7 @@ def _traced(o: ObjectiveConfig, batch: SampleBatch, advantages: Tensor, distance
     carried = replace(batch, components={"advantage": advantages}, component_weights={})
 
     def of_groups(part: SampleBatch) -> Tensor:
-        away = distance(part.positions(), part.spread(part.token_counts))
+        away = distance(part.positions(), part.positions_from_end())
         return part.spread(part.components["advantage"]) * o.trace_decay ** away.double()
 
     return by_groups(carried, of_groups)

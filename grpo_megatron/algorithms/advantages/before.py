@@ -12,8 +12,7 @@ from grpo_megatron.config.objective import ObjectiveConfig
 def length_switch(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """GRPO-λ (arXiv:2505.18086): in the `length_switch_fraction` of groups with the highest
     success (at least one right), right samples earn `1 - weight sigmoid(z)`, z their length's
-    z-score among the group's right samples; everywhere else rewards are plain 0 and 1. [N]
-    """
+    z-score among the group's right samples; everywhere else rewards are plain 0 and 1. [N]"""
     right = groups.valid & (batch.rewards >= o.correct_threshold)
     success = groups.mean(right.double())
     first = groups.rank(batch.sample_ids.double(), batch.sample_ids) == 0
@@ -51,8 +50,7 @@ def token_efficiency(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> 
 def adaptive(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """GFPO, adaptive difficulty: the shortest k samples, k by the quartile of the group's mean
     reward in this batch: the easiest quartile keeps 1/2 of `subset_size`, the next 3/4, the
-    harder half all. bool [N]
-    """
+    harder half all. bool [N]"""
     success = groups.mean(batch.rewards)
     scope = scope_ids(o, batch)
     size = torch.empty_like(success)

@@ -15,15 +15,13 @@ MIN_ENTROPY = 1e-6
 def gtpo_entropy(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Right samples alive at t: `a1 + a2 d_t H_it / sum_k H_kt`, d_t their number; wrong ones:
     `-(a1 + a2 h_t (1/H_jt) / sum_k 1/H_kt)`. Each pool of a group standardised over its tokens
-    (`gtpo_pool = "joint"`: both together, which keeps right above wrong). [n]
-    """
-    valid = groups.valid
+    (`gtpo_pool = "joint"`: both together, which keeps right above wrong). [n]"""
 
     def of_groups(part: SampleBatch) -> Tensor:
         shaped, pool, counts = shaped_rewards(o, part)
         return Groups(pool, counts).standardised(shaped, o.std_kind, o.advantage_eps)
 
-    counted = torch.where(valid, batch.rewards, torch.nan)
+    counted = torch.where(groups.valid, batch.rewards, torch.nan)
     return by_groups(replace(batch, rewards=counted), of_groups)
 
 

@@ -19,8 +19,7 @@ def group(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
 
     std none: 1 (Dr. GRPO, arXiv:2503.20783); group: of the group (GRPO, arXiv:2402.03300);
     batch_raw: of all rewards of the scope (Lite PPO, arXiv:2508.08221); batch_residual: of all
-    centred rewards of the scope. Groups without spread and groups of one get exactly 0.
-    """
+    centred rewards of the scope. Groups without spread and groups of one get exactly 0."""
     centred = groups.centred(batch.rewards)
     if o.advantage_std == "none":
         return centred
@@ -47,13 +46,12 @@ def components(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor
     """`A_i = sum_k w_k (R_ik - mean_k) / (std_k + eps)`: every reward component standardised.
 
     MO-GRPO (arXiv:2509.22047) with weights 1; GDPO (arXiv:2601.05242) whitens the sum over the
-    batch. A component without spread in the group adds 0, a skipped one (NaN) too.
-    """
+    batch. A component without spread in the group adds 0, a skipped one (NaN) too."""
     total = torch.zeros_like(batch.rewards)
     for name, values in batch.components.items():
         part = Groups(groups.ids, groups.valid & ~torch.isnan(values))
-        total += batch.component_weights[name] * part.standardised(values, o.std_kind,
-                                                                   o.advantage_eps)
+        scores = part.standardised(values, o.std_kind, o.advantage_eps)
+        total += batch.component_weights[name] * scores
     return total
 
 

@@ -12,8 +12,7 @@ def passk(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Analytic pass@k advantage (Chen et al., arXiv:2508.10751), n0 wrong of N samples:
 
     `m = 1 - C(n0,k)/C(N,k)`, `s = sqrt(m (1-m))`; right: `(1-m)/s`;
-    wrong: `(1 - m - C(n0-1,k-1)/C(N-1,k-1))/s`; 0 where s is 0 or the group is smaller than k.
-    """
+    wrong: `(1 - m - C(n0-1,k-1)/C(N-1,k-1))/s`; 0 where s is 0 or the group is smaller than k."""
     right, wrong, n = _counts(o, batch, groups)
     mean = 1 - _choose_ratio(wrong, n, o.passk_k)
     std = (mean * (1 - mean)).clamp(min=0).sqrt()
@@ -25,8 +24,7 @@ def passk(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
 def pkpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """PKPO (arXiv:2505.15201): a right sample earns `k/N`, a wrong one `k/N rho(N-1, c, k-1)`,
     with `rho(n, c, k) = 1 - C(n-c,k)/C(n,k)`, c right; less the leave-one-out baseline, the
-    same expectation over the sets of k without the sample: `k/N rho(N-1, c_others, k)`.
-    """
+    same expectation over the sets of k without the sample: `k/N rho(N-1, c_others, k)`."""
     right, wrong, n = _counts(o, batch, groups)
     num_right, share = n - wrong, o.passk_k / n.clamp(min=1)
     with_others = 1 - _choose_ratio(wrong - 1, n - 1, o.passk_k - 1)

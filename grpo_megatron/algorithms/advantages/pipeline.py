@@ -33,8 +33,7 @@ class Advantages:
 
 
 def needed_columns(o: ObjectiveConfig, *, reference: bool) -> frozenset[str]:
-    """Token columns that the objective's advantages are computed from; `reference`: whether the KL
-    weighs anything in any domain."""
+    """Token columns that advantages are made of; `reference`: whether the KL weighs anything."""
     of_kl = {"old_logprobs", "ref_logprobs"} if o.kl == "reward_k1" and reference else ()
     return frozenset().union(_NEEDS.get(o.advantage, ()), _NEEDS.get(o.shaping, ()), of_kl)
 
@@ -48,8 +47,7 @@ def select(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
 
 def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
                        betas: Tensor | None = None) -> Advantages:
-    """The advantage of every sample or token, without gradient. betas: float64 [N], weight of the
-    KL in the reward (`kl = "reward_k1"`)."""
+    """Without gradient. betas: float64 [N], weight of the KL in the reward (`kl = "reward_k1"`)."""
     batch, groups = _rewarded(o, batch)
     values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
     if betas is not None and bool((betas > 0).any()):

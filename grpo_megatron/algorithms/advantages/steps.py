@@ -15,8 +15,7 @@ def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Process supervision (DeepSeekMath, arXiv:2402.03300): all step rewards of a group are
     standardised together; a token's advantage is the sum over the steps that end at it or later.
 
-    Tokens after the last step, and samples without steps, get 0.
-    """
+    Tokens after the last step, and samples without steps, get 0."""
     events = _events(batch, "steps")
     valid = groups.valid[events.sample]
     pool = Groups(groups.ids[events.sample], valid)
@@ -28,8 +27,7 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     `delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`, `A_t = sum_l (gamma lambda)^l delta_{t+l}`,
     standardised over the turns of the group. All tokens of a turn share its advantage.
 
-    A state seen once is its own value: its advantage comes from later turns only.
-    """
+    A state seen once is its own value: its advantage comes from later turns only."""
     events = _events(batch, "turns")
     order = torch.argsort(events.end, stable=True)
     order = order[torch.argsort(events.sample[order], stable=True)]
@@ -38,8 +36,7 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     last = _last(events)
     returns = _discounted(events.reward, last, o.gagpo_gamma)
     states = int(events.state.max()) + 1 if len(events.state) else 1
-    _, visit = torch.unique(groups.ids[events.sample] * states + events.state,
-                            return_inverse=True)
+    _, visit = torch.unique(groups.ids[events.sample] * states + events.state, return_inverse=True)
     value = Groups(visit, groups.valid[events.sample]).mean(returns)
     following = torch.where(last, 0.0, value.roll(-1))
     delta = events.reward + o.gagpo_gamma * following - value
@@ -68,8 +65,7 @@ def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
     """Every token gets the sum of the values of events that end at it or later."""
     def of_groups(part: SampleBatch) -> Tensor:
         marks = torch.zeros(part.num_tokens, dtype=torch.float64)
-        marks.index_add_(0, part.offsets[part.events.sample] + part.events.end,
-                         part.events.reward)
+        marks.index_add_(0, part.offsets[part.events.sample] + part.events.end, part.events.reward)
         return suffix_sums(marks, part)
 
     return by_groups(replace(batch, events=replace(events, reward=values)), of_groups)

@@ -16,9 +16,7 @@ def scope_ids(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
 def whiten(o: ObjectiveConfig, batch: SampleBatch, values: Tensor, valid: Tensor, *,
            per_token: bool) -> Tensor:
     """`(A - mean) / (std + eps)` over the valid samples of the scope; [N], or [n] if `per_token`.
-
-    `whiten = "tokens"` counts every policy token once, so that long samples weigh more.
-    """
+    `whiten = "tokens"` counts every policy token once, so that long samples weigh more."""
     scope = scope_ids(o, batch)
     mass = valid.double()
     if o.whiten == "tokens":

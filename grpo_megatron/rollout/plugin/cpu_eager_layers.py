@@ -8,6 +8,8 @@ unquantized expert layer through ten functions made for parallel layouts and qua
 (fused_moe/runner/moe_runner.py, modular_kernel.py). Layers that need any of that keep it.
 """
 
+from functools import cache
+
 import torch
 
 
@@ -69,15 +71,9 @@ def _plain_experts_directly() -> None:
     MoERunner.forward = forward
 
 
+@cache
 def _is_plain(runner) -> bool:
     """Whether gate, top-k and one kernel are all there is to this layer; decided once."""
-    plain = runner.__dict__.get("_grpo_megatron_plain")
-    if plain is None:
-        plain = runner._grpo_megatron_plain = _find_plain(runner)
-    return plain
-
-
-def _find_plain(runner) -> bool:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner

@@ -4,11 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 
 from grpo_megatron.rollout.plugin.worker_extension import NamedTensors, noise_of_environment
 from grpo_megatron.weights.transfer import WeightReceiver
@@ -16,7 +12,7 @@ from grpo_megatron.weights.transfer_plan import TransferPlan
 
 
 @dataclass
-class GlooInitInfo(WeightTransferInitInfo):
+class GlooInitInfo(base.WeightTransferInitInfo):
     """Body of `/init_weight_transfer_engine`."""
 
     senders: list[tuple[str, int]]
@@ -26,14 +22,14 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
+class GlooUpdateInfo(base.WeightTransferUpdateInfo):
     """Body of `/update_weights`."""
 
     plan: dict[str, Any]
     publish: int
 
 
-class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     """Receives a publish bucket by bucket and loads it layer by layer."""
 
     init_info_cls = GlooInitInfo

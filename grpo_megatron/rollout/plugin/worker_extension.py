@@ -20,8 +20,7 @@ class WorkerExtension:
         """Load the Hugging Face checkpoint directory `path` in place.
 
         vLLM reloads with the loader it started with, and that of a server started with
-        `--load-format dummy` reads no files: from here on it is the default one.
-        """
+        `--load-format dummy` reads no files: from here on it is the default one."""
         self.vllm_config.load_config.load_format = "auto"
         self.reload_weights(weights_path=path)
 
@@ -30,8 +29,7 @@ class WorkerExtension:
 
         Models an error in what follows the transfer (name mapping, sharding, repacking), which
         digests of the wire cannot see and the canary must. Tensors by name get noise of this
-        standard deviation; 0: their first element is negated.
-        """
+        standard deviation; 0: their first element is negated."""
         self.weight_transfer_engine.before_load = noise_on(name_contains, noise, seed)
 
 

@@ -1,0 +1,34 @@
+"""Recipes as tasks of a NeMo-Run experiment (extra `launch`, in an environment without vLLM).
+
+    with run.Experiment("stages") as experiment:
+        add_stages(experiment, ["math.toml", "code.toml"], executor)
+        experiment.run()        # or dryrun()
+
+On a SlurmExecutor the task is the supervisor, one process on the job's first node, which starts the
+run's roles as steps; with a container, the image must have srun. On every other executor (local,
+Docker, Kubernetes) a run is on one machine. NeMo-Run's own job makes no checkpoint before its time
+limit: `grpo-megatron submit` does."""
+
+import shlex
+from collections.abc import Sequence
+
+import nemo_run as run
+
+from grpo_megatron.plan.resolve import resolve
+
+
+def add_stages(experiment: run.Experiment, recipes: Sequence[str], executor: run.Executor,
+               overrides: Sequence[str] = ()) -> None:
+    """Add the runs of recipes to an experiment, each after the one before."""
+    before: list[str] = []
+    for recipe in recipes:
+        config = resolve(recipe, overrides).config
+        where, flags = executor.clone(), ["--resume-if-exists"]
+        if isinstance(where, run.SlurmExecutor):
+            flags.append("--in-job")
+            where.nodes, where.ntasks_per_node = config.placement.num_nodes, 1
+            where.gpus_per_node = config.placement.gpus_per_node or None
+            where.srun_args = [*(where.srun_args or []), "--nodes=1", "--ntasks=1", "--overlap"]
+        command = ["grpo-megatron", "train", recipe, *flags, *overrides]
+        before = [experiment.add(run.Script(inline=shlex.join(command)), executor=where,
+                                 name=config.name, dependencies=before or None)]

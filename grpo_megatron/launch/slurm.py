@@ -1,0 +1,156 @@
+"""Jobs of runs: render and submit `slurm/train.sbatch`, say how a job is, end it.
+
+What a job needs lies in the run directory: `slurm/train.sbatch` as submitted, with the site's
+settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_megatron import assets
+from grpo_megatron.config.resolved import ResolvedConfig, read_stored, write_resolved
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.errors import ConfigError, RunLockedError, SetupError
+from grpo_megatron.files import write_atomically
+from grpo_megatron.plan.resolve import resolve_run
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import read_events
+from grpo_megatron.telemetry.metrics import read_metrics
+
+
+def render(resolved: ResolvedConfig, site: str) -> str:
+    """The batch script of a run (see `slurm/render.sh`). `site`: path of a site's file, or name of
+    a shipped example; ConfigError where there is none, it is not bash, or a setting is missing."""
+    shipped, placement = assets.slurm() / "sites", resolved.config.placement
+    path = next((p for p in (Path(site), shipped / f"{site}.env") if p.is_file()), None)
+    if path is None:
+        known = sorted(p.stem for p in shipped.glob("*.env"))
+        near = nearest(site, known)
+        raise ConfigError(f"no site {site!r}" + (f", did you mean {near[0]!r}?" if near else ""),
+                          where="--site", remedy="give the path of your own file; examples in "
+                                                 f"{assets.display(shipped)}: {', '.join(known)}")
+    sizes = placement.trainer_nodes, placement.rollout_nodes, placement.gpus_per_node
+    done = subprocess.run(
+        ["bash", str(assets.slurm() / "render.sh"), str(path.resolve()),
+         str(resolved.run_path.resolve()), resolved.config.name, *map(str, sizes)],
+        capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = re.sub(r"^.*: line \d+: ", "", done.stderr.strip())
+        raise ConfigError(said or "the file failed", where=assets.display(path),
+                          remedy="set it in the file, or in the environment of this command")
+    return done.stdout
+
+
+def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> str:
+    """Prepare the run directory and submit its job, with more `flags` of sbatch; returns the job's
+    id. ConfigError where the run exists, or the site is not right."""
+    run_dir = RunDir(resolved.run_path)
+    run_dir.refuse_existing()
+    script = render(resolved, site)
+    is_new = not run_dir.root.exists()
+    try:
+        run_dir.create()
+        run_dir.slurm.mkdir(exist_ok=True)
+        write_atomically(run_dir.slurm / "train.sbatch", script)
+        write_resolved(run_dir.config, resolved)
+        return submit_again(run_dir, flags)
+    except OSError as error:
+        raise SetupError(f"cannot write the run's directory: {error.strerror}",
+                         where=str(run_dir.root), remedy="choose another runs_dir=…") from None
+    except ConfigError:
+        if is_new:
+            shutil.rmtree(run_dir.root)
+        raise
+
+
+def resume(path: Path, overrides: Sequence[str]) -> str:
+    """Go on with a run by another job; returns its id."""
+    run_dir = RunDir(path)
+    if overrides and not active_job(run_dir):
+        write_resolved(run_dir.config, resolve_run(run_dir.config, overrides))
+    return submit_again(run_dir)
+
+
+def submit_again(run_dir: RunDir, flags: Sequence[str] = ()) -> str:
+    """Submit the kept script: to start the run, or to go on with it. RunLockedError where its job
+    has not ended, ConfigError where Slurm does not take the job."""
+    if job := active_job(run_dir):
+        raise RunLockedError(f"{run_dir.root} is being written by Slurm job {job}",
+                             where=str(run_dir.slurm / "job"),
+                             remedy=f"wait for it, or grpo-megatron cancel {run_dir.root}")
+    script = run_dir.slurm / "train.sbatch"
+    try:
+        job = slurm("sbatch", "--parsable", *flags, str(script)).partition(";")[0]
+    except SetupError as error:
+        remedy = error.remedy or "change the site's file; submit --dry-run prints the script"
+        if "partition" in error.message:
+            known = sorted(set(slurm("sinfo", "--noheader", "--format=%R").split()))
+            remedy = f"set PARTITION in the site's file; partitions here: {', '.join(known)}"
+        raise ConfigError(error.message, where=error.where, remedy=remedy) from None
+    write_atomically(run_dir.slurm / "job", job + "\n")
+    return job
+
+
+def job_of(run_dir: RunDir) -> str | None:
+    file = run_dir.slurm / "job"
+    return file.read_text().strip() if file.exists() else None
+
+
+def active_job(run_dir: RunDir) -> str | None:
+    job = job_of(run_dir)
+    return job if job and is_active(job) else None
+
+
+def is_active(job: str) -> bool:
+    """Whether Slurm still has the job to run, to end or to start again."""
+    return state_of(job).get("JobState") in ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED",
+                                             "COMPLETING", "REQUEUED")
+
+
+def state_of(job: str) -> dict[str, str]:
+    """What Slurm says of a job (JobState, Reason, Restarts, …); {} if it has forgotten it."""
+    try:
+        words = slurm("scontrol", "--oneliner", "show", "job", job).partition("\n")[0].split()
+    except SetupError:
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def status_line(path: Path) -> str:
+    """One line about a run: its steps, its job, what happened last."""
+    run_dir = RunDir(path)
+    steps = len(read_metrics(run_dir.metrics)) if run_dir.metrics.exists() else 0
+    last = ["nothing yet", *(event["kind"] for event in read_events(run_dir.events))][-1]
+    words = ["no job"]
+    if job := job_of(run_dir):
+        state = state_of(job)
+        words = [f"job {job}", state.get("JobState", "unknown to Slurm"), *(
+            f"{key.lower()} {state[key]}" for key in ("Reason", "Restarts", "RunTime")
+            if state.get(key, "None") != "None")]
+    return (f"{path}  step {steps}/{read_stored(run_dir.config).config.num_steps}  "
+            f"{' '.join(words)}  last event: {last}")
+
+
+def cancel(path: Path, *, now: bool) -> str:
+    """End a run's job, with a checkpoint unless `now`; returns the job's id."""
+    if (job := active_job(RunDir(path))) is None:
+        raise ConfigError("no job of this run waits or runs", where=str(path),
+                          remedy="grpo-megatron status")
+    running = state_of(job)["JobState"] == "RUNNING"
+    slurm("scancel", *(["--batch", "--signal=INT"] if running and not now else []), job)
+    return job
+
+
+def slurm(*command: str) -> str:
+    """Output of a Slurm command. Raises SetupError with its message."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise SetupError(f"{command[0]} is not here", where="PATH",
+                         remedy="run this on a login node of the cluster") from None
+    if done.returncode:
+        raise SetupError(done.stderr.strip().removeprefix("sbatch: ").removeprefix("error: "),
+                         where=" ".join(command))
+    return done.stdout.strip()

@@ -1,0 +1,149 @@
+"""The programs of a run as steps of the Slurm job in which this process runs.
+
+    nodes   t0 t1 … | r0 r1 …      placement.trainer_nodes | placement.rollout_nodes
+    steps   trainer (all ranks)    rollout-0, rollout-1, … (one server each); controller on t0
+
+One allocation is split in this order; of a heterogeneous job the first component trains and the
+second generates. Steps share their nodes' resources (`--overlap`), so every role says itself which
+GPUs are its own. The site says what to put between srun and the program:
+
+    GRPO_MEGATRON_SRUN_FLAGS   for example --container-image=… --container-mounts=…
+    GRPO_MEGATRON_ENTER        for example apptainer exec --nv image.sif
+    GRPO_MEGATRON_PYTHON       the interpreter inside (default: this one)"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import SetupError
+from grpo_megatron.launch.processes import ChildProcess, End, stop_all
+from grpo_megatron.launch.roles import CONTROLLER, QUIET, REPLICA, TRAINER
+from grpo_megatron.network import NODES_VARIABLE
+from grpo_megatron.rundir import RunDir
+
+GRACE_S = 5.0
+# "srun: error: node2: task 1: Exited with exit code 6", "…: tasks 0-3: Killed"
+_TASK_ENDED = re.compile(r"tasks? (\d+)[^:]*: (?:Exited with exit code (\d+)|(\w+))")
+_SIGNALS = {"Killed": 137, "Terminated": 143, "Aborted": 134, "Segmentation": 139}
+
+
+@dataclass
+class Step(ChildProcess):
+    """An srun. Its log has srun's own words; every task has a log of its own."""
+
+    task_log: str = ""  # `%t` is the number of the task
+
+    def end(self) -> End:
+        """Of the task that ended first; srun's own exit code is the highest of all."""
+        words = _TASK_ENDED.search(self.log.read_text(errors="replace"))
+        if not words:
+            return super().end()
+        code = int(words[2] or _SIGNALS.get(words[3], 1))
+        log = self.log.with_name(self.task_log.replace("%t", words[1]))
+        return End(log.stem, code, log)
+
+
+class SlurmSteps:
+    def __init__(self, config: RunConfig, run_dir: RunDir):
+        self.config, self.run_dir, self.placement = config, run_dir, config.placement
+        groups = [_nodes(os.environ[name]) for name in (
+            "SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_1",
+            "SLURM_JOB_NODELIST") if name in os.environ]
+        self.nodes = groups[0] + groups[1] if len(groups) > 1 else groups[0]
+        self.is_hetjob = len(groups) > 1
+        wanted = self.placement.num_nodes
+        if len(self.nodes) != wanted:
+            raise SetupError(f"the job has {len(self.nodes)} nodes, the recipe is for "
+                             f"{self.placement.trainer_nodes} that train and "
+                             f"{self.placement.rollout_nodes} that generate", where="placement",
+                             remedy=f"sbatch --nodes={wanted}")
+
+    def check(self) -> None:
+        """SetupError with the nodes that do not see the run's directory, but none or another."""
+        canary = self.run_dir.endpoints / "canary"
+        canary.touch()
+        for nodes in self._components():
+            done = subprocess.run([*self._srun(nodes, 1, "--job-name=canary"), "cat", str(canary)],
+                                  text=True, check=False, capture_output=True)
+            if done.returncode:
+                blind = sorted(set(re.findall(r"error: (\S+): tasks? ", done.stderr)))
+                raise SetupError(f"{', '.join(blind) or 'a node'} cannot read what another wrote: "
+                                 f"{done.stderr.strip().splitlines()[0]}",
+                                 where=str(self.run_dir.root),
+                                 remedy="set runs_dir to a file system that all nodes share; "
+                                        "containers must mount it")
+
+    def trainers(self) -> list[ChildProcess]:
+        """One step with all ranks, numbered by Slurm."""
+        layout, nodes = self.config.trainer, self.nodes[:self.placement.trainer_nodes]
+        per_node = layout.num_ranks // len(nodes)
+        threads = layout.num_threads or max((os.cpu_count() or 1) // per_node, 1)
+        return [self._step("trainer", TRAINER, nodes=nodes, tasks_per_node=per_node,
+                           log="trainer-%t.log", env={"OMP_NUM_THREADS": str(threads)})]
+
+    def replicas(self) -> list[ChildProcess]:
+        """A step for each server, so that one can die alone; wide ones take several nodes."""
+        rollout, placement = self.config.rollout, self.placement
+        nodes = self.nodes[placement.trainer_nodes:] or self.nodes
+        gpus = placement.gpus_per_node or rollout.tensor_parallel_size
+        wide = max(rollout.tensor_parallel_size // gpus, 1)
+        steps = []
+        for index in range(rollout.num_replicas):
+            first = index * len(nodes) // rollout.num_replicas
+            steps.append(self._step(f"rollout-{index}", REPLICA, str(index), str(wide),
+                                    nodes=nodes[first:first + wide], log=f"rollout-{index}.log"))
+        return steps
+
+    def controller(self) -> ChildProcess:
+        """Beside this process, on the first node."""
+        return self._step("controller", CONTROLLER, nodes=self.nodes[:1], log="controller.log",
+                          env={"OMP_NUM_THREADS": "1"}, piped=True)
+
+    def stop(self, children: list[ChildProcess]) -> None:
+        """TERM to every process of every step, so that servers can clean up; then KILL."""
+        if any(child.alive for child in children):
+            subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]],
+                           check=False, capture_output=True)
+        deadline = time.monotonic() + GRACE_S
+        while any(child.alive for child in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stop_all(children)  # a TERM makes srun kill its tasks
+
+    def _step(self, name: str, module: str, *arguments: str, nodes: Sequence[str], log: str,
+              tasks_per_node: int = 1, env: dict[str, str] | None = None,
+              piped: bool = False) -> Step:
+        logs = self.run_dir.logs
+        srun = self._srun(nodes, tasks_per_node, f"--job-name={name}", "--open-mode=append",
+                          f"--{'error' if piped else 'output'}={logs / log}")
+        python = os.environ.get("GRPO_MEGATRON_PYTHON", sys.executable)
+        argv = [*srun, python, "-m", module, str(self.run_dir.root), self.run_dir.attempt,
+                *arguments]
+        env = QUIET | {NODES_VARIABLE: " ".join(self.nodes)} | (env or {})
+        return Step(name, argv, logs / f"srun-{name}.log", env, piped, task_log=log)
+
+    def _srun(self, nodes: Sequence[str], tasks_per_node: int, *flags: str) -> list[str]:
+        argv = ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
+                f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}",
+                "--overlap", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=1", *flags]
+        if self.placement.gpus_per_node:
+            argv.append(f"--gpus-per-node={self.placement.gpus_per_node}")
+        if self.is_hetjob:
+            argv.append(f"--het-group={int(nodes[0] not in self._components()[0])}")
+        return [*argv, *shlex.split(os.environ.get("GRPO_MEGATRON_SRUN_FLAGS", "")),
+                *shlex.split(os.environ.get("GRPO_MEGATRON_ENTER", ""))]
+
+    def _components(self) -> list[Sequence[str]]:
+        split = self.placement.trainer_nodes
+        return [self.nodes[:split], self.nodes[split:]] if self.is_hetjob else [self.nodes]
+
+
+def _nodes(compressed: str) -> list[str]:
+    """`node[1-3]` spelled out."""
+    return subprocess.run(["scontrol", "show", "hostnames", compressed], check=True, text=True,
+                          stdout=subprocess.PIPE).stdout.split()

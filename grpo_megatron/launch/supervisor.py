@@ -1,0 +1,152 @@
+"""Start the roles of a run, watch them, end them together.
+
+A finished controller ends the run. A dead trainer rank, a dead controller or the last dead
+rollout server end it with an error that shows the dead one's last lines."""
+
+import contextlib
+import json
+import os
+import signal
+
+from grpo_megatron import errors
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.launch.processes import ChildProcess, End, wait_readable
+from grpo_megatron.launch.roles import LocalProcesses
+from grpo_megatron.launch.steps import SlurmSteps
+from grpo_megatron.telemetry.events import append_event
+from grpo_megatron.telemetry.screen import make_screen
+
+
+class Supervisor:
+    """Owns the processes of one run; `roles` starts and stops them, here or in a Slurm job."""
+
+    def __init__(self, roles: LocalProcesses | SlurmSteps):
+        self.roles, self.config, self.run_dir = roles, roles.config, roles.run_dir
+        self.screen = make_screen(self.config.name, self.config.num_steps)
+        self.interrupts = 0
+        self.remedy = f"grpo-megatron resume {self.run_dir.root}"
+        self._buffer = b""
+        self._last_line = self._failure = ""
+
+    def run(self) -> int:
+        self.roles.check()
+        self._prepare_model()
+        self.replicas, self.trainers = self.roles.replicas(), self.roles.trainers()
+        self.controller = self.roles.controller()
+        self.children = [*self.replicas, *self.trainers, self.controller]
+        self._reported_dead: set[str] = set()
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        handlers = {n: signal.signal(n, self._interrupt) for n in numbers}
+        try:
+            for child in self.children:
+                child.start()
+                append_event(self.run_dir.events, "started", role=child.name, pid=child.process.pid)
+            if self.interrupts:  # before there was a controller
+                self.controller.tell("stop")
+            code = self._watch()
+        finally:
+            self.roles.stop(self.children)
+            self.screen.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if self._last_line:
+            print(self._last_line, flush=True)
+        return code
+
+    def _prepare_model(self) -> None:
+        """Config and tokenizer must be there when the engines start; weights come later."""
+        if self.config.model.path is None and not (self.run_dir.model / "config.json").exists():
+            from grpo_megatron.data.tiny_model import write_tiny_model
+
+            write_tiny_model(self.run_dir.model, load_preset(self.config.model.preset))
+
+    def _watch(self) -> int:
+        output = self.controller.process.stdout.fileno()
+        os.set_blocking(output, False)
+        while True:
+            for fd in wait_readable(self._watched(), [output], timeout_s=1.0):
+                self._read_messages(fd)
+            if self.interrupts > 1:
+                return errors.INTERRUPTED_EXIT_CODE
+            if not self.controller.alive:
+                self._read_messages(output)
+                return self._controller_ended()
+            self._check_trainers()
+            self._check_replicas()
+
+    def _watched(self) -> list[ChildProcess]:
+        """Children whose end would be news."""
+        trainers = [t for t in self.trainers if t.exit_code != 0]  # 0: told to stop
+        replicas = [r for r in self.replicas if r.name not in self._reported_dead]
+        return [self.controller, *trainers, *replicas]
+
+    def _controller_ended(self) -> int:
+        code = self.controller.exit_code
+        if code in (0, errors.INTERRUPTED_EXIT_CODE):
+            return code
+        self._check_trainers()  # the controller may only be the first to notice
+        self._check_replicas()
+        end = self.controller.end()
+        error = errors.GrpoMegatronError(self._failure or str(end), where=str(end.log))
+        error.exit_code = code
+        raise error
+
+    def _check_trainers(self) -> None:
+        for trainer in self.trainers:
+            if trainer.exit_code:  # 0: told to stop
+                end = self._died(trainer)
+                error = errors.TrainerError(str(end), where=str(end.log), remedy=self.remedy)
+                if 2 <= end.exit_code <= 10:
+                    error.exit_code = end.exit_code  # the rank's own error class
+                raise error
+
+    def _check_replicas(self) -> None:
+        for replica in self.replicas:
+            if replica.alive or replica.name in self._reported_dead:
+                continue
+            self._reported_dead.add(replica.name)
+            replica.signal_group(signal.SIGKILL)  # what the dead server had started
+            (self.run_dir.endpoints / f"{replica.name}.dead").touch()
+            end = self._died(replica)
+            if len(self._reported_dead) == len(self.replicas):
+                raise errors.EngineError(f"the last rollout server died: {end}", where=str(end.log),
+                                  remedy=self.remedy)
+            self.screen.message(f"{end.name} died with exit code {end.exit_code}; see {end.log}")
+
+    def _died(self, child: ChildProcess) -> End:
+        end = child.end()
+        append_event(self.run_dir.events, "died", role=end.name, exit_code=end.exit_code)
+        return end
+
+    def _read_messages(self, fd: int) -> None:
+        """Display messages of the controller: one JSON object a line."""
+        with contextlib.suppress(BlockingIOError):
+            while block := os.read(fd, 1 << 16):
+                self._buffer += block
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue  # some library printed
+            self._show(message)
+
+    def _show(self, message: dict) -> None:
+        match message:
+            case {"kind": "phase", "name": name}:
+                self.screen.phase(name)
+            case {"kind": "step", "metrics": metrics, "samples": samples}:
+                self.screen.step(metrics, samples)
+            case {"kind": "message", "text": text}:
+                self.screen.message(text)
+            case {"kind": "failure", "text": text}:
+                self._failure = text
+            case {"kind": "result", "text": text}:
+                self._last_line = text
+
+    def _interrupt(self, number, frame) -> None:
+        self.interrupts += 1
+        if self.interrupts == 1:
+            self.screen.message("stopping after this step with a checkpoint; again to stop now")
+            if self.controller.alive:
+                self.controller.tell("stop")

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Prints the batch script of a run: train.sbatch with a site's settings and a recipe's nodes.
+# `grpo-megatron submit` calls it.
+#
+#   render.sh SITE RUN_DIRECTORY NAME TRAINER_NODES ROLLOUT_NODES GPUS_PER_NODE
+set -euo pipefail
+site=$1 run=$2 name=$3 trainer_nodes=$4 rollout_nodes=$5 gpus=$6
+# shellcheck source=/dev/null
+source "$site"
+
+directives() { printf '#SBATCH %q\n' "$@"; }
+
+# component PARTITION NODES: of the job; all of it, or of a hetjob one of two
+component() {
+    local flags
+    read -ra flags <<<"${SBATCH_FLAGS:-}"
+    directives --job-name="$name" --partition="$1" --nodes="$2" --time="${TIME_LIMIT:-60}" \
+        ${ACCOUNT:+"--account=$ACCOUNT"} "${flags[@]}"
+    if ((gpus)); then directives --gpus-per-node="$gpus"; fi
+}
+
+echo '#!/usr/bin/env bash'
+sed -n '2,/^#$/{/^#$/!p}' "${BASH_SOURCE[0]%/*}/train.sbatch"
+directives --requeue --open-mode=append --signal="B:USR1@${NOTICE_S:-600}" \
+    --output="$run/logs/slurm-%j.out"
+if [[ ${ROLLOUT_PARTITION:-} ]] && ((rollout_nodes)); then
+    component "${PARTITION:?the partition to submit to}" "$trainer_nodes"
+    echo '#SBATCH hetjob'
+    component "$ROLLOUT_PARTITION" "$rollout_nodes"
+else
+    component "${PARTITION:?the partition to submit to}" $((trainer_nodes + rollout_nodes))
+fi
+
+# What the site's file sets or takes from the environment has the values that it has now.
+printf '\n# --- the site: %s\n' "$site"
+names='s/^(export )?([A-Z][A-Z0-9_]*)=.*/\2/p; s/.*\$\{([A-Z][A-Z0-9_]*):[-?].*/\1/p'
+sed -nE "$names" "$site" | sort -u | while read -r setting; do
+    if [[ ${!setting+set} ]]; then printf '%s=%q\n' "$setting" "${!setting}"; fi
+done
+cat "$site"
+printf '\nset -- %q\n' "$run"
+sed -n '/^# --- the job$/,$p' "${BASH_SOURCE[0]%/*}/train.sbatch"

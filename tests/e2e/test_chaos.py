@@ -1,0 +1,54 @@
+"""Processes killed at random moments, then `resume`: the run is the one without kills."""
+
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import runs
+
+pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(3600)]
+
+NUM_KILLS = int(os.environ.get("CHAOS_KILLS", 20))
+SEED = int(os.environ.get("CHAOS_SEED", random.randrange(1000)))
+STEPS = ("num_steps=30", "checkpoint.interval=5")
+
+
+def last_checkpoint(run: Path) -> int:
+    names = [p.parent.name for p in (run / "checkpoints").glob("step_*/complete.json")
+             if p.parent.name[5:].isdigit()]
+    return max((int(name[5:]) for name in names), default=0)
+
+
+def test_kill_9_at_random_moments(tmp_path):
+    print(f"CHAOS_SEED={SEED}")  # shown when it fails
+    chance = random.Random(SEED)
+    whole = runs.command("train", runs.RECIPE, f"runs_dir={tmp_path}", "name=whole", *STEPS)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    run = tmp_path / "killed"
+    command = ["train", runs.RECIPE, f"runs_dir={tmp_path}", "name=killed", *STEPS]
+    for _ in range(NUM_KILLS):
+        process = runs.start(*command)
+        command = ["resume", str(run)]
+        started = len(runs.events(run, "started"))
+        try:  # before it is ready, or while steps run
+            process.wait(chance.uniform(4, 45))
+            break  # it finished
+        except subprocess.TimeoutExpired:
+            pass
+        assert len(runs.events(run, "started")) >= started
+        steps, saved = runs.metrics(run), last_checkpoint(run)
+        role = chance.choice(["trainer-0", "trainer-1", "controller", "rollout-0", "supervisor"])
+        runs.kill(process.pid if role == "supervisor" else runs.role_pid(run, role))
+        code, output = runs.finish(process)
+        assert code != 0, output
+        assert runs.no_survivors(run), runs.survivors(run)
+        assert last_checkpoint(run) >= saved
+        assert runs.metrics(run)[:len(steps)] == steps
+    done = runs.command("resume", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = runs.metrics(run)
+    assert [r["step"] for r in records] == list(range(30))
+    assert runs.timeless(records) == runs.timeless(runs.metrics(tmp_path / "whole"))

@@ -1,0 +1,128 @@
+"""The shipped batch script on a real Slurm: what each event of a cluster does to a run."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import runs
+from tests.slurm.jobs import CLUSTER, Cluster, all_gone, processes
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster) -> Path:
+    """An uninterrupted deterministic run of six steps."""
+    job, run = cluster.submit("whole")
+    state = cluster.wait(job)
+    assert state["JobState"] == "COMPLETED", cluster.output(run)
+    return run
+
+
+def same_metrics(run: Path, other: Path) -> bool:
+    return runs.timeless(runs.metrics(run)) == runs.timeless(runs.metrics(other))
+
+
+def test_a_run_is_a_job(cluster, whole):
+    job = (whole / "slurm/job").read_text().strip()
+    assert [r["step"] for r in runs.metrics(whole)] == list(range(6))
+    assert (whole / "export/model.safetensors").exists()
+    logs = whole / "logs/latest"
+    assert logs.readlink() == Path(f"{job}.0")
+    assert {"trainer-0.log", "trainer-1.log", "rollout-0.log", "controller.log"} <= {
+        p.name for p in logs.iterdir()}
+    assert "held-out accuracy before 0.0" in cluster.output(whole)
+    assert not all_gone(whole)
+    status = cluster.command("status", str(whole)).stdout
+    assert "step 6/6" in status and f"job {job} COMPLETED" in status and "finished" in status
+    assert "trainer-1.log" in cluster.command("logs", str(whole)).stdout
+
+
+def test_notice_then_checkpoint_requeue_and_resume(cluster, whole):
+    """USR1, as Slurm sends it before the time limit."""
+    job, run = cluster.submit("noticed")
+    cluster.wait_for_steps(run, 3, job)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    state = cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
+    assert (run / "logs/latest").readlink() == Path(f"{job}.1")
+    assert "resumed after step" in cluster.output(run)
+    assert same_metrics(run, whole)
+    assert not all_gone(run)
+
+
+def test_preemption_then_checkpoint_and_resume(cluster, whole):
+    """A job of a better partition needs the nodes of one in the spot partition."""
+    job, run = cluster.submit("preempted", PARTITION="spot")
+    cluster.wait_for_steps(run, 2, job)
+    urgent = cluster.run("sbatch", "--parsable", "--partition=main", "--nodes=4", "--exclusive",
+                         "--wrap=srun sleep 1").stdout.strip()
+    assert cluster.wait(urgent)["JobState"] == "COMPLETED"
+    state = cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
+    assert "stopped after" in cluster.output(run) and "resumed after step" in cluster.output(run)
+    assert same_metrics(run, whole)
+
+
+@pytest.mark.parametrize("node", ["node1", "node2"])  # that of the batch script; another trainer's
+def test_a_crashed_node_costs_no_recorded_step(cluster, whole, node):
+    job, run = cluster.submit(f"crashed-{node}")
+    cluster.wait_for_steps(run, 3, job)
+    subprocess.run([CLUSTER, "crash", node], check=True)
+    try:
+        cluster.wait_until(job, Restarts="1")
+        state = cluster.wait(job)
+    finally:
+        subprocess.run([CLUSTER, "revive", node], check=True)
+    assert state["JobState"] == "COMPLETED", cluster.output(run)
+    assert node not in state["NodeList"]
+    assert same_metrics(run, whole)
+
+
+def test_a_dead_trainer_fails_the_job(cluster):
+    job, run = cluster.submit("no-trainer", "num_steps=5000")
+    cluster.wait_for_steps(run, 1, job)
+    runs.kill(processes(run, "trainer.main")[-1])
+    state = cluster.wait(job, timeout_s=15)
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "6:0")
+    assert "ended with exit code 137" in cluster.output(run)
+    assert not all_gone(run)
+
+
+def test_dead_servers_are_named_until_the_last(cluster):
+    job, run = cluster.submit("no-server", "num_steps=5000", "placement.trainer_nodes=1",
+                              "placement.rollout_nodes=2", "rollout.num_replicas=2")
+    cluster.wait_for_steps(run, 2, job)
+    again = cluster.run("sbatch", "--parsable", "--nodes=1", str(run / "slurm/train.sbatch"))
+    refused = cluster.wait(again.stdout.strip())
+    assert refused["ExitCode"] == "9:0" and f"Slurm job {job}" in cluster.output(run)
+    assert cluster.command("resume", str(run)).returncode == 9
+    first, *_ = processes(run, "rollout.serve")
+    runs.kill(first)
+    cluster.wait_for_steps(run, len(runs.metrics(run)) + 4, job)
+    [died] = runs.events(run, "died")
+    assert died["role"] in ("rollout-0", "rollout-1") and f"{died['role']} died" in cluster.output(
+        run)
+    for pid in processes(run, "rollout.serve"):
+        runs.kill(pid)
+    state = cluster.wait(job, timeout_s=15)
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "5:0")
+    assert "the last rollout server died" in cluster.output(run)
+    assert "rollout-" in cluster.output(run).rsplit("the last rollout server died", 1)[1]
+    assert not all_gone(run)
+
+
+def test_cancel_keeps_the_last_step_and_resume_submits_again(cluster, whole):
+    """As a hetjob."""
+    job, run = cluster.submit("cancelled", ROLLOUT_PARTITION="main")
+    cluster.wait_for_steps(run, 2, job)
+    assert cluster.command("cancel", str(run)).returncode == 0
+    state = cluster.wait(job)
+    assert state["JobState"] == "FAILED" and state["ExitCode"] == "130:0"
+    assert len(runs.metrics(run)) == int(
+        max(p.name for p in (run / "checkpoints").iterdir()).removeprefix("step_"))
+    done = cluster.command("resume", str(run))
+    again = done.stdout.strip()
+    assert cluster.wait(again)["JobState"] == "COMPLETED", cluster.output(run)
+    assert same_metrics(run, whole)
