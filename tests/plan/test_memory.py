@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from grpo_megatron.batching.packing import plan_microbatches
@@ -37,7 +39,7 @@ def recipe(trainer: dict) -> dict:
 
 def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
     """Peak of each pipeline stage, for the fullest micro-batch that is really there."""
-    sizes, table = sizes_of(hf, VOCAB, trainer), SampleTable(samples)
+    sizes, table = sizes_of(hf, VOCAB, trainer), SampleTable(Path(samples))
     lengths = table.prompt_lengths + table.completion_lengths
     packing = plan_microbatches(lengths, num_ranks=sizes.layout.data_parallel_size,
                                 max_tokens=trainer.max_tokens_per_microbatch)
