@@ -43,13 +43,13 @@ def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
     lengths = table.prompt_lengths + table.completion_lengths
     packing = plan_microbatches(lengths, num_ranks=sizes.layout.data_parallel_size,
                                 max_tokens=trainer.max_tokens_per_microbatch)
-    tokens = max(int(lengths[rows].sum()) for rank in packing.microbatches for rows in rank)
+    tokens = max(int(lengths[rows].sum()) for rank in packing for rows in rank)
     found = []
     for stage in range(trainer.pipeline_parallel_size):
         static = static_bytes(sizes, stage, 0)
         moving = step_bytes(sizes, stage, static["gradients"], tokens=tokens, on_gpu=False,
                             sequence=int(lengths.max()), replayed=False,
-                            num_microbatches=packing.num_microbatches)
+                            num_microbatches=len(packing[0]))
         found.append(sum(static.values()) + sum(moving.values()))
     return found
 
