@@ -62,7 +62,7 @@ def test_the_models_have_about_100_m_parameters(hf):
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("hf", "layout", "max_tokens"), [
-    pytest.param(MOE, EP2, 150, id="experts"),
+    pytest.param(MOE, EP2, 150, id="experts", marks=pytest.mark.matrix),
     pytest.param(DENSE, TP2, 300, id="tensor", marks=pytest.mark.matrix),
     pytest.param(DENSE, PP2, 300, id="pipeline", marks=pytest.mark.matrix),
     pytest.param(DENSE, ALONE, 300, id="recomputed", marks=pytest.mark.matrix),
