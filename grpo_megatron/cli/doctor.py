@@ -127,16 +127,20 @@ def torch_works(*, on_gpu: bool) -> Finding:
 
 
 def modules(*, on_gpu: bool) -> Iterator[Finding]:
-    """CUDA builds that break `import vllm` beside a CPU torch, and what only GPU training uses."""
+    """CUDA builds that break `import vllm` beside a CPU torch, and the fused paths of training."""
     for name in () if on_gpu else _KNOWN["unwanted"]:
         if importlib.util.find_spec(name) is not None:
             yield Finding(name, "missing", "installed: its CUDA build breaks vLLM's CPU build",
                           f"remove it: pip uninstall {name}")
-    for name, remedy in _KNOWN["gpu_extras"].items():
-        found = importlib.util.find_spec(name) is not None
-        yield Finding(name, "ok" if found else "optional",
-                      "installed" if found else "not installed" + ("" if on_gpu else " (no GPU)"),
-                      remedy)
+    for what, extra in _KNOWN["gpu_extras"].items():
+        module, works = extra["module"], False
+        found = "not installed" + ("" if on_gpu else " (no GPU)")
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            done = subprocess.run([sys.executable, "-c", f"import torch, {module}"], text=True,
+                                  capture_output=True, check=False)
+            works = done.returncode == 0
+            found = "works" if works else "broken: " + (done.stderr.splitlines() or ["died"])[-1]
+        yield Finding(what, "ok" if works else "optional", found, extra["remedy"])
 
 
 def system_tools(*, on_gpu: bool) -> Iterator[Finding]:

@@ -90,7 +90,7 @@ def main(run_path: str, attempt: str = "") -> None:
     config: RunConfig = read_resolved(run_dir.config).config
     import torch.distributed as dist
 
-    from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+    from grpo_megatron.trainer import platform  # before Megatron
     from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
     from grpo_megatron.trainer.service import TrainerService
 
@@ -102,6 +102,7 @@ def main(run_path: str, attempt: str = "") -> None:
     # Weights must exist first: the controller announces itself once the model is on disk.
     endpoint = wait_for_endpoint(run_dir.endpoints / "controller.json", timeout_s)
     service = TrainerService(config, config.model.path or run_dir.model)
+    print(f"rank {info.rank}: {platform.BACKEND}, {service.policy.kernels()}", flush=True)
     serve(service, CommandLink(endpoint) if info.rank == 0 else None, group)
     dist.destroy_process_group()
 

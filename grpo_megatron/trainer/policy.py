@@ -46,6 +46,16 @@ class Policy:
         return ShardedModel(tensor_map(self.hf, self.config), list(
             local_shards(self.chunks, self.config.num_moe_experts or 0)))
 
+    def kernels(self) -> str:
+        """Which classes compute here, for the log: fused ones are used where they are installed."""
+        wanted = ("core_attention", "linear_qkv", "experts", "input_layernorm")
+        found = {name: type(child) for model in self.models for module in model.modules()
+                 for name, child in module.named_children() if name in wanted}
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        found["optimizer"] = type(next(part.optimizer for part in parts if part.optimizer))
+        return ", ".join(f"{name} {kind.__module__}.{kind.__qualname__}"
+                         for name, kind in found.items())
+
     def reload_main_parameters(self) -> None:
         """After the model's weights were overwritten: the optimizer's fp32 copies follow."""
         self.optimizer.reload_model_params()
