@@ -38,8 +38,8 @@ def flip_a_bit(sender: int) -> None:
         return
     pack = mine._pack
 
-    def corrupt(bucket, tensors):
-        data = pack(bucket, tensors)
+    def corrupt(*arguments):
+        data = pack(*arguments)
         data[5] ^= 1
         mine._pack = pack
         return data

@@ -17,8 +17,8 @@ import torch
 from grpo_megatron.trainer import megatron_cpu, megatron_fixes
 
 megatron_cpu.install()
-assert not megatron_fixes._installed, "this process has the fixes already"
-megatron_fixes._installed = True  # what is imported below must not install them
+assert not megatron_fixes.install.cache_info().currsize, "this process has the fixes already"
+megatron_fixes.install = lambda: None  # what is imported below must not install them
 
 import megatron.core.dist_checkpointing as dist_checkpointing  # noqa: E402
 import megatron.core.tensor_parallel.mappings as mappings  # noqa: E402
