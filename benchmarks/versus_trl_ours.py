@@ -123,12 +123,12 @@ class OurSide:
     def _force_lengths(self, session: Session) -> None:
         """Clients that ask for the drawn lengths, and no stop token that could end one early."""
         self.clients = []
-        for replica in session.engines.replicas:
+        for replica in session.publisher.engines.replicas:
             old, replica.client = replica.client, ForcedLengthClient(replica.client.base_url)
             replica.client.name = old.name
             self._stack.push_async_callback(replica.client.close)
             self.clients.append(replica.client)
-        session.worker = RolloutWorker(self.config, session.engines,
+        session.worker = RolloutWorker(self.config, session.publisher.engines,
                                        decode=session.tokenizer.decode)
 
     async def run(self, num_steps: int) -> dict:
