@@ -90,7 +90,7 @@ def processes(run: Path, module: str) -> list[int]:
         except OSError:
             continue
         if (line[0] != b"srun" and f"grpo_megatron.{module}".encode() in line
-                and str(run).encode() in line):
+                and any(part.startswith(str(run).encode()) for part in line)):
             found.append(int(path.name))
     return sorted(found)
 
