@@ -1,5 +1,5 @@
-# make setup | demo | demo-control | test-fast | test | test-learning | test-families |
-#      test-matrix | test-chaos | ... | lint
+# make setup | demo | demo-control | stages-demo | stages-compare | test-fast | test |
+#      test-learning | test-families | test-matrix | test-chaos | ... | lint
 #
 # Variables of the demo: seed=N, name=NAME, args="key=value ..."
 SHELL := bash
@@ -11,11 +11,12 @@ seed ?=
 name ?=
 args ?=
 demo_flags = $(if $(seed),seed=$(seed)) $(args)
-pytest := $(bin)/python -m pytest -q
+pytest := $(bin)/python -m pytest -q --durations=25 --durations-min=5
+gate := not learning and not chaos and not slurm and not gpu and not families and not matrix
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
 
-.PHONY: setup demo demo-control lint test-fast test test-learning test-families test-matrix test-chaos \
+.PHONY: setup demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-matrix test-chaos \
 	test-slurm test-gpu clean
 
 setup:
@@ -29,15 +30,30 @@ demo-control: setup
 	$(bin)/grpo-megatron train $(recipe) --overwrite name=$(or $(name),demo-control) \
 		objective.shuffle_advantages=true $(demo_flags)
 
+# Experts for three domains, one model distilled from them.
+stages-demo: setup
+	$(bin)/grpo-megatron stages run tiny-deepseek_v4
+
+# The same budget of mixed-domain RL, printed beside them.
+stages-compare: setup
+	$(bin)/grpo-megatron stages run tiny-compare
+
 lint: setup
 	$(bin)/ruff check .
 	$(bin)/lint-imports
 
 test-fast: setup
-	$(pytest) -m "not engine and not learning and not chaos and not slurm and not gpu and not families and not matrix"
+	$(pytest) -n 2 -m "not engine and $(gate)"
 
+# Both halves at once: one waits for processes most of the time, the other needs one core.
 test: lint
-	$(pytest) -m "not learning and not chaos and not slurm and not gpu and not families and not matrix"
+	@fast_log=$$(mktemp); code=0; \
+	$(pytest) -p no:cacheprovider -m "not engine and $(gate)" > $$fast_log 2>&1 & fast=$$!; \
+	trap 'kill $$fast 2> /dev/null || true; rm -f $$fast_log' EXIT; \
+	echo "tests with engines (those without run beside them and are shown after them)"; \
+	$(pytest) -m "engine and $(gate)" || code=$$?; \
+	wait $$fast || code=$$?; \
+	cat $$fast_log; exit $$code
 
 test-learning: setup
 	$(pytest) -m learning $(or_empty)

@@ -29,7 +29,7 @@ from grpo_megatron.data.prompts import load_splits
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.engine import serve_command
+from grpo_megatron.rollout.replica import serve_command
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import read_metrics
 from grpo_megatron.types import Prompt

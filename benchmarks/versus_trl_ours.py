@@ -15,12 +15,12 @@ from pathlib import Path
 
 from versus_trl_workload import Case
 
+from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.config.resolved import write_resolved
 from grpo_megatron.controller import display
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.session import Session, open_session
-from grpo_megatron.controller.state import RunState
+from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.launch.processes import stop_all
 from grpo_megatron.launch.roles import LocalProcesses

@@ -1,10 +1,10 @@
-"""Where the shipped data lives: `models/`, `recipes/` and `slurm/`.
+"""Where the shipped data lives: model presets in `models/`, `recipes/` by topic, and batch script
+templates and site settings in `slurm/`. A wheel carries them under `grpo_megatron/_assets/`; a
+checkout (also an editable install) has them beside the package."""
 
-A wheel carries them under `grpo_megatron/_assets/`; a checkout (also an editable install) has
-them beside the package.
-"""
-
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron.errors import SetupError
 
@@ -22,25 +22,17 @@ def root() -> Path:
                      remedy="reinstall grpo-megatron, or run from a complete checkout")
 
 
-def models() -> Path:
-    """Model presets, one TOML file each."""
-    return root() / "models"
-
-
-def recipes() -> Path:
-    """Recipes, in sub-directories by topic."""
-    return root() / "recipes"
-
-
-def slurm() -> Path:
-    """Batch script templates and site settings."""
-    return root() / "slurm"
+def tables(module: str, name: str) -> dict[str, Any]:
+    """The TOML file `name` beside a `module` of the package."""
+    return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
 def names(folder: Path) -> list[str]:
-    """Names of the TOML files below `folder`: relative, with `/`, without `.toml`; sorted."""
+    """Names of the TOML files below `folder`: relative, with `/`, without `.toml`; sorted. Graphs
+    are no recipes."""
     return sorted(path.relative_to(folder).with_suffix("").as_posix()
-                  for path in folder.rglob("*.toml"))
+                  for path in folder.rglob("*.toml")
+                  if "graphs" not in path.relative_to(folder).parts)
 
 
 def display(path: Path) -> str:

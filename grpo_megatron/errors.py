@@ -1,7 +1,5 @@
 """One root error; every failure class has its own exit code, so that scripts can tell them apart.
-
-A message says what is wrong, where it was set, the nearest valid value and the remedy.
-"""
+A message says what is wrong, where it was set, the nearest valid value and the remedy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +34,7 @@ def raised_as(kind: type[GrpoMegatronError], what: str, causes: type | tuple = E
     try:
         yield
     except causes as error:
-        raise kind(f"{what}: {getattr(error, 'strerror', None) or error}",
+        raise kind(f"{what}: {getattr(error, 'strerror', None) or str(error) or repr(error)}",
                    where=where and str(where), remedy=remedy) from error
 
 
@@ -76,5 +74,8 @@ class RewardError(GrpoMegatronError, exit_code=10):
     """A reward function cannot be imported, or raised on every sample."""
 
 
-INTERRUPTED_EXIT_CODE = 130
-"""Exit code after Ctrl-C, as shells report it."""
+class GateError(GrpoMegatronError, exit_code=11):
+    """A run has finished and missed a gate of its recipe."""
+
+
+INTERRUPTED_EXIT_CODE = 130  # after Ctrl-C, as shells report it

@@ -9,10 +9,8 @@ from typing import BinaryIO
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path`; also a machine that goes down leaves the old or the new text.
-
-    A sampled text may hold half of a surrogate pair, which UTF-8 cannot write: it is escaped.
-    """
+    """Replace `path`; also a machine that goes down leaves the old or the new text. Half of a
+    surrogate pair, which a sampled text may hold and UTF-8 cannot write, is escaped."""
     with open_atomically(path) as file:
         file.write(text.encode(errors="backslashreplace"))
 
@@ -26,6 +24,13 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def empty_directory(path: Path) -> Path:
+    """Make `path`, without what was there; returns it."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
 
 
 def replace_directory(working: Path, final: Path) -> None:

@@ -2,8 +2,7 @@
 
 Ports are chosen by the kernel; a process that listens publishes where, and others wait for the
 file. On one machine everything is on loopback; in a Slurm job of several nodes on the network that
-connects them (`GRPO_MEGATRON_NODES`), or on `GRPO_MEGATRON_INTERFACE` where the site says so.
-"""
+connects them (`GRPO_MEGATRON_NODES`), or on `GRPO_MEGATRON_INTERFACE` where the site says so."""
 
 import contextlib
 import json
@@ -33,7 +32,7 @@ class Endpoint:
     token: str = ""
 
     def write(self, path: Path) -> None:
-        """Publish atomically, readable by the owner only."""
+        """Atomically, readable by the owner only."""
         temporary = path.with_suffix(".tmp")
         temporary.touch(mode=0o600)
         temporary.write_text(json.dumps(asdict(self)))
@@ -46,11 +45,7 @@ class Endpoint:
 
 def wait_for_endpoint(path: Path, timeout_s: float, is_alive: Callable[[], bool] = lambda: True,
                       error: type[GrpoMegatronError] = TrainerError) -> Endpoint:
-    """Poll for a published address.
-
-    Raises:
-        GrpoMegatronError: `error`, when its process has ended or after `timeout_s`.
-    """
+    """Poll for a published address; `error` once its process has ended, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     # Listing asks the file server; a look-up may be answered from the client's cache for long.
     while path.name not in os.listdir(path.parent):
@@ -64,11 +59,8 @@ def wait_for_endpoint(path: Path, timeout_s: float, is_alive: Callable[[], bool]
 
 
 def own_address() -> str:
-    """The address at which the other processes of the run reach this one.
-
-    Raises:
-        SetupError: The site's interface does not exist here.
-    """
+    """The address at which the other processes of the run reach this one; SetupError where the
+    site's interface does not exist here, or no route leads to another node."""
     if name := os.environ.get(INTERFACE_VARIABLE):
         found = [a.address for a in psutil.net_if_addrs().get(name, ())
                  if a.family == socket.AF_INET]

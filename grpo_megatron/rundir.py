@@ -18,14 +18,10 @@ class _Entry:
 
 @dataclass(frozen=True)
 class RunDir:
-    """`runs/<name>/`: everything a run writes.
-
-    Attributes:
-        attempt: Names one start of the run: `1`, `2`, …, or Slurm's job id and restart count.
-    """
+    """`runs/<name>/`: everything a run writes."""
 
     root: Path
-    attempt: str = ""
+    attempt: str = ""  # names one start of the run: `1`, `2`, …, or Slurm's job and restart count
 
     config = _Entry("config.json")  # resolved configuration with provenance
     metrics = _Entry("metrics.jsonl")  # one line per step: the truth that mirrors copy
@@ -38,6 +34,8 @@ class RunDir:
     endpoints = _Entry("endpoints", by_attempt=True)  # addresses that processes publish
     slurm = _Entry("slurm")  # the batch script and the job that runs it
     model = _Entry("model")  # the initial Hugging Face checkpoint, when the run made it
+    dataset = _Entry("dataset.jsonl")  # of rejection sampling
+    result = _Entry("result.json")  # accuracies, seconds, steps of a finished run
     export = _Entry("export")  # the final Hugging Face checkpoint
     lock = _Entry(".lock")  # held by the process that writes here
 

@@ -1,8 +1,7 @@
 """One record per arrow of the data flow. Shape legend: T_p prompt tokens, T completion tokens,
 K experts per token, G samples per prompt.
 
-`Problem -> Prompt -> RolloutGroup -> ScoredGroup -> SampleTable (batching.store)`
-"""
+`Problem -> Prompt -> RolloutGroup -> ScoredGroup -> SampleTable (batching.store)`"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question with its expected answer, before templates and tokens.
-
-    Example: `Problem("What is 37 + 48?", "85", {"expression": "37 + 48"})`
-    """
+    """Before templates and tokens: `Problem("What is 37 + 48?", "85", {"a": "37 + 48"})`."""
 
     question: str
     answer: str
@@ -26,10 +22,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A question with its verifiable answer, already rendered and tokenised.
-
-    Example: `Prompt("add-17", "addition", "37+48=", (5, 9, 12, 6, 10, 13), "85", {})`
-    """
+    """`Prompt("add-17", "addition", "37+48=", (5, 9, 12, 6, 10, 13), "85", {})`."""
 
     prompt_id: str
     domain: str
@@ -63,8 +56,6 @@ class KeptSets:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled answer, as the engine reported it."""
-
     token_ids: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T], processed (after temperature)
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gaps

@@ -2,9 +2,13 @@
 # Prints the batch script of a run: train.sbatch with a site's settings and a recipe's nodes.
 # `grpo-megatron submit` calls it.
 #
-#   render.sh SITE RUN_DIRECTORY NAME TRAINER_NODES ROLLOUT_NODES GPUS_PER_NODE
+#   render.sh SITE RUN_DIRECTORY NAME TRAINER_NODES ROLLOUT_NODES GPUS_PER_NODE [ARGUMENT…]
+#
+# ARGUMENTs of the job's script: by default the run directory.
 set -euo pipefail
 site=$1 run=$2 name=$3 trainer_nodes=$4 rollout_nodes=$5 gpus=$6
+arguments=("${@:7}")
+((${#arguments[@]})) || arguments=("$run")
 # shellcheck source=/dev/null
 source "$site"
 
@@ -38,5 +42,7 @@ sed -nE "$names" "$site" | sort -u | while read -r setting; do
     if [[ ${!setting+set} ]]; then printf '%s=%q\n' "$setting" "${!setting}"; fi
 done
 cat "$site"
-printf '\nset -- %q\n' "$run"
+printf '\nset --'
+printf ' %q' "${arguments[@]}"
+echo
 sed -n '/^# --- the job$/,$p' "${BASH_SOURCE[0]%/*}/train.sbatch"

@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 
 def test_checkout():
     assert assets.root() == ROOT
-    assert "demo/gspo-moe-cpu" in assets.names(assets.recipes())
-    assert "tiny-qwen3-moe" in assets.names(assets.models())
-    assert assets.slurm().is_dir()
+    assert "demo/gspo-moe-cpu" in assets.names(assets.root() / "recipes")
+    assert "tiny-qwen3-moe" in assets.names(assets.root() / "models")
+    assert (assets.root() / "slurm").is_dir()
 
 
 def test_an_installation_without_assets_says_so(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Samples of one rollout batch, as estimators see them.
+"""Samples of one rollout batch, as estimators see them, and statistics within groups.
 
 Shape legend: N samples in Q groups and D domains; n policy tokens of all samples, flat, sample
 after sample; `token_counts` sums to n. Nothing here depends on the order of the samples: ties
@@ -6,15 +6,18 @@ are broken by `sample_ids`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 CHUNK_TOKENS = 65_536
 """Token-level estimators work on whole groups of about this many tokens at a time."""
+ZERO_VARIANCE = 1e-8
+"""Groups whose rewards differ by no more have no signal (a test on rewards, not on deviations)."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,10 @@ class Events:
     end: Tensor  # int64 [K], last policy token of the step or turn
     reward: Tensor  # float64 [K]
     state: Tensor | None = None  # int64 [K], equal numbers: the same environment state
+
+    def __getitem__(self, which: Tensor) -> Events:
+        state = None if self.state is None else self.state[which]
+        return Events(self.sample[which], self.end[which], self.reward[which], state)
 
 
 @dataclass(frozen=True)
@@ -47,10 +54,6 @@ class SampleBatch:
         return len(self.rewards)
 
     @cached_property
-    def num_groups(self) -> int:
-        return int(self.group_ids.max()) + 1 if len(self) else 0
-
-    @cached_property
     def offsets(self) -> Tensor:
         """int64 [N+1], first token of every sample."""
         return torch.cat([self.token_counts.new_zeros(1), self.token_counts.cumsum(0)])
@@ -68,6 +71,9 @@ class SampleBatch:
         """[N] -> [n]."""
         return values.repeat_interleave(self.token_counts)
 
+    def scopes(self, kind: str) -> Tensor:
+        """int64 [N]: the domain if `kind` is "domain", else 0 for all, which couples domains."""
+        return self.domains if kind == "domain" else torch.zeros_like(self.domains)
 
     def positions(self) -> Tensor:
         """int64 [n], 0..T_i-1."""
@@ -99,9 +105,7 @@ class SampleBatch:
         """Overlong filter. truncated: bool [N]; how: `objective.overlong`."""
         if how == "none":
             return self
-        rewards = self.rewards
-        if how == "drop":
-            rewards = torch.where(truncated, torch.nan, rewards)
+        rewards = torch.where(truncated, torch.nan, self.rewards) if how == "drop" else self.rewards
         return replace(self, trained=self.trained & ~truncated, rewards=rewards)
 
     def subset(self, rows: Tensor) -> SampleBatch:
@@ -110,23 +114,73 @@ class SampleBatch:
         columns = {name: column[index] for name, column in self.tokens.items()}
         columns = {name: c.double() if c.is_floating_point() else c for name, c in columns.items()}
         return replace(
-            self, rewards=self.rewards[rows], token_counts=self.token_counts[rows],
-            group_ids=torch.unique(self.group_ids[rows], return_inverse=True)[1],
-            sample_ids=self.sample_ids[rows], domains=self.domains[rows],
-            trained=self.trained[rows], tokens=columns,
-            components={name: c[rows] for name, c in self.components.items()},
-            component_weights={name: c[rows] for name, c in self.component_weights.items()},
-            events=_events_of(self.events, rows, len(self)))
+            self, group_ids=torch.unique(self.group_ids[rows], return_inverse=True)[1],
+            **{name: getattr(self, name)[rows] for name in (
+                "rewards", "token_counts", "sample_ids", "domains", "trained")},
+            **{table: {name: c[rows] for name, c in getattr(self, table).items()}
+               for table in ("components", "component_weights")},
+            tokens=columns, events=self.events and _events_of(self.events, rows, len(self)))
 
     def group_chunks(self) -> Iterator[Tensor]:
         """Rows (int64) of whole groups, about `CHUNK_TOKENS` tokens at a time."""
         order = torch.argsort(self.group_ids, stable=True)
-        sizes = self.token_counts.new_zeros(self.num_groups).index_add(
-            0, self.group_ids, self.token_counts)
+        sizes = torch.bincount(self.group_ids, self.token_counts).long()
         chunk_of_group = (sizes.cumsum(0) - sizes) // CHUNK_TOKENS
         chunks = chunk_of_group[self.group_ids[order]]
         _, counts = torch.unique_consecutive(chunks, return_counts=True)
         yield from order.split(counts.tolist())
+
+
+class Groups:
+    """Statistics of sample values within groups or scopes, broadcast back to the samples ([N]).
+    `ids`, int64 [N], names the group of each; only samples with `valid` count."""
+
+    def __init__(self, ids: Tensor, valid: Tensor):
+        self.ids, self.valid = ids, valid
+        self.size = int(ids.max()) + 1 if len(ids) else 0
+        self.count = self.sum(valid.double())
+
+    def sum(self, values: Tensor) -> Tensor:
+        counted = torch.where(self.valid, values, 0.0)
+        return counted.new_zeros(self.size).index_add(0, self.ids, counted)[self.ids]
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.sum(values) / self.count.clamp(min=1)
+
+    def centred(self, values: Tensor) -> Tensor:
+        """`x - mean`; exactly 0 where invalid and where the group has no spread."""
+        live = self.valid & (self.spread(values) > ZERO_VARIANCE)
+        return torch.where(live, values - self.mean(values), 0.0)
+
+    def standardised(self, values: Tensor, kind: str, eps: float) -> Tensor:
+        """`(x - mean) / (std + eps)`, 0 where `centred` is 0."""
+        centred = self.centred(values)
+        std = self.std(values, kind) + eps
+        return torch.where(centred == 0, 0.0, centred / torch.where(std > 0, std, 1.0))
+
+    def std(self, values: Tensor, kind: str) -> Tensor:
+        """`kind`: sample (n-1) or population (n); 0 where it is undefined."""
+        squares = self.sum(torch.where(self.valid, values - self.mean(values), 0.0) ** 2)
+        return (squares / (self.count - int(kind == "sample")).clamp(min=1)).sqrt()
+
+    def spread(self, values: Tensor) -> Tensor:
+        """max - min; 0 for a group without valid samples."""
+        return torch.nan_to_num(self.max(values) - self.min(values), nan=0.0, neginf=0.0)
+
+    def max(self, values: Tensor) -> Tensor:
+        start = values.new_full((self.size,), -torch.inf)
+        counted = torch.where(self.valid, values, -torch.inf)
+        return start.scatter_reduce(0, self.ids, counted, "amax")[self.ids]
+
+    def min(self, values: Tensor) -> Tensor:
+        return -self.max(-values)
+
+    def rank(self, keys: Tensor, sample_ids: Tensor) -> Tensor:
+        """Place by ascending key within the group, int64 [N]; ties by sample id, invalid last."""
+        order = torch.from_numpy(np.lexsort((sample_ids, keys, ~self.valid, self.ids)))
+        sizes = torch.bincount(self.ids, minlength=self.size)
+        places = torch.arange(len(order)) - (sizes.cumsum(0) - sizes)[self.ids[order]]
+        return torch.empty_like(places).scatter(0, order, places)
 
 
 @dataclass(frozen=True)
@@ -160,21 +214,19 @@ def suffix_sums(values: Tensor, batch: SampleBatch) -> Tensor:
     return batch.spread(ends) - running + values
 
 
-def by_groups(batch: SampleBatch, function) -> Tensor:
-    """Apply `function(part) -> [n of part]`, local to groups, chunk by chunk; float64 -> [n]."""
+def by_groups(batch: SampleBatch, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+    """Apply `function(part, *columns of part) -> [n of part]`, local to groups, chunk by chunk;
+    columns: [N]; float64 -> [n]."""
     floats = [c.dtype for c in batch.tokens.values() if c.is_floating_point()]
     out = torch.empty(batch.num_tokens, dtype=(*floats, torch.float32)[0])
     for rows in batch.group_chunks():
-        out[batch.flat_index(rows)] = function(batch.subset(rows)).to(out.dtype)
+        own = [column[rows] for column in columns]
+        out[batch.flat_index(rows)] = function(batch.subset(rows), *own).to(out.dtype)
     return out
 
 
-def _events_of(events: Events | None, rows: Tensor, num_samples: int) -> Events | None:
-    if events is None:
-        return None
+def _events_of(events: Events, rows: Tensor, num_samples: int) -> Events:
     new = torch.full((num_samples,), -1, dtype=torch.int64)
     new[rows] = torch.arange(len(rows))
-    sample = new[events.sample]
-    inside = sample >= 0
-    state = None if events.state is None else events.state[inside]
-    return Events(sample[inside], events.end[inside], events.reward[inside], state)
+    inside = events[new[events.sample] >= 0]
+    return replace(inside, sample=new[inside.sample])

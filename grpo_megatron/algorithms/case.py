@@ -256,6 +256,6 @@ def _events(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
     sample, end = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     states = [str(event.state) for event in events] if name == "turns" else []
     numbers = {state: number for number, state in enumerate(dict.fromkeys(states))}
+    state = torch.tensor([numbers[s] for s in states], dtype=torch.int64)
     return Events(sample, end, _double([event.reward for event in events]),
-                  torch.tensor([numbers[s] for s in states], dtype=torch.int64)
-                  if name == "turns" else None)
+                  state if name == "turns" else None)

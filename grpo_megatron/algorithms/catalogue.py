@@ -11,12 +11,10 @@ import jinja2
 
 from grpo_megatron.algorithms.advantages.after import SHAPINGS
 from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
-from grpo_megatron.algorithms.advantages.pipeline import ESTIMATORS
-from grpo_megatron.algorithms.aggregation import AGGREGATIONS
-from grpo_megatron.algorithms.clips import CLIPS
-from grpo_megatron.algorithms.off_policy import MISMATCH
-from grpo_megatron.algorithms.ratios import RATIOS
-from grpo_megatron.algorithms.regularisers import KL
+from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
+from grpo_megatron.algorithms.ratios import MISMATCH, RATIOS
+from grpo_megatron.algorithms.step_terms import AGGREGATIONS
+from grpo_megatron.algorithms.terms import CLIPS, KL
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 
 AXES: dict[str, dict[str, Callable]] = {
@@ -40,7 +38,7 @@ def _rendered(template: str, **known: Any) -> str:
     text = Path(__file__).with_name(template).read_text(encoding="utf-8")
     return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text).render(
         presets=PRESETS, axes=AXES, settings=ObjectiveConfig.model_fields, choices=_choices,
-        formula=_formula, toml=_toml, **known)
+        formula=inspect.getdoc, toml=_toml, **known)
 
 
 def _choices(preset: str) -> Iterator[tuple[str, str, Callable]]:
@@ -49,10 +47,6 @@ def _choices(preset: str) -> Iterator[tuple[str, str, Callable]]:
         choice = getattr(config, axis)
         if choice in functions:
             yield axis, choice, functions[choice]
-
-
-def _formula(function: Callable) -> str:
-    return inspect.cleandoc(function.__doc__ or "")
 
 
 def _toml(value: Any) -> str:

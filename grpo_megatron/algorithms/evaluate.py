@@ -1,7 +1,6 @@
 """An objective on a small batch, by the functions that the trainer calls, in float64."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +9,9 @@ from torch import Tensor
 from grpo_megatron.algorithms.advantages.pipeline import Advantages, needed_columns, select
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.case import Case
-from grpo_megatron.algorithms.monitors import derived
 from grpo_megatron.algorithms.objective import Objective, policy_loss
-from grpo_megatron.algorithms.off_policy import calibrated_delta
-from grpo_megatron.algorithms.ratios import log_ratio
-from grpo_megatron.algorithms.stats import Stats
+from grpo_megatron.algorithms.ratios import calibrated_delta, log_ratio
+from grpo_megatron.algorithms.stats import Stats, derived
 from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
 from grpo_megatron.errors import DataError
 
@@ -60,7 +57,6 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
 def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
     """What `objective eval` prints."""
     batch = case.batch.without_truncated(case.truncated, objective.config.overlong)
-    objective = replace(objective, domains=case.domains)
     found = evaluate(objective, batch, case.columns, advantages=case.advantages,
                      constant_length=objective.config.aggregation_length)
     metrics = derived(found.stats.result())

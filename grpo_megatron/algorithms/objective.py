@@ -9,13 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from grpo_megatron.algorithms import ratios, terms
 from grpo_megatron.algorithms.batch import LossBatch
-from grpo_megatron.algorithms.clips import CLIPS, Update, clip_status, clipped_as, gmpo_clip
-from grpo_megatron.algorithms.monitors import measure
-from grpo_megatron.algorithms.off_policy import MISMATCH, off_policy_distance
-from grpo_megatron.algorithms.ratios import RATIOS, bounded, segment_sum
-from grpo_megatron.algorithms.regularisers import KL, llds
-from grpo_megatron.algorithms.stats import Meter, Stats
+from grpo_megatron.algorithms.stats import Meter, Stats, measure
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
 
 
@@ -52,45 +48,44 @@ class Objective:
 
 
 def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
-    """Sum over micro-batches and ranks is the loss of the optimizer step; see `aggregation`."""
+    """Sum over micro-batches and ranks is the loss of the optimizer step; see `step_terms`."""
     o = objective.config
     batch, infinite = _without_infinite(batch)
     old = batch.rollout_logprobs if o.proximal == "rollout" else batch.old_logprobs
-    tokens = Update(bounded(batch.logprobs - old), batch.advantages, batch.logprobs,
-                    objective.value("clip_low", batch), objective.value("clip_high", batch))
+    tokens = terms.Update(ratios.bounded(batch.logprobs - old), batch.advantages, batch.logprobs,
+                          objective.value("clip_low", batch), objective.value("clip_high", batch))
     update = replace(tokens, log_ratio=_log_ratio(o, tokens, batch))
-    term = CLIPS[o.clip](o, update)
-    status = clip_status(o, tokens if o.clip == "gmpo" else update)
+    term = terms.CLIPS[o.clip](o, update)
+    status = terms.clip_status(o, tokens if o.clip == "gmpo" else update)
     if batch.decisions is not None and o.clip in ("ppo", "upper"):
-        followed = clipped_as(batch.decisions, status)
+        followed = terms.clipped_as(batch.decisions, status)
         term = torch.where(followed, term.detach(), update.log_ratio.exp() * batch.advantages)
     meter = Meter(batch.domain[batch.sample], batch.domain, objective.domains)
     factor, masks = _off_policy_factor(objective, batch, meter.stats)
     losses = -term if factor is None else -(term * factor)
-    if objective.wants_reference and o.kl in KL:
-        losses = losses + objective.value("kl_beta", batch) * KL[o.kl](
+    if objective.wants_reference and o.kl in terms.KL:
+        losses = losses + objective.value("kl_beta", batch) * terms.KL[o.kl](
             batch.untruncated_logprobs, batch.ref_logprobs, tokens.log_ratio)
     weight = objective.value("entropy_weight", batch)
     if isinstance(weight, Tensor) or weight != 0:
         losses = losses - weight * batch.entropies
     if o.llds_weight > 0:
-        losses = losses + o.llds_weight * llds(tokens.log_ratio, batch.advantages, batch.sample,
-                                               batch.token_counts)
+        losses = losses + o.llds_weight * terms.llds(
+            tokens.log_ratio, batch.advantages, batch.sample, batch.token_counts)
     weighted = batch.weights * losses
     loss = weighted.sum()
     if batch.preference is not None:
         coefficient, value = batch.preference
-        margin = segment_sum(tokens.log_ratio, batch.sample, batch.token_counts)
+        margin = ratios.segment_sum(tokens.log_ratio, batch.sample, batch.token_counts)
         loss = loss + (coefficient * (margin - margin.detach()) + value).sum()
     measure(meter, batch, update.log_ratio.detach().exp(), tokens.log_ratio.detach(),
             clipped=status, rejected=masks, infinite=infinite, factor=factor)
     meter.stats.mean("loss/abs_terms", weighted.abs().sum(), 0.0, "sum")
     meter.stats.decisions = {**status, **masks}
     if batch.decisions is not None:
-        differs = [now != batch.decisions[name] for name, now in meter.stats.decisions.items()
-                   if name in batch.decisions]
-        meter.mean("replay/decisions_changed", torch.stack(differs).any(0) if differs
-                   else torch.zeros_like(infinite))
+        differs = [torch.zeros_like(infinite), *(
+            now != batch.decisions.get(name, now) for name, now in meter.stats.decisions.items())]
+        meter.mean("replay/decisions_changed", torch.stack(differs).any(0))
     if batch.weight_slopes is not None:
         meter.stats.mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
     return loss, meter.stats
@@ -103,16 +98,16 @@ def supervised_loss(logprobs: Tensor, weight: float) -> tuple[Tensor, Stats]:
     return -weight * logprobs.sum(), stats
 
 
-def _log_ratio(o: ObjectiveConfig, tokens: Update, batch: LossBatch) -> Tensor:
+def _log_ratio(o: ObjectiveConfig, tokens: terms.Update, batch: LossBatch) -> Tensor:
     log_diff = tokens.log_ratio
     if o.clip == "gmpo":
-        log_diff = gmpo_clip(tokens)
+        log_diff = terms.gmpo_clip(tokens)
         if batch.decisions is not None:
-            followed = clipped_as(batch.decisions, clip_status(o, tokens))
+            followed = terms.clipped_as(batch.decisions, terms.clip_status(o, tokens))
             log_diff = torch.where(followed, log_diff.detach(), tokens.log_ratio)
     if o.ratio == "turn_geo" and batch.turn is not None:
-        return RATIOS[o.ratio](log_diff, batch.turn, torch.bincount(batch.turn))
-    return RATIOS[o.ratio](log_diff, batch.sample, batch.token_counts)
+        return ratios.RATIOS[o.ratio](log_diff, batch.turn, torch.bincount(batch.turn))
+    return ratios.RATIOS[o.ratio](log_diff, batch.sample, batch.token_counts)
 
 
 def _off_policy_factor(objective: Objective, batch: LossBatch,
@@ -122,9 +117,9 @@ def _off_policy_factor(objective: Objective, batch: LossBatch,
     `stats` keeps the distances by sample of domains whose threshold is still to be calibrated."""
     o, factor, masks, decisions = objective.config, None, {}, batch.decisions or {}
     if o.mismatch != "none":
-        weigh = partial(MISMATCH[o.mismatch],
-                        log_rho=bounded(batch.old_logprobs.detach() - batch.rollout_logprobs),
-                        sample=batch.sample, counts=batch.token_counts)
+        log_rho = ratios.bounded(batch.old_logprobs.detach() - batch.rollout_logprobs)
+        weigh = partial(ratios.MISMATCH[o.mismatch], log_rho=log_rho, sample=batch.sample,
+                        counts=batch.token_counts)
         factor = weigh(o)
         masks["mismatch"] = factor == 0
         if "mismatch" in decisions:
@@ -132,8 +127,9 @@ def _off_policy_factor(objective: Objective, batch: LossBatch,
             at_bound = masks["mismatch"] & ~decisions["mismatch"]
             factor = torch.where(at_bound, free, factor).masked_fill(decisions["mismatch"], 0.0)
     if o.off_policy_mask == "opsm":
-        distance = off_policy_distance(batch.rollout_logprobs, batch.logprobs, batch.sample,
-                                       batch.token_counts)
+        # staleness and mismatch at once, [S] (DeepSeek-V3.2, arXiv:2512.02556)
+        distance = ratios.segment_mean(batch.rollout_logprobs - batch.logprobs.detach(),
+                                       batch.sample, batch.token_counts)
         deltas = objective.deltas()
         for number, (name, delta) in enumerate(zip(objective.domains, deltas, strict=True)):
             if delta is None:

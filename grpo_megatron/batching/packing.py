@@ -1,8 +1,7 @@
 """Which samples share a micro-batch, and which data-parallel rank trains it.
 
 Every rank computes the same plan from the lengths alone, so a recorded step can be trained at
-any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length.
-"""
+any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length."""
 
 import heapq
 
@@ -21,13 +20,9 @@ def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
                       multiple_of: int = 1) -> list[list[np.ndarray]]:
     """First-fit decreasing into bins of `max_tokens`, then evened out by cost.
 
-    Args:
-        lengths: prompt plus completion tokens per sample, int [N].
-        num_ranks: data-parallel size.
-        multiple_of: micro-batches per rank are a multiple of this (interleaved pipelines).
-
-    Returns:
-        By rank, then micro-batch: sample rows, int64. All ranks have equally many micro-batches."""
+    lengths: prompt plus completion tokens per sample, int [N]; num_ranks: data-parallel size.
+    Returns, by rank, then micro-batch: sample rows, int64. All ranks have equally many
+    micro-batches, a multiple of `multiple_of` (interleaved pipelines)."""
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > max_tokens:
         raise DataError(f"sample {int(lengths.argmax())} has {int(lengths.max())} tokens, a "
@@ -37,12 +32,10 @@ def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
     order = np.argsort(-lengths, kind="stable")
     step = num_ranks * multiple_of
     num_bins = -(-max(_first_fit(lengths[order], max_tokens), 1) // step) * step
-    while (bins := _level(lengths, order, num_bins, max_tokens)) is None:
-        num_bins += step
     costs = sample_costs(lengths)
-    bins.sort(key=lambda rows: -float(costs[rows].sum()))
-    ranks = _deal([float(costs[rows].sum()) for rows in bins], num_ranks)
-    return [[bins[b] for b in rank] for rank in ranks]
+    while (bins := _level(lengths, costs, order, num_bins, max_tokens)) is None:
+        num_bins += step
+    return _deal([(float(costs[rows].sum()), rows) for rows in bins], num_ranks)
 
 
 def _first_fit(sorted_lengths: np.ndarray, capacity: int) -> int:
@@ -58,10 +51,9 @@ def _first_fit(sorted_lengths: np.ndarray, capacity: int) -> int:
     return len(free)
 
 
-def _level(lengths: np.ndarray, order: np.ndarray, num_bins: int,
+def _level(lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, num_bins: int,
            capacity: int) -> list[np.ndarray] | None:
     """Longest first into the cheapest bin with room; None when some sample finds no room."""
-    costs = sample_costs(lengths)
     heap = [(0.0, b) for b in range(num_bins)]
     used, rows = [0] * num_bins, [[] for _ in range(num_bins)]
     for row in order.tolist():
@@ -78,14 +70,13 @@ def _level(lengths: np.ndarray, order: np.ndarray, num_bins: int,
     return [np.sort(np.array(r, np.int64)) for r in rows]
 
 
-def _deal(costs: list[float], num_ranks: int) -> list[list[int]]:
-    """Bins (most expensive first) to ranks, equally many each: each next to the least loaded."""
-    per_rank = len(costs) // num_ranks
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+def _deal(bins: list[tuple[float, np.ndarray]], num_ranks: int) -> list[list[np.ndarray]]:
+    """Bins (cost, rows) to ranks, equally many each: the most expensive to the least loaded."""
+    ranks: list[list[np.ndarray]] = [[] for _ in range(num_ranks)]
     load = [0.0] * num_ranks
-    for b, cost in enumerate(costs):
-        open_ranks = (r for r in range(num_ranks) if len(ranks[r]) < per_rank)
-        rank = min(open_ranks, key=lambda r: (load[r], r))
-        ranks[rank].append(b)
+    for cost, rows in sorted(bins, key=lambda found: -found[0]):
+        open_ranks = (r for r in range(num_ranks) if len(ranks[r]) < len(bins) // num_ranks)
+        rank = min(open_ranks, key=load.__getitem__)
+        ranks[rank].append(rows)
         load[rank] += cost
     return ranks

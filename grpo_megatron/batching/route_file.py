@@ -8,8 +8,7 @@ but ids is in the file; a checksum for every 64 KiB and the exceptions are colum
 
 `route_checksums` uint64; `route_prompt` int32 [N], which of its group's prompt parts a sample has
 (absent: the only one); `route_exceptions` int32 [E, 4]: sample, first row, end row, weight version
-(-1: no route). A row without exception was computed by the version that sampled the next token.
-"""
+(-1: no route). A row without exception was computed by the version that sampled the next token."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -115,7 +114,7 @@ class RouteFile:
     def __init__(self, path: Path, columns: Mapping[str, np.ndarray], shape: RouteShape):
         self.path, self.shape = path, shape
         self._checksums = columns["route_checksums"]
-        self._state = np.zeros(len(self._checksums), np.int8)  # 0: not looked at, 1: good, 2: bad
+        self._is_bad: dict[int, bool] = {}  # of the blocks that were looked at
         size = path.stat().st_size if path.exists() else 0
         self._bytes = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
         exceptions = columns.get("route_exceptions", np.empty((0, 4), np.int32))
@@ -129,18 +128,15 @@ class RouteFile:
         self._num_prompt = np.diff(columns["prompt_offsets"])[group]
         lengths = np.diff(columns["completion_offsets"])
         self._num_completion = np.maximum(lengths - 1, 0)
-        num_groups = len(columns["prompt_offsets"]) - 1
-        parts = np.zeros(num_groups, np.int64)
-        np.maximum.at(parts, group, prompt + 1)
         of_prompt = self.shape.num_bytes(np.diff(columns["prompt_offsets"]))
         of_sample = self.shape.num_bytes(self._num_completion)
-        samples = np.bincount(group, of_sample, num_groups).astype(np.int64)
-        starts = np.concatenate([[0], np.cumsum(parts * of_prompt + samples)])
-        self._prompt_start = starts[group] + prompt * of_prompt[group]
-        before = np.concatenate([[0], np.cumsum(of_sample)])[:-1]
-        first = np.searchsorted(group, np.arange(num_groups))
-        within = before - before[first[group]] if len(group) else before
-        self._sample_start = starts[group] + (parts * of_prompt)[group] + within
+        parts = np.zeros(len(of_prompt), np.int64)
+        np.maximum.at(parts, group, prompt + 1)
+        prompts = np.cumsum(parts * of_prompt)[group]  # up to those of the sample's own group
+        samples = np.cumsum(of_sample) - of_sample  # of earlier ones
+        first = samples[np.searchsorted(group, group)]  # of earlier groups
+        self._prompt_start = prompts + first + (prompt - parts[group]) * of_prompt[group]
+        self._sample_start = prompts + samples
 
     def read(self, sample: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Routes of a sample in some `layers`, which are positions in `shape.layers`.
@@ -178,8 +174,7 @@ class RouteFile:
         """Blocks in a range of bytes whose checksum disagrees; each is read once."""
         blocks = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)) if end > begin else ()
         for block in blocks:
-            if self._state[block] == 0:
+            if block not in self._is_bad:
                 data = self._bytes[block * BLOCK_BYTES:(block + 1) * BLOCK_BYTES]
-                same = xxhash.xxh3_64_intdigest(data) == int(self._checksums[block])
-                self._state[block] = 1 if same else 2
-        return [block for block in blocks if self._state[block] == 2]
+                self._is_bad[block] = xxhash.xxh3_64_intdigest(data) != self._checksums[block]
+        return [block for block in blocks if self._is_bad[block]]

@@ -4,24 +4,24 @@
     step_000123/rollout-0.safetensors  tokens, written by the worker beside replica 0
     step_000123/rollout-0.routes       their experts, where recorded (`batching.route_file`)
     step_000123/train.safetensors      one row a sample: where it is, its rewards
+    step_000123/decisions-0.safetensors  `rows` int64 [S]; per name, packed bits of their tokens
 
 It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
-final name is whole. It carries samples to the trainer, is the crash log, and can be replayed.
-"""
+final name is whole. It carries samples to the trainer, is the crash log, and can be replayed."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
 from grpo_megatron.batching.route_file import RouteFile, write_routes
-from grpo_megatron.errors import DataError
-from grpo_megatron.files import replace_directory, write_atomically
+from grpo_megatron.errors import DataError, raised_as
+from grpo_megatron.files import empty_directory, replace_directory, write_atomically
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
 from grpo_megatron.types import Completion, KeptSets, RolloutGroup
 
@@ -44,35 +44,29 @@ class ShardInfo:
 
 def write_shard(path: Path, groups: Sequence[RolloutGroup],
                 route_shape: RouteShape | None = None) -> ShardInfo:
-    """Columns of many groups in one file, durably; a prompt is stored once per group.
+    """Columns of many groups in one file, durably; a prompt is stored once per group. With
+    `route_shape`, routes are recorded too.
 
     Columns (N samples, Q groups): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
     `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
     `group` int32 [N]; weight versions as spans `span_version|start|end` int32 with
     `span_offsets` int64 [N+1]. Of truncated sampling, the ids that were kept: `kept_ids` int32 with
-    `kept_offsets` int64 [n+1], by completion token.
-
-    Args:
-        route_shape: Record routes too."""
+    `kept_offsets` int64 [n+1], by completion token."""
     samples = [(g, c) for g, group in enumerate(groups) for c in group.completions]
     spans = [span for _, c in samples for span in c.versions]
-    columns = {
-        "prompt_ids": _concatenate([g.prompt.token_ids for g in groups], np.int32),
-        "prompt_offsets": _offsets([len(g.prompt.token_ids) for g in groups]),
-        "completion_ids": _concatenate([c.token_ids for _, c in samples], np.int32),
-        "rollout_logprobs": _concatenate([c.logprobs for _, c in samples], np.float32),
-        "completion_offsets": _offsets([len(c.token_ids) for _, c in samples]),
-        "group": np.array([g for g, _ in samples], np.int32),
-        "span_version": np.array([s.version for s in spans], np.int32),
-        "span_start": np.array([s.start for s in spans], np.int32),
-        "span_end": np.array([s.end for s in spans], np.int32),
-        "span_offsets": _offsets([len(c.versions) for _, c in samples]),
-    }
-    columns |= _kept_columns([c for _, c in samples])
+    columns = {"prompt_ids": _concatenate([g.prompt.token_ids for g in groups], np.int32),
+               "prompt_offsets": _offsets([len(g.prompt.token_ids) for g in groups]),
+               "completion_ids": _concatenate([c.token_ids for _, c in samples], np.int32),
+               "rollout_logprobs": _concatenate([c.logprobs for _, c in samples], np.float32),
+               "completion_offsets": _offsets([len(c.token_ids) for _, c in samples]),
+               "group": np.array([g for g, _ in samples], np.int32),
+               **{f"span_{name}": np.array([getattr(span, name) for span in spans], np.int32)
+                  for name in ("version", "start", "end")},
+               "span_offsets": _offsets([len(c.versions) for _, c in samples]),
+               **_kept_columns([c for _, c in samples])}
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape)
-    checksum = write_columns(path, columns)
-    return ShardInfo(path.name, checksum, len(groups), len(samples),
+    return ShardInfo(path.name, write_columns(path, columns), len(groups), len(samples),
                      len(columns["completion_ids"]), asdict(route_shape) if route_shape else None)
 
 
@@ -107,35 +101,28 @@ class SampleRow:
 
 def begin_step(directory: Path) -> Path:
     """Make the empty working directory of a step; returns it. Leftovers are removed."""
-    working = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(working, ignore_errors=True)
-    working.mkdir(parents=True)
-    return working
+    return empty_directory(directory.with_name(directory.name + ".tmp"))
 
 
 def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[SampleRow],
                 manifest: dict, components: Mapping[str, np.ndarray] | None = None,
-                steps: Sequence[tuple[int, int, float]] = ()) -> Path:
+                steps: Sequence[tuple[int, int, float]] = ()) -> None:
     """Write the training rows and the manifest, then give the directory its final name.
 
-    Args:
-        components: rewards by component, float64 [N]; NaN: skipped.
-        steps: rewards of single steps: row, last completion token of the step, reward."""
+    components: rewards by component, float64 [N], NaN where skipped; steps: rewards of single
+    steps, as row, last completion token of the step, reward."""
     working = directory.with_name(directory.name + ".tmp")
-    columns = {
-        **{name: np.array([getattr(r, name) for r in rows], dtype)
-           for name, dtype in _ROW_COLUMNS.items()},
-        "truncated": np.array([r.truncated for r in rows], np.uint8),
-        **{f"step_{name}": np.array([step[i] for step in steps], dtype) for i, (name, dtype)
-           in enumerate((("row", np.int64), ("end", np.int64), ("reward", np.float64)))},
-        **{f"component/{name}": values for name, values in (components or {}).items()},
-    }
-    train_checksum = write_columns(working / "train.safetensors", columns)
+    columns = {**{name: np.array([getattr(r, name) for r in rows], dtype)
+                  for name, dtype in _ROW_COLUMNS.items()},
+               "truncated": np.array([r.truncated for r in rows], np.uint8),
+               **{f"step_{name}": np.array([step[i] for step in steps], dtype) for i, (name, dtype)
+                  in enumerate((("row", np.int64), ("end", np.int64), ("reward", np.float64)))},
+               **{f"component/{name}": values for name, values in (components or {}).items()}}
     document = {"format": FORMAT, **manifest, "num_samples": len(rows),
-                "train_checksum": train_checksum, "shards": [asdict(s) for s in shards]}
+                "train_checksum": write_columns(working / "train.safetensors", columns),
+                "shards": [asdict(s) for s in shards]}
     write_atomically(working / "manifest.json", json.dumps(document, indent=1))
     replace_directory(working, directory)
-    return directory
 
 
 class SampleTable:
@@ -145,10 +132,9 @@ class SampleTable:
 
     def __init__(self, directory: Path, *, verify: bool = True):
         self.directory = directory
-        try:
-            self.manifest = json.loads((directory / "manifest.json").read_text())
-        except (OSError, ValueError) as error:
-            raise DataError(f"not a recorded step: {error}", where=str(directory)) from error
+        manifest = directory / "manifest.json"
+        with raised_as(DataError, "not a recorded step", (OSError, ValueError), where=manifest):
+            self.manifest = json.loads(manifest.read_text())
         if self.manifest.get("format") != FORMAT:
             raise DataError(f"sample store format {self.manifest.get('format')!r}, "
                             f"this version reads {FORMAT}", where=str(directory))
@@ -161,7 +147,7 @@ class SampleTable:
         self._shards = [read_columns(directory / s["name"]) for s in self.manifest["shards"]]
         self._routes = [
             RouteFile((directory / s["name"]).with_suffix(".routes"), columns,
-                      RouteShape.from_json(s["routes"])) if s.get("routes") else None
+                      msgspec.convert(s["routes"], RouteShape)) if s.get("routes") else None
             for s, columns in zip(self.manifest["shards"], self._shards, strict=True)]
         train = read_columns(directory / "train.safetensors")
         self.shard, self.index, self.group, self.update, self.reward, self.domain = (
@@ -184,10 +170,6 @@ class SampleTable:
         """int64 [N]."""
         return self._of_shards(lambda shard: np.diff(shard["completion_offsets"]))
 
-    @cached_property
-    def _shard_groups(self) -> np.ndarray:
-        return self._of_shards(lambda shard: shard["group"])
-
     def _of_shards(self, column: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray:
         """Of every sample what `column` gives for all samples of a shard, int64 [N]."""
         found = np.empty(len(self), np.int64)
@@ -198,7 +180,8 @@ class SampleTable:
 
     def prompt_ids(self, row: int) -> np.ndarray:
         """int32 [T_p]."""
-        columns, group = self._shards[self.shard[row]], self._shard_groups[row]
+        columns = self._shards[self.shard[row]]
+        group = columns["group"][self.index[row]]
         start, end = columns["prompt_offsets"][group:group + 2]
         return columns["prompt_ids"][start:end]
 
@@ -222,8 +205,7 @@ class SampleTable:
 
     def all_completion_ids(self) -> np.ndarray:
         """Completion tokens of all samples, flat, int64 [n]."""
-        return np.concatenate([np.empty(0, np.int64), *(self.completion(row)[0]
-                                                        for row in range(len(self)))])
+        return _concatenate([self.completion(row)[0] for row in range(len(self))], np.int64)
 
     def versions(self, row: int) -> np.ndarray:
         """Weight version of every completion token, int32 [T]."""
@@ -233,12 +215,8 @@ class SampleTable:
 
     @property
     def route_shapes(self) -> list[RouteShape]:
-        """Of the shards with routes."""
+        """Of the shards with routes; empty: nothing was recorded."""
         return [file.shape for file in self._routes if file is not None]
-
-    @property
-    def has_routes(self) -> bool:
-        return bool(self.route_shapes)
 
     def routes(self, row: int, layers: Sequence[int],
                shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
@@ -252,3 +230,39 @@ class SampleTable:
         why = RouteStatus.MISSING if file is None else RouteStatus.MISSHAPEN
         return (np.zeros((len(layers), tokens, shape.experts_per_token), shape.dtype),
                 np.full((len(layers), tokens), why, np.uint8))
+
+
+def write_decisions(directory: Path, rank: int, num_ranks: int,
+                    found: Sequence[tuple[np.ndarray, Mapping[str, np.ndarray]]]) -> None:
+    """What a rank decided about each token, to be followed at another layout, where rounding may
+    decide otherwise. found: of every micro-batch, table rows int64 [S], token flags bool [n]."""
+    if rank == 0:  # an earlier attempt may have had more ranks
+        for path in directory.glob("decisions-*.safetensors"):
+            if int(path.stem.partition("-")[2]) >= num_ranks:
+                path.unlink()
+    names = dict.fromkeys(name for _, flags in found for name in flags)
+    columns = {name: np.packbits(np.concatenate([flags[name] for _, flags in found]))
+               for name in names}
+    columns["rows"] = _concatenate([rows for rows, _ in found], np.int64)
+    write_columns(directory / f"decisions-{rank}.safetensors", columns)
+
+
+def read_decisions(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """Decisions of the whole step in the order of its table, bool [n] by name.
+
+    Raises DataError when they belong to another step. lengths: of completions, int64 [N]."""
+    starts = _offsets(lengths)
+    found: dict[str, np.ndarray] = {}
+    for path in sorted(directory.glob("decisions-*.safetensors")):
+        columns = read_columns(path)
+        rows = columns.pop("rows")
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(lengths):
+            raise DataError("decisions belong to another step", where=str(path))
+        index = _concatenate([np.arange(*starts[row:row + 2]) for row in rows], np.int64)
+        for name, packed in columns.items():
+            if len(packed) != -(-len(index) // 8):
+                raise DataError(f"{name} has {len(packed)} bytes for {len(index)} tokens",
+                                where=str(path))
+            flags = found.setdefault(name, np.zeros(starts[-1], bool))
+            flags[index] = np.unpackbits(packed, count=len(index)).astype(bool)
+    return found

@@ -8,7 +8,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,46 +21,36 @@ from megatron.core.utils import unwrap_model
 
 from grpo_megatron.checkpoints.durable import copy_side_files, explained, write_json
 from grpo_megatron.checkpoints.retention import DIGESTS
-from grpo_megatron.files import replace_directory
-from grpo_megatron.weights.gather import all_gathered
+from grpo_megatron.files import empty_directory, replace_directory
+from grpo_megatron.weights.gather import all_gathered, on_rank_0
 
 COMPLETE = "complete.json"
 
 
 def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
                     state: dict[str, Any], source: Path | None = None) -> None:
-    """Write model and optimizer, then `state` and the mark that it is complete. Collective.
-
-    Args:
-        source: Hugging Face directory, of which config, tokenizer and template are copied."""
+    """Write model and optimizer, then `state` and the mark that it is complete; copy config,
+    tokenizer and template of `source`, a Hugging Face directory. Collective."""
     with _appearing_whole(directory) as working:
-        if dist.get_rank() == 0:
-            (working / "weights").mkdir()
-        dist.barrier()
+        on_rank_0((working / "weights").mkdir)
         dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
         dist.barrier()
-        if dist.get_rank() == 0:
-            if source is not None:
-                copy_side_files(source, working)
-            write_json(working / COMPLETE, state)
+        if source is not None:
+            on_rank_0(copy_side_files, source, working)
+        on_rank_0(write_json, working / COMPLETE, state)
 
 
 @contextmanager
 def _appearing_whole(directory: Path) -> Iterator[Path]:
     """A working directory that takes the place of `directory` in the end. Collective."""
     working = directory.with_name(directory.name + ".tmp")
-    if dist.get_rank() == 0:
-        shutil.rmtree(working, ignore_errors=True)
-        working.mkdir(parents=True)
-    dist.barrier()
+    on_rank_0(empty_directory, working)
     yield working
     dist.barrier()
     names = [str(p.relative_to(working)) for p in working.rglob("*") if p.is_file()]
     found = _digests(working, sorted(all_gathered(names)[0]))  # nodes may list differently
-    if dist.get_rank() == 0:
-        write_json(working / DIGESTS, found)
-        replace_directory(working, directory)
-    dist.barrier()
+    on_rank_0(write_json, working / DIGESTS, found)
+    on_rank_0(replace_directory, working, directory)
 
 
 def damage(directory: Path) -> list[str]:
@@ -99,8 +88,8 @@ def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
 
     Raises CheckpointError: incomplete, or of another model."""
     read_state(directory)
-    loaded = _load(_sharded_state(chunks, optimizer, is_loading=True), directory / "weights")
-    _fill(chunks, loaded)
+    state = _sharded_state(chunks, optimizer, is_loading=True)
+    loaded = _fill(chunks, state, directory / "weights")
     optimizer.load_state_dict(loaded["optimizer"])
 
 
@@ -112,17 +101,17 @@ def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
 
 def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Fill the model from `save_model`'s files. Collective."""
-    _fill(chunks, _load(model_state(chunks), directory))
+    _fill(chunks, model_state(chunks), directory)
 
 
-def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _fill(chunks: Sequence[torch.nn.Module], state: dict[str, Any],
+          directory: Path) -> dict[str, Any]:
+    """Load `state`, of which the model is a part; returns all of it."""
     with explained("cannot load", directory, remedy="resume from the checkpoint before it"):
-        return dist_checkpointing.load(state, str(directory))
-
-
-def _fill(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
+        loaded = dist_checkpointing.load(state, str(directory))
     for key, model in _by_key(chunks).items():
         model.load_state_dict(loaded[key], strict=True)
+    return loaded
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -150,9 +139,7 @@ def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _metadata() -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
+    return {"distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}

@@ -1,21 +1,20 @@
 """Hugging Face checkpoints: the files, and the export of a model that is spread over ranks."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain, islice, zip_longest
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from grpo_megatron.checkpoints import durable, shard_files
-from grpo_megatron.checkpoints.hf_reader import HFReader
+from grpo_megatron.checkpoints.hf_import import HFReader
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.weights.digests import as_bytes
-from grpo_megatron.weights.gather import ShardedModel
-from grpo_megatron.weights.transfer_plan import entry_of
+from grpo_megatron.files import empty_directory
+from grpo_megatron.weights.gather import ShardedModel, on_rank_0
+from grpo_megatron.weights.transfer_plan import TensorEntry, as_bytes, entry_of
 
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -25,11 +24,11 @@ class SafetensorsFile(shard_files.OutputFile):
 
     def __init__(self, path: Path, file: shard_files.ShardFile):
         super().__init__(path)
-        self._missing = {entry.name: entry for entry in file.entries}
-        self._offsets, header, end = {}, {"__metadata__": {"format": "pt"}}, 0
+        self._missing: dict[str, tuple[TensorEntry, int]] = {}  # and at which byte they begin
+        header, end = {"__metadata__": {"format": "pt"}}, 0
         # wider types first keeps every tensor aligned
         for entry in sorted(file.entries, key=lambda e: -e.torch_dtype.itemsize):
-            self._offsets[entry.name] = end
+            self._missing[entry.name] = entry, end
             header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape,
                                   "data_offsets": (end, end := end + entry.num_bytes)}
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -39,15 +38,14 @@ class SafetensorsFile(shard_files.OutputFile):
             self.file.write(len(text).to_bytes(8, "little") + text)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        entry = self._missing.pop(name, None)
+        entry, begin = self._missing.pop(name, (None, 0))
         if entry is None or entry_of(name, tensor) != entry:
             raise CheckpointError(f"{name!r} {tensor.dtype} {tuple(tensor.shape)} was not planned "
                                   "for this file", where=str(self.path))
-        begin = self._start + self._offsets[name]
         with durable.disk_errors(self.path):
-            self.file.seek(begin)
+            self.file.seek(self._start + begin)
             self.file.write(as_bytes(tensor))
-            self.start_writing(begin)
+            self.start_writing(self._start + begin)
 
     def close(self) -> None:
         if self._missing:
@@ -88,11 +86,8 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
     Raises SetupError when the disk is full, MismatchError as `shard_files.read_back` does."""
     rank, world = dist.get_rank(), dist.get_world_size()
     working = durable.working_directory(directory)
-    if rank == 0:
-        shutil.rmtree(working, ignore_errors=True)
-        working.mkdir(parents=True)
+    on_rank_0(empty_directory, working)
     target = HFTarget(working, [e.parameter.entries(e.dtype) for e in model.entries], shard_bytes)
-    dist.barrier()
     order = _interleaved(target.files, world)
     tensors = model.stream([model.entries[unit] for _, unit in order],
                            [number % world for number, _ in order])
@@ -102,21 +97,14 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
         pass
     target.wait()
     dist.barrier()
-    if rank == 0:
-        target.finish(source)
-    dist.barrier()
+    on_rank_0(target.finish, source)
     shard_files.read_back(target, directory)
-    if rank == 0:
-        durable.commit(working, directory)
-    dist.barrier()
+    on_rank_0(durable.commit, working, directory)
     return sum(file.num_bytes for file in target.files)
 
 
 def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> list[tuple[int, int]]:
     """(file, unit): `world` files grow together, so that no rank waits for another's file."""
-    order = []
-    for start in range(0, len(files), world):
-        group = [[(start + i, unit) for unit in file.units]
-                 for i, file in enumerate(files[start : start + world])]
-        order += filter(None, chain.from_iterable(zip_longest(*group)))
-    return order
+    order = sorted((number // world, place, number, unit) for number, file in enumerate(files)
+                   for place, unit in enumerate(file.units))
+    return [(number, unit) for _, _, number, unit in order]

@@ -13,10 +13,8 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 def complete_steps(directory: Path) -> list[int]:
     """Steps with a complete checkpoint below `directory`, ascending."""
-    if not directory.is_dir():
-        return []
-    found = ((_STEP.fullmatch(path.name), path) for path in directory.iterdir())
-    return sorted(int(m[1]) for m, path in found if m and (path / "complete.json").exists())
+    found = (_STEP.fullmatch(path.parent.name) for path in directory.glob("step_*/complete.json"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def sizes_match(directory: Path) -> bool:

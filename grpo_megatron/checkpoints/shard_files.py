@@ -2,8 +2,7 @@
 
 A file is planned before it is written (names, dtypes, shapes), so any rank can write any file and
 a conversion that was killed knows which files it has. A record with digests appears after the file
-is on the disk; a file without one is written again.
-"""
+is on the disk; a file without one is written again."""
 
 import json
 import os
@@ -19,9 +18,8 @@ import torch.distributed as dist
 
 from grpo_megatron.checkpoints.durable import PROGRESS, copy_side_files, disk_errors, write_json
 from grpo_megatron.errors import MismatchError
-from grpo_megatron.weights.digests import digest_tensor
 from grpo_megatron.weights.gather import all_gathered
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.transfer_plan import TensorEntry, digest_tensor, grouped
 
 DEFAULT_SHARD_BYTES = 5 << 30
 _AHEAD = 8
@@ -74,36 +72,22 @@ class Target:
     """A checkpoint in the making. A subclass knows the format: it has `open(file)`, which makes an
     OutputFile, and `read(file)`, which gives a written one's tensors from the disk.
 
-    Args:
-        working: directory that gets another name when all is done.
-        units: the tensors of every Megatron parameter, which stay in one file.
-        shard_bytes: size of a file, unless one unit is larger."""
+    `working` gets another name when all is done. A unit, the tensors of a Megatron parameter, stays
+    in one file, of at most `shard_bytes` unless the unit is larger."""
 
     pattern: str  # of the file names, with {number} from 1 and {count}
     single: str | None = None  # name of an only file
 
     def __init__(self, working: Path, units: Sequence[Sequence[TensorEntry]], shard_bytes: int):
         self.working = working
-        self.files = self._plan(units, shard_bytes)
         self._pool = ThreadPoolExecutor(1)
         self._last: Future | None = None
-
-    def _plan(self, units: Sequence[Sequence[TensorEntry]], limit: int) -> list[ShardFile]:
-        """In order; a file is closed before the unit that would take it over `limit` bytes."""
-        groups: list[list[int]] = []
-        size = 0
-        for index, entries in enumerate(units):
-            num_bytes = sum(entry.num_bytes for entry in entries)
-            if not groups or size + num_bytes > limit:
-                groups.append([])
-                size = 0
-            groups[-1].append(index)
-            size += num_bytes
+        groups = grouped((sum(e.num_bytes for e in entries) for entries in units), shard_bytes)
         names = [self.pattern.format(number=n + 1, count=len(groups)) for n in range(len(groups))]
         if self.single and len(groups) == 1:
             names = [self.single]
-        return [ShardFile(name, tuple(group), tuple(e for unit in group for e in units[unit]))
-                for name, group in zip(names, groups, strict=True)]
+        self.files = [ShardFile(name, tuple(group), tuple(e for unit in group for e in units[unit]))
+                      for name, group in zip(names, groups, strict=True)]
 
     def write(self, file: ShardFile, tensors: NamedTensors,
               report: Callable[[int], object] = lambda num_bytes: None) -> None:
@@ -137,8 +121,7 @@ class Target:
         longer taken for finished."""
         found = {name: digest_tensor(tensor) for name, tensor in self.read(file)}
         recorded = (self.record(file) or {"tensors": {}})["tensors"]
-        bad = sorted(entry.name for entry in file.entries
-                     if entry.name not in recorded or found.get(entry.name) != recorded[entry.name])
+        bad = sorted(e.name for e in file.entries if found.get(e.name) != recorded.get(e.name, ""))
         if bad:
             self._record(file).unlink(missing_ok=True)
         return bad

@@ -2,8 +2,7 @@
 
 The format is that of torch.distributed.checkpoint: a global tensor is a set of chunks, each a
 `torch.save` archive somewhere in a `.distcp` file, and `.metadata` (pickled `Metadata`) says where.
-Nothing in it depends on the layout that wrote it.
-"""
+Nothing in it depends on the layout that wrote it."""
 
 import io
 import math
@@ -21,12 +20,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from grpo_megatron.checkpoints import shard_files
-from grpo_megatron.checkpoints.durable import disk_errors, explained, write_json
-from grpo_megatron.checkpoints.hf_import import refuse_unfit
+from grpo_megatron.checkpoints import durable, hf_import, shard_files
 from grpo_megatron.errors import CheckpointError
-from grpo_megatron.weights.digests import as_bytes
 from grpo_megatron.weights.parameters import CARRIED, VOCABULARY, Parameter, carried_parameter
+from grpo_megatron.weights.transfer_plan import as_bytes
 
 _OBJECTS = "objects.distcp"
 
@@ -67,7 +64,7 @@ class MegatronSource:
 
     def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
         self.table, self.directory = table, directory / "weights"
-        with explained("not a distributed checkpoint", self.directory):
+        with durable.explained("not a distributed checkpoint", self.directory):
             self.metadata = FileSystemReader(self.directory).read_metadata()
         self.stored = {key: found for key, found in self.metadata.state_dict_metadata.items()
                         if isinstance(found, dcp.TensorStorageMetadata)}
@@ -81,10 +78,9 @@ class MegatronSource:
         for key in VOCABULARY:  # the layout that saved it may have padded them
             if key in wanted and key in found and found[key][0] > wanted[key][0]:
                 found[key] = (wanted[key][0], *found[key][1:])
-        refuse_unfit(directory, found, wanted)
-        self.parameters = [*table.parameters, *(
-            carried_parameter(key.removeprefix(CARRIED), shape)
-            for key, shape in carried.items() if carry)]
+        hf_import.refuse_unfit(directory, found, wanted)
+        self.parameters = [*table.parameters, *(carried_parameter(key.removeprefix(CARRIED), shape)
+                                                for key, shape in carried.items() if carry)]
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         return self.stored[self.table.pieces_of(parameter)[0].key].properties.dtype
@@ -121,7 +117,7 @@ class MegatronSource:
 
     def _chunk(self, key: str, chunk: dcp.ChunkStorageMetadata) -> torch.Tensor:
         place = self.metadata.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
-        with (explained(f"cannot read {key} from {place.relative_path}", self.directory),
+        with (durable.explained(f"cannot read {key} from {place.relative_path}", self.directory),
               open(self.directory / place.relative_path, "rb") as file):
             view = _create_file_view(file, place.offset, place.length)
             return torch.load(view, map_location="cpu", weights_only=True)
@@ -155,7 +151,7 @@ class DistcpFile(shard_files.OutputFile):
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # `torch.save` writes all of it
             tensor = torch.frombuffer(as_bytes(tensor), dtype=tensor.dtype).view(tensor.shape)
         begin = self.file.tell()
-        with disk_errors(self.path):
+        with durable.disk_errors(self.path):
             torch.save(tensor, self.file)
             end = self.start_writing(begin)
         self.items.append([piece.key, piece.global_shape, piece.offset, piece.sizes,
@@ -187,7 +183,7 @@ class MegatronTarget(shard_files.Target):
         _write_metadata(self.working / "weights", self.table.objects, {
             file.name: self.record(file)["items"] for file in self.files})
         super().finish(source)
-        write_json(self.working / "complete.json", {"converted_from": str(source)})
+        durable.write_json(self.working / "complete.json", {"converted_from": str(source)})
 
 
 def _write_metadata(directory: Path, objects: Sequence[str],
@@ -197,15 +193,14 @@ def _write_metadata(directory: Path, objects: Sequence[str],
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for file, described in items.items():
         for key, shape, offset, sizes, dtype, begin, length in described:
-            properties = dcp.TensorProperties(dtype=getattr(torch, dtype))
-            held = known.setdefault(key, dcp.TensorStorageMetadata(
-                properties, torch.Size(shape), []))
+            kind = dcp.TensorProperties(dtype=getattr(torch, dtype))
+            held = known.setdefault(key, dcp.TensorStorageMetadata(kind, torch.Size(shape), []))
             chunk = dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
             held.chunks.append(chunk)
             places[dcp.MetadataIndex(key, chunk.offsets)] = _StorageInfo(file, begin, length)
     empty = io.BytesIO()
     torch.save([None], empty)
-    with disk_errors(directory):
+    with durable.disk_errors(directory):
         with open(directory / _OBJECTS, "wb") as file:
             for key in objects:
                 places[dcp.MetadataIndex(key)] = _StorageInfo(_OBJECTS, file.tell(), file.write(
@@ -214,6 +209,6 @@ def _write_metadata(directory: Path, objects: Sequence[str],
         torch.save({}, directory / "common.pt")
         with open(directory / ".metadata", "wb") as file:
             pickle.dump(dcp.Metadata(known, storage_data=places), file)
-    write_json(directory / "metadata.json", {
+    durable.write_json(directory / "metadata.json", {
         "sharded_backend": "torch_dist", "sharded_backend_version": 1,
         "common_backend": "torch", "common_backend_version": 1})

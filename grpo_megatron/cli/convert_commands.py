@@ -1,28 +1,19 @@
 """`convert from-hf`, `convert to-hf`, `convert check`."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from grpo_megatron.cli.run_commands import HELP, flag
 from grpo_megatron.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True,
                   help="Hugging Face checkpoints to Megatron's and back; check either.")
-Source = Annotated[Path, typer.Argument(help="The checkpoint directory.", show_default=False)]
-Target = Annotated[Path, typer.Option("--to", help="Directory to make.", show_default=False)]
+Source = Annotated[Path, typer.Argument(help=HELP["source"], show_default=False)]
 Layout = Annotated[list[str] | None, typer.Argument(
-    metavar="KEY=VALUE", show_default=False,
-    help="Keys of [trainer]: the layout at which log-probs are compared; num_ranks processes "
-         "share the work.")]
-Dtype = Annotated[str | None, typer.Option(
-    "--dtype", help="float32, float16 or bfloat16; default: every tensor keeps its own.")]
-ShardGB = Annotated[float, typer.Option("--shard-gb", help="Largest size of a file, in GB.")]
-Compare = Annotated[bool, typer.Option(
-    "--probe/--no-probe", help="Compare log-probs by Megatron and by transformers at the end.")]
-
-Mtp = Annotated[bool, typer.Option(
-    "--mtp/--no-mtp", help="Carry multi-token-prediction layers along unchanged, or drop them.")]
+    metavar="KEY=VALUE", show_default=False, help=HELP["layout"])]
 
 
 @app.command()
@@ -39,9 +30,11 @@ def check(source: Source, layout: Layout = None) -> None:
              "(`model.path=…`).")
 @app.command("to-hf", help="Make a Hugging Face checkpoint of a run's checkpoint or a converted "
              "one.")
-def _convert(context: typer.Context, source: Source, to: Target, layout: Layout = None,
-             dtype: Dtype = None, shard_gb: ShardGB = 5.0, probe: Compare = True,
-             mtp: Mtp = True) -> None:
+def _convert(context: typer.Context, source: Source, to: Annotated[Path, flag("to")],
+             layout: Layout = None, dtype: Annotated[str | None, flag("dtype")] = None,
+             shard_gb: Annotated[float, flag("shard-gb")] = 5.0,
+             probe: Annotated[bool, typer.Option(help=HELP["probe"])] = True,
+             mtp: Annotated[bool, typer.Option(help=HELP["mtp"])] = True) -> None:
     from grpo_megatron.launch.convert import convert
 
     if dtype not in (None, "float32", "float16", "bfloat16"):
@@ -70,7 +63,7 @@ def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:
     from grpo_megatron.config.run import ModelConfig
     from grpo_megatron.config.suggest import nearest
     from grpo_megatron.config.trainer import TrainerConfig
-    from grpo_megatron.plan.layout import refuse_layout, smallest_world
+    from grpo_megatron.plan.layout import refuse_layout
     from grpo_megatron.plan.model_facts import model_facts
 
     values: dict[str, Any] = {}
@@ -87,6 +80,7 @@ def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:
         first = error.errors()[0]
         raise ConfigError(f"{first['loc'][0]}: {first['msg']}", where="command line") from error
     if "num_ranks" not in values:
-        layout = layout.model_copy(update={"num_ranks": smallest_world(layout)})
+        layout = layout.model_copy(update={"num_ranks": math.lcm(
+            layout.attention_ranks, layout.expert_ranks)})
     refuse_layout(layout, model_facts(ModelConfig(path=source)))
     return layout.model_dump(include={*values, "num_ranks"})

@@ -1,6 +1,6 @@
 """`doctor`: what is missing here and how to get it. Imports no engine: a child process does."""
 
-import ctypes
+import ctypes.util
 import importlib.metadata
 import importlib.util
 import json
@@ -9,30 +9,22 @@ import platform
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from grpo_megatron import assets
 from grpo_megatron.errors import SetupError
 
 _STYLE = {"ok": "green", "missing": "bold red", "warning": "yellow", "optional": "dim"}
-_KNOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_TORCH_PROBE = """
-import json, torch
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda,
-                  "devices": torch.cuda.device_count(),
-                  "gloo": torch.distributed.is_gloo_available(),
-                  "nccl": torch.distributed.is_nccl_available()}))
-"""
+_KNOWN = assets.tables(__file__, "doctor.toml")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     what: str
-    status: Literal["ok", "missing", "warning", "optional"]
-    """`missing`: required. `optional`: absent, and only some uses need it."""
+    status: Literal["ok", "missing", "warning", "optional"]  # optional: only some uses need it
     found: str
     remedy: str = ""
 
@@ -63,7 +55,6 @@ def _print(findings: list[Finding]) -> None:
 
 
 def all_findings() -> list[Finding]:
-    """Run every check; takes some seconds, because torch is started once."""
     on_gpu = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
     return [python_version(), *packages("gpu" if on_gpu else "cpu"), torch_works(on_gpu=on_gpu),
             *modules(on_gpu=on_gpu), *system_tools(on_gpu=on_gpu), code_sandbox(), *sizes()]
@@ -76,7 +67,7 @@ def python_version() -> Finding:
 
 
 def packages(build: Literal["cpu", "gpu"]) -> Iterator[Finding]:
-    """Check what the installed metadata of grpo-megatron requires, with the extra `build`."""
+    """What the installed metadata requires, with the extra `build`."""
     from packaging.requirements import Requirement
 
     try:
@@ -106,8 +97,8 @@ def torch_works(*, on_gpu: bool) -> Finding:
         return Finding("torch runtime", "missing", found, remedy)
 
     try:
-        done = subprocess.run([sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True,
-                              timeout=120, check=True)
+        done = subprocess.run([sys.executable, "-c", _KNOWN["torch_probe"]], capture_output=True,
+                              text=True, timeout=120, check=True)
     except subprocess.CalledProcessError as error:
         return missing((error.stderr.strip().splitlines() or ["died"])[-1], "run `make setup`")
     except subprocess.TimeoutExpired:
@@ -144,19 +135,10 @@ def modules(*, on_gpu: bool) -> Iterator[Finding]:
 
 
 def system_tools(*, on_gpu: bool) -> Iterator[Finding]:
-    """What vLLM's CPU build loads or runs."""
-    places = {"libnuma": _library("libnuma.so.1"), "lscpu": shutil.which("lscpu")}
+    places = {"libnuma": ctypes.util.find_library("numa"), "lscpu": shutil.which("lscpu")}
     for name, place in places.items():
         status = "ok" if place else "optional" if on_gpu else "missing"
         yield Finding(name, status, place or "not found", _KNOWN["system_tools"][name])
-
-
-def _library(name: str) -> str | None:
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return None
-    return name
 
 
 def code_sandbox() -> Finding:
@@ -169,7 +151,6 @@ def code_sandbox() -> Finding:
 
 
 def sizes() -> Iterator[Finding]:
-    """Room in memory and on disk, in GiB."""
     shared = Path("/dev/shm")
     free = {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "/dev/shm": shutil.disk_usage(shared).free if shared.is_dir() else 0,

@@ -8,27 +8,22 @@ from typing import Annotated
 import typer
 
 import grpo_megatron
-from grpo_megatron.cli import (
-    config_commands,
-    convert_commands,
-    objective_commands,
-    plan_command,
-    run_commands,
-    slurm_commands,
-)
+from grpo_megatron.cli import convert_commands, inspect_commands, run_commands, stages_commands
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
 app = typer.Typer(
     name="grpo-megatron", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
-for _command in (run_commands.train, run_commands.resume, slurm_commands.submit,
-                 slurm_commands.status, slurm_commands.logs, slurm_commands.cancel,
-                 plan_command.plan, run_commands.replay, run_commands.mismatch):
+for _command in (run_commands.train, run_commands.resume, run_commands.submit,
+                 run_commands.status, run_commands.logs, run_commands.cancel,
+                 inspect_commands.plan, run_commands.replay, run_commands.mismatch,
+                 run_commands.report):
     app.command()(_command)
-app.add_typer(config_commands.app, name="config")
+app.add_typer(inspect_commands.config_app, name="config")
 app.add_typer(convert_commands.app, name="convert")
-app.add_typer(objective_commands.app, name="objective")
+app.add_typer(inspect_commands.objective_app, name="objective")
+app.add_typer(stages_commands.app, name="stages")
 
 
 def _print_version(wanted: bool) -> None:
@@ -45,7 +40,7 @@ def _root(version: Annotated[bool, typer.Option(
 
 
 @app.command()
-def doctor(as_json: config_commands.Json = False) -> None:
+def doctor(as_json: inspect_commands.Json = False) -> None:
     """Check packages, libraries, memory and disk; exit code 3 if something is missing."""
     from grpo_megatron.cli.doctor import run_doctor
 

@@ -1,34 +1,38 @@
-"""`train`, `resume`; `replay`, `mismatch`: recorded steps again, at any layout."""
+"""`train`, `resume`; `submit`, `status`, `logs`, `cancel`: the same as Slurm jobs; `replay`,
+`mismatch`: recorded steps again, at any layout; `report`."""
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from grpo_megatron import assets
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.rundir import RunDir
+
+HELP = assets.tables(__file__, "help.toml")
+
+
+def flag(name: str) -> Any:
+    """An option without a `--no-` form."""
+    return typer.Option(f"--{name}", help=HELP[name])
+
+
 Overrides = Annotated[list[str] | None, typer.Argument(
-    metavar="KEY=VALUE", show_default=False,
-    help="Settings on top of the recipe, for example trainer.num_ranks=4.")]
-
-Run = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.")]
-RecordedStep = Annotated[str, typer.Argument(
-    metavar="RUN[@STEP]", help="Run directory and recorded step, for example runs/demo@200; "
-                               "default: the newest that can be computed again.")]
-InJob = Annotated[bool, typer.Option(
-    "--in-job", help="Start the processes as steps of the Slurm job around this one.")]
+    metavar="KEY=VALUE", show_default=False, help=HELP["overrides"])]
+Recipe = Annotated[str, typer.Argument(help=HELP["recipe"])]
+Run = Annotated[Path, typer.Argument(help=HELP["run"])]
+RecordedStep = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=HELP["recorded-step"])]
+Site = Annotated[str, typer.Option(help=HELP["site"])]
+InJob = Annotated[bool, flag("in-job")]
 
 
-def train(
-    recipe: Annotated[str, typer.Argument(
-        help="Path of a recipe, or the name of a shipped one (demo/gspo-moe-cpu).")],
-    overrides: Overrides = None,
-    resume_if_exists: Annotated[bool, typer.Option(
-        "--resume-if-exists", help="Continue the run of this name if there is one.")] = False,
-    overwrite: Annotated[bool, typer.Option(
-        "--overwrite", help="Delete the run of this name and start anew.")] = False,
-    in_job: InJob = False,
-) -> None:
+def train(recipe: Recipe, overrides: Overrides = None,
+          resume_if_exists: Annotated[bool, flag("resume-if-exists")] = False,
+          overwrite: Annotated[bool, flag("overwrite")] = False, in_job: InJob = False) -> None:
     """Train from a recipe. The run directory is runs_dir/name."""
-    from grpo_megatron.errors import ConfigError
     from grpo_megatron.plan.resolve import resolve
 
     if overwrite and resume_if_exists:
@@ -43,22 +47,57 @@ def train(
     raise typer.Exit(local.train(resolved, overwrite=overwrite, in_job=in_job))
 
 
-def resume(
-    run: Run,
-    overrides: Overrides = None,
-    in_job: InJob = False,
-    here: Annotated[bool, typer.Option(
-        "--here", help="On this machine, also if the run was submitted as a job.")] = False,
-) -> None:
+def resume(run: Run, overrides: Overrides = None, in_job: InJob = False,
+           here: Annotated[bool, flag("here")] = False) -> None:
     """Continue a run from its newest checkpoint; one that was submitted, as a job again."""
     check_run(run)
     from grpo_megatron.launch import local, slurm
-    from grpo_megatron.rundir import RunDir
 
     if (RunDir(run).slurm / "train.sbatch").exists() and not in_job and not here:
         typer.echo(slurm.resume(run, overrides or []))
         return
     raise typer.Exit(local.resume(run, overrides or [], in_job=in_job))
+
+
+def submit(recipe: Recipe, site: Site, overrides: Overrides = None,
+           dry_run: Annotated[bool, flag("dry-run")] = False,
+           after: Annotated[str, flag("after")] = "") -> None:
+    """Submit a recipe as a Slurm job. Prints the job's id."""
+    from grpo_megatron.launch import slurm
+    from grpo_megatron.plan.resolve import resolve
+
+    resolved = resolve(recipe, overrides or [])
+    if dry_run:
+        typer.echo(slurm.render(resolved, site))
+        return
+    typer.echo(slurm.submit(resolved, site, [after] if after else []))
+    typer.echo(f"submitted; grpo-megatron logs -f {resolved.run_path}", err=True)
+
+
+def status(runs: Annotated[list[Path] | None, typer.Argument(
+        metavar="RUN", show_default=False, help="Default: all below runs/.")] = None) -> None:
+    """How far runs are, and how their jobs are."""
+    from grpo_megatron.launch.slurm import status_line
+
+    for path in runs or map(Path, runs_beside(Path("runs/any"))):
+        check_run(path)
+        typer.echo(status_line(path))
+
+
+def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = False) -> None:
+    """Last lines of every process of a run's newest attempt, and of its job."""
+    check_run(run)
+    folder = RunDir(run).logs
+    files = [*sorted(folder.glob("slurm-*.out"))[-1:], *sorted(folder.glob("latest/*.log"))]
+    os.execvp("tail", ["tail", *(["-F"] if follow else []), "-n", "20", *map(str, files)])
+
+
+def cancel(run: Run, now: Annotated[bool, flag("now")] = False) -> None:
+    """End a run's job, after its current step and with a checkpoint."""
+    from grpo_megatron.launch import slurm
+
+    check_run(run)
+    typer.echo(f"job {slurm.cancel(run, now=now)} ends" + ("" if now else " after its step"))
 
 
 def replay(target: RecordedStep, overrides: Overrides = None) -> None:
@@ -72,13 +111,9 @@ def replay(target: RecordedStep, overrides: Overrides = None) -> None:
         typer.echo(line)
 
 
-def mismatch(
-    target: RecordedStep, overrides: Overrides = None,
-    html: Annotated[Path | None, typer.Option(
-        help="Where the page with heat maps goes; default: RUN/mismatch-STEP.html.")] = None,
-    by_layer: Annotated[bool, typer.Option(
-        help="One pass more per MoE layer, to split the routing part by layer.")] = True,
-) -> None:
+def mismatch(target: RecordedStep, overrides: Overrides = None,
+             html: Annotated[Path | None, flag("html")] = None,
+             by_layer: Annotated[bool, typer.Option(help=HELP["by-layer"])] = True) -> None:
     """Split the log-prob gap between trainer and engine into its causes."""
     from grpo_megatron.launch.mismatch import report_mismatch
 
@@ -86,9 +121,21 @@ def mismatch(
         typer.echo(line)
 
 
-def _run_and_step(target: str) -> tuple[Path, int | None]:
-    from grpo_megatron.errors import ConfigError
+def report(target: Annotated[str, typer.Argument(
+               metavar="RUN_OR_GRAPH", help="A graph: file or name.")],
+           to: Annotated[Path | None, typer.Option(metavar="FILE.html")] = None) -> None:
+    """Curves, samples, stages, memory as one page, by default report.html beside what it shows."""
+    from grpo_megatron import assets
 
+    shipped = assets.names(assets.root() / "recipes" / "graphs")
+    if not target.endswith(".toml") and target not in shipped:
+        check_run(Path(target))
+    from grpo_megatron.stages.report import write_report
+
+    typer.echo(write_report(target, to))
+
+
+def _run_and_step(target: str) -> tuple[Path, int | None]:
     run, at, step = target.rpartition("@")
     if at and not step.isdecimal():
         raise ConfigError(f"{step!r} is not a step number", where=target,
@@ -99,23 +146,17 @@ def _run_and_step(target: str) -> tuple[Path, int | None]:
 
 def check_run(run: Path) -> None:
     """Raises ConfigError with the runs that there are."""
-    from grpo_megatron.errors import ConfigError
-
     if not _is_run(run):
         raise ConfigError(f"{run} is not a run: it has no config.json", where=str(run.absolute()),
                           remedy="runs here: " + (", ".join(runs_beside(run)[:5]) or "none"))
 
 
 def _is_run(path: Path) -> bool:
-    from grpo_megatron.rundir import RunDir
-
     return RunDir(path).config.is_file()
 
 
 def runs_beside(path: Path) -> list[str]:
     """Runs in the parent directory and in `runs/`, those with a similar name first."""
-    from grpo_megatron.config.suggest import nearest
-
     folders = (path.parent, Path("runs"))
     found = {str(run): run.name for folder in folders if folder.is_dir()
              for run in sorted(folder.iterdir()) if _is_run(run)}

@@ -1,23 +1,19 @@
 """Rules between keys, without the model and the machine (those: `plan/`). Texts: `rules.toml`."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
-from grpo_megatron.config.data import DomainConfig
+from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.objective import PRESETS, TOKEN_LEVEL, BatchConfig, ObjectiveConfig
 from grpo_megatron.config.presets import load_preset, preset_names
-from grpo_megatron.config.problems import Violation
-from grpo_megatron.config.rules import Conditions, broken
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.problems import Conditions, Details, Violation, broken
+from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.config.templates import PromptTemplate
-from grpo_megatron.errors import DataError
+from grpo_megatron.errors import GrpoMegatronError
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_BFLOAT16_NOISE = 0.02
-"""Mean difference of log-probs between two bfloat16 engines that agree."""
-_Found = Mapping[str, Any] | None
+_BFLOAT16_NOISE = 0.02  # mean difference of log-probs between two bfloat16 engines that agree
 
 
 def check_constraints(config: RunConfig) -> list[Violation]:
@@ -31,10 +27,10 @@ def check_constraints(config: RunConfig) -> list[Violation]:
     return found
 
 
-def _unknown_preset(c: RunConfig) -> _Found:
+def _unknown_preset(c: RunConfig) -> Details | None:
     name, known = c.model.preset, preset_names()
-    return None if name in (None, *known) else {"nearest": nearest(name, known),
-                                                "known": ", ".join(known)}
+    return None if name in (None, *known) else {
+        "nearest": nearest(name, known), "known": ", ".join(known)}
 
 
 def _made_up_and_read(c: RunConfig) -> bool:
@@ -43,7 +39,7 @@ def _made_up_and_read(c: RunConfig) -> bool:
             and not load_preset(name).checkpoint)
 
 
-def _problem_counts(c: RunConfig) -> _Found:
+def _problem_counts(c: RunConfig) -> Details | None:
     counts = [domain.num_problems for domain in c.domains]
     if None in counts or sum(counts) > c.data.num_validation + c.data.num_heldout:
         return None
@@ -57,25 +53,23 @@ def _canary_tolerance(c: RunConfig) -> bool:
             and "bfloat16" in dtypes)
 
 
-def _min_lr(c: RunConfig) -> list[_Found]:
-    tables = {"optimizer": c.optimizer}
-    if c.cold_start:
-        tables["cold_start.optimizer"] = c.cold_start.optimizer
-    return [{"table": table, "lr": optimizer.lr} for table, optimizer in tables.items()
-            if optimizer.min_lr > optimizer.lr]
+def _min_lr(c: RunConfig) -> list[Details]:
+    tables = {"optimizer": c, "cold_start.optimizer": c.cold_start}
+    return [{"table": table, "lr": owner.optimizer.lr} for table, owner in tables.items()
+            if owner and owner.optimizer.min_lr > owner.optimizer.lr]
 
 
 def _has_keep_weight(c: RunConfig) -> bool:
     return any([c.routing.keep_weight, *(d.keep_routing_weight for d in c.domains)])
 
 
-def _unreplayed(c: RunConfig) -> list[_Found]:
+def _unreplayed(c: RunConfig) -> list[Details]:
     wants = {"routing.keep_loss": c.routing.keep_loss in ("set_mass", "cross_entropy"),
              "routing.balance_weight": c.routing.balance_weight > 0}
     return [{"wants": key} for key, on in wants.items() if on and c.routing.replay == "none"]
 
 
-def _engines_without_gpus(c: RunConfig) -> _Found:
+def _engines_without_gpus(c: RunConfig) -> Details | None:
     """Engines fill nodes one by one; one that is wider than a node takes whole nodes."""
     placement, size = c.placement, c.rollout.tensor_parallel_size
     free = placement.gpus_per_node
@@ -88,7 +82,48 @@ def _engines_without_gpus(c: RunConfig) -> _Found:
     return {"room": room, "nearest": [room] if room else []}
 
 
+def _unknown_domains(c: RunConfig) -> list[Details]:
+    known = [d.name for d in c.domains]
+    return [{"i": i, "domain": name, "nearest": nearest(name, known) or known}
+            for i, teacher in enumerate(c.distillation.teachers if c.distillation else ())
+            for name in teacher.domains if name not in known]
+
+
+def _untaught_domains(c: RunConfig) -> list[Details]:
+    taught = [name for teacher in (c.distillation.teachers if c.distillation else ())
+              for name in teacher.domains or [d.name for d in c.domains]]
+    return [{"domain": d.name} for d in c.domains
+            if c.distillation and d.weight and d.name not in taught]
+
+
+def _router_losses(c: RunConfig) -> list[Details]:
+    off = {"keep_loss": "none", "balance_weight": 0.0}
+    return [{"field": field, "near": value} for field, value in off.items()
+            if c.kind in ("sft", "distil") and getattr(c.routing, field) != value]
+
+
+def _refusal(parse: Callable[[str], object], text: str) -> Details | None:
+    try:
+        parse(text)
+    except GrpoMegatronError as error:
+        return {"reason": error.message, "fix": error.remedy}
+    return None
+
+
 _OF_RUN: Conditions = {
+    "distillation": lambda c: (c.kind == "distil") != (c.distillation is not None) and {
+        "near": "distil" if c.distillation else "rl"},
+    "teacher_domains": _unknown_domains,
+    "kind_steps": lambda c: not c.trains and c.num_steps > 0,
+    "rl_only": lambda c: [{"field": field} for field in ("cold_start", "correction")
+                          if c.kind != "rl" and getattr(c, field) is not None],
+    "untaught_domain": _untaught_domains,
+    "token_routing": _router_losses,
+    "dataset_staleness": lambda c: c.uses_dataset and c.batch.max_staleness > 0,
+    "gate": lambda c: [{"i": i, **refusal} for i, text in enumerate(c.gates)
+                       if (refusal := _refusal(parse_gate, text))],
+    "colocated_staleness": lambda c: c.placement.mode == "colocated" and c.batch.max_staleness,
+    "domain_weights": lambda c: not any(d.weight for d in c.domains),
     "model_source.both": _made_up_and_read,
     "model_source.neither": lambda c: c.model.preset is None and c.model.path is None,
     "model_preset": _unknown_preset,
@@ -114,32 +149,24 @@ _OF_RUN: Conditions = {
     "placement.rollout_gpus": _engines_without_gpus}
 
 
-def _same_name(c: RunConfig, d: DomainConfig, i: int) -> _Found:
+def _same_name(c: RunConfig, d: DomainConfig, i: int) -> Details | None:
     first = [domain.name for domain in c.domains].index(d.name)
     return {"first": first} if first < i else None
 
 
-def _template(c: RunConfig, d: DomainConfig, i: int) -> _Found:
-    try:
-        PromptTemplate(d.template)
-    except DataError as error:
-        return {"reason": error.message, "fix": error.remedy}
-    return None
-
-
-def _reward_function(c: RunConfig, d: DomainConfig, i: int) -> list[_Found]:
+def _reward_function(c: RunConfig, d: DomainConfig, i: int) -> list[Details]:
     return [{"number": number} for number, reward in enumerate(d.rewards)
             if not _FUNCTION.fullmatch(reward.function)]
 
 
-def _accuracy_component(c: RunConfig, d: DomainConfig, i: int) -> _Found:
+def _accuracy_component(c: RunConfig, d: DomainConfig, i: int) -> Details | None:
     names = [reward.component for reward in d.rewards]
     return None if d.accuracy in (None, *names) else {
         "nearest": nearest(d.accuracy, names, count=1) or names[:1]}
 
 
+# what a source needs, and what it does not use
 _SOURCE_FIELDS = {"reasoning_gym": ("dataset", "path"), "file": ("path", "dataset")}
-"""What a source needs, and what it does not use."""
 
 _OF_DOMAIN: Conditions = {
     "domain_names": _same_name,
@@ -147,7 +174,7 @@ _OF_DOMAIN: Conditions = {
         "field": _SOURCE_FIELDS[d.source][0]},
     "domain_source.useless": lambda c, d, i: getattr(d, _SOURCE_FIELDS[d.source][1]) and {
         "field": _SOURCE_FIELDS[d.source][1]},
-    "template": _template,
+    "template": lambda c, d, i: _refusal(PromptTemplate, d.template),
     "reward_function": _reward_function,
     "accuracy_component": _accuracy_component,
     "length_budget": lambda c, d, i: (d.max_new_tokens or 0) > c.rollout.max_new_tokens,
@@ -178,8 +205,7 @@ WITHIN_OBJECTIVE: Conditions = {
         o.mismatch in ("icepop", "geometric_mask") and o.mismatch_min > o.mismatch_max),
     "objective.advantage_std": lambda o: (
         o.advantage_std != "none" and o.advantage not in ("group", "components")),
-    "objective.components": lambda o: (
-        o.advantage == "components" and o.advantage_std != "group"),
+    "objective.components": lambda o: o.advantage == "components" and o.advantage_std != "group",
     "objective.turn_ratio": lambda o: o.ratio == "turn_geo" and o.advantage != "gagpo",
     "objective.shuffle_advantages": lambda o: o.shuffle_advantages and o.token_level}
 
@@ -190,7 +216,7 @@ def _preset_size(o: ObjectiveConfig, b: BatchConfig) -> dict[str, int] | None:
     return {"size": size} if size not in (None, b.num_samples_per_prompt) else None
 
 
-OBJECTIVE_AND_BATCH: Conditions = {
+OBJECTIVE_AND_BATCH: Conditions = {  # of RL steps, not of a case that is only evaluated
     "objective.group_size": _preset_size,
     "objective.gagpo": lambda o, b: o.advantage == "gagpo",
     "group_size": lambda o, b: b.num_samples_per_prompt == 1 and (
@@ -201,4 +227,3 @@ OBJECTIVE_AND_BATCH: Conditions = {
         o.advantage in ("passk", "pkpo") and o.passk_k > b.num_samples_per_prompt),
     "objective.llds_weight": lambda o, b: (
         o.llds_weight > 0 and b.updates_per_rollout == 1 and not b.max_staleness)}
-"""Rules of RL steps; they do not hold for a case that is only evaluated."""

@@ -2,10 +2,11 @@
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 KeyPath = tuple[str | int, ...]
+_T = TypeVar("_T")
 
 _BARE = re.compile(r"[A-Za-z0-9_*-]+")
 
@@ -30,16 +31,28 @@ def is_array_of_tables(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value)
 
 
-def leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield `(path, value)` of everything that is set as one value."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from leaves(item, (*prefix, key))
-    elif is_array_of_tables(value):
-        for index, item in enumerate(value):
-            yield from leaves(item, (*prefix, index))
-    else:
-        yield prefix, value
+def nodes(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """A value and everything below it, in order, with paths."""
+    yield path, value
+    for key, item in _children(value):
+        yield from nodes(item, (*path, key))
+
+
+def leaves(value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """Everything that is set as one value, with its path."""
+    return ((path, node) for path, node in nodes(value) if not _children(node))
+
+
+def _children(value: Any) -> Collection[tuple[str | int, Any]]:
+    if is_array_of_tables(value):
+        return list(enumerate(value))
+    return value.items() if isinstance(value, Mapping) else ()
+
+
+def nearest_above(path: KeyPath, known: Mapping[KeyPath, _T]) -> _T | None:
+    """What is known of `path` itself, else of the nearest table around it."""
+    parts = (path[:length] for length in range(len(path), 0, -1))
+    return next((known[part] for part in parts if part in known), None)
 
 
 def value_at(config: Any, key: str) -> Any:

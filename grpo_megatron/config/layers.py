@@ -2,13 +2,14 @@
 `key=value` overrides with dotted keys, TOML values, bare words as text, `null` to unset."""
 
 import contextlib
+import copy
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_origin
 
 from grpo_megatron.config import schema
-from grpo_megatron.config.keys import KeyPath, dotted, is_array_of_tables, split_key
+from grpo_megatron.config.keys import KeyPath, dotted, nearest_above, nodes, split_key
 from grpo_megatron.config.problems import Problem
 
 
@@ -49,23 +50,11 @@ class Layers:
         """Record the origins of `value`, forget those of what it replaces, return a copy."""
         for old in [known for known in self.origins if known[:len(path)] == path]:
             del self.origins[old]
-        return self._record(path, value, origin_of)
-
-    def _record(self, path: KeyPath, value: Any, origin_of: Callable) -> Any:
-        self.origins[path] = origin_of(path)
-        if isinstance(value, Mapping):
-            return {key: self._record((*path, key), item, origin_of) for key, item in value.items()}
-        if is_array_of_tables(value):
-            return [self._record((*path, index), item, origin_of)
-                    for index, item in enumerate(value)]
-        return list(value) if isinstance(value, list | tuple) else value
+        self.origins |= {node: origin_of(node) for node, _ in nodes(value, path)}
+        return copy.deepcopy(value)
 
     def origin(self, path: KeyPath) -> Origin:
-        """Origin of the node, else of the nearest node above it, else the default."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.origins:
-                return self.origins[path[:length]]
-        return DEFAULT
+        return nearest_above(path, self.origins) or DEFAULT
 
 
 def apply_overrides(layers: Layers, texts: Sequence[str]) -> list[Problem]:
@@ -115,7 +104,6 @@ def _child(layers: Layers, node: Any, path: KeyPath, origin: Origin) -> Any:
 
 def _misplaced(layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, raw: str,
                origin: Origin) -> Problem:
-    """The override points into a value that has no such place."""
     name, key = dotted(path), ".".join(keys)
     if isinstance(node, list):
         rest = keys[len(path) + 1:]

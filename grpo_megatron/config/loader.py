@@ -1,17 +1,48 @@
-"""Recipes to resolved configurations: preset defaults < recipe chain < flags, then validation."""
+"""Recipes to resolved configurations: preset defaults < recipe chain < flags, then validation; and
+their file, `config.json` in the run directory."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field, ValidationError
+
+import grpo_megatron
+from grpo_megatron import assets
+from grpo_megatron.config.base import Strict
 from grpo_megatron.config.keys import dotted, leaves
 from grpo_megatron.config.layers import DEFAULT, Layers, Origin, apply_overrides
 from grpo_megatron.config.objective import PRESETS, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.presets import ModelPreset, load_preset, preset_names
 from grpo_megatron.config.problems import Problem
-from grpo_megatron.config.resolved import ResolvedConfig, read_stored
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_recipe_chain
 from grpo_megatron.config.validation import Check, valid
+from grpo_megatron.errors import ConfigError, raised_as
+from grpo_megatron.files import write_atomically
+
+
+class ResolvedConfig(Strict):
+    """A valid configuration and where each of its values comes from."""
+
+    format: Literal[1] = 1  # of the file
+    version: str = Field(grpo_megatron.__version__, alias="grpo_megatron")  # which wrote it
+    recipe: str  # it was made from, as messages show it
+    config: RunConfig
+    provenance: dict[str, Origin]  # of every leaf, by dotted key
+
+    @property
+    def run_path(self) -> Path:
+        return self.config.runs_dir / self.config.name
+
+
+def to_json(resolved: ResolvedConfig) -> str:
+    """The text of `config.json`: stable key order, exact numbers."""
+    return resolved.model_dump_json(indent=2, by_alias=True) + "\n"
+
+
+def write_resolved(path: Path, resolved: ResolvedConfig) -> None:
+    write_atomically(path, to_json(resolved))
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
@@ -26,9 +57,20 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
 
 def read_resolved(path: Path, overrides: Sequence[str] = (), *,
                   checks: Sequence[Check] = ()) -> ResolvedConfig:
-    """Read a run's `config.json` (or its directory), with more overrides on top; without any it is
-    returned as it is. ConfigError for a missing or damaged file, or as `load_recipe`."""
-    resolved = read_stored(path)
+    """Read a run's `config.json` (or its directory), with more overrides on top. ConfigError where
+    it is missing, damaged, or of another version's schema; or as `load_recipe`."""
+    file = path / "config.json" if path.is_dir() else path
+    where = assets.display(file)
+    with raised_as(ConfigError, "cannot read the run's configuration", OSError, where=where,
+                   remedy="give the directory of a run, for example runs/demo"):
+        text = file.read_text(encoding="utf-8")
+    try:
+        resolved = ResolvedConfig.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = f"the run's configuration is damaged: {dotted(first['loc'])}: {first['msg']}"
+        raise ConfigError(what, where=where, remedy="use the version of grpo-megatron that wrote "
+                          "it, or start the run again from its recipe") from None
     if not overrides:
         return resolved
     tree = resolved.config.model_dump(mode="json")
@@ -83,7 +125,6 @@ def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
 
 def _finish(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
             recipe: str) -> ResolvedConfig:
-    """Validate, and pair the configuration with the origins of its values."""
     config = valid(layers, problems, checks, recipe)
     preset = config.objective.preset
     below = {("objective", key): Origin("preset", f"objective preset {preset}")

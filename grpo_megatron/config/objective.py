@@ -1,19 +1,14 @@
 """`[objective]` and `[batch]`: the policy-gradient objective as independent choices."""
 
-from __future__ import annotations
-
-import tomllib
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
 
 
 class ObjectivePreset(Strict):
-    """One documented combination."""
-
     title: str
     source: str
     evidence: Literal["S", "M", "E"]  # see algorithms/catalogue.md
@@ -23,16 +18,13 @@ class ObjectivePreset(Strict):
     with_data: dict[str, Any] = {}  # what the paper sets outside of [objective] (not applied)
 
 
-PRESETS = {name: ObjectivePreset(**table) for name, table in tomllib.loads(
-    Path(__file__).with_name("objective_presets.toml").read_text(encoding="utf-8")).items()}
-TOKEN_LEVEL = ("process", "gtpo_entropy", "gagpo")
-"""Estimators whose advantages differ from token to token."""
+PRESETS = {name: ObjectivePreset(**table) for name, table in
+           assets.tables(__file__, "objective_presets.toml").items()}
+TOKEN_LEVEL = ("process", "gtpo_entropy", "gagpo")  # advantages differ from token to token
 TOKEN_SHAPINGS = ("gtpo_conflict", "trace_recent", "trace_both")
 
 
 class DomainObjective(Strict):
-    """What one domain sets for itself; every sample takes the values of its domain."""
-
     clip_low: float | None = Field(None, gt=0, le=1)
     clip_high: float | None = Field(None, gt=0)
     kl_beta: float | None = Field(None, ge=0)
@@ -41,8 +33,6 @@ class DomainObjective(Strict):
 
 
 class ObjectiveConfig(Strict):
-    """Choices left unset take the preset's value; `grpo-megatron objective show` explains each."""
-
     preset: str = "gspo"
 
     reward_shaping: Literal["none", "length_switch", "per_token"] = "none"
@@ -50,9 +40,8 @@ class ObjectiveConfig(Strict):
     overlong: Literal["none", "loss", "drop"] = "none"
     subset: Literal["none", "shortest", "token_efficiency", "adaptive"] = "none"
     subset_size: int = Field(8, ge=1)
-    advantage: Literal["reward", "group", "rloo", "maxrl", "process", "components", "passk",
-                       "pkpo", "best_minus_second", "gtpo_entropy", "grpo_s",
-                       "gagpo"] = "group"
+    advantage: Literal["reward", "group", "rloo", "maxrl", "process", "components", "passk", "pkpo",
+                       "best_minus_second", "gtpo_entropy", "grpo_s", "gagpo"] = "group"
     advantage_std: Literal["none", "group", "batch_raw", "batch_residual"] = "none"
     std_kind: Literal["sample", "population"] = "sample"
     advantage_eps: float = Field(1e-6, ge=0)
@@ -121,7 +110,6 @@ class ObjectiveConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, data: Any) -> Any:
-        """Put the preset's values below those that were given."""
         if not isinstance(data, dict):
             return data
         preset = PRESETS.get(data.get("preset", "gspo"))
@@ -134,14 +122,11 @@ class ObjectiveConfig(Strict):
         return (self.advantage in TOKEN_LEVEL or self.shaping in TOKEN_SHAPINGS
                 or self.kl == "reward_k1")
 
-    def for_domain(self, own: DomainObjective | None) -> ObjectiveConfig:
-        """These choices with the domain's own values."""
+    def for_domain(self, own: DomainObjective | None) -> Self:
         return self.model_copy(update=own.model_dump(exclude_none=True)) if own else self
 
 
 class BatchConfig(Strict):
-    """What one RL step is made of."""
-
     num_prompts: int = Field(32, ge=1)
     num_samples_per_prompt: int = Field(16, ge=1)
     updates_per_rollout: int = Field(1, ge=1)

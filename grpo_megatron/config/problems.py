@@ -1,11 +1,22 @@
-"""What can be wrong with a recipe, and how all of it is told at once."""
+"""What can be wrong with a recipe: rules between keys, a condition in Python for each and what is
+said in `rules.toml`; and how all of it is told at once."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_megatron import assets
+from grpo_megatron.config.keys import value_at
 from grpo_megatron.errors import ConfigError
+
+Details = Mapping[str, Any]
+"""What the text of a rule needs to know beside the configuration; `nearest` and `related` in it
+take the place of those in the text."""
+Conditions = Mapping[str, Callable[..., Any]]
+"""By name: true where the rule is broken, or its details, or a list with those of each place where
+it is broken."""
+_TEXTS = assets.tables(__file__, "rules.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +34,6 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, ready to print."""
-
     key: str
     message: str
     where: str
@@ -46,12 +55,11 @@ class Problem:
 class InvalidConfigError(ConfigError):
     """Everything that is wrong; `message` is a headline, or all if there are no `problems`."""
 
-    def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None,
-                 problems: Sequence[Problem] = ()):
+    def __init__(self, message: str, *, problems: Sequence[Problem] = (), **details: str | None):
         if problems:
             numbered = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
             message = "\n".join([message, *numbered])
-        super().__init__(message, where=where, remedy=remedy)
+        super().__init__(message, **details)
         self.problems = tuple(problems)
 
 
@@ -62,3 +70,30 @@ def as_toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def broken(conditions: Conditions, known: Details, *subject: Any) -> Iterator[Violation]:
+    """The rules that do not hold for `subject`; `known` are the values of fields."""
+    for name, details in cases_of(conditions, *subject):
+        yield _violation(name, {**known, **details})
+
+
+def cases_of(conditions: Conditions, *subject: Any) -> Iterator[tuple[str, Details]]:
+    for name, is_broken in conditions.items():
+        found = is_broken(*subject)
+        for details in found if isinstance(found, list) else [found] if found else []:
+            yield name, details if isinstance(details, Mapping) else {}
+
+
+def _violation(name: str, known: dict[str, Any]) -> Violation:
+    rule, _, variant = name.partition(".")
+    text = _TEXTS[rule][variant] if variant else _TEXTS[rule]
+
+    def filled(name: str) -> tuple[Any, ...]:
+        parts = known.get(name) or text.get(name, ())
+        return tuple(part.format(**known) if isinstance(part, str) else part for part in parts)
+
+    key = text["key"].format(**known)
+    remedy = "" if known.get("nearest") else text.get("remedy", "").format(**known)
+    return Violation(rule, key, value_at(known["c"], key), text["message"].format(**known),
+                     filled("nearest"), remedy, filled("related"))

@@ -1,27 +1,61 @@
-"""`RunConfig`: a whole recipe."""
+"""`RunConfig`: a whole recipe, and its tables that have no module of their own."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from grpo_megatron.config.base import InputPath, Strict
-from grpo_megatron.config.data import DataConfig, DomainConfig
-from grpo_megatron.config.objective import BatchConfig, ObjectiveConfig
-from grpo_megatron.config.rollout import PublishConfig, RolloutConfig
+from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 
 
 class ModelConfig(Strict):
-    """A `path`, a `preset`, or the preset of a released model with the path of its checkpoint."""
-
     preset: str | None = None
     path: InputPath | None = None
 
 
-class SamplingConfig(Strict):
-    """Selection after scoring (docs/sampling.md)."""
+class RewardConfig(Strict):
+    function: str
+    weight: float = 1.0
+    name: str | None = None
+    arguments: dict[str, Any] = {}
 
+    @property
+    def component(self) -> str:
+        return self.name or self.function.rpartition(":")[2]
+
+
+class DomainConfig(Strict):
+    name: str
+    source: Literal["reasoning_gym", "file"]
+    dataset: str | None = None
+    arguments: dict[str, Any] = {}
+    path: InputPath | None = None
+    prompt_field: str = "question"
+    answer_field: str = "answer"
+    num_problems: int | None = Field(None, ge=1)
+    template: str = "{question}"
+    weight: float = Field(1.0, ge=0)
+    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    reward_clip: float | None = Field(None, gt=0)
+    accuracy: str | None = None
+    accuracy_threshold: float = 1.0
+    max_new_tokens: int | None = Field(None, ge=1)
+    keep_routing_weight: float | None = Field(None, ge=0)
+    reference: InputPath | None = None
+    objective: DomainObjective | None = None
+
+
+class DataConfig(Strict):
+    num_validation: int = Field(512, ge=0)
+    num_heldout: int = Field(1024, ge=0)
+    reward_timeout_s: float = Field(5.0, gt=0)
+    reward_workers: int = Field(1, ge=1)
+    reward_concurrency: int = Field(16, ge=1)
+
+
+class SamplingConfig(Strict):
     dynamic: bool = False
     max_refill_rounds: int = Field(4, ge=0)
     max_oversampling: float = Field(2.0, ge=1)
@@ -30,16 +64,12 @@ class SamplingConfig(Strict):
 
 
 class CurriculumConfig(Strict):
-    """Prompts drawn by success rate instead of epoch by epoch (`data/curriculum.py`)."""
-
     rate: float = Field(0.5, gt=0, le=1)
     floor: float = Field(0.05, gt=0)
     replay_share: float = Field(0.05, ge=0, lt=1)
 
 
 class CorrectionConfig(Strict):
-    """Guided retries of wrong completions (docs/sampling.md, EDGE-GRPO, arXiv:2507.21848)."""
-
     probability: float = Field(0.75, gt=0, le=1)
     answer_share: float = Field(1 / 3, ge=0, le=1)
     cue: str = "\n\nWait, something is wrong here. Let me check it step by step.\n"
@@ -47,9 +77,22 @@ class CorrectionConfig(Strict):
     max_retry_tokens: int = Field(256, ge=1)
 
 
-class RoutingConfig(Strict):
-    """Mixture-of-Experts routing under RL."""
+class TeacherConfig(Strict):
+    path: InputPath
+    domains: tuple[str, ...] = ()
+    weight: float = Field(1.0, gt=0)
 
+
+class DistillationConfig(Strict):
+    teachers: tuple[TeacherConfig, ...] = Field(min_length=1)
+    mode: Literal["full", "topk_tail", "sampled"] = "full"
+    top_k: int = Field(64, ge=1)
+    forward_weight: float = Field(0.0, ge=0, le=1)
+    temperature: float | None = Field(None, gt=0)
+    samples: Literal["policy", "dataset"] = "policy"
+
+
+class RoutingConfig(Strict):
     replay: Literal["none", "r2", "r3"] = "none"
     on_missing: Literal["live", "fail"] = "live"
     keep_loss: Literal["none", "kl", "set_mass", "cross_entropy"] = "none"
@@ -59,9 +102,51 @@ class RoutingConfig(Strict):
     load_alarm: float = Field(4.0, gt=1)
 
 
-class PlacementConfig(Strict):
-    """Nodes of each role, for `submit` and `plan`; a run on one machine needs none of it."""
+class RolloutConfig(Strict):
+    num_replicas: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    max_new_tokens: int = Field(512, ge=1)
+    max_model_len: int = Field(2048, ge=2)
+    segment_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_k: int | None = Field(None, ge=1)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    deterministic: bool = False
+    max_num_seqs: int = Field(256, ge=1)
+    max_concurrent_requests: int = Field(64, ge=1)
+    kv_cache_gib: float = Field(1.0, gt=0)
+    num_threads: int | None = Field(None, ge=1)
+    record_routes: bool = False
+    startup_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0)
+    max_attempts: int = Field(3, ge=1)
+    engine_arguments: tuple[str, ...] = ()
 
+    @property
+    def truncation(self) -> dict[str, float]:
+        """vLLM's sampling parameters that narrow the distribution; empty: none does.
+
+        `logprobs` is how many to report so that all kept ids are among them, -1 for all: what ties
+        with the k-th is kept as well, which is frequent in bfloat16."""
+        neutral = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+        narrow = {n: getattr(self, n) for n, value in neutral.items() if getattr(self, n) != value}
+        if narrow:
+            narrow["logprobs"] = self.top_k + self.top_k // 4 + 8 if self.top_k else -1
+        return narrow
+
+
+class PublishConfig(Strict):
+    method: Literal["gloo", "file"] = "gloo"
+    pause: Literal["wait", "abort", "keep"] = "wait"
+    num_senders: int = Field(1, ge=1)
+    bucket_mib: int = Field(256, ge=1)
+    canary_tolerance: float | None = Field(None, gt=0)
+    canary: bool = True
+
+
+class PlacementConfig(Strict):
     mode: Literal["separate", "colocated"] = "separate"
     trainer_nodes: int = Field(1, ge=1)
     rollout_nodes: int = Field(0, ge=0)
@@ -77,8 +162,6 @@ class PlacementConfig(Strict):
 
 
 class ColdStartConfig(Strict):
-    """Short supervised start on prompt + answer, stopped by greedy validation accuracy."""
-
     target_accuracy: float = Field(0.36, gt=0, le=1)
     max_steps: int = Field(2000, ge=1)
     batch_size: int = Field(128, ge=1)
@@ -87,22 +170,24 @@ class ColdStartConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """Greedy accuracy on validation prompts while training."""
-
     interval: int = Field(0, ge=0)
+    num_samples: int = Field(0, ge=0)
+
+
+class RejectionConfig(Strict):
+    num_samples: int = Field(8, ge=1)
+    max_per_prompt: int = Field(4, ge=1)
+    max_prompts: int | None = Field(None, ge=1)
+    scripts: tuple[str, ...] = ()
 
 
 class CheckpointConfig(Strict):
-    """Distributed checkpoints and the sample store."""
-
     interval: int = Field(50, ge=0)
     keep: int = Field(2, ge=1)
     keep_steps: int = Field(4, ge=1)
 
 
 class TelemetryConfig(Strict):
-    """Mirrors of metrics.jsonl."""
-
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "grpo-megatron"
     tensorboard: bool = False
@@ -110,9 +195,8 @@ class TelemetryConfig(Strict):
 
 
 class RunConfig(Strict):
-    """One recipe, resolved."""
-
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    kind: Literal["rl", "sft", "distil", "rejection_sample", "eval"] = "rl"
     seed: int = Field(0, ge=0, lt=2**31)
     num_steps: int = Field(100, ge=0)
     runs_dir: Path = Path("runs")
@@ -124,6 +208,8 @@ class RunConfig(Strict):
     sampling: SamplingConfig = SamplingConfig()
     curriculum: CurriculumConfig | None = None
     correction: CorrectionConfig | None = None
+    distillation: DistillationConfig | None = None
+    rejection: RejectionConfig = RejectionConfig()
     routing: RoutingConfig = RoutingConfig()
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -132,12 +218,29 @@ class RunConfig(Strict):
     placement: PlacementConfig = PlacementConfig()
     cold_start: ColdStartConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
+    gates: tuple[str, ...] = ()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     def max_new_tokens_of(self, domain: str) -> int:
         own = next((d.max_new_tokens for d in self.domains if d.name == domain), None)
         return own or self.rollout.max_new_tokens
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs, or processes on a CPU, of trainer and engines."""
+        rollout = self.rollout
+        return self.trainer.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size
+
+    @property
+    def trains(self) -> bool:
+        return self.kind in ("rl", "sft", "distil")
+
+    @property
+    def uses_dataset(self) -> bool:
+        """Whether the responses of a data set are trained, not the policy's own samples."""
+        return self.kind == "sft" or (
+            self.distillation is not None and self.distillation.samples == "dataset")
 
     @property
     def records_routes(self) -> bool:

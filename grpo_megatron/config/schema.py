@@ -1,6 +1,5 @@
 """Questions about the schema of `RunConfig`: which keys exist, of which type, what they mean."""
 
-import tomllib
 import types
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from grpo_megatron import assets
 from grpo_megatron.config.keys import KeyPath, dotted
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest, plain
@@ -49,7 +49,6 @@ def type_of(path: KeyPath) -> Any:
 
 
 def meaning_of(path: KeyPath) -> str:
-    """The help text of the key at `path`, or nothing."""
     info = all_fields().get(_general(path))
     return (info.description if info else None) or ""
 
@@ -57,8 +56,6 @@ def meaning_of(path: KeyPath) -> str:
 def keys_of(path: Sequence[str | int]) -> list[str]:
     """Keys of the table at `path`; empty where it is no table with fixed keys."""
     return [str(key[-1]) for key in all_fields() if key[:-1] == _general(path)]
-
-
 
 
 def takes_text(path: KeyPath) -> bool:
@@ -78,8 +75,7 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     here, anywhere = keys_of(table), {str(known[-1]): [] for known in all_fields()}
     for known in all_fields():
         anywhere[str(known[-1])].append(dotted(known))
-    habits = tomllib.loads(Path(__file__).with_name("habits.toml").read_text())
-    habit = habits.get(plain(key))
+    habit = assets.tables(__file__, "habits.toml").get(plain(key))
     same = [full for name in (plain(key), habit) for full in anywhere.get(name, ())]
     same.sort(key=lambda full: (dotted(tuple(table)) not in full, "*" in full))
     near = nearest(key, here)
@@ -93,7 +89,6 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a recipe, for editors."""
     schema = RunConfig.model_json_schema()
     schema["title"] = "grpo-megatron recipe"
     schema["properties"]["extends"] = {

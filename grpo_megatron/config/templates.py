@@ -22,12 +22,11 @@ class PromptTemplate:
     def __init__(self, text: str, *, where: str | None = None):
         self.text, self._where = text, where
         try:
-            self._pieces = [(literal, self._checked(name, f"{spec or ''}{conversion or ''}"))
-                            for literal, name, spec, conversion in string.Formatter().parse(text)]
-        except DataError:
-            raise
+            pieces = list(string.Formatter().parse(text))
         except ValueError as error:
             raise self._refused(str(error), "write literal braces as {{ and }}") from error
+        self._pieces = [(literal, self._checked(name, f"{spec or ''}{conversion or ''}"))
+                        for literal, name, spec, conversion in pieces]
         if not any(field for _, field in self._pieces):
             raise self._refused("uses no field: every prompt would be the same",
                                 "use {question} or {metadata[key]}")

@@ -3,16 +3,15 @@
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron import assets
-from grpo_megatron.config.keys import KeyPath, dotted
+from grpo_megatron.config.keys import KeyPath, dotted, nearest_above, nodes
 from grpo_megatron.config.suggest import did_you_mean, nearest
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.errors import ConfigError, raised_as
 
 _AT_LINE = re.compile(r" \(at line (\d+), column (\d+)\)")
 
@@ -30,29 +29,25 @@ class TomlFile:
 
     def where(self, path: KeyPath) -> str:
         """`file:line` of a key, or of the nearest table around it."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.lines:
-                return f"{self.display}:{self.lines[path[:length]]}"
-        return self.display
+        line = nearest_above(path, self.lines)
+        return f"{self.display}:{line}" if line else self.display
 
 
 def read_toml(path: Path) -> TomlFile:
     """Parse one file; ConfigError, with file and line, where it is unreadable or not TOML."""
     display = assets.display(path)
-    try:
+    with (raised_as(ConfigError, "cannot read the file", OSError, where=display,
+                    remedy="check the path and its permissions"),
+          raised_as(ConfigError, "not UTF-8 text", UnicodeDecodeError, where=display,
+                    remedy="save the file as UTF-8")):
         text = path.read_text(encoding="utf-8")
+    try:
         return TomlFile(path, display, tomllib.loads(text), text)
     except tomllib.TOMLDecodeError as error:
         at = _AT_LINE.search(str(error))
         what, line = _AT_LINE.sub("", str(error)), at[1] if at else text.count("\n") + 1
         raise ConfigError(f"{what}: not valid TOML", where=f"{display}:{line}",
                           remedy="correct the syntax at this line") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8 text: {error.reason} at byte {error.start}", where=display,
-                          remedy="save the file as UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the file: {error.strerror}", where=display,
-                          remedy="check the path and its permissions") from None
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
@@ -67,13 +62,14 @@ def key_lines(text: str) -> dict[KeyPath, int]:
             tree = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:
             continue
-        is_header = statement.lstrip().startswith("[")
-        if is_header:
+        if statement.lstrip().startswith("["):
             table, tree = _header(tree, sizes), {}
             for length in range(1, len(table) + 1):
                 lines.setdefault(table[:length], first)
         end = 0
-        for path in _paths(tree):
+        for path, _ in nodes(tree):
+            if not path or isinstance(path[-1], int):
+                continue  # no key of its own
             name = re.escape(dotted(path[-1:]))
             place = re.compile(rf"(?<![\w-]){name}[\"']?\s*=").search(statement, end)
             end = place.end() if place else end
@@ -94,19 +90,10 @@ def _header(tree: Any, sizes: Counter[KeyPath]) -> KeyPath:
     return path
 
 
-def _paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Of every key in a value, in the order of the text."""
-    items = value.items() if isinstance(value, dict) else (
-        enumerate(value) if isinstance(value, list) else ())
-    for key, item in items:
-        if isinstance(key, str):
-            yield (*path, key)
-        yield from _paths(item, (*path, key))
-
-
-def find_recipe(recipe: str | Path) -> Path:
-    """A path, or a name below `recipes/` with or without `.toml`; ConfigError lists near ones."""
-    shipped = assets.recipes()
+def find_recipe(recipe: str | Path, shipped: Path | None = None) -> Path:
+    """A path, or a name below `shipped` (default: `recipes/`) with or without `.toml`; ConfigError
+    lists near ones."""
+    shipped = shipped or assets.root() / "recipes"
     for candidate in (Path(recipe), shipped / recipe, shipped / f"{recipe}.toml"):
         if candidate.is_file():
             return candidate

@@ -1,5 +1,6 @@
 """`[trainer]`, `[optimizer]`: Megatron-Core layout, precision, memory, optimizer."""
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -8,8 +9,6 @@ from grpo_megatron.config.base import Strict
 
 
 class TrainerConfig(Strict):
-    """Parallel layout: `num_ranks = tensor * pipeline * context * data`."""
-
     num_ranks: int = Field(1, ge=1)
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = Field(1, ge=1)
@@ -29,20 +28,30 @@ class TrainerConfig(Strict):
     command_timeout_s: float = Field(1800.0, gt=0)
 
     @property
+    def attention_ranks(self) -> int:
+        """That hold one copy of the attention weights: TP x PP x CP."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """That hold one copy of the experts: ETP x EP x PP."""
+        return self.etp * self.expert_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def dp(self) -> int:
+        return self.num_ranks // self.attention_ranks
+
+    @property
     def etp(self) -> int:
-        """Expert tensor parallel size, resolved."""
         return self.expert_tensor_parallel_size or self.tensor_parallel_size
 
     @property
     def sp(self) -> bool:
-        """Sequence parallelism, resolved."""
         chosen = self.sequence_parallel
         return self.tensor_parallel_size > 1 if chosen is None else chosen
 
 
 class OptimizerConfig(Strict):
-    """AdamW with warm-up and decay."""
-
     lr: float = Field(1e-6, gt=0)
     min_lr: float = Field(0.0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -52,3 +61,13 @@ class OptimizerConfig(Strict):
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0)
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """Learning rate of step `step` (from 0) of `num_steps`; nothing to store or to resume."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(num_steps - self.warmup_steps, 1)
+        progress = min(max(progress, 0.0), 1.0)
+        factor = {"constant": 1.0, "linear": 1 - progress,
+                  "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[self.schedule]
+        return self.min_lr + (self.lr - self.min_lr) * factor

@@ -5,13 +5,12 @@ import contextlib
 import copy
 import json
 import math
-import tomllib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from grpo_megatron import assets
 from grpo_megatron.config import schema
 from grpo_megatron.config.constraints import check_constraints
 from grpo_megatron.config.keys import KeyPath, dotted, value_at
@@ -20,9 +19,8 @@ from grpo_megatron.config.problems import InvalidConfigError, Problem, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest
 
-_WORDS = tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))
-Check = Callable[[RunConfig], list[Violation]]
-"""A rule set over a whole, well-typed configuration."""
+_WORDS = assets.tables(__file__, "messages.toml")
+Check = Callable[[RunConfig], list[Violation]]  # of a whole, well-typed configuration
 
 
 def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
@@ -37,7 +35,9 @@ def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
     if errors:
         config, _ = _parse(_without(layers.tree, [error["loc"] for error in errors]))
     if config is not None:
-        unsure = _unsure_keys(errors)
+        unsure = {dotted(error["loc"]) for error in errors} | {  # and what unknown ones may mean
+            key for error in errors if error["type"] == "extra_forbidden"
+            for key in schema.nearest_keys(error["loc"])}
         found += [_problem_of_violation(violation, config, layers)
                   for check in (check_constraints, *checks) for violation in check(config)
                   if not any(f"{key}.".startswith(f"{wrong}.") for wrong in unsure
@@ -56,15 +56,7 @@ def _parse(tree: dict[str, Any]) -> tuple[RunConfig | None, list[dict[str, Any]]
         errors = error.errors(include_url=False)
     # "list too short" is an echo where elements were left out only because they are wrong
     return None, [error for error in errors if error["type"] != "too_short" or not any(
-        other["loc"][:len(error["loc"])] == error["loc"] for other in errors
-        if other is not error)]
-
-
-def _unsure_keys(errors: Sequence[dict[str, Any]]) -> set[str]:
-    """The wrong keys, and what the unknown ones may stand for."""
-    return {dotted(error["loc"]) for error in errors} | {
-        key for error in errors if error["type"] == "extra_forbidden"
-        for key in schema.nearest_keys(error["loc"])}
+        other["loc"][:len(error["loc"])] == error["loc"] for other in errors if other is not error)]
 
 
 def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
@@ -81,14 +73,12 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
 
 
 def _problem_of(error: dict[str, Any], layers: Layers) -> Problem:
-    if error["type"] == "extra_forbidden":
-        return _unknown_key(error["loc"], error["input"], layers)
-    return _missing_key(error["loc"], layers) if error["type"] == "missing" else _wrong_value(
-        error["loc"], error, layers)
+    known = {"extra_forbidden": _unknown_key, "missing": _missing_key}
+    return known.get(error["type"], _wrong_value)(error["loc"], error, layers)
 
 
-def _unknown_key(path: KeyPath, value: Any, layers: Layers) -> Problem:
-    near = schema.nearest_keys(path)
+def _unknown_key(path: KeyPath, error: dict[str, Any], layers: Layers) -> Problem:
+    near, value = schema.nearest_keys(path), error["input"]
     full, suffix = path, ""
     while isinstance(value, dict) and len(value) == 1:  # `trianer.num_ranks=2`: show it all
         key, value = next(iter(value.items()))
@@ -101,7 +91,7 @@ def _unknown_key(path: KeyPath, value: Any, layers: Layers) -> Problem:
                    nearest=tuple(near), remedy=fix)
 
 
-def _missing_key(path: KeyPath, layers: Layers) -> Problem:
+def _missing_key(path: KeyPath, error: dict[str, Any], layers: Layers) -> Problem:
     where = str(layers.origin(path[:-1])) if len(path) > 1 else ""
     return Problem(dotted(path), "is required", where if where != "default" else "",
                    meaning=schema.meaning_of(path),

@@ -5,21 +5,21 @@ from collections.abc import Mapping
 
 import numpy as np
 
-WINDOW_STEPS = 5
-NUM_WINDOWS = 3
+WINDOW_STEPS, NUM_WINDOWS = 5, 3
 
 
 class Alarms:
     """Of one run. `load_limit` is `routing.load_alarm`."""
 
     def __init__(self, load_limit: float):
-        self._load_limit, self._lazy = load_limit, LazyDisplacement()
+        self._load_limit = load_limit
+        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS * NUM_WINDOWS)
 
     def __call__(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Take a step's metrics; text by alarm, "" of those that are off."""
         texts = {"lazy_displacement": "right answers become less likely while the gradient grows "
                  "(lazy likelihood displacement); see objective.llds_weight"
-                 if self._lazy(metrics) else ""}
+                 if self._lazy_displacement(metrics) else ""}
         if (load := metrics.get("routing/load_max_ratio")) is not None:
             texts["expert_load"] = (
                 f"an expert has {load:.1f} times its layer's mean load (routing.load_alarm = "
@@ -27,15 +27,9 @@ class Alarms:
                 if load > self._load_limit else "")
         return texts
 
-
-class LazyDisplacement:
-    """Lazy likelihood displacement (arXiv:2512.04220): in three consecutive windows of five steps
-    `step/logprob_gain_positive` has a negative mean, and the mean `grad/norm` rises."""
-
-    def __init__(self):
-        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS * NUM_WINDOWS)
-
-    def __call__(self, metrics: Mapping[str, float]) -> bool:
+    def _lazy_displacement(self, metrics: Mapping[str, float]) -> bool:
+        """arXiv:2512.04220: in three consecutive windows of five steps
+        `step/logprob_gain_positive` has a negative mean, and the mean `grad/norm` rises."""
         gain, norm = (metrics.get(n) for n in ("step/logprob_gain_positive", "grad/norm"))
         if gain is None or norm is None or gain != gain:
             return False

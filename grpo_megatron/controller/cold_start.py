@@ -24,12 +24,11 @@ async def cold_start(session: Session) -> None:
                 f"{settings.target_accuracy}", where="cold_start.max_steps",
                 remedy="raise max_steps or lower target_accuracy")
         batches = []
-        # accuracy climbs steeply once it starts to: look often there, so that every seed
-        # starts RL at about the same height
+        # accuracy climbs steeply in the end: look often, so that RL starts at about one height
         often = 10 if accuracy >= settings.target_accuracy / 4 else 1
         for _ in range(max(settings.steps_per_evaluation // often, 1)):
-            prompts = sampler.draw(settings.batch_size)
-            batches.append([(p, [*session.tokenizer.encode(p.answer), eos]) for p in prompts])
+            batches.append([(prompt, [*session.tokenizer.encode(prompt.answer), eos])
+                            for prompt in sampler.draw(settings.batch_size)])
         with session.phase("train"):
             record_supervised(directory, batches)
             report = await session.trainer.call("supervise", directory=str(directory),
@@ -39,7 +38,7 @@ async def cold_start(session: Session) -> None:
             await session.publisher.publish(0)
         with session.phase("rollout"):
             accuracy = await session.greedy_accuracy(session.splits.validation)
-        show("message", text=f"cold start: step {done}, nll {report['metrics']['loss/nll']:.3f}, "
+        show("message", text=f"cold start: step {done}, nll {report['nll']:.3f}, "
                              f"validation accuracy {accuracy:.3f}")
     await session.trainer.call("reset_optimizer", cold_start=False)
     session.event("cold_start_done", steps=done, accuracy=accuracy)

@@ -1,7 +1,6 @@
 """What the supervisor shows: one JSON object a line on this process's standard output.
 
-Kinds: `phase` (name), `step` (metrics, samples), `message`, `failure` (why this process ends),
-`result` (the run's last line), text each."""
+Kinds: `phase` (name), `step` (metrics, samples); with a text `message`, `failure`, `result`."""
 
 import contextlib
 import json

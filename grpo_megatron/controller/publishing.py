@@ -23,14 +23,6 @@ from grpo_megatron.weights.transfer_plan import TransferPlan
 CANARY_TOKENS = 16
 
 
-def canary_tolerance(config: RunConfig) -> float:
-    """The recipe's, or what rounding in the engines' precision explains."""
-    if config.publish.canary_tolerance is not None:
-        return config.publish.canary_tolerance
-    exact = config.trainer.precision == config.rollout.dtype == "float32"
-    return 1e-4 if exact else 0.1
-
-
 class Publisher:
     def __init__(self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink,
                  engines: ReplicaPool):
@@ -50,6 +42,16 @@ class Publisher:
                 await self._bury_dead(error)
         self.version = version
 
+    async def reach(self, version: int) -> None:
+        """Publish `version` unless the engines have it."""
+        if self.version != version:
+            await self.publish(version)
+
+    async def make_room(self) -> None:
+        """Colocated: engines give the devices to the trainer until the next publish."""
+        if self.config.placement.mode == "colocated":
+            await self._publisher.rest(sleep=self.config.placement.gpus_per_node > 0)
+
     async def _publish(self, version: int) -> None:
         clients = [replica.client for replica in self.engines.alive]
         if clients != self._publisher.clients:
@@ -58,22 +60,17 @@ class Publisher:
             directory = self.run_dir.root / "publish"
             await self.trainer.call("export", directory=str(directory))
             await self._publisher.publish_file(version, str(directory.absolute()))
-            return
-
-        async def send() -> dict[str, str]:
-            return (await self.trainer.call("publish_send", version=version))["digests"]
-
-        await self._publisher.publish(version, self._plan, send)
+        else:
+            await self._publisher.publish(version, self._plan, lambda: self.trainer.call(
+                "publish_send", version=version))
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
-        """Form the transfer groups among the trainer and these engines."""
         publisher = WeightPublisher(clients, pause_mode=self.config.publish.pause)
         if self.config.publish.method == "gloo":
             workers = await publisher.num_workers()
             opened = await self.trainer.call("publish_open", num_workers=workers)
             self._plan = TransferPlan.from_json(opened["plan"])
-            senders = [(host, port) for host, port in opened["senders"]]
-            await publisher.prepare(senders, lambda: self.trainer.call("publish_join"))
+            await publisher.prepare(opened["senders"], lambda: self.trainer.call("publish_join"))
         self._publisher = publisher
 
     async def _bury_dead(self, error: EngineError) -> None:
@@ -85,9 +82,11 @@ class Publisher:
             raise error
 
     async def check_canary(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Let every live engine answer `prompts` and the trainer recompute the log-probs, which
-        may be no further apart than `publish.canary_tolerance`."""
-        started, tolerance = time.perf_counter(), canary_tolerance(self.config)
+        """Every live engine answers `prompts` and the trainer recomputes the log-probs, no further
+        apart than `publish.canary_tolerance`, by default what rounding at that precision gives."""
+        started, config = time.perf_counter(), self.config
+        exact = config.trainer.precision == config.rollout.dtype == "float32"
+        tolerance = config.publish.canary_tolerance or (1e-4 if exact else 0.1)
         worst = {"abs_max": 0.0, "abs_mean": 0.0}
         for replica in self.engines.alive:
             try:
@@ -98,7 +97,8 @@ class Publisher:
                     await self._bury_dead(error)
                 continue
             directory = self.run_dir.root / "canary"
-            record_completions(directory, list(zip(prompts, completions, strict=True)))
+            record_completions(directory, [
+                (0, p, c) for p, c in zip(prompts, completions, strict=True)])
             found = await self.trainer.call("logprobs", directory=str(directory))
             if not found["abs_mean"] <= tolerance:
                 raise MismatchError(
@@ -116,6 +116,6 @@ class Publisher:
         rollout = self.config.rollout
         tokens = min(CANARY_TOKENS, self.config.max_new_tokens_of(prompt.domain))
         seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)
-        return (await client.generate(prompt.token_ids, max_tokens=tokens,
-                                      seed=seed if rollout.deterministic else None,
-                                      temperature=rollout.temperature))[0]
+        return (await client.generate(
+            prompt.token_ids, max_tokens=tokens, temperature=rollout.temperature,
+            seed=seed if rollout.deterministic else None))[0]

@@ -63,18 +63,15 @@ def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
 
 def record_supervised(directory: Path, batches: Sequence[Sequence[tuple[Prompt, list[int]]]]):
     """Prompts with the tokens they should be answered with; one optimizer step per batch."""
-    _record_pairs(directory, "supervised", [(update, prompt, Completion(
+    record_completions(directory, [(update, prompt, Completion(
         np.asarray(answer, np.int32), np.zeros(len(answer), np.float32),
         (VersionSpan(0, 0, len(answer)),), "stop", ""))
-        for update, batch in enumerate(batches) for prompt, answer in batch])
+        for update, batch in enumerate(batches) for prompt, answer in batch], "supervised")
 
 
-def record_completions(directory: Path, pairs: Sequence[tuple[Prompt, Completion]]) -> None:
-    """Completions whose log-probs the trainer shall compute, one sample each."""
-    _record_pairs(directory, "completions", [(0, *pair) for pair in pairs])
-
-
-def _record_pairs(directory: Path, kind: str, samples: Sequence[tuple[int, Prompt, Completion]]):
+def record_completions(directory: Path, samples: Sequence[tuple[int, Prompt, Completion]],
+                       kind: str = "completions") -> None:
+    """(optimizer step, prompt, completion) for the trainer to compute, one sample each."""
     groups = [RolloutGroup(prompt, (completion,), 0) for _, prompt, completion in samples]
     rows = [SampleRow(0, i, i, update, 0.0) for i, (update, _, _) in enumerate(samples)]
     shard = write_shard(begin_step(directory) / f"{kind}-0.safetensors", groups)

@@ -3,8 +3,7 @@
     max_staleness 0:  rollout k │ train k │ publish k+1 │ rollout k+1 │ …
     max_staleness 1:  rollout k+1 runs while step k trains; its samples are one version behind.
 
-Everything a step needs is on disk before it trains, and a step whose samples are in the store
-is trained from them, never sampled again."""
+All that a step trains on is on disk before; what is in the store is never sampled again."""
 
 import asyncio
 import json
@@ -18,17 +17,16 @@ from grpo_megatron.checkpoints.retention import complete_steps, prune
 from grpo_megatron.controller.alarms import Alarms
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.recorder import prune_store, record_step
-from grpo_megatron.controller.selection import not_older
+from grpo_megatron.controller.selection import by_domain, not_older, staleness
 from grpo_megatron.controller.session import Session
-from grpo_megatron.controller.state import RunState
 from grpo_megatron.controller.step_groups import GroupSource
-from grpo_megatron.controller.step_metrics import by_domain, staleness
+from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors
-from grpo_megatron.telemetry.samples import Sample, extremes, write_samples
+from grpo_megatron.telemetry.samples import extremes, write_samples
 
 
 @dataclass
@@ -41,20 +39,17 @@ class RecordedStep:
 
 
 class RLLoop:
-    """Runs steps until `num_steps` or until told to stop."""
-
     def __init__(self, session: Session, state: RunState, metrics: MetricsWriter, mirrors: Mirrors):
         self.session, self.state = session, state
         self.metrics, self.mirrors = metrics, mirrors
         self.config, self.run_dir = session.config, session.run_dir
         self.ahead = self.config.batch.max_staleness > 0
-        weights = {d.name: d.weight for d in self.config.domains}
-        self.sampler = PromptSampler(session.splits.train, weights, self.config.seed,
+        self.weights = {d.name: d.weight for d in self.config.domains}
+        self.sampler = PromptSampler(session.splits.train, self.weights, self.config.seed,
                                      self.config.curriculum)
         if state.sampler:
             self.sampler.load_state_dict(state.sampler)
         self.source = GroupSource(session, self.sampler)
-        self.route_shape = recorded_shape(self.config)
         self.alarms = Alarms(self.config.routing.load_alarm)
         self.started = time.monotonic() - state.seconds
         self.phase_seconds: Counter[str] = Counter()
@@ -63,78 +58,74 @@ class RLLoop:
     async def run(self) -> RunState:
         """Returns the state after the last step; it is checkpointed."""
         pending, canary = None, await self._canary() if self.ahead else {}
-        while self.state.step < self.config.num_steps and not self.session.stopping.is_set():
-            step = self.state.step
-            recorded = await (pending or self.collect(step))
-            pending = None
-            if self.ahead:
-                recorded.canary = canary
-                if step + 1 < self.config.num_steps:
-                    pending = asyncio.create_task(self.collect(step + 1))
-            try:
+        try:
+            while self.state.step < self.config.num_steps and not self.session.stopping.is_set():
+                step = self.state.step
+                recorded = await (pending or self.collect(step))
+                pending = None
+                if self.ahead:
+                    recorded.canary = canary
+                    if step + 1 < self.config.num_steps:
+                        pending = asyncio.create_task(self.collect(step + 1))
                 report = await self.train(recorded)
                 if pending and self.config.publish.pause == "wait":
                     await asyncio.wait([pending])  # engines finish before their weights change
-                with self.session.phase("publish"):
-                    await self.session.publisher.publish(step + 1)
-                    if self.ahead:
-                        canary = await self._canary()
-            except BaseException:
-                if pending:
-                    pending.cancel()
-                raise
-            await self.finish(recorded, report)
-        if pending:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
+                if not self.config.uses_dataset:
+                    with self.session.phase("publish"):
+                        await self.session.publisher.publish(step + 1)
+                        if self.ahead:
+                            canary = await self._canary()
+                await self.finish(recorded, report)
+        finally:
+            if pending:
+                pending.cancel()
+                await asyncio.gather(pending, return_exceptions=True)
         await self.checkpoint()
         return self.state
 
     async def collect(self, step: int) -> RecordedStep:
         """The step's samples, from the store or from the engines."""
-        directory = self.run_dir.step_store(step)
-        if (file := directory / "manifest.json").exists():
-            manifest = json.loads(file.read_text())
-            self.sampler.load_state_dict(manifest["sampler"])  # its draws depended on its answers
-            recorded = RecordedStep(step, directory, manifest)
-            return recorded if self.ahead else replace(recorded, canary=await self._canary())
         if self.ahead:  # the trainer is about to have other weights than the engines
-            return await self._sample(step, directory)
-        recorded, canary = await finish_or_cancel([self._sample(step, directory), self._canary()])
+            return await self._sample(step)
+        recorded, canary = await finish_or_cancel([self._sample(step), self._canary()])
         return replace(recorded, canary=canary)
 
     async def _canary(self) -> dict[str, float]:
-        if not self.config.publish.canary:
+        if not self.config.publish.canary or self.config.uses_dataset:
             return {}
         prompts = next(iter(self.session.splits.train.values()))
         return await self.session.publisher.check_canary(prompts[:2])
 
-    async def _sample(self, step: int, directory: Path) -> RecordedStep:
+    async def _sample(self, step: int) -> RecordedStep:
+        directory = self.run_dir.step_store(step)
+        if (file := directory / "manifest.json").exists():
+            manifest = json.loads(file.read_text())
+            self.sampler.load_state_dict(manifest["sampler"])  # its draws depended on its answers
+            return RecordedStep(step, directory, manifest)
         config, started = self.config, time.perf_counter()
-        version = self.session.publisher.version  # of the weights that sample
-        chosen = await self.source.groups_of(step)
-        best, worst = extremes(step, chosen.groups, config.telemetry.samples_per_step)
-        stale = version < step or len(not_older(chosen.groups, step)) < len(chosen.groups)
+        # of the weights that sample; a data set is as it is
+        version = step if config.uses_dataset else self.session.publisher.version
+        groups, metrics, rollout_s = await self.source.groups_of(step)
+        stale = version < step or len(not_older(groups, step)) < len(groups)
         manifest = {"kind": "rl", "step": step, "version": version, "stale": stale,
                     "sampler": self.sampler.state_dict(),  # after the step's draws
-                    "metrics": chosen.metrics | by_domain(
-                        lambda part: staleness(part, step), chosen.groups),
-                    "extremes": [asdict(sample) for sample in (*best, *worst)]}
+                    "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
+                    "extremes": extremes(step, groups, config.telemetry.samples_per_step)}
         written_from = time.perf_counter()
         await asyncio.to_thread(
-            record_step, directory, chosen.groups, config.batch.updates_per_rollout,
-            [d.name for d in config.domains], manifest, self.session.tokenizer.decode,
-            self.route_shape)
-        now = time.perf_counter()
-        rollout_s = chosen.rollout_s + now - written_from
-        return RecordedStep(step, directory, manifest,
-                            {"rollout": rollout_s, "reward": now - started - rollout_s})
+            record_step, directory, groups, config.batch.updates_per_rollout,
+            list(self.weights), manifest, self.session.tokenizer.decode, recorded_shape(config))
+        rollout_s += time.perf_counter() - written_from
+        return RecordedStep(step, directory, manifest, {
+            "rollout": rollout_s, "reward": time.perf_counter() - started - rollout_s})
 
     async def train(self, recorded: RecordedStep) -> dict[str, Any]:
         if recorded.manifest["metrics"]["sampling/skipped_steps"]:  # no group was kept
             return {"metrics": {}, "updates": 0, "tokens": 0, "old_logprobs_s": 0.0,
                     "state": self.state.objective}
         with self.session.phase("train"):
+            if not self.config.uses_dataset:
+                await self.session.publisher.make_room()
             return await self.session.trainer.call(
                 "train", directory=str(recorded.directory), first_update=self.state.updates,
                 num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
@@ -144,9 +135,9 @@ class RLLoop:
         step, manifest = recorded.step, recorded.manifest
         seconds = recorded.seconds | self.session.take_seconds()
         self.phase_seconds.update(seconds)
+        version = float(manifest["version"])
         metrics = {**manifest["metrics"], **recorded.canary, **report["metrics"],
-                   "policy/version": float(manifest["version"]),
-                   "policy/staleness": float(step - manifest["version"]),
+                   "policy/version": version, "policy/staleness": step - version,
                    **{f"time/{name}_s": value for name, value in seconds.items()},
                    "time/old_logprobs_s": report["old_logprobs_s"],
                    "time/step_s": sum(seconds.values())}
@@ -156,30 +147,24 @@ class RLLoop:
                 metrics[f"throughput/{phase}_tokens_per_s"] = tokens / seconds[phase]
         self.state = replace(self.state, step=step + 1, updates=self.state.updates
                              + report["updates"], sampler=manifest["sampler"],
-                             seconds=self.elapsed_s(), objective=report["state"])
+                             seconds=time.monotonic() - self.started, objective=report["state"])
         for alarm, text in self.alarms(metrics).items():
             metrics[f"alarm/{alarm}"] = float(bool(text))
             if text:
                 show("message", text=f"step {step}: {text}")
-        interval = self.config.evaluation.interval
-        if interval and (step + 1) % interval == 0:
+        if (every := self.config.evaluation.interval) and (step + 1) % every == 0:
+            await self.session.publisher.reach(step + 1)
             metrics["evaluation/accuracy"] = await self.session.greedy_accuracy(
                 self.session.splits.validation)
         record = self.metrics.write(step, metrics)
         self.metrics.write_normalisers(report.get("normalisers", {}))
         self.mirrors.log(record)
-        write_samples(self.run_dir, step, (Sample(**s) for s in manifest["extremes"]))
+        write_samples(self.run_dir, step, manifest["extremes"])
         show("step", metrics=record, samples=manifest["extremes"])
-        every = self.config.checkpoint.interval
-        if every and (step + 1) % every == 0:
+        if (every := self.config.checkpoint.interval) and (step + 1) % every == 0:
             await self.checkpoint()
 
-    def elapsed_s(self) -> float:
-        """Wall time of the run, earlier attempts included."""
-        return time.monotonic() - self.started
-
     async def checkpoint(self) -> None:
-        """Save, then prune what is no longer needed to resume."""
         if self._checkpointed == self.state.step:
             return
         with self.session.phase("checkpoint"):

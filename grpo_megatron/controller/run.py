@@ -1,19 +1,25 @@
 """One run from start to end: cold start, RL, held-out accuracy before and after, export."""
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
+from typing import Any
 
 from grpo_megatron.checkpoints.retention import complete_steps
+from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.cold_start import cold_start
 from grpo_megatron.controller.display import show
+from grpo_megatron.controller.evaluation import evaluate
 from grpo_megatron.controller.recorder import drop_disconnected
+from grpo_megatron.controller.rejection import sample_dataset
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.session import Session, open_session
-from grpo_megatron.controller.state import RunState
-from grpo_megatron.errors import CheckpointError
+from grpo_megatron.controller.trainer_link import RunState
+from grpo_megatron.errors import CheckpointError, GateError
+from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import make_mirrors
@@ -25,37 +31,62 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
     started = time.monotonic()
     async with open_session(config, run_dir) as session:
         state = await _restore(session) or await _begin(session, started)
-        with closing(MetricsWriter(run_dir)) as metrics, closing(make_mirrors(
-                config.telemetry, run_dir, config.name, config.model_dump(mode="json"))) as mirrors:
-            metrics.truncate_after(state.step - 1)
-            loop = RLLoop(session, state, metrics, mirrors)
-            on_start(session.stopping)
-            state = await loop.run()
-        if state.step < config.num_steps:
-            show("message", text=f"stopped after {state.step} steps; "
-                                 f"grpo-megatron resume {run_dir.root}")
-            return False
-        spent = ", ".join(f"{name} {s:.0f}" for name, s in loop.phase_seconds.most_common())
-        show("message", text=f"seconds by phase of {state.step} RL steps: {spent}")
-        after = await session.greedy_accuracy(session.splits.heldout)
-        exported = await session.trainer.call("export", directory=str(run_dir.export))
-        show("message", text=f"exported {exported['bytes'] / 1e9:.3f} GB, read back whole: "
-                             f"{run_dir.export}")
-        seconds = loop.elapsed_s()
+        began = time.monotonic() - state.seconds  # earlier attempts count
+        if config.trains:
+            state = await _train(session, state, on_start)
+            if state.step < config.num_steps:
+                show("message", text=f"stopped after {state.step} steps; "
+                                     f"grpo-megatron resume {run_dir.root}")
+                return False
+            exported = await session.trainer.call("export", directory=str(run_dir.export))
+            show("message", text=f"exported {exported['bytes'] / 1e9:.3f} GB, read back whole: "
+                                 f"{run_dir.export}")
+        await session.publisher.reach(state.step)
+        made = await sample_dataset(session) if config.kind == "rejection_sample" else {}
+        results = await evaluate(session, session.splits.heldout)
+        seconds, after = time.monotonic() - began, results["all"].get("accuracy", float("nan"))
+        _conclude(session, {"eval": results, "dataset": made, "seconds": seconds,
+                            "before": state.heldout_before if config.trains else None,
+                            "steps": state.step,
+                            "accelerator_hours": config.num_devices * seconds / 3600})
         session.event("finished", before=state.heldout_before, after=after, seconds=seconds)
-        show("result", text=f"held-out accuracy before {state.heldout_before:.2f} "
-                            f"after {after:.2f} in {seconds:.0f} s")
+        before = f"before {state.heldout_before:.2f} after " if config.trains else ""
+        show("result", text=f"held-out accuracy {before}{after:.2f} in {seconds:.0f} s")
         return True
 
 
+async def _train(session: Session, state: RunState, on_start: Callable) -> RunState:
+    config, run_dir = session.config, session.run_dir
+    with closing(MetricsWriter(run_dir)) as metrics, closing(make_mirrors(
+            config.telemetry, run_dir, config.name, config.model_dump(mode="json"))) as mirrors:
+        metrics.truncate_after(state.step - 1)
+        loop = RLLoop(session, state, metrics, mirrors)
+        on_start(session.stopping)
+        state = await loop.run()
+    spent = ", ".join(f"{name} {s:.0f}" for name, s in loop.phase_seconds.most_common())
+    show("message", text=f"seconds by phase of {state.step} RL steps: {spent}")
+    return state
+
+
+def _conclude(session: Session, result: dict[str, Any]) -> None:
+    """Write `result.json`; GateError where it misses a gate of the recipe."""
+    write_atomically(session.run_dir.result, json.dumps(result, indent=1))
+    closed = [f"{gate.text} (seen: {seen})" for gate in map(parse_gate, session.config.gates)
+              if (seen := gate.check(result)) is not None]
+    if closed:
+        raise GateError("; ".join(closed), where="gates", remedy="train more, or lower the gate; "
+                        f"the weights are in {session.run_dir.export}")
+
+
 async def _begin(session: Session, started: float) -> RunState:
-    """Version 0: initial weights, after the cold start where there is one."""
     await session.publisher.publish(0)
     if session.config.cold_start is not None:
         await cold_start(session)
     await session.trainer.call("take_reference")
-    before = await session.greedy_accuracy(session.splits.heldout)
-    show("message", text=f"held-out accuracy before RL {before:.3f}")
+    before = float("nan")
+    if session.config.trains:
+        before = await session.greedy_accuracy(session.splits.heldout)
+        show("message", text=f"held-out accuracy before training {before:.3f}")
     state = RunState(0, 0, {}, before, time.monotonic() - started)
     if session.config.cold_start is not None:  # not to be repeated by a resume
         await session.trainer.call("save", directory=str(session.run_dir.step_checkpoint(0)),

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,8 +16,7 @@ from grpo_megatron.controller.display import show
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.selection import Selection
 from grpo_megatron.controller.trainer_link import TrainerLink
-from grpo_megatron.data.prompts import load_splits
-from grpo_megatron.data.splits import Splits
+from grpo_megatron.data.prompts import Splits, load_splits
 from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from grpo_megatron.errors import EngineError
@@ -29,13 +29,9 @@ from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.types import Prompt
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass
 class Session:
-    """One run's resources; stages share it."""
-
     config: RunConfig
     run_dir: RunDir
     tokenizer: TextTokenizer
@@ -45,7 +41,7 @@ class Session:
     rewards: RewardPool
     publisher: Publisher
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
 
     @contextlib.contextmanager
     def phase(self, name: str):
@@ -54,12 +50,10 @@ class Session:
         try:
             yield
         finally:
-            spent = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            self.seconds[name] += time.perf_counter() - started
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
-        seconds, self.seconds = self.seconds, {}
+        seconds, self.seconds = self.seconds, Counter()
         return seconds
 
     async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
@@ -111,8 +105,7 @@ async def _connect(config: RunConfig, run_dir: RunDir,
         found = await asyncio.to_thread(
             wait_for_endpoint, run_dir.endpoints / f"{name}.json", limit_s, is_alive, EngineError)
         client = await stack.enter_async_context(EngineClient(
-            f"http://{found.host}:{found.port}", name=name,
-            request_timeout_s=config.rollout.request_timeout_s))
+            f"http://{found.host}:{found.port}", name, config.rollout.request_timeout_s))
         await client.wait_ready(limit_s, is_alive)
         return client
 
@@ -128,6 +121,6 @@ async def _connect(config: RunConfig, run_dir: RunDir,
 
 def _mourn(run_dir: RunDir, replica: Replica) -> None:
     name, cause = replica.client.name, str(replica.cause_of_death)
-    logger.warning("%s is dead: %s", name, cause)
+    logging.getLogger(__name__).warning("%s is dead: %s", name, cause)
     show("message", text=f"{name} is dead; its requests go to the others")
     append_event(run_dir.events, "engine_dead", role=name, cause=cause)

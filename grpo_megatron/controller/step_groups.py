@@ -3,25 +3,17 @@
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_megatron.config.run import SamplingConfig
 from grpo_megatron.controller.correction import Correction
+from grpo_megatron.controller.dataset import DatasetAnswers
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.selection import Selection, not_older
+from grpo_megatron.controller.selection import Selection, by_domain, not_older, rollout_metrics
 from grpo_megatron.controller.session import Session
-from grpo_megatron.controller.step_metrics import by_domain, group_metrics, rollout_metrics
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.types import Prompt, ScoredGroup
-
-
-@dataclass(frozen=True, slots=True)
-class StepGroups:
-    groups: list[ScoredGroup]  # to train; may be none
-    metrics: dict[str, float]  # of what was sampled, before any correction and selection
-    rollout_s: float
 
 
 class GroupSource:
@@ -33,12 +25,15 @@ class GroupSource:
     def __init__(self, session: Session, sampler: PromptSampler):
         self._session, self._sampler = session, sampler
         self._selection = Selection(session.config)
+        self._answers = session.worker if not session.config.uses_dataset else DatasetAnswers(
+            session.tokenizer, session.config.rollout.max_new_tokens)
         self._surplus: list[ScoredGroup] = []
         self._correction = (Correction(session, self._selection)
                             if session.config.correction else None)
 
-    async def groups_of(self, step: int) -> StepGroups:
-        """Sample `step`; moves the sampler and its curriculum."""
+    async def groups_of(self, step: int) -> tuple[list[ScoredGroup], dict[str, float], float]:
+        """Sample `step`; moves the sampler and its curriculum. Returns the groups to train, maybe
+        none; metrics of what was sampled, before any correction and selection; rollout seconds."""
         session, sampler, selection = self._session, self._sampler, self._selection
         batch, settings = session.config.batch, session.config.sampling
         rollout_s, first_tries = 0.0, []
@@ -48,7 +43,7 @@ class GroupSource:
             nonlocal rollout_s
             show("phase", name="rollout")
             started = time.perf_counter()
-            groups = await session.worker.rollouts(step, prompts)
+            groups = await self._answers.rollouts(step, prompts)
             rollout_s += time.perf_counter() - started
             show("phase", name="reward")
             scored = await session.rewards.score(groups)
@@ -66,34 +61,28 @@ class GroupSource:
             if not np.isnan(correct := selection.correct(group)).all():
                 sampler.observe(group.group.prompt, float(np.nanmean(correct)))
 
-        def described(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-            return by_domain(lambda part: group_metrics(part, selection), groups)
-
-        metrics = (by_domain(rollout_metrics, first_tries or groups)
-                   | described(first_tries or groups) | sampler.metrics()
-                   | session.rewards.take_metrics() | {
+        seen = first_tries or groups
+        metrics = (by_domain(rollout_metrics, seen) | by_domain(selection.metrics, seen)
+                   | sampler.metrics() | session.rewards.take_metrics() | {
             "sampling/rounds": num_rounds, "sampling/surplus": len(surplus),
             "sampling/stale_dropped": len(surplus) - len(self._surplus),
             "sampling/missing": batch.num_prompts - len(groups),
             "sampling/skipped_steps": not groups})
         if self._correction:  # acceptance is that of the corrected groups
             metrics |= self._correction.take_metrics() | {
-                name: value for name, value in described(sampled or groups).items()
-                if name.startswith("sampling/")}
+                name: value for name, value in by_domain(
+                    selection.metrics, sampled or groups).items() if name.startswith("sampling/")}
         if sampled:
             sampler.acceptance = metrics["sampling/acceptance_rate"]
-        return StepGroups(groups, {name: float(value) for name, value in metrics.items()},
-                          rollout_s)
+        return groups, {name: float(value) for name, value in metrics.items()}, rollout_s
 
 
-async def fill_batch(settings: SamplingConfig, target: int, acceptance: float,
-                     carried: Sequence[ScoredGroup],
-                     draw: Callable[[int, Collection[str] | None], Sequence[Prompt]],
-                     score: Callable[[Sequence[Prompt]], Awaitable[list[ScoredGroup]]],
-                     keeps: Callable[[ScoredGroup], bool],
-                     ) -> tuple[list[ScoredGroup], list[ScoredGroup], int]:
-    """Sample rounds of prompts until `target` groups are kept or the rounds run out (dynamic
-    sampling, DAPO, arXiv:2503.14476).
+async def fill_batch(
+        settings: SamplingConfig, target: int, acceptance: float, carried: Sequence[ScoredGroup],
+        draw: Callable[[int, Collection[str] | None], Sequence[Prompt]],
+        score: Callable[[Sequence[Prompt]], Awaitable[list[ScoredGroup]]],
+        keeps: Callable[[ScoredGroup], bool]) -> tuple[list[ScoredGroup], list[ScoredGroup], int]:
+    """Sample until `target` groups are kept or rounds run out (DAPO, arXiv:2503.14476).
 
     A round draws missing / acceptance prompts, within `max_oversampling`; the expected acceptance
     is replaced by what this step observes. Without `settings.dynamic` there is one round. Returns

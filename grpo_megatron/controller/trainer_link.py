@@ -1,15 +1,28 @@
-"""The controller's end of the command connection."""
+"""The controller's end of the command connection, and its part of a checkpoint."""
 
 import asyncio
 import contextlib
 import json
 import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.network import Endpoint, own_address
 from grpo_megatron.trainer.protocol import encode, raise_reply
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Saved with every checkpoint, in `complete.json`."""
+
+    step: int  # RL steps done
+    updates: int  # optimizer steps done in RL, which fixes the learning rate
+    sampler: dict[str, Any]  # from which the next step draws its prompts
+    heldout_before: float  # held-out accuracy before RL
+    seconds: float  # wall time of the run so far, over all attempts
+    objective: dict[str, float] = field(default_factory=dict)  # see `Objective.state`
 
 
 class TrainerLink:
@@ -21,7 +34,6 @@ class TrainerLink:
         self._lock = asyncio.Lock()
 
     async def listen(self, path: Path) -> None:
-        """Open a free port and publish its address at `path`."""
         host = own_address()
         self._server = await asyncio.start_server(self._accept, host, 0, limit=1 << 28)
         port = self._server.sockets[0].getsockname()[1]

@@ -16,8 +16,8 @@ import numpy as np
 
 from grpo_megatron.config.run import CurriculumConfig
 
+# Mastered: p at least this on so many visits in a row, until it falls below the last.
 MASTERED_AT, MASTERED_VISITS, DEMOTED_BELOW = 0.95, 3, 0.8
-"""Mastered: p at least this on so many visits in a row, until it falls below the last."""
 
 
 class Curriculum:

@@ -1,39 +1,45 @@
-"""From a recipe to the prompts of a run: sources, templates, tokens, splits."""
+"""From a recipe to the prompts of a run: sources, templates, tokens, splits by a hash of the text.
 
+The hash depends on nothing but the text, so neither the seed nor the order of the source moves a
+prompt between splits, and equal prompts cannot be on both sides."""
+
+import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from grpo_megatron.config.data import DomainConfig
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.templates import PromptTemplate
-from grpo_megatron.data.file_source import load_file
-from grpo_megatron.data.reasoning_gym_source import load_reasoning_gym
-from grpo_megatron.data.splits import Splits, make_splits, text_hash
+from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Problem, Prompt
+from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Disjoint by prompt text; every split is in hash order within a domain."""
+
+    train: Mapping[str, tuple[Prompt, ...]]  # by domain
+    validation: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...]
+    num_duplicates: int  # prompts dropped because an earlier one has the same text
 
 
 def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
     """Every prompt of the recipe, rendered, tokenised, deduplicated and split.
 
-    A prompt that leaves no room for its domain's `max_new_tokens` within `rollout.max_model_len` is
-    dropped with a warning, before the split."""
+    Prompts that leave no room for their domain's `max_new_tokens` are dropped with a warning."""
     longest = config.rollout.max_model_len
-    prompts = (prompt for domain in config.domains for prompt in _fitting(
-        domain, config.seed, tokenizer, longest - config.max_new_tokens_of(domain.name)))
+    prompts = [prompt for domain in config.domains for prompt in _fitting(
+        domain, config.seed, tokenizer, longest - config.max_new_tokens_of(domain.name))]
     splits = make_splits(prompts, num_heldout=config.data.num_heldout,
                          num_validation=config.data.num_validation)
     if splits.num_duplicates:
         logger.info("dropped %d prompts whose text occurs before", splits.num_duplicates)
     return splits
-
-
-def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
-    """The problems of one domain in the source's order; `seed` is for procedural sources."""
-    return load_file(domain) if domain.source == "file" else load_reasoning_gym(domain, seed)
 
 
 def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:
@@ -48,8 +54,7 @@ def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> l
             for problem, text, ids in zip(problems, texts, token_ids, strict=True)]
 
 
-def _fitting(domain: DomainConfig, seed: int, tokenizer: TextTokenizer,
-             limit: int) -> Iterator[Prompt]:
+def _fitting(domain: DomainConfig, seed: int, tokenizer: TextTokenizer, limit: int) -> list[Prompt]:
     prompts = load_prompts(domain, seed, tokenizer)
     fitting = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
     if len(fitting) < len(prompts):
@@ -61,4 +66,50 @@ def _fitting(domain: DomainConfig, seed: int, tokenizer: TextTokenizer,
             raise DataError(message, where="[rollout] max_model_len, max_new_tokens",
                             remedy=f"set max_model_len to at least {longest} + max_new_tokens")
         logger.warning("%s; they are dropped", message)
-    yield from fitting
+    return fitting
+
+
+def text_hash(text: str) -> str:
+    """The sort key of splits and the stem of prompt ids: sha256, hex."""
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: int) -> Splits:
+    """Drop duplicates (first wins), then take exactly so many held-out and validation prompts by
+    hash, shared out over domains by their number of distinct prompts."""
+    if not prompts:
+        raise DataError("no prompts", remedy="check [[domains]]")
+    distinct = {prompt.text: prompt for prompt in reversed(prompts)}
+    train: dict[str, list[Prompt]] = {prompt.domain: [] for prompt in prompts}
+    for prompt in sorted(distinct.values(), key=lambda prompt: text_hash(prompt.text)):
+        train[prompt.domain].append(prompt)
+    sizes = {name: len(members) for name, members in train.items()}
+    num_duplicates = len(prompts) - len(distinct)
+    shares = share(num_heldout, sizes), share(num_validation, sizes)
+    heldout, validation, kept = [], [], {}
+    for name, members in train.items():
+        first, second = (each[name] for each in shares)
+        heldout += members[:first]
+        validation += members[first:first + second]
+        kept[name] = tuple(members[first + second:])
+        if not kept[name]:
+            others = [other for other in sizes if other != name]
+            scope = f" (its share beside {', '.join(others)})" if others else ""
+            raise DataError(
+                f"domain {name!r} has {sizes[name]} distinct prompts, but {first} held-out and "
+                f"{second} validation prompts{scope} leave none for training; {num_duplicates} "
+                "duplicates were dropped", where="[data] num_heldout, num_validation",
+                remedy="raise num_problems of the domain, or lower num_heldout or num_validation")
+    return Splits(kept, tuple(validation), tuple(heldout), num_duplicates)
+
+
+def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Split `total` over names in proportion to `sizes`: largest remainder, at least one each
+    where `total` is large enough. The parts sum to `total`."""
+    floor = 1 if total >= len(sizes) else 0
+    rest, size = total - floor * len(sizes), max(1, sum(sizes.values()))
+    parts = {name: floor + rest * count // size for name, count in sizes.items()}
+    by_remainder = sorted(sizes, key=lambda name: (-(rest * sizes[name] % size), name))
+    for name in by_remainder[: total - sum(parts.values())]:
+        parts[name] += 1
+    return parts

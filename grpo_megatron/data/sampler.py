@@ -23,11 +23,10 @@ class PromptSampler:
 
     def __init__(self, train: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float],
                  seed: int, curriculum: CurriculumConfig | None = None):
-        if not train:
-            raise DataError("no training prompts", remedy="check [[domains]]")
         self.acceptance = 1.0  # kept fraction of the last step's groups: sizes the next draw
         self._weights = {name: float(weights[name]) for name in train}
-        self._prompts = {name: _by_id(name, prompts) for name, prompts in train.items()}
+        self._prompts = {name: {prompt.prompt_id: prompt for prompt in prompts}
+                         for name, prompts in train.items()}
         self._num_drawn = dict.fromkeys(train, 0)
         self._orders = {name: Curriculum(ids, f"{seed}\0{name}", curriculum) if curriculum
                         else Epochs(ids, f"{seed}\0{name}") for name, ids in self._prompts.items()}
@@ -41,8 +40,7 @@ class PromptSampler:
     def draw(self, n: int, exclude: Collection[str] | None = None) -> list[Prompt]:
         """The next `n` distinct prompts, none of the ids in `exclude`. A domain short of prompts
         gives fewer where that is given, else it is a DataError."""
-        turns: list[str] = []
-        had = dict(self._num_drawn)
+        turns, had = [], dict(self._num_drawn)
         for _ in range(n):
             turns.append(self._next_domain(had))
             had[turns[-1]] += 1
@@ -58,10 +56,9 @@ class PromptSampler:
         """`curriculum/<bucket>`: prompts by bucket; empty without curriculum."""
         counts: Counter[str] = Counter()
         for name, order in self._orders.items():
-            for bucket, number in order.buckets().items():
-                counts[f"curriculum/{bucket}"] += number
-                if len(self._orders) > 1:
-                    counts[f"curriculum/{bucket}@{name}"] = number
+            for domain in ("", f"@{name}") if len(self._orders) > 1 else ("",):
+                counts.update({f"curriculum/{bucket}{domain}": number
+                               for bucket, number in order.buckets().items()})
         return counts
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,11 +85,10 @@ class PromptSampler:
     def _draw(self, name: str, count: int, exclude: Collection[str] | None) -> list[Prompt]:
         prompts = self._prompts[name]
         if exclude is None and count > len(prompts):
-            raise DataError(
-                f"domain {name!r} has {len(prompts)} training prompts, but one batch "
-                f"asks for {count} of them", where="[batch] num_prompts",
-                remedy="lower num_prompts or the domain's weight, or add problems")
-        had = {prompt_id for prompt_id in exclude or () if prompt_id in prompts}
+            raise DataError(f"domain {name!r} has {len(prompts)} training prompts, but one batch "
+                            f"asks for {count} of them", where="[batch] num_prompts",
+                            remedy="lower num_prompts or the domain's weight, or add problems")
+        had = prompts.keys() & (exclude or ())
         ids = self._orders[name].draw(count, had, self._num_drawn[name])
         self._num_drawn[name] += len(ids)
         return [prompts[prompt_id] for prompt_id in ids]
@@ -109,8 +105,7 @@ class Epochs:
         count = min(count, len(self._ids) - len(exclude))
         ids = self._take(count, exclude)
         if len(ids) < count:
-            # A prompt must not occur twice in a batch: what this batch already has goes to
-            # the end of the new epoch.
+            # No prompt twice in a batch: what this one already has ends the new epoch.
             self.load_state_dict({"epoch": self._epoch + 1, "position": 0,
                                   "deferred": [*ids, *sorted(exclude)]})
             ids += self._take(count - len(ids), exclude)
@@ -129,9 +124,8 @@ class Epochs:
         self._epoch, self._position = state["epoch"], state["position"]
         self._deferred = list(state["deferred"])  # moved to the end of this epoch's order
         late, prefix = set(self._deferred), f"{self._key}\0{self._epoch}\0"
-        self._order = sorted(self._ids, key=lambda prompt_id: (
-            prompt_id in late,
-            hashlib.blake2b((prefix + prompt_id).encode(), digest_size=16).digest()))
+        self._order = sorted(self._ids, key=lambda prompt_id: (prompt_id in late, hashlib.blake2b(
+            (prefix + prompt_id).encode(), digest_size=16).digest()))
 
     def _take(self, count: int, exclude: Collection[str]) -> list[str]:
         ids: list[str] = []
@@ -142,20 +136,7 @@ class Epochs:
         return ids
 
 
-def _by_id(name: str, prompts: Sequence[Prompt]) -> dict[str, Prompt]:
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    if not prompts:
-        raise DataError(f"domain {name!r} has no training prompts", remedy="add problems")
-    if len(by_id) < len(prompts):
-        raise DataError(f"domain {name!r} has prompts with equal ids",
-                        remedy="remove duplicates before sampling")
-    return by_id
-
-
 def _fingerprint(prompts: Mapping[str, Prompt]) -> str:
-    digest = hashlib.sha256()
-    for prompt_id in sorted(prompts):
-        prompt = prompts[prompt_id]
-        # repr delimits: no two different triples give the same bytes
-        digest.update(repr((prompt_id, prompt.text, prompt.answer)).encode())
-    return digest.hexdigest()[:16]
+    # repr delimits: no two different triples give the same bytes
+    triples = (repr((prompt_id, p.text, p.answer)) for prompt_id, p in sorted(prompts.items()))
+    return hashlib.sha256("".join(triples).encode()).hexdigest()[:16]

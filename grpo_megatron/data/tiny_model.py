@@ -15,11 +15,9 @@ from grpo_megatron.errors import DataError, raised_as
 _SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>"}  # ids 0 and 1
 _ENDS = {"eos_token_id": 1, "pad_token_id": 0}
 _TOKENIZER_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast", **_SPECIAL,
-    "clean_up_tokenization_spaces": False,
+    "tokenizer_class": "PreTrainedTokenizerFast", **_SPECIAL, "clean_up_tokenization_spaces": False,
     # Contents one after the other: a text model without roles has no tokens to mark turns with.
-    "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
-}
+    "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}"}
 
 
 class CharacterTokenizerConfig(Strict):
@@ -36,21 +34,20 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     `[hf]` as it stands, not what transformers would make of it: export copies it byte for byte."""
     if preset.checkpoint:
         raise DataError(f"{preset.name} is a released checkpoint, not a model to start at random",
-                        where=str(preset.path), remedy="download "
+                        where=preset.file.display, remedy="download "
                         f"{preset.checkpoint['repository']} and set model.path to its directory")
     try:
         settings = CharacterTokenizerConfig.model_validate(preset.tokenizer)
     except ValidationError as error:
-        first = error.errors()[0]
+        first, where = error.errors()[0], preset.file.display
         key = ".".join(("tokenizer", *map(str, first["loc"])))
-        raise DataError(f"model preset: {key}: {first['msg']}", where=str(preset.path)) from error
+        raise DataError(f"model preset: {key}: {first['msg']}", where=where) from error
     tokenizer = _character_tokenizer(settings)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    for name, content in (
-            ("tokenizer_config", _TOKENIZER_CONFIG),
-            ("config", {**preset.hf, "vocab_size": tokenizer.get_vocab_size(), **_ENDS}),
-            ("generation_config", {**_ENDS, "do_sample": True})):
+    config = {**preset.hf, "vocab_size": tokenizer.get_vocab_size(), **_ENDS}
+    for name, content in (("tokenizer_config", _TOKENIZER_CONFIG), ("config", config),
+                          ("generation_config", {**_ENDS, "do_sample": True})):
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
@@ -69,9 +66,8 @@ def init_weights(directory: Path, seed: int) -> None:
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             embedding = model.get_input_embeddings()
-            # transformers zeroes the padding token's. A policy can sample that token, and the
-            # gradient of RMSNorm at zero is 1 / sqrt(eps): one such sample in a batch made the
-            # gradient norm 160 instead of 1.5.
+            # transformers zeroes the padding token's. A policy can sample it, and the gradient of
+            # RMSNorm at zero is 1 / sqrt(eps): one sample made the gradient norm 160, not 1.5.
             if embedding.padding_idx is not None:
                 embedding.weight.data[embedding.padding_idx].normal_(0.0, config.initializer_range)
     # save_pretrained also rewrites config.json in its own words; keep ours.

@@ -55,7 +55,6 @@ class TextTokenizer:
 
 def load_tokenizer(path: Path) -> TextTokenizer:
     """The tokenizer of a checkpoint directory; DataError where it is unreadable or has no end."""
-    path = Path(path)
     backend = _backend(path)
     settings, generation, config = (_read_json(path / f"{name}.json") for name in (
         "tokenizer_config", "generation_config", "config"))
@@ -67,8 +66,8 @@ def load_tokenizer(path: Path) -> TextTokenizer:
 
     found = [source.get("eos_token_id") for source in (
         generation, config.get("text_config") or config)]
-    stop_ids = [i for ids in found if ids is not None
-                for i in (ids if isinstance(ids, list) else [ids])]
+    stop_ids = [i for ids in found for i in (ids if isinstance(ids, list) else [ids])
+                if i is not None]
     eos = token_id("eos_token")
     if eos is None and not stop_ids:
         raise DataError("no end token in tokenizer_config, generation_config or config.json",

@@ -12,17 +12,18 @@ from typing import Any
 
 from rich import progress
 
-from grpo_megatron.errors import GrpoMegatronError, TrainerError
+from grpo_megatron.errors import TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
 from grpo_megatron.launch.roles import QUIET, free_port, rank_variables
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.network import LOOPBACK
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.trainer.protocol import raise_reply
 
 
 def convert(job: dict[str, Any], num_ranks: int) -> None:
-    """Run `job` (see `trainer.convert.Job`) with `num_ranks` processes on this machine. Raises what
-    the first rank that failed said; RunLockedError where another process writes the target."""
+    """Run `job`, a `trainer.convert.Job`. Raises what the first rank that failed said;
+    RunLockedError where another process writes the target."""
     screen = _Screen()
     with tempfile.TemporaryDirectory() as folder, _claimed(job["target"]), screen.bar:
         file = Path(folder, "job.json")
@@ -78,8 +79,6 @@ def _watch(ranks: list[ChildProcess], screen: "_Screen") -> None:
                 screen.show(json.loads(line))
 
 
-
-
 class _Screen:
     """A bar a phase on a terminal; a line a finished phase and a message everywhere."""
 
@@ -91,12 +90,9 @@ class _Screen:
         self._tasks: dict[str, tuple[progress.TaskID, int]] = {}
 
     def show(self, message: dict[str, Any]) -> None:
-        """Raises GrpoMegatronError where the message is one."""
         match message:
-            case {"error": [text, where, remedy], "exit_code": code}:
-                error = GrpoMegatronError(text, where=where, remedy=remedy)
-                error.exit_code = code
-                raise error
+            case {"error": _}:
+                raise_reply(message)
             case {"phase": phase, "total": total}:
                 self._tasks[phase] = self.bar.add_task(phase, total=total), total
             case {"phase": phase, "bytes": count} if phase in self._tasks:

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from grpo_megatron.config.resolved import ResolvedConfig, write_resolved
+from grpo_megatron.config.loader import ResolvedConfig, write_resolved
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.launch.steps import SlurmSteps
@@ -14,8 +14,7 @@ from grpo_megatron.rundir import RunDir
 
 
 def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = False) -> int:
-    """Start a new run, `in_job` as steps of the Slurm job around this process; returns the exit
-    code. ConfigError where the run exists, unless told to `overwrite` it."""
+    """Returns the exit code. ConfigError where the run exists, unless told to `overwrite` it."""
     run_dir = RunDir(resolved.run_path)
     if not overwrite:
         run_dir.refuse_existing()

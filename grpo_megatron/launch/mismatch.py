@@ -11,15 +11,14 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.launch.offline import choose_step, offline_trainer, recorded_steps
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.telemetry.gap_page import gap_page
-from grpo_megatron.telemetry.gap_parts import GapParts, split_gap
+from grpo_megatron.telemetry.gap import GapParts, gap_page, split_gap
 
 Columns = dict[str, np.ndarray]
 
 
 def report_mismatch(path: Path, step: int | None, overrides: Sequence[str], page: Path | None, *,
                     by_layer: bool) -> Iterator[str]:
-    """Lines of a table; the page with heat maps is written too."""
+    """Lines of a table; writes the page with heat maps too."""
     run_dir = RunDir(path)
     step = choose_step(run_dir, step)
     yield f"log-prob gap of step {step} of {path}: engine - trainer with live routing"
@@ -52,7 +51,7 @@ async def _measure(run_dir: RunDir, step: int, overrides: Sequence[str], table: 
             return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics, trainer.config)
 
     run, metrics, config = await columns(step, overrides, by_layer)
-    if not table.has_routes:
+    if not table.route_shapes:
         notes.append("the engine recorded no routes (rollout.record_routes): a routing part cannot "
                      "be told from the rest")
     precise, flags = None, [*overrides, f"trainer.precision={config.rollout.dtype}"]

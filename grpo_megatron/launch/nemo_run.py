@@ -19,7 +19,7 @@ from grpo_megatron.plan.resolve import resolve
 
 def add_stages(experiment: run.Experiment, recipes: Sequence[str], executor: run.Executor,
                overrides: Sequence[str] = ()) -> None:
-    """Add the runs of recipes to an experiment, each after the one before."""
+    """Each run after the one before."""
     before: list[str] = []
     for recipe in recipes:
         config = resolve(recipe, overrides).config

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.checkpoints.retention import complete_steps
-from grpo_megatron.config.resolved import write_resolved
+from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.controller.state import RunState
-from grpo_megatron.controller.trainer_link import TrainerLink
+from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.errors import DataError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all
 from grpo_megatron.launch.roles import LocalProcesses
@@ -33,7 +32,7 @@ def recorded_steps(run_dir: RunDir) -> list[int]:
 
 
 def choose_step(run_dir: RunDir, step: int | None) -> int:
-    """`step`, or the newest one that can be computed again; DataError where it cannot be."""
+    """`step`, by default the newest; DataError where it cannot be computed again."""
     steps = recorded_steps(run_dir)
     if not steps:
         raise DataError("no recorded step of this run has its checkpoint any more",
@@ -72,10 +71,9 @@ class OfflineTrainer:
             answer.cancel()
 
     async def train(self, step: int, state: RunState, **options: Any) -> dict[str, Any]:
-        return await self.call(
-            "train", directory=str(self.store(step)), first_update=state.updates,
-            num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
-            state=state.objective, **options)
+        num_updates = self.config.num_steps * self.config.batch.updates_per_rollout
+        return await self.call("train", directory=str(self.store(step)), state=state.objective,
+                               first_update=state.updates, num_updates=num_updates, **options)
 
     async def go_to(self, step: int) -> RunState:
         """Weights, optimizer and references as they were before `step`."""

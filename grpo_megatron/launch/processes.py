@@ -13,8 +13,6 @@ from pathlib import Path
 
 from grpo_megatron.orphans import die_with_parent
 
-LOG_TAIL_LINES = 15
-
 
 @dataclass(frozen=True)
 class End:
@@ -26,7 +24,7 @@ class End:
 
     def __str__(self) -> str:
         try:
-            lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            lines = self.log.read_text(errors="replace").splitlines()[-15:]
         except OSError:
             lines = []
         return "\n".join([f"{self.name} ended with exit code {self.exit_code}",
@@ -52,8 +50,7 @@ class ChildProcess:
             self.process = subprocess.Popen(
                 self.argv, stderr=log, start_new_session=True,
                 stdin=subprocess.PIPE if self.piped else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if self.piped else log,
-                env={**os.environ, **self.env},
+                stdout=subprocess.PIPE if self.piped else log, env={**os.environ, **self.env},
                 preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM))
         self.pidfd = os.pidfd_open(self.process.pid)
 

@@ -10,8 +10,8 @@ from grpo_megatron.launch.offline import choose_step, offline_trainer
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import read_metrics
 
+# of the loss by the sum of its absolute terms; of the gradient norm by itself
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Of the loss by the sum of its absolute terms; of the gradient norm by itself."""
 _OTHER_EACH_TIME = ("time/", "throughput/", "trainer/", "canary/", "evaluation/", "replay/")
 
 

@@ -21,10 +21,9 @@ class LocalProcesses:
         self.config, self.run_dir = config, run_dir
 
     def check(self) -> None:
-        """Nothing can be wrong with a run directory that only this machine uses."""
+        """Only this machine uses the run directory."""
 
     def trainers(self) -> list[ChildProcess]:
-        """One process per rank."""
         layout = self.config.trainer
         return [self._child(f"trainer-{rank}", TRAINER, env=rank_variables(
             rank, layout.num_ranks, layout.num_threads)) for rank in range(layout.num_ranks)]
@@ -38,7 +37,6 @@ class LocalProcesses:
         return self._child("controller", CONTROLLER, env={"OMP_NUM_THREADS": "1"}, piped=True)
 
     def stop(self, children: list[ChildProcess]) -> None:
-        """End everything that is left."""
         stop_all(children)
 
     def _child(self, name: str, module: str, *arguments: str, env: dict[str, str] | None = None,
@@ -50,9 +48,13 @@ class LocalProcesses:
 
 def rank_variables(rank: int, world: int, num_threads: int | None = None) -> dict[str, str]:
     """What torchrun would set."""
-    threads = num_threads or max((os.cpu_count() or 1) // world, 1)
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-            "OMP_NUM_THREADS": str(threads)}
+    return thread_limit(world, num_threads) | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+
+
+def thread_limit(num_processes: int, num_threads: int | None) -> dict[str, str]:
+    threads = num_threads or max((os.cpu_count() or 1) // num_processes, 1)
+    return {"OMP_NUM_THREADS": str(threads)}
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_megatron import assets
-from grpo_megatron.config.resolved import ResolvedConfig, read_stored, write_resolved
+from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError, RunLockedError, SetupError
 from grpo_megatron.files import write_atomically
@@ -21,9 +21,17 @@ from grpo_megatron.telemetry.metrics import read_metrics
 
 
 def render(resolved: ResolvedConfig, site: str) -> str:
-    """The batch script of a run (see `slurm/render.sh`). `site`: path of a site's file, or name of
-    a shipped example; ConfigError where there is none, it is not bash, or a setting is missing."""
-    shipped, placement = assets.slurm() / "sites", resolved.config.placement
+    placement = resolved.config.placement
+    return render_job(resolved.run_path, site, (placement.trainer_nodes, placement.rollout_nodes,
+                                                placement.gpus_per_node))
+
+
+def render_job(directory: Path, site: str, sizes: tuple[int, int, int],
+               arguments: Sequence[str] = ()) -> str:
+    """See `slurm/render.sh`. ConfigError for a `site` (a file, or the name of a shipped example)
+    that is not there or not bash, or lacks a setting."""
+    folder = assets.root() / "slurm"
+    shipped = folder / "sites"
     path = next((p for p in (Path(site), shipped / f"{site}.env") if p.is_file()), None)
     if path is None:
         known = sorted(p.stem for p in shipped.glob("*.env"))
@@ -31,21 +39,19 @@ def render(resolved: ResolvedConfig, site: str) -> str:
         raise ConfigError(f"no site {site!r}" + (f", did you mean {near[0]!r}?" if near else ""),
                           where="--site", remedy="give the path of your own file; examples in "
                                                  f"{assets.display(shipped)}: {', '.join(known)}")
-    sizes = placement.trainer_nodes, placement.rollout_nodes, placement.gpus_per_node
-    done = subprocess.run(
-        ["bash", str(assets.slurm() / "render.sh"), str(path.resolve()),
-         str(resolved.run_path.resolve()), resolved.config.name, *map(str, sizes)],
-        capture_output=True, text=True, check=False)
+    words = (path.resolve(), directory.resolve(), directory.name, *sizes, *arguments)
+    done = subprocess.run(["bash", folder / "render.sh", *map(str, words)],
+                          capture_output=True, text=True, check=False)
     if done.returncode:
         said = re.sub(r"^.*: line \d+: ", "", done.stderr.strip())
+        said = re.sub(r"^([A-Z_]+): ", r"\1 is not set: ", said)
         raise ConfigError(said or "the file failed", where=assets.display(path),
                           remedy="set it in the file, or in the environment of this command")
     return done.stdout
 
 
-def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> str:
-    """Prepare the run directory and submit its job, with more `flags` of sbatch; returns the job's
-    id. ConfigError where the run exists, or the site is not right."""
+def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> str:
+    """As `submit_again`, for a new run; ConfigError also where it exists or the site is wrong."""
     run_dir = RunDir(resolved.run_path)
     run_dir.refuse_existing()
     script = render(resolved, site)
@@ -55,7 +61,7 @@ def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> st
         run_dir.slurm.mkdir(exist_ok=True)
         write_atomically(run_dir.slurm / "train.sbatch", script)
         write_resolved(run_dir.config, resolved)
-        return submit_again(run_dir, flags)
+        return submit_again(run_dir, after)
     except OSError as error:
         raise SetupError(f"cannot write the run's directory: {error.strerror}",
                          where=str(run_dir.root), remedy="choose another runs_dir=…") from None
@@ -66,23 +72,23 @@ def submit(resolved: ResolvedConfig, site: str, flags: Sequence[str] = ()) -> st
 
 
 def resume(path: Path, overrides: Sequence[str]) -> str:
-    """Go on with a run by another job; returns its id."""
     run_dir = RunDir(path)
     if overrides and not active_job(run_dir):
         write_resolved(run_dir.config, resolve_run(run_dir.config, overrides))
     return submit_again(run_dir)
 
 
-def submit_again(run_dir: RunDir, flags: Sequence[str] = ()) -> str:
-    """Submit the kept script: to start the run, or to go on with it. RunLockedError where its job
-    has not ended, ConfigError where Slurm does not take the job."""
+def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
+    """Submit the kept script, to begin when the jobs `after` have succeeded; returns the job's id.
+    RunLockedError where its job has not ended, ConfigError where Slurm does not take the job."""
     if job := active_job(run_dir):
         raise RunLockedError(f"{run_dir.root} is being written by Slurm job {job}",
                              where=str(run_dir.slurm / "job"),
                              remedy=f"wait for it, or grpo-megatron cancel {run_dir.root}")
-    script = run_dir.slurm / "train.sbatch"
+    script = str(run_dir.slurm / "train.sbatch")
+    flags = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"]
     try:
-        job = slurm("sbatch", "--parsable", *flags, str(script)).partition(";")[0]
+        job = slurm("sbatch", "--parsable", *(flags if after else ()), script).partition(";")[0]
     except SetupError as error:
         remedy = error.remedy or "change the site's file; submit --dry-run prints the script"
         if "partition" in error.message:
@@ -110,10 +116,13 @@ def is_active(job: str) -> bool:
 
 
 def state_of(job: str) -> dict[str, str]:
-    """What Slurm says of a job (JobState, Reason, Restarts, …); {} if it has forgotten it."""
+    """What Slurm says of a job (JobState, Reason, Restarts, …); {} if it has forgotten it.
+    SetupError where Slurm does not answer: the job may well be running."""
     try:
         words = slurm("scontrol", "--oneliner", "show", "job", job).partition("\n")[0].split()
-    except SetupError:
+    except SetupError as error:
+        if error.where != "PATH" and "Invalid job id" not in error.message:
+            raise
         return {}
     return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -129,7 +138,7 @@ def status_line(path: Path) -> str:
         words = [f"job {job}", state.get("JobState", "unknown to Slurm"), *(
             f"{key.lower()} {state[key]}" for key in ("Reason", "Restarts", "RunTime")
             if state.get(key, "None") != "None")]
-    return (f"{path}  step {steps}/{read_stored(run_dir.config).config.num_steps}  "
+    return (f"{path}  step {steps}/{read_resolved(run_dir.config).config.num_steps}  "
             f"{' '.join(words)}  last event: {last}")
 
 
@@ -144,7 +153,7 @@ def cancel(path: Path, *, now: bool) -> str:
 
 
 def slurm(*command: str) -> str:
-    """Output of a Slurm command. Raises SetupError with its message."""
+    """Output of a Slurm command; SetupError with its message."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

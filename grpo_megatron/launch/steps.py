@@ -5,11 +5,7 @@
 
 One allocation is split in this order; of a heterogeneous job the first component trains and the
 second generates. Steps share their nodes' resources (`--overlap`), so every role says itself which
-GPUs are its own. The site says what to put between srun and the program:
-
-    GRPO_MEGATRON_SRUN_FLAGS   for example --container-image=… --container-mounts=…
-    GRPO_MEGATRON_ENTER        for example apptainer exec --nv image.sif
-    GRPO_MEGATRON_PYTHON       the interpreter inside (default: this one)"""
+GPUs are its own. The site's file says what to put between srun and the program (docs/slurm.md)."""
 
 import os
 import re
@@ -23,7 +19,7 @@ from dataclasses import dataclass
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import SetupError
 from grpo_megatron.launch.processes import ChildProcess, End, stop_all
-from grpo_megatron.launch.roles import CONTROLLER, QUIET, REPLICA, TRAINER
+from grpo_megatron.launch.roles import CONTROLLER, QUIET, REPLICA, TRAINER, thread_limit
 from grpo_megatron.network import NODES_VARIABLE
 from grpo_megatron.rundir import RunDir
 
@@ -52,13 +48,11 @@ class Step(ChildProcess):
 class SlurmSteps:
     def __init__(self, config: RunConfig, run_dir: RunDir):
         self.config, self.run_dir, self.placement = config, run_dir, config.placement
-        groups = [_nodes(os.environ[name]) for name in (
-            "SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_1",
-            "SLURM_JOB_NODELIST") if name in os.environ]
+        groups = [_nodes(os.environ[name]) for suffix in ("_HET_GROUP_0", "_HET_GROUP_1", "")
+                  if (name := f"SLURM_JOB_NODELIST{suffix}") in os.environ]
         self.nodes = groups[0] + groups[1] if len(groups) > 1 else groups[0]
         self.is_hetjob = len(groups) > 1
-        wanted = self.placement.num_nodes
-        if len(self.nodes) != wanted:
+        if len(self.nodes) != (wanted := self.placement.num_nodes):
             raise SetupError(f"the job has {len(self.nodes)} nodes, the recipe is for "
                              f"{self.placement.trainer_nodes} that train and "
                              f"{self.placement.rollout_nodes} that generate", where="placement",
@@ -80,12 +74,10 @@ class SlurmSteps:
                                         "containers must mount it")
 
     def trainers(self) -> list[ChildProcess]:
-        """One step with all ranks, numbered by Slurm."""
         layout, nodes = self.config.trainer, self.nodes[:self.placement.trainer_nodes]
         per_node = layout.num_ranks // len(nodes)
-        threads = layout.num_threads or max((os.cpu_count() or 1) // per_node, 1)
         return [self._step("trainer", TRAINER, nodes=nodes, tasks_per_node=per_node,
-                           log="trainer-%t.log", env={"OMP_NUM_THREADS": str(threads)})]
+                           log="trainer-%t.log", env=thread_limit(per_node, layout.num_threads))]
 
     def replicas(self) -> list[ChildProcess]:
         """A step for each server, so that one can die alone; wide ones take several nodes."""
@@ -101,7 +93,6 @@ class SlurmSteps:
         return steps
 
     def controller(self) -> ChildProcess:
-        """Beside this process, on the first node."""
         return self._step("controller", CONTROLLER, nodes=self.nodes[:1], log="controller.log",
                           env={"OMP_NUM_THREADS": "1"}, piped=True)
 

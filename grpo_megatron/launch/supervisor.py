@@ -96,7 +96,7 @@ class Supervisor:
             if trainer.exit_code:  # 0: told to stop
                 end = self._died(trainer)
                 error = errors.TrainerError(str(end), where=str(end.log), remedy=self.remedy)
-                if 2 <= end.exit_code <= 10:
+                if 2 <= end.exit_code <= 11:
                     error.exit_code = end.exit_code  # the rank's own error class
                 raise error
 

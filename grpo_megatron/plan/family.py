@@ -1,8 +1,7 @@
 """Model families: `families/<model_type>.toml` is all that is known of one (see `parts/base.toml`).
 
-The tables drive import, export, publishing and digests (`weights.rules`), the reading of
-config.json (`plan.hf_config`) and Megatron's configuration (`trainer.model_config`).
-"""
+The tables drive import, export, publishing and digests (`weights.parameters`), the reading of
+config.json (`plan.hf_config`) and Megatron's configuration (`trainer.model_config`)."""
 
 from functools import cache
 from pathlib import Path
@@ -22,15 +21,12 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    present: tuple[str, ...] = ()
-    """Must be written, be it as null: transformers takes something else where it is missing."""
-    null: tuple[str, ...] = ()
-    """May be null only."""
+    present: tuple[str, ...] = ()  # also if null: transformers' own default is something else
+    null: tuple[str, ...] = ()  # may be null only
     rope: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     default: dict[str, Any] = {}
-    fixed: dict[str, list[Any]] = {}
-    """Accepted values; `a.b` is field b of table a."""
+    fixed: dict[str, list[Any]] = {}  # accepted values; `a.b` is field b of table a
 
     @property
     def known(self) -> set[str]:
@@ -40,8 +36,6 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One model family."""
-
     name: str
     model: dict[str, str]
     layer: dict[str, str | list[str]]
@@ -66,26 +60,22 @@ def family_of(model_type: str | None) -> Family:
         near = nearest(str(model_type), known) or known
         raise ConfigError(f"model_type {model_type!r} is not supported", where="config.json",
                           remedy=f"known families: {', '.join(near)}")
-    family = msgspec.convert({"name": model_type, **_tables(model_type)}, Family)
+    family = msgspec.convert({"name": model_type, **tables_of(model_type)}, Family)
     if family.lacks:
         raise ConfigError(f"model_type {model_type!r} is not supported: {family.lacks}",
                           where="config.json")
     return family
 
 
-def base_tables() -> dict[str, Any]:
-    """The tables that every family starts from."""
-    return _tables("base")
-
-
 @cache
-def _tables(name: str) -> dict[str, Any]:
-    """A file's tables over those of the parts that it extends, later parts over earlier ones."""
+def tables_of(name: str) -> dict[str, Any]:
+    """Of a family, or `base`, what all start from: over those of the parts that it extends, later
+    parts over earlier ones."""
     file = _FOLDER / f"{name}.toml"
     own = dict(read_toml(file if file.exists() else _FOLDER / "parts" / f"{name}.toml").values)
     merged: dict[str, Any] = {}
     for part in own.pop("extends", ()):
-        merged = _merge(merged, _tables(part))
+        merged = _merge(merged, tables_of(part))
     return _merge(merged, own)
 
 

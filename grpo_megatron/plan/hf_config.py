@@ -1,25 +1,20 @@
-"""One reading of `config.json`, whatever dialect wrote it; for families that we know, a strict one.
-
-Dialects: transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`;
-authors call the number of experts `num_experts`, `num_local_experts` or `n_routed_experts`.
-"""
+"""One strict reading of `config.json`, whatever dialect wrote it: transformers 4 has `rope_theta`
+and `rope_scaling`, transformers 5 `rope_parameters`; authors call the number of experts
+`num_experts`, `num_local_experts` or `n_routed_experts`."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.plan.family import Family, base_tables, family_of
+from grpo_megatron.plan.family import Family, family_of, tables_of
 
 
 def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[str, Any]:
-    """All fields that decide what the model computes, under one name each.
-
-    Beside the family's own fields: `num_key_value_heads`, `head_dim`, `moe_layers` (per layer: 1
-    with experts, 0 dense), `shared_expert_intermediate_size` and `rope` (see `rope_fields`).
-    ConfigError for an unknown family, and for a field that is missing, unknown, or has a value that
-    the trainer does not compute.
-    """
+    """All fields that decide what the model computes, under one name each; beside the family's own:
+    `num_key_value_heads`, `head_dim`, `moe_layers` (per layer: 1 with experts, 0 dense),
+    `shared_expert_intermediate_size` and `rope` (see `rope_fields`). ConfigError for an unknown
+    family, a field that is missing or unknown, or a value that the trainer does not compute."""
     family = family_of(hf.get("model_type"))
     try:
         fields = unified(hf)
@@ -51,7 +46,7 @@ def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, An
 def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The same fields under one name each; ConfigError where two names of one field disagree."""
     fields = dict(hf)
-    for name, others in base_tables()["aliases"].items():
+    for name, others in tables_of("base")["aliases"].items():
         for other in others:
             value = fields.pop(other, None)
             if fields.get(name) is None and value is not None:
@@ -62,16 +57,13 @@ def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows from unified fields."""
     heads, num_layers = fields["num_attention_heads"], fields["num_hidden_layers"]
-    shared = (fields.get("n_shared_experts") or 0) * (fields.get("moe_intermediate_size") or 0)
-    found = {
-        "num_key_value_heads": fields.get("num_key_value_heads") or heads,
-        "head_dim": fields.get("head_dim") or fields["hidden_size"] // heads,
-        "moe_layers": _moe_layers(fields, num_layers) if fields.get("num_experts") else [],
-        "shared_expert_intermediate_size":
-            fields.get("shared_expert_intermediate_size") or shared or None,
-    }
+    shared = fields.get("shared_expert_intermediate_size") or (
+        (fields.get("n_shared_experts") or 0) * (fields.get("moe_intermediate_size") or 0)) or None
+    found = {"num_key_value_heads": fields.get("num_key_value_heads") or heads,
+             "head_dim": fields.get("head_dim") or fields["hidden_size"] // heads,
+             "moe_layers": _moe_layers(fields, num_layers) if fields.get("num_experts") else [],
+             "shared_expert_intermediate_size": shared}
     if fields.get("topk_method") == "greedy" or (fields.get("n_group") or 1) == 1:
         found |= {"n_group": None, "topk_group": None}
     return found
@@ -86,7 +78,7 @@ def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
             for i in range(num_layers)]
 
 
-def rope_fields(fields: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:
+def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """`type`, `theta`, `percent` (of the head that is rotated) and the type's own parameters;
     ConfigError without theta, and for a type, or a parameter of it, that is not known."""
     given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
@@ -95,15 +87,14 @@ def rope_fields(fields: Mapping[str, Any], family: Family | None = None) -> dict
     found = {"type": kind, "theta": given.pop("rope_theta", None) or fields.get("rope_theta"),
              "percent": given.pop("partial_rotary_factor", None)
              or fields.get("partial_rotary_factor") or 1.0}
-    types = family.rope if family else base_tables()["rope"]
-    if kind not in types:
+    if kind not in family.rope:
         raise ConfigError(f"rope type {kind!r} is not supported",
-                          remedy=f"supported: {', '.join(types)}")
-    if family and found["percent"] != 1.0 and "partial_rotary_factor" not in family.fields.known:
+                          remedy=f"supported: {', '.join(family.rope)}")
+    if found["percent"] != 1.0 and "partial_rotary_factor" not in family.fields.known:
         raise ConfigError(f"{family.name} rotates whole heads, not {found['percent']} of one")
     if found["theta"] is None:
         raise ConfigError("neither rope_theta nor rope_parameters.rope_theta is set")
-    for name, default in types[kind].items():
+    for name, default in family.rope[kind].items():
         value = given.pop(name, None)
         if value is None and default == "required":
             raise ConfigError(f"rope type {kind!r} needs {name}")

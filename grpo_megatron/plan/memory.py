@@ -1,27 +1,24 @@
 """A recipe's plan: memory of every stage's fullest rank, and what a step moves and writes."""
 
 import itertools
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
+from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.config.problems import Violation
-from grpo_megatron.config.rules import Conditions, broken
+from grpo_megatron.config.problems import Conditions, Violation, broken
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.activations import step_bytes
 from grpo_megatron.plan.model_facts import configuration_of
-from grpo_megatron.plan.static import static_bytes
+from grpo_megatron.plan.rank_bytes import static_bytes, step_bytes
 from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
 
-DEVICES = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+DEVICES = assets.tables(__file__, "devices.toml")
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The fullest rank of a pipeline stage."""
+    """Of the fullest rank of a pipeline stage."""
 
     stage: int
     rank: int
@@ -34,8 +31,6 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a recipe needs."""
-
     stages: tuple[RankMemory, ...]
     usable_bytes: int | None  # of a GPU, for the trainer; None on a CPU
     engine: dict[str, int]  # of a GPU: bytes of weights and KV cache; tokens of a server's cache
@@ -76,8 +71,7 @@ def memory_problems(config: RunConfig, plan: Plan) -> list[Violation]:
 RULES: Conditions = {
     "trainer_memory": lambda c, plan: (
         plan.usable_bytes is not None and plan.worst.total > plan.usable_bytes),
-    "engine_memory": lambda c, plan: plan.engine["kv_tokens"] < c.rollout.max_model_len,
-}
+    "engine_memory": lambda c, plan: plan.engine["kv_tokens"] < c.rollout.max_model_len}
 
 
 def _made_vocabulary(model: ModelConfig) -> int:
@@ -91,7 +85,7 @@ def _workload(config: RunConfig, s: Sizes) -> dict[str, int]:
     """Of a rank, for `step_bytes`; all samples are taken to be as long as they may."""
     t, batch, length = config.trainer, config.batch, config.rollout.max_model_len
     samples = batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
-    mine = -(-samples // s.layout.data_parallel_size)
+    mine = -(-samples // s.trainer.dp)
     packed = max(t.max_tokens_per_microbatch // length, 1)
     return {"tokens": min(t.max_tokens_per_microbatch, mine * length), "sequence": length,
             "num_microbatches": -(-mine // packed), "replayed": config.routing.replay != "none",
@@ -116,12 +110,11 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     tokens = (config.batch.num_prompts * config.batch.num_samples_per_prompt
               * config.rollout.max_model_len)
     routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * (1 + (symbols["experts"] > 256))
-    return {
-        "parameters": parameters, "microbatches_per_update": num_microbatches,
-        "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
-        "tokens_per_step": tokens, "publish_bytes": weights,
-        "checkpoint_bytes": weights * (1 + references) + 12 * parameters,
-        "sample_store_bytes": tokens * (8 + routes * config.records_routes)}
+    return {"parameters": parameters, "microbatches_per_update": num_microbatches,
+            "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
+            "tokens_per_step": tokens, "publish_bytes": weights,
+            "checkpoint_bytes": weights * (1 + references) + 12 * parameters,
+            "sample_store_bytes": tokens * (8 + routes * config.records_routes)}
 
 
 def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) -> dict[str, int]:
@@ -140,7 +133,7 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
 
 
 def _utilisation(config: RunConfig) -> float:
-    """Share of a GPU that vLLM is told to take."""
+    """Share of a GPU that vLLM takes."""
     arguments = config.rollout.engine_arguments
     for argument, value in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         name, _, joined = argument.partition("=")

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import ModelConfig
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.errors import ConfigError, raised_as
 from grpo_megatron.plan.hf_config import derived, model_fields, unified
 
 
@@ -47,64 +46,39 @@ def model_facts(model: ModelConfig) -> ModelFacts:
     preset, a path without `config.json`, or a model that the trainer does not compute."""
     hf, where = configuration_of(model)
     model_fields(hf, where=where)
-    return facts_from_hf(hf, where=where)
+    return facts_from_hf(hf)
 
 
 def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
     """The configured model's `config.json`, and what messages call it. Raises ConfigError."""
     if model.path is not None:
-        hf, where = read_config(model.path), str(model.path / "config.json")
-    elif model.preset is not None:
-        preset = load_preset(model.preset)
-        hf, where = preset.hf, assets.display(preset.path)
-    else:
-        raise ConfigError("neither model.preset nor model.path is set",
-                          remedy="set one of them in [model]")
-    return hf, where
+        return read_config(model.path), str(model.path / "config.json")
+    preset = load_preset(model.preset)
+    return preset.hf, preset.file.display
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The `config.json` of a checkpoint."""
     file = directory / "config.json"
-    try:
+    with (raised_as(ConfigError, "cannot read the model's config.json", OSError, where=file,
+                    remedy="give a Hugging Face checkpoint directory"),
+          raised_as(ConfigError, "the model's config.json is not valid", ValueError, where=file,
+                    remedy="download the checkpoint again")):
         return json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the model's config.json: {error.strerror}",
-                          where=str(file),
-                          remedy="model.path must be a Hugging Face checkpoint directory") from None
-    except ValueError as error:
-        raise ConfigError(f"the model's config.json is not valid: {error}", where=str(file),
-                          remedy="download the checkpoint again") from None
 
 
-def facts_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelFacts:
-    """Normalise the content of a `config.json`, or the `[hf]` table of a preset; ConfigError where
-    a size is missing that every decoder has."""
-    if "hidden_size" not in hf and isinstance(hf.get("text_config"), Mapping):
-        hf = hf["text_config"]
-
+def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
+    """Of a `config.json`, or the `[hf]` table of a preset, that the trainer computes."""
     hf = unified(hf)
-    for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        if not isinstance(hf.get(key), int):
-            raise ConfigError(f"the model's configuration has no {key}", where=where,
-                              remedy="only decoder-only language models are supported")
     hf |= derived(hf)
     num_experts, intermediate = hf.get("num_experts") or 0, hf.get("intermediate_size") or 0
+    moe_intermediate = (hf.get("moe_intermediate_size") or intermediate) if num_experts else 0
     return ModelFacts(
-        model_type=str(hf.get("model_type", "")),
-        hidden_size=hf["hidden_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
-        intermediate_size=intermediate,
-        num_experts=num_experts,
-        num_experts_per_token=hf.get("num_experts_per_tok") or 0,
-        moe_intermediate_size=(hf.get("moe_intermediate_size") or intermediate)
-        if num_experts else 0,
+        model_type=hf["model_type"], hidden_size=hf["hidden_size"], head_dim=hf["head_dim"],
+        num_layers=hf["num_hidden_layers"], num_heads=hf["num_attention_heads"],
+        num_kv_heads=hf["num_key_value_heads"], intermediate_size=intermediate,
+        num_experts=num_experts, num_experts_per_token=hf.get("num_experts_per_tok") or 0,
+        moe_intermediate_size=moe_intermediate,
         shared_expert_intermediate_size=hf["shared_expert_intermediate_size"] or 0,
         moe_layers=tuple(i for i, is_moe in enumerate(hf["moe_layers"]) if is_moe),
-        vocab_size=hf.get("vocab_size"),
-        max_position_embeddings=hf.get("max_position_embeddings"),
-        is_mla=hf.get("kv_lora_rank") is not None,
-    )
+        vocab_size=hf.get("vocab_size"), is_mla=hf.get("kv_lora_rank") is not None,
+        max_position_embeddings=hf.get("max_position_embeddings"))

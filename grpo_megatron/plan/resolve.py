@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from grpo_megatron.config.loader import load_recipe, read_resolved
+from grpo_megatron.config.loader import ResolvedConfig, load_recipe, read_resolved
 from grpo_megatron.config.presets import load_preset, preset_names
-from grpo_megatron.config.problems import Violation
-from grpo_megatron.config.resolved import ResolvedConfig
-from grpo_megatron.config.rules import Conditions, broken
+from grpo_megatron.config.problems import Conditions, Details, Violation, broken
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.plan.layout import check_layout
-from grpo_megatron.plan.machine import installed_engines
+from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
 
 
@@ -28,7 +24,6 @@ def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
 
 
 def check_plan(config: RunConfig) -> list[Violation]:
-    """Rules between the configuration, its model and the installed engines."""
     model = config.model
     if model.preset not in (None, *preset_names()) or not (model.path or model.preset):
         return []  # told by the constraints of the schema
@@ -39,10 +34,10 @@ def check_plan(config: RunConfig) -> list[Violation]:
         return [Violation("model_unreadable", key, str(model.preset or model.path),
                           f"{error.message} ({error.where})", remedy=error.remedy or "")]
     return [*broken(_RULES, {"c": config, "f": facts}, config, facts),
-            *check_layout(config.trainer, config.rollout, facts, installed_engines())]
+            *check_layout(Case(config.trainer, facts, config.rollout))]
 
 
-def _other_model(c: RunConfig, facts: ModelFacts) -> dict[str, Any] | None:
+def _other_model(c: RunConfig, facts: ModelFacts) -> Details | None:
     """The first size in which the checkpoint is not what the preset says."""
     if c.model.path is None or c.model.preset is None:
         return None
@@ -51,7 +46,7 @@ def _other_model(c: RunConfig, facts: ModelFacts) -> dict[str, Any] | None:
                  for name in ours if ours[name] != theirs[name]), None)
 
 
-def _routing_without_experts(c: RunConfig, facts: ModelFacts) -> list[dict[str, Any]]:
+def _routing_without_experts(c: RunConfig, facts: ModelFacts) -> list[Details]:
     off = {"replay": "none", "keep_loss": "none", "balance_weight": 0.0}
     return [{"field": field, "nearest": [value]} for field, value in off.items()
             if getattr(c.routing, field) != value and not facts.is_moe]
@@ -61,5 +56,4 @@ _RULES: Conditions = {
     "num_replicas": lambda c, facts: c.rollout.num_replicas > c.batch.num_prompts and {
         "idle": c.rollout.num_replicas - c.batch.num_prompts},
     "routing_experts": _routing_without_experts,
-    "model_mismatch": _other_model,
-}
+    "model_mismatch": _other_model}

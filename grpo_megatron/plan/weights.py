@@ -1,35 +1,28 @@
 """Every weight of a rank, in Megatron's order, as closed forms (`closed_forms.toml`)."""
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from grpo_megatron import assets
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import megatron_settings, model_fields
-from grpo_megatron.plan.layout import LayoutSizes, layout_sizes
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
-FORMS = tomllib.loads(Path(__file__).with_name("closed_forms.toml").read_text(encoding="utf-8"))
+FORMS = assets.tables(__file__, "closed_forms.toml")
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of a rank."""
-
-    numel: int
+    numel: int  # on a rank
     kind: str = ""  # expert, router, or shared: a tied embedding over pipeline stages
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model on a trainer's layout."""
-
     trainer: TrainerConfig
-    layout: LayoutSizes
     model: Mapping[str, Any]  # `[megatron]` settings of the family
     hf: Mapping[str, Any]
     symbols: Mapping[str, Any]  # sizes on a rank, by their names in the closed forms
@@ -54,17 +47,16 @@ class Sizes:
 def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> Sizes:
     """From a config.json (or a preset's `[hf]` table) and a layout that obeys the rules."""
     fields = {**model_fields(hf), "vocab_size": vocab_size}
-    model, layout = megatron_settings(family_of(hf["model_type"]), fields), layout_sizes(trainer)
+    model = megatron_settings(family_of(hf["model_type"]), fields)
     attention = "latent" if model.get("multi_latent_attention") else "grouped_query"
-    known: dict[str, Any] = {
-        **model, "vocabulary": vocab_size, "tp": trainer.tensor_parallel_size,
-        "etp": layout.expert_tensor_parallel_size, "element": ELEMENT_BYTES[trainer.precision]}
+    known = {**model, "vocabulary": vocab_size, "tp": trainer.tensor_parallel_size,
+             "etp": trainer.etp, "element": ELEMENT_BYTES[trainer.precision]}
     for name, form in {**FORMS["sizes"]["any"], **FORMS["sizes"][attention]}.items():
         whole, _, divisor = form.partition(" / ")
         total = sum(product(part, known) for part in whole.split(" + "))
         known[name] = -(-total // known.get(divisor, 1))
     known["q_input"] = known.get("q_rank") or known["hidden"]
-    return Sizes(trainer, layout, model, fields, known)
+    return Sizes(trainer, model, fields, known)
 
 
 def product(form: str, known: Mapping[str, Any]) -> int:

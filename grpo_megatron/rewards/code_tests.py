@@ -20,7 +20,6 @@ from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards import sandbox
 from grpo_megatron.rewards.registry import needs
 from grpo_megatron.rewards.sandbox import MIB, Limits
-from grpo_megatron.rewards.style import extract
 
 _INSIDE = {"/inside.py": Path(__file__).with_name("inside.py").read_text()}
 
@@ -40,14 +39,12 @@ def code_tests(completion: str, answer: str, *, mode: str = "all", answer_tag: s
 
     The answer is JSON: `{"inputs": ["1 2"], "outputs": ["3"]}`, for a program that reads, prints
     and exits with 0 (white space at ends of lines and of the output does not count); or
-    `{"asserts": ["assert f(1) == 2"], "setup": ""}`, where names that neither Python, its standard
-    library nor `setup` defines are the program's, and values are passed as copies. An assert that
-    passes without asking the program is no good.
+    `{"asserts": ["assert f(1) == 2"], "setup": ""}`: names that neither Python, its library nor
+    `setup` defines are the program's, values are copied, an assert that never asks it is no good.
 
     `mode = "fraction"` gives the share of tests that pass. With `answer_tag` the program is the
     last `<answer_tag>…</answer_tag>`, or the last block in it. `timeout_s` of wall time, below
-    `[data] reward_timeout_s`, are for all tests together: those that it leaves unfinished failed.
-    """
+    `[data] reward_timeout_s`, are for all tests: those that it leaves unfinished failed."""
     tests = _parse(answer)
     if tests is None:
         return math.nan
@@ -105,6 +102,15 @@ def _parse(answer: str) -> tuple[list[tuple[str, str]], dict[str, Any]] | None:
     good = bool(pairs) != bool(gold["asserts"]) and all(
         isinstance(text, str) for pair in pairs for text in pair)
     return (pairs, gold) if good else None
+
+
+def extract(completion: str, tag: str | None) -> str | None:
+    """The last closed `<tag>…</tag>`'s content; None where there is none; all without a tag."""
+    if tag is None:
+        return completion
+    head, closed, _ = completion.rpartition(f"</{tag}>")
+    _, opened, content = head.rpartition(f"<{tag}>")
+    return content if closed and opened else None
 
 
 def last_code_block(completion: str) -> str:

@@ -14,26 +14,26 @@ With `answer_tag`, a reward looks into the last `<answer_tag>…</answer_tag>` o
 
 import math
 import re
-from collections.abc import Callable, Mapping
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from grpo_megatron.errors import DataError
-from grpo_megatron.rewards.code_tests import code_tests
-from grpo_megatron.rewards.length import cosine_length, length_penalty, repetition, soft_overlong
-from grpo_megatron.rewards.registry import needs
-from grpo_megatron.rewards.style import extract, format_tags, language_consistency
+from grpo_megatron.errors import DataError, RewardError
+from grpo_megatron.rewards.code_tests import code_tests as code_tests
+from grpo_megatron.rewards.code_tests import extract
+from grpo_megatron.rewards.registry import BoundReward, bind, needs, to_float
 
-__all__ = ["code_tests", "cosine_length", "exact_match", "format_tags", "language_consistency",
-           "length_penalty", "math_verify", "numeric_match", "reasoning_gym_score", "repetition",
-           "soft_overlong"]
-
+_EXACT_MATCH = "grpo_megatron.rewards.functions:exact_match"
 # A sign counts only where no operand stands before it: "42-17" ends with 17, "x = -17" with -17.
 _NUMBER = re.compile(r"(?:(?<![\d)])[-+])?(?:\d+(?:,\d{3})+|\d+|(?=\.\d))"
                      r"(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?!\d)")
 _MATH_TIMEOUT_S = 2  # math-verify's own, in whole seconds, beneath the pool's hard limit
+_UNSPACED = {"han", "hiragana", "katakana", "khmer", "lao", "myanmar", "thai", "tibetan"}
+_NOT_PROSE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)"
+                        r"|\\\[.*?\\\]|\\[a-zA-Z]+", re.DOTALL)
 
 
 def exact_match(completion: str, answer: str, *, answer_tag: str | None = None) -> float:
@@ -86,6 +86,88 @@ def reasoning_gym_score(completion: str, answer: str, *, metadata: Mapping[str, 
     return float(score(answer=None if given is None else given.strip(), entry=entry))
 
 
+def format_tags(completion: str, answer: str, *, think_tag: str = "think",
+                answer_tag: str = "answer", opened: bool = False) -> float:
+    """1 for exactly one think block, then exactly one answer block, neither empty, with only white
+    space outside (DeepSeek-R1, arXiv:2501.12948); else 0. `opened`: the prompt opened it."""
+    text = f"<{think_tag}>{completion}" if opened else completion
+    tags = re.escape(think_tag), re.escape(answer_tag)
+    blocks = re.fullmatch(r"\s*<{0}>(.*)</{0}>\s*<{1}>(.*)</{1}>\s*".format(*tags), text, re.DOTALL)
+    once = all(len(re.findall(f"<{tag}>|</{tag}>", text)) == 2 for tag in tags)
+    return float(once and blocks is not None and all(map(str.strip, blocks.groups())))
+
+
+def _check_scripts(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
+    known = set(map(_script, map(chr, range(0x20000))))
+    if isinstance(scripts, str) or not known.issuperset(scripts):
+        raise RewardError(f"scripts = {scripts!r} is not a list of Unicode scripts",
+                          remedy='for example ["latin"], ["cyrillic"] or ["han"]')
+
+
+@needs(check=_check_scripts)
+def language_consistency(completion: str, answer: str, *, scripts: Sequence[str] = ("latin",),
+                         think_tag: str | None = "think") -> float:
+    """Words of the target language / words of the chain of thought (DeepSeek-R1,
+    arXiv:2501.12948), in [0, 1]; 0 without a word. Code and LaTeX do not count.
+
+    A word is a run of letters of one Unicode script, or one letter of a script that puts no
+    spaces between words. The script stands for the language: English and French are `latin`,
+    Japanese is `["han", "hiragana", "katakana"]`. The chain is the block `think_tag`, or all."""
+    if think_tag:  # a block that the prompt opened, or that nothing closed, counts too
+        completion = completion.partition(f"</{think_tag}>")[0].rpartition(f"<{think_tag}>")[2]
+    prose = _NOT_PROSE.sub(" ", completion)
+    words, matching, previous = 0, 0, None
+    for letter in unicodedata.normalize("NFKC", prose):
+        if letter in "'’" or unicodedata.category(letter).startswith("M"):
+            continue  # inside of a word
+        script = _script(letter)
+        if script and (script != previous or script in _UNSPACED):
+            words += 1
+            matching += script in scripts
+        previous = script
+    return matching / words if words else 0.0
+
+
+def _bound(accuracy: str = _EXACT_MATCH, accuracy_arguments: Mapping[str, Any] | None = None,
+           **_: object) -> BoundReward:
+    return bind(accuracy, accuracy_arguments or {})
+
+
+@needs(check=_bound)
+def cosine_length(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, Any],
+                  num_tokens: int, max_tokens: int, correct: tuple[float, float] = (1.0, 0.5),
+                  wrong: tuple[float, float] = (-1.0, -0.5), accuracy: str = _EXACT_MATCH,
+                  accuracy_arguments: Mapping[str, Any] | None = None) -> float:
+    """b + (a − b)/2 · (1 + cos(π n/L)), from a at no token to b at L and beyond
+    (arXiv:2502.03373): short right answers score most, short wrong ones least. L is `max_tokens`;
+    (a, b) are `correct` for answers that the reward `accuracy` (`module:function`, with
+    `accuracy_arguments`) scores above 0.5, else `wrong`; NaN stays NaN."""
+    score = to_float(_bound(accuracy, accuracy_arguments)(
+        completion, answer, {"prompt": prompt, "metadata": metadata}))
+    start, end = correct if score > 0.5 else wrong
+    progress = min(num_tokens / max_tokens, 1.0)
+    value = end + (start - end) / 2 * (1 + math.cos(math.pi * progress))
+    return math.nan if math.isnan(score) else value
+
+
+def soft_overlong(completion: str, answer: str, *, num_tokens: int, max_tokens: int,
+                  buffer: int) -> float:
+    """0 to L − B (max_tokens, buffer), ((L − B) − n)/B to L, then −1 (DAPO, arXiv:2503.14476)."""
+    return max(-1.0, min(0.0, (max_tokens - buffer - num_tokens) / buffer))
+
+
+def length_penalty(completion: str, answer: str, *, num_tokens: int, max_tokens: int) -> float:
+    """−min(1, n/max_tokens). Of right answers: `cosine_length`, correct (0, −1), wrong (0, 0)."""
+    return -min(1.0, num_tokens / max_tokens)
+
+
+def repetition(completion: str, answer: str, *, token_ids: tuple[int, ...], n: int = 3,
+               penalty: float = -1.0) -> float:
+    """penalty · (1 − different n-grams / n-grams) of tokens (arXiv:2502.03373); 0 below n."""
+    ngrams = list(zip(*(token_ids[i:] for i in range(n)), strict=False))
+    return penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
+
+
 def _number(text: str) -> Fraction | None:
     top, slash, bottom = text.strip().replace(",", "").partition("/")
     try:
@@ -111,3 +193,10 @@ def _reasoning_gym_scorer(dataset: str) -> Callable[..., float]:
     from reasoning_gym.factory import get_score_answer_fn
 
     return get_score_answer_fn(dataset)
+
+
+@lru_cache(maxsize=8192)
+def _script(letter: str) -> str | None:
+    """Script of a letter, by its Unicode name; None for what is no letter."""
+    name = unicodedata.name(letter, "").partition(" ")[0].lower() if letter.isalpha() else ""
+    return {"cjk": "han", "": None}.get(name, name)

@@ -5,33 +5,31 @@ kill stops a regular expression that backtracks for ever."""
 
 import asyncio
 import logging
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from grpo_megatron.config.data import DomainConfig
+from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import BoundReward, bind
 from grpo_megatron.rewards.worker import Call, Outcome
-from grpo_megatron.types import Completion, RolloutGroup, ScoredGroup
+from grpo_megatron.types import RolloutGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
-CHUNK_CALLS = 64
-"""Calls per message: a message costs about as much as 20 cheap calls."""
-MAX_KILLS = 32
-"""Workers that one function may cost without a single result in between."""
+CHUNK_CALLS = 64  # calls per message, which costs about as much as 20 cheap calls
+MAX_KILLS = 32  # workers that one function may cost without a single result in between
 _MIN_SAMPLES_TO_GIVE_UP = 64
-_OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {
-    "num_tokens": lambda completion: len(completion.token_ids),
-    "truncated": lambda completion: completion.truncated,
-    "token_ids": lambda completion: tuple(completion.token_ids.tolist())}
+_OF_COMPLETION = {"num_tokens": lambda completion: len(completion.token_ids),
+                  "truncated": lambda completion: completion.truncated,
+                  "token_ids": lambda completion: tuple(completion.token_ids.tolist())}
 
 
 @dataclass(slots=True)
@@ -100,15 +98,16 @@ def components_of(domain: DomainConfig) -> tuple[Component, ...]:
 class RewardPool:
     """Long-lived reward processes; use as `async with RewardPool(...) as pool`.
 
-    A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted; its
-    process is replaced where it had to be killed. Results do not depend on the number of workers.
-    One process runs `concurrency` coroutines of async rewards at a time. What rewards print goes to
-    `log_path`, or standard error. RewardError as by `components_of`."""
+    A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted; its process
+    is replaced where it was killed. A process runs `concurrency` coroutines at a time. What rewards
+    print goes to `log_path`. RewardError as by `components_of`."""
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
-                 timeout_s: float = 5.0, concurrency: int = 16, log_path: Path | None = None):
+                 timeout_s: float = 5.0, concurrency: int = 16, log_path: Path = Path(os.devnull)):
         self.components = [c for domain in domains for c in components_of(domain)]
-        self._clips = {domain.name: domain.reward_clip for domain in domains}
+        self._of_domain = {domain.name: [i for i, c in enumerate(self.components)
+                                         if c.domain == domain.name] for domain in domains}
+        self._clips = {domain.name: domain.reward_clip or np.inf for domain in domains}
         self._timeout_s = timeout_s
         functions = [(c.reward.reference, c.reward.arguments) for c in self.components]
         limits = {"timeout_s": timeout_s, "concurrency": concurrency}
@@ -118,7 +117,6 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def __aenter__(self) -> Self:
-        """Start every process now rather than at the first call."""
         await asyncio.gather(*(worker.start() for worker in self._workers))
         return self
 
@@ -152,28 +150,17 @@ class RewardPool:
         metrics = {"reward/pool/restarts": float(sum(w.num_restarts for w in self._workers))}
         for worker in self._workers:
             worker.num_restarts = 0
-        for component in self.components:
-            for cause in ("raised", "timed_out", "died"):
-                name = f"reward/{component.domain}.{component.name}/{cause}"
-                metrics[name] = float(component.failures.pop(cause, 0))
-        return metrics
-
-    def _of_domain(self, domain: str) -> list[int]:
-        return [i for i, c in enumerate(self.components) if c.domain == domain]
+        return metrics | {f"reward/{c.domain}.{c.name}/{cause}": float(c.failures.pop(cause, 0))
+                          for c in self.components for cause in ("raised", "timed_out", "died")}
 
     def _calls(self, group: RolloutGroup) -> list[Call]:
         """One completion after the other, each with every component of the domain."""
         prompt = group.prompt
-        functions = self._of_domain(prompt.domain)
-        if not functions:
-            raise RewardError(f"no rewards for domain {prompt.domain!r}",
-                              where=f"prompt {prompt.prompt_id}",
-                              remedy=f"domains with rewards: {', '.join(self._clips)}")
         shared = {"prompt": prompt.text, "metadata": dict(prompt.metadata)}
         return [(index, completion.text, prompt.answer,
                  {name: shared[name] if name in shared else _OF_COMPLETION[name](completion)
                   for name in self.components[index].reward.context})
-                for completion in group.completions for index in functions]
+                for completion in group.completions for index in self._of_domain[prompt.domain]]
 
     def _is_async(self, call: Call) -> bool:
         return self.components[call[0]].reward.is_async
@@ -199,7 +186,7 @@ class RewardPool:
             tasks.create_task(self._run(tasks, calls, part, outcomes))
 
     def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
-        components = [self.components[i] for i in self._of_domain(group.prompt.domain)]
+        components = [self.components[i] for i in self._of_domain[group.prompt.domain]]
         rows = [list(islice(outcomes, len(components))) for _ in group.completions]
         table = np.asarray([[outcome.value for outcome in row] for row in rows],
                            np.float64).reshape(len(rows), len(components))
@@ -207,16 +194,13 @@ class RewardPool:
         steps = tuple(tuple((end, reward * component.weight)
                             for component, outcome in zip(components, row, strict=True)
                             for end, reward in outcome.steps) for row in rows)
-        return ScoredGroup(
-            group, {c.name: table[:, k].copy() for k, c in enumerate(components)},
-            weighted_sum(table, weights, self._clips[group.prompt.domain]),
-            steps if any(steps) else ())
+        rewards = weighted_sum(table, weights, self._clips[group.prompt.domain])
+        return ScoredGroup(group, {c.name: table[:, k].copy() for k, c in enumerate(components)},
+                           rewards, steps if any(steps) else ())
 
 
-def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float | None = None) -> np.ndarray:
+def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float = np.inf) -> np.ndarray:
     """Rewards [G] of components [G, C], within ±clip: NaNs are skipped, NaN where all are."""
     known = ~np.isnan(table)
-    total = np.where(known, table, 0.0) @ weights
-    if clip is not None:
-        total = np.clip(total, -clip, clip)
+    total = np.clip(np.where(known, table, 0.0) @ weights, -clip, clip)
     return np.where(known.any(axis=1), total, np.nan)

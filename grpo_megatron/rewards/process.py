@@ -15,11 +15,8 @@ from typing import Any
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.worker import Call, Outcome
 
-_STARTUP_TIMEOUT_S = 120.0
-_CLOSE_TIMEOUT_S = 2.0
-_GRACE_S = 0.05
-_MAX_IDLE_DEATHS = 3
-_LONGEST_LINE = 1 << 26
+_STARTUP_TIMEOUT_S, _CLOSE_TIMEOUT_S, _GRACE_S = 120.0, 2.0, 0.05
+_MAX_IDLE_DEATHS, _LONGEST_LINE = 3, 1 << 26
 
 
 class RewardProcess:
@@ -27,7 +24,7 @@ class RewardProcess:
     Calls name `functions`, (reference, arguments) each, by index."""
 
     def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]],
-                 limits: Mapping[str, float], log_path: Path | None):
+                 limits: Mapping[str, float], log_path: Path):
         self._task, self._log_path = (functions, limits), log_path
         self.process: asyncio.subprocess.Process | None = None
         self.num_restarts, self._started = 0, False
@@ -42,14 +39,11 @@ class RewardProcess:
         # One thread a worker, since there are many.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(
             entry or os.getcwd() for entry in sys.path)}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(theirs)
-            log = stack.enter_context(self._log_path.open("ab")) if self._log_path else None
-            # An own session: Ctrl-C in the terminal reaches the parent only, and killing the
-            # group also kills what a reward started.
+        with theirs, self._log_path.open("ab") as log:
+            # An own session: Ctrl-C reaches the parent only, a kill also what a reward started.
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "grpo_megatron.rewards.worker", str(theirs.fileno()),
-                str(os.getpid()), stdin=asyncio.subprocess.DEVNULL, stdout=log or 2, stderr=log,
+                str(os.getpid()), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 pass_fds=(theirs.fileno(),), start_new_session=True, env=environment)
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
         async with self._killed_on_error():
@@ -62,9 +56,8 @@ class RewardProcess:
                 raise RewardError(f"a reward process cannot start: {failure}")
 
     async def run(self, calls: Sequence[Call], limit_s: float) -> tuple[dict[int, Outcome], str]:
-        """Run a chunk, of plain rewards or of coroutines. Returns outcomes by index; and why the
-        process ended before the others, "" where there are none: "died", or "timed_out" with no
-        outcome for `limit_s`, and it was killed."""
+        """Outcomes of a chunk by index; and why the process ended before the others, "" where there
+        are none: "died", or "timed_out" where none came for `limit_s` and it was killed."""
         await self._give(calls)
         found: dict[int, Outcome] = {}
         try:
@@ -132,5 +125,5 @@ class RewardProcess:
         return json.loads(line)
 
     def _broken(self, what: str) -> RewardError:
-        return RewardError(what, where=str(self._log_path or "standard error"),
+        return RewardError(what, where=str(self._log_path),
                            remedy="see the messages there; is memory short?")

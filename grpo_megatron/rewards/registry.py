@@ -115,9 +115,8 @@ def _imported(reference: str) -> Callable[..., Any]:
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise RewardError(f"no module {missing!r}", remedy="install it, or run from the "
                               "directory that holds it") from error
-        raise RewardError(
-            f"module {module_name} fails to import: {type(error).__name__}: {error}",
-            remedy=f'see python -c "import {module_name}"') from error
+        raise RewardError(f"module {module_name} fails to import: {type(error).__name__}: {error}",
+                          remedy=f'see python -c "import {module_name}"') from error
     function = getattr(module, name, None)
     if function is None:
         known = [key for key, value in vars(module).items()

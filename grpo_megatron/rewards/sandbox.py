@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import shutil
+import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
@@ -56,9 +57,8 @@ class Outcome:
 
 async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
               arguments: Sequence[str] = (), give_fds: Sequence[int] = ()) -> Outcome:
-    """Run a Python program, the first of `files` (content by path), to its end, or until cancelled;
-    nothing of it is left then. `give_fds`, sockets for it, keep their numbers and are closed here.
-    """
+    """Run a Python program, the first of `files` (content by path), to its end or until cancelled;
+    nothing of it is left. `give_fds`, sockets for it, keep their numbers and are closed here."""
     outcome = Outcome()
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         for fd in give_fds:
@@ -73,7 +73,7 @@ async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
             *_command(limits, data, filter_fd, status_fd), *arguments,
             stdin=_memory_file(theirs, stdin.encode(errors="replace")), stdout=PIPE, stderr=PIPE,
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-            pass_fds=(*data.values(), filter_fd, status_fd, *give_fds))
+            pass_fds=(*data.values(), filter_fd, status_fd, *give_fds), start_new_session=True)
         theirs.close()
         # Read to the end in any case: asyncio waits for no process whose output nobody reads.
         ended = asyncio.gather(process.wait(), *(
@@ -93,8 +93,6 @@ async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
         if outcome.ending == "failed" and b"exit-code" in os.read(status, 4096):
             outcome.ending, outcome.exit_code = "exited", process.returncode
     return outcome
-
-
 
 
 @lru_cache(maxsize=1)
@@ -117,15 +115,14 @@ def _command(limits: Limits, data: Mapping[str, int], filter_fd: int, status_fd:
                os.path.realpath(sys.base_prefix))
     limited = {"as": limits.memory_bytes, "cpu": math.ceil(limits.wall_s) + 1, "core": 0,
                "fsize": limits.tmp_bytes, "nofile": _MAX_FILES, "nproc": _MAX_THREADS}
-    return [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user",
-            "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
-            "--cap-drop", "ALL", "--new-session", "--die-with-parent",
-            "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp",
+    return [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534",
+            "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL", "--new-session",
+            "--die-with-parent", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp",
             *(word for path in visible for word in ("--ro-bind-try", path, path)),
             *(word for path, fd in data.items() for word in ("--ro-bind-data", str(fd), path)),
             "--remount-ro", "/", "--chdir", "/tmp", "--seccomp", str(filter_fd),
-            "--json-status-fd", str(status_fd), "--",
-            "prlimit", *(f"--{name}={value}" for name, value in limited.items()),
+            "--json-status-fd", str(status_fd), "--", "prlimit",
+            *(f"--{name}={value}" for name, value in limited.items()),
             os.path.realpath(sys.executable), "-I", "-B", next(iter(data))]
 
 
@@ -139,9 +136,9 @@ async def _read(stream: asyncio.StreamReader | None, into: bytearray, limit: int
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """With bubblewrap dies the first process of the pid namespace, and so all."""
+    """And its group: a bubblewrap that fails early leaves its child there, with our pipes."""
     with contextlib.suppress(ProcessLookupError):
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:

@@ -1,8 +1,7 @@
 """A reward process: `python -m grpo_megatron.rewards.worker SOCKET PARENT_PID`.
 
 It reads chunks of calls (pickles) from the socket, says that it has one, and answers every call
-with a line: plain ones in their order, coroutines as they end. It ends when the input ends, and
-with its parent even while a reward hangs."""
+with a line: plain ones in order, coroutines as they end. It ends with the input, or its parent."""
 
 import asyncio
 import json
@@ -21,8 +20,7 @@ from grpo_megatron.errors import RewardError
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rewards.registry import bind, to_float
 
-Call = tuple[int, str, str, Mapping[str, Any]]
-"""Index of the function, completion, answer, the context that the function takes."""
+Call = tuple[int, str, str, Mapping[str, Any]]  # index of the function, completion, answer, context
 
 
 class Outcome(NamedTuple):

@@ -1,9 +1,10 @@
 """HTTP client of one engine replica: generation and control, typed and with time limits."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -12,7 +13,7 @@ from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.generate import GenerateRequest
 from grpo_megatron.types import Completion
 
-_KEEP_ALIVE_S = 60.0  # far below the server's, see `engine.serve_command`
+_KEEP_ALIVE_S = 60.0  # far below the server's, see `engine.toml`
 _CONNECT_S = 10.0
 
 
@@ -20,50 +21,41 @@ class EngineUnreachable(EngineError):
     """The engine did not answer, or failed inside: another one may serve the request."""
 
 
-class EngineClient:
-    """One replica, which errors call `name`. Use within one event loop; `close` when done (or
-    `async with`). The limits are of one generation and of one control request."""
+class EngineClient(contextlib.AbstractAsyncContextManager):
+    """One replica, which errors call `name`. Make and use it within one event loop, `close` it when
+    done (or `async with`). `request_timeout_s` limits one generation."""
 
-    def __init__(self, base_url: str, *, name: str | None = None, request_timeout_s: float = 600.0,
-                 control_timeout_s: float = 600.0):
-        self.base_url = base_url.rstrip("/")
-        self.name = name or self.base_url
-        self._request_timeout_s, self._control_timeout_s = request_timeout_s, control_timeout_s
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
+    def __init__(self, base_url: str, name: str | None = None, request_timeout_s: float = 600.0):
+        self.base_url, self.name = base_url, name or base_url
+        self._request_timeout_s = request_timeout_s
+        # The caller bounds concurrency; a second limit here would only hide it.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        self._session = aiohttp.ClientSession(
+            connector=connector, auto_decompress=False,
+            json_serialize=lambda request: msgspec.json.encode(request).decode())
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._session.close()
 
     async def generate(self, prompt_token_ids: Sequence[int], **settings: Any) -> list[Completion]:
-        """Sample completions of one prompt; `settings` are those of `GenerateRequest`.
-
-        Raises:
-            EngineUnreachable: No answer, or an error inside the engine.
-            EngineError: The engine refused the request, or its answer is not what was asked for."""
+        """Sample completions of one prompt, with fields of `GenerateRequest`. Raises EngineError:
+        the engine refused or answered wrongly; EngineUnreachable: it did not answer or failed."""
         request = GenerateRequest(prompt_token_ids, **settings)
-        answer = await self._call("POST", "/inference/v1/generate", request.body(),
+        answer = await self._call("/inference/v1/generate", request.body(),
                                   timeout_s=self._request_timeout_s)
         return request.decode(answer, self.name)
 
     async def health(self) -> bool:
-        """Whether the engine answers and its core is alive."""
-        try:
-            await self._call("GET", "/health", timeout_s=_CONNECT_S)
-        except EngineError:
-            return False
-        return True
+        with contextlib.suppress(EngineError):
+            await self._call("/health", method="GET", timeout_s=_CONNECT_S)
+            return True
+        return False
 
     async def wait_ready(self, timeout_s: float, is_alive: Callable[[], bool] = lambda: True
                          ) -> None:
-        """Wait until the server answers; `is_alive`: whether its process still runs."""
         deadline = time.monotonic() + timeout_s
         while not await self.health():
             if not is_alive():
@@ -93,26 +85,17 @@ class EngineClient:
         return (await self.control("/collective_rpc",
                                    {"method": method, "kwargs": arguments}))["results"]
 
-    async def control(self, path: str, request: Any = None, *, method: str = "POST",
-                      params: Mapping[str, str] | None = None) -> Any:
-        """Make a control request; returns its answer, None for an empty one."""
-        body = await self._call(method, path, request, params=params,
-                                timeout_s=self._control_timeout_s)
+    async def control(self, path: str, request: Any = None, **options: Any) -> Any:
+        """Make a control request (`method`, `params`); returns its answer, None if empty."""
+        body = await self._call(path, request, **options)
         return msgspec.json.decode(body) if body else None
 
-    async def _call(self, method: str, path: str, request: Any = None, *, timeout_s: float,
-                    params: Mapping[str, str] | None = None) -> bytes:
-        if self._session is None:
-            # The caller bounds concurrency; a second limit here would only hide it.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        data = msgspec.json.encode(request) if request is not None else None
-        headers = {"Content-Type": "application/json"} if data is not None else None
+    async def _call(self, path: str, request: Any = None, *, method: str = "POST",
+                    params: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> bytes:
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
         try:
-            async with self._session.request(
-                method, self.base_url + path, data=data, params=params, headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S),
-            ) as response:
+            async with self._session.request(method, self.base_url + path, json=request,
+                                             params=params, timeout=limits) as response:
                 body, status = await response.read(), response.status
         except TimeoutError as error:
             raise EngineUnreachable(f"{self.name} did not answer {path} within {timeout_s:.0f} s",

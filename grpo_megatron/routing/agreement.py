@@ -1,7 +1,6 @@
 """How far two routings agree, and how the load spreads: sums that add up over ranks.
 
-Shape legend: n tokens, K experts per token, E experts, L MoE layers of the whole model.
-"""
+Shape legend: n tokens, K experts per token, E experts, L MoE layers of the whole model."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,20 +13,15 @@ AGREEMENT = ("slot_flip_rate", "token_flip_rate", "jaccard")
 
 def agreement(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Per token: the share of `a`'s slots that `b` lacks and the Jaccard index, fp32 [n] each.
-
-    Args:
-        a, b: expert ids [n, K] in any order, without repeats."""
+    a, b: expert ids [n, K] in any order, without repeats."""
     common = (a[:, :, None] == b[:, None, :]).any(-1).sum(-1).float()
     size = a.size(-1)
     return 1 - common / size, common / (2 * size - common)
 
 
 class RoutingSums:
-    """One row of sums per MoE layer; ranks that lack a layer leave its row at zero.
-
-    Args:
-        layers: Numbers of the model's MoE layers.
-        comparisons: Names of what the applied routing is compared with."""
+    """Sums to be added up over ranks, a row per MoE layer; ranks that lack one leave it at zero.
+    `layers` are the model's, `comparisons` names what the applied routing is compared with."""
 
     def __init__(self, layers: Sequence[int], num_experts: int, comparisons: Sequence[str],
                  device: torch.device):
@@ -48,10 +42,6 @@ class RoutingSums:
         """flips, jaccard: what `agreement` found, [n]."""
         sums = torch.stack([flips, flips > 0, jaccard, torch.ones_like(flips)])
         self.compared[self.comparisons.index(name), row] += sums.double().sum(1)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What has to be added up over ranks."""
-        return self.load, self.entropy, self.compared, self.any_layer
 
     def result(self) -> dict[str, float]:
         """Metrics of all layers together and, as `name/layer_N`, of each."""

@@ -1,23 +1,19 @@
 """Probabilities of a router, and losses that hold it in place. Pure functions.
 
 Shape legend: n tokens, E experts, K experts per token. `scores` [n, E] are what the router chooses
-the largest of: logits, softmax probabilities, or sigmoid scores plus the selection bias.
-"""
-
-from typing import Literal
+the largest of: logits, softmax probabilities, or sigmoid scores plus the selection bias."""
 
 import torch
 from torch import Tensor
 
-ScoreKind = Literal["logits", "softmax", "sigmoid"]
 _TINY = 1e-20
 
 
-def log_probs(scores: Tensor, kind: ScoreKind, bias: Tensor | None = None) -> Tensor:
+def log_probs(scores: Tensor, kind: str, bias: Tensor | None = None) -> Tensor:
     """Log-probabilities of the experts, at least fp32 [n, E]; sigmoid scores are normalised.
 
-    Args:
-        bias: What was added to sigmoid scores for the selection, [E]; it is no probability."""
+    kind: "logits", "softmax" or "sigmoid"; bias: what was added to sigmoid scores for the
+    selection, [E], which is no probability."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if kind == "logits":
         return scores.log_softmax(-1)

@@ -1,9 +1,7 @@
 """What a route is: the experts that one token was sent to, in every MoE layer."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
 
 import numpy as np
 
@@ -24,12 +22,9 @@ class RouteStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """Routes of one model are [layers, tokens, experts_per_token], of expert ids.
+    """Routes of one model are [layers, tokens, experts_per_token], of expert ids."""
 
-    Attributes:
-        layers: Indices, from 0, of the layers with experts."""
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # numbers, from 0, of those with experts
     experts_per_token: int
     num_experts: int
 
@@ -40,10 +35,6 @@ class RouteShape:
     def num_bytes(self, tokens: np.ndarray | int) -> np.ndarray | int:
         """Size of the routes of so many tokens."""
         return tokens * len(self.layers) * self.experts_per_token * self.dtype.itemsize
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        return cls(**{**document, "layers": tuple(document["layers"])})
 
     def __str__(self) -> str:
         return (f"{len(self.layers)} MoE layers, {self.experts_per_token} of "

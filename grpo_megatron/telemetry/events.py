@@ -13,14 +13,11 @@ def append_event(path: Path, kind: str, /, *, time_s: float | None = None, **fie
     processes may do so at once. What JSON does not know is written as text."""
     event = {"time_s": round(time.time() if time_s is None else time_s, 3), "kind": kind, **fields}
     line = json.dumps(event, default=str).encode() + b"\n"
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":  # torn by a crash: do not join it
+    with path.open("ab+", buffering=0) as file:
+        size = file.tell()
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":  # torn by a crash: do not join
             line = b"\n" + line
-        os.write(file, line)
-    finally:
-        os.close(file)
+        file.write(line)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

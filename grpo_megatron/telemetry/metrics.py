@@ -20,8 +20,7 @@ NORMALISERS = {"reward/": "samples", "response/": "samples", "prompt/": "groups"
                "group/": "groups", "accuracy/": "groups", "advantage/": "samples",
                "time/": "step", "throughput/": "second"}
 """What metrics are normalised by whose origin does not say so, by the start of their names."""
-NONFINITE = "telemetry/nonfinite/count"
-"""Metric of a step's line: how many of its values were not finite, written only if there are."""
+NONFINITE = "telemetry/nonfinite/count"  # of a step's values, written only if there are any
 
 
 class MetricsWriter:
@@ -46,10 +45,8 @@ class MetricsWriter:
                             remedy="call truncate_after with the step that a run resumes from")
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         bad = [name for name, number in numbers.items() if number is None]
-        for name in bad:
-            if name not in self.nonfinite:
-                logger.warning("metric %s is %s in step %d; written as null", name, metrics[name],
-                               step)
+        for name in (name for name in bad if name not in self.nonfinite):
+            logger.warning("metric %s is %s in step %d; written as null", name, metrics[name], step)
         self.nonfinite.update(bad)
         record = {"step": int(step), "time_s": round(time.time(), 3), **numbers,
                   **({NONFINITE: len(bad)} if bad else {})}

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from grpo_megatron.config.run import TelemetryConfig
@@ -51,12 +52,11 @@ class Mirrors:
 
 
 def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
-                 settings: Mapping[str, Any] | None = None) -> Mirrors:
-    """The mirrors that the recipe asks for; SetupError where a package of one is missing. Services
-    show the name and `settings`, the recipe."""
+                 settings: dict[str, Any] | None = None) -> Mirrors:
+    """What the recipe (`settings`, for display) asks for; SetupError where a package is missing."""
     wanted: dict[str, Callable[[], Any]] = {}
     if config.wandb != "off":
-        wanted["wandb"] = lambda: WandbMirror(run_dir, run_name, config, settings or {})
+        wanted["wandb"] = lambda: _wandb_mirror(run_dir, run_name, config, settings)
     if config.tensorboard:
         wanted["tensorboard"] = lambda: TensorBoardMirror(run_dir.root / "tensorboard")
     for package in wanted:
@@ -66,33 +66,25 @@ def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
     return Mirrors(wanted)
 
 
-class WandbMirror:
+def _wandb_mirror(run_dir: RunDir, run_name: str, config: TelemetryConfig,
+                  settings: dict[str, Any] | None) -> SimpleNamespace:
     """Weights & Biases; a resumed run continues under the id kept in `wandb/run_id`.
 
     Records go in without wandb's own step, which would refuse the steps that a resumed run
     repeats; charts use the record's `step` instead."""
+    import wandb
 
-    def __init__(self, run_dir: RunDir, run_name: str, config: TelemetryConfig,
-                 settings: Mapping[str, Any]):
-        import wandb
-
-        id_file = run_dir.root / "wandb" / "run_id"
-        if not id_file.is_file():
-            id_file.parent.mkdir(parents=True, exist_ok=True)
-            id_file.write_text(uuid.uuid4().hex[:12])
-        quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True,
-                               init_timeout=_WANDB_TIMEOUT_S, login_timeout=_WANDB_TIMEOUT_S)
-        self._run = wandb.init(
-            project=config.wandb_project, name=run_name, id=id_file.read_text().strip(),
-            resume="allow", dir=run_dir.root, mode=config.wandb, config=dict(settings),
-            settings=quiet)
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        self._run.log(dict(record))
-
-    def close(self) -> None:
-        self._run.finish()
+    id_file = run_dir.root / "wandb" / "run_id"
+    if not id_file.is_file():
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(uuid.uuid4().hex[:12])
+    quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True,
+                           init_timeout=_WANDB_TIMEOUT_S, login_timeout=_WANDB_TIMEOUT_S)
+    run = wandb.init(
+        project=config.wandb_project, name=run_name, id=id_file.read_text().strip(),
+        resume="allow", dir=run_dir.root, mode=config.wandb, config=settings, settings=quiet)
+    run.define_metric("*", step_metric="step")
+    return SimpleNamespace(log=run.log, close=run.finish)
 
 
 class TensorBoardMirror:

@@ -1,9 +1,7 @@
 """One rank of a conversion: `python -m grpo_megatron.trainer.convert JOB.json`.
 
-Ranks share the files out among them and need each other only between the phases: write, read
-back, compare log-probs. Standard output carries one JSON object a line for whoever started them:
-bytes of a phase, messages, the error.
-"""
+Ranks share the files out among them and need each other only between the phases: write, read back,
+compare log-probs. Standard output carries one JSON object a line: bytes, messages, the error."""
 
 import json
 import os
@@ -25,26 +23,24 @@ import torch.distributed as dist
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from grpo_megatron.checkpoints import shard_files
-from grpo_megatron.checkpoints.durable import PROGRESS, commit, working_directory, write_json
-from grpo_megatron.checkpoints.hf_export import HFTarget
-from grpo_megatron.checkpoints.hf_import import HFSource
-from grpo_megatron.checkpoints.torch_dist import MegatronSource, MegatronTarget, is_torch_dist
+from grpo_megatron.checkpoints import durable, hf_export, hf_import, shard_files, torch_dist
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer import probe
 from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.parameters import parameter_table
-from grpo_megatron.weights.digests import digest_tensor
-from grpo_megatron.weights.gather import all_gathered
+from grpo_megatron.trainer.protocol import error_reply
+from grpo_megatron.weights.gather import all_gathered, on_rank_0
 from grpo_megatron.weights.parameters import Parameter, num_elements
+from grpo_megatron.weights.transfer_plan import digest_tensor
 
 _REPORT_BYTES = 64 << 20
 _TIMEOUT_S = 7 * 86400.0
 """Ranks wait for the slowest one between phases."""
 
-Source, Target = HFSource | MegatronSource, HFTarget | MegatronTarget
+Source = hf_import.HFSource | torch_dist.MegatronSource
+Target = hf_export.HFTarget | torch_dist.MegatronTarget
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -97,30 +93,24 @@ def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
                               "command_timeout_s": _TIMEOUT_S, **job.layout})
     initialize(layout, info, store)
     seed_everything(0)
-    source: Source
-    if job.to == "hf" or (job.target is None and is_torch_dist(directory)):
-        source = MegatronSource(table, directory, carry=job.carry)
-    else:
-        source = HFSource(table.parameters, directory, carry=job.carry)
+    from_megatron = job.to == "hf" or (job.target is None and torch_dist.is_torch_dist(directory))
+    source = (torch_dist.MegatronSource(table, directory, carry=job.carry) if from_megatron else
+              hf_import.HFSource(table.parameters, directory, carry=job.carry))
     if job.target is None:
         _check(source, directory)
         return
-    final, working = Path(job.target), working_directory(Path(job.target))
+    final, working = Path(job.target), durable.working_directory(Path(job.target))
     dtype = getattr(torch, job.dtype) if job.dtype else None
     units = [p.entries(dtype or source.dtype(p)) for p in source.parameters]
-    target = (HFTarget(working, units, job.shard_bytes) if job.to == "hf" else
-              MegatronTarget(table, source.parameters, working, units, job.shard_bytes))
-    if info.rank == 0:
-        _prepare(job, target)
-    dist.barrier()
+    target = (hf_export.HFTarget(working, units, job.shard_bytes) if job.to == "hf" else
+              torch_dist.MegatronTarget(table, source.parameters, working, units, job.shard_bytes))
+    on_rank_0(_prepare, job, target)
     _write(source, target, dtype, directory)
     with _phase("read back", sum(file.num_bytes for file in target.files)) as report:
         shard_files.read_back(target, final, report)
     if job.probe:
-        _compare(job, hf, table.parameters, layout, working)
-    if info.rank == 0:
-        commit(working, final)
-    dist.barrier()
+        _compare(job, hf, table.parameters, layout, working, dtype)
+    on_rank_0(durable.commit, working, final)
 
 
 def _left(target: Target) -> list[shard_files.ShardFile]:
@@ -132,7 +122,7 @@ def _prepare(job: Job, target: Target) -> None:
     identity = [msgspec.to_builtins(job), [
         [str(path), path.stat().st_size, path.stat().st_mtime_ns]
         for path in sorted(Path(job.source).rglob("*")) if path.is_file()]]
-    working, plan = target.working, target.working / PROGRESS / "plan.json"
+    working, plan = target.working, target.working / durable.PROGRESS / "plan.json"
     if plan.exists() and json.loads(plan.read_text()) == identity:
         done = len(target.files) - len(_left(target))
         say(message=f"going on: {done} of {len(target.files)} files are finished")
@@ -140,7 +130,7 @@ def _prepare(job: Job, target: Target) -> None:
         for path in working.iterdir() if working.exists() else ():
             if path.name != ".lock":  # held by whoever started us
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_json(plan, identity)
+        durable.write_json(plan, identity)
     left = sum(file.num_bytes for file in _left(target))
     free = shutil.disk_usage(working).free
     if left > free:
@@ -160,20 +150,18 @@ def _write(source: Source, target: Target, dtype: torch.dtype | None, directory:
             target.write(file, tensors, report)
         target.wait()
         dist.barrier()
-        if rank == 0:
-            target.finish(directory)
+        on_rank_0(target.finish, directory)
 
 
-def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter],
-             layout: TrainerConfig, working: Path) -> None:
+def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter], layout: TrainerConfig,
+             working: Path, dtype: torch.dtype | None) -> None:
     source = Path(job.source)
     hf_directory, megatron = (working, source) if job.to == "hf" else (source, working)
     reasons = all_gathered(probe.why_not(hf, num_elements(parameters), layout))
     if reason := next(filter(None, reasons), None):
         _say_once(message=f"log-probs were not compared: {reason}")
         return
-    worst = probe.largest_difference(hf, hf_directory, megatron / "weights", layout,
-                                     getattr(torch, job.dtype) if job.dtype else None)
+    worst = probe.largest_difference(hf, hf_directory, megatron / "weights", layout, dtype)
     if not worst <= probe.TOLERANCE:
         raise MismatchError(f"log-probs of the probe text differ by {worst:.2g} between Megatron "
                             f"and transformers (allowed: {probe.TOLERANCE:g})", where=job.target,
@@ -212,9 +200,8 @@ def main(path: Path) -> None:
     except Exception as error:
         if not isinstance(error, GrpoMegatronError):
             traceback.print_exc()
-            error = TrainerError(f"{type(error).__name__}: {error}")
-        code = error.exit_code
-        say(error=[error.message, error.where, error.remedy], exit_code=code)
+        code = getattr(error, "exit_code", TrainerError.exit_code)
+        say(**error_reply(error))
     os._exit(code)  # other ranks may be inside a collective: do not wait
 
 

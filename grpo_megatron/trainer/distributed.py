@@ -34,10 +34,7 @@ class RankInfo:
 
 
 def initialize(layout: TrainerConfig, info: RankInfo, store: dist.Store | None = None) -> None:
-    """Join the world and build Megatron's groups, in place of those of an earlier call.
-
-    Args:
-        store: rendezvous; default: the one that the environment names."""
+    """Join the world, at `store` or as the environment says, and build Megatron's groups anew."""
     bind_device(info.local_rank, layout.num_threads)
     if dist.is_initialized():
         shutdown()

@@ -13,10 +13,10 @@ from grpo_megatron.batching.columns import write_columns
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.policy import Policy
-from grpo_megatron.trainer.rollouts import gather_tokens, sample_batch
+from grpo_megatron.trainer.rollouts import sample_batch
 from grpo_megatron.trainer.route_source import RouteSource
 from grpo_megatron.trainer.router_replay import Routes, RoutingPass
-from grpo_megatron.trainer.step import logprob_pass, prepare
+from grpo_megatron.trainer.step import gather_tokens, logprob_pass, prepare
 
 
 def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path, *,
@@ -32,7 +32,7 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     batch = prepare(config.trainer, table, np.arange(len(table)))
     rollouts, replay = sample_batch(config, table), policy.replay
     source = RouteSource(config, replay, table)
-    routes = source.from_store(batch) if table.has_routes else None
+    routes = source.from_store(batch) if table.route_shapes else None
     run = routes and RoutingPass(compared={"rollout": routes}, record=True, measure=True)
 
     def gathered(routing: RoutingPass | None) -> np.ndarray:
@@ -43,7 +43,8 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
         [table.completion(row)[1] for row in range(len(table))]).astype(np.float64)}
     metrics = {}
     if run is not None:
-        metrics = replay.finish(run, batch.microbatches) | source.metrics()
+        source.finish(run, batch)
+        metrics = source.metrics()
         columns["flipped"] = replay.count_experts(_absent_experts(routes, run)).T.numpy()
         layers = replay.shape.layers
         for layer in layers if by_layer else layers[-1:]:

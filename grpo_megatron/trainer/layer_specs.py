@@ -1,9 +1,4 @@
-"""Which modules a layer is made of: Transformer Engine's where installed, else torch's own.
-
-The torch parts are not CPU-specific; they serve any machine without Transformer Engine.
-"""
-
-import copy
+"""Which modules a layer is made of: Transformer Engine's where installed, else torch's own."""
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
@@ -42,29 +37,23 @@ def block_spec(config: TransformerConfig,
     if HAS_TRANSFORMER_ENGINE:
         return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True,
                                                           vp_stage=vp_stage)
-    dense_config = copy.copy(config)
-    dense_config.num_moe_experts = None
-    dense = _torch_layer_spec(dense_config)
-    sparse = _torch_layer_spec(config) if config.num_moe_experts else None
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = transformer_block.get_num_layers_to_build(config, vp_stage=vp_stage)
-    moe_layers = moe_layer_pattern(config)
-    specs = [sparse if moe_layers[i] else dense for i in range(offset, offset + count)]
+    sparse = moe_layers(config)
+    specs = [_torch_layer_spec(config, config.num_moe_experts if i in sparse else None)
+             for i in range(offset, offset + count)]
     return transformer_block.TransformerBlockSubmodules(specs, layer_norm=TorchNorm)
 
 
-def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
-    """Per layer: does it have experts?"""
-    if not config.num_moe_experts:
-        return [False] * config.num_layers
-    if isinstance(config.moe_layer_freq, int):
-        return [i % config.moe_layer_freq == 0 for i in range(config.num_layers)]
-    return [bool(x) for x in config.moe_layer_freq]
+def moe_layers(config: TransformerConfig) -> tuple[int, ...]:
+    """Numbers, from 0, of the layers with experts."""
+    pattern = config.moe_layer_freq if config.num_moe_experts else ()
+    return tuple(i for i, sparse in enumerate(pattern) if sparse)
 
 
-def _torch_layer_spec(config: TransformerConfig):
+def _torch_layer_spec(config: TransformerConfig, num_experts: int | None):
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
+        num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm, normalization=config.normalization,
         multi_latent_attention=config.multi_latent_attention)
     layer = spec.submodules

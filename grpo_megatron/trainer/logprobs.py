@@ -1,8 +1,7 @@
 """Token log-probs and entropies from hidden states, vocabulary split over tensor ranks.
 
 Full-vocabulary logits exist for one chunk of tokens at a time, in the forward and in the
-backward, which computes them again. Nothing of size [tokens, vocabulary] is kept.
-"""
+backward, which computes them again. Nothing of size [tokens, vocabulary] is kept."""
 
 from dataclasses import dataclass
 
@@ -21,31 +20,29 @@ class Kept:
     missing: torch.Tensor  # bool [n]: the token itself is not in its set, use the vocabulary
 
 
-def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor,
-                   targets: torch.Tensor, *, vocab_size: int, temperature: float,
-                   sequence_parallel: bool, chunk_tokens: int, kept: Kept | None = None,
-                   ) -> tuple[torch.Tensor, ...]:
+def policy_states(hidden: torch.Tensor, rows: torch.Tensor, *,
+                  sequence_parallel: bool) -> torch.Tensor:
+    """`hidden` [T (or T / TP with sequence parallelism), 1, H] at `rows` int64 [n], for an output
+    layer that is split over tensor ranks: [n, H]."""
+    gather = (mappings.gather_from_sequence_parallel_region if sequence_parallel
+              else mappings.copy_to_tensor_model_parallel_region)
+    return gather(hidden).squeeze(1).index_select(0, rows)
+
+
+def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *,
+                   vocab_size: int, temperature: float, chunk_tokens: int,
+                   kept: Kept | None = None) -> tuple[torch.Tensor, ...]:
     """`log softmax(hidden @ weight.T / temperature)[targets]`, and the entropy.
 
-    Args:
-        hidden: last hidden states, [T (or T / TP with sequence parallelism), 1, H].
-        weight: this rank's rows of the output layer, [V / TP, H].
-        rows: int64 [n], positions whose next token is wanted.
-        targets: int64 [n], that next token.
-        vocab_size: real vocabulary; padded columns get probability 0.
-        kept: truncated sampling: the softmax is over these ids only.
+    hidden: last hidden states of the wanted positions, [n, H]; weight: this rank's rows of the
+    output layer, [V / TP, H]; targets: int64 [n], the tokens that follow; vocab_size: columns above
+    it are padding, with probability 0; kept: truncated sampling, the softmax is over these only.
 
-    Returns:
-        fp32 [n] log-probs and fp32 [n] entropies (nats), both with gradient, equal on all
-        tensor-parallel ranks. With `kept`, entropies and a third [n], the log-probs over the
-        whole vocabulary, are those of the untruncated policy."""
-    if sequence_parallel:
-        hidden = mappings.gather_from_sequence_parallel_region(hidden)
-    else:
-        hidden = mappings.copy_to_tensor_model_parallel_region(hidden)
-    selected = hidden.squeeze(1).index_select(0, rows)
+    Returns fp32 [n] log-probs and fp32 [n] entropies (nats), both with gradient, equal on all
+    tensor-parallel ranks. With `kept`, entropies and a third [n], the log-probs over the whole
+    vocabulary, are those of the untruncated policy."""
     group = parallel_state.get_tensor_model_parallel_group()
-    found = _VocabParallelLogProbs.apply(selected, weight, targets, group, vocab_size,
+    found = _VocabParallelLogProbs.apply(hidden, weight, targets, group, vocab_size,
                                          temperature, chunk_tokens, kept)
     if kept is None:
         return found
@@ -53,10 +50,10 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tenso
     return torch.where(kept.missing, logprobs, truncated), entropies, logprobs
 
 
-class _Chunk:
+class Chunk:
     """Logits of some tokens on this rank's slice of the vocabulary."""
 
-    def __init__(self, hidden, weight, targets, group, vocab_size, temperature):
+    def __init__(self, hidden, weight, group, vocab_size, temperature):
         self.group = group if group.size() > 1 else None
         self.start = start = group.rank() * weight.size(0)
         logits = (hidden @ weight.t()).float()
@@ -65,9 +62,6 @@ class _Chunk:
         if start + weight.size(0) > vocab_size:
             logits[:, max(vocab_size - start, 0):] = -torch.inf
         self.logits = logits
-        local = targets - start
-        self.owned = (local >= 0) & (local < weight.size(0))
-        self.local = local.clamp(0, weight.size(0) - 1)
 
     def reduce(self, tensor, operation=dist.ReduceOp.SUM):
         if self.group is not None:
@@ -79,6 +73,22 @@ class _Chunk:
         total = self.reduce((self.logits - maximum[:, None]).exp_().sum(-1))
         return maximum + total.log()
 
+
+def add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    """`total += grad.T @ hidden`, fp32 [V / TP, H], where dtypes allow without a second one."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.t(), hidden)
+    else:
+        total += grad.t() @ hidden
+
+
+class _TargetChunk(Chunk):
+    def __init__(self, hidden, weight, targets, *settings):
+        super().__init__(hidden, weight, *settings)
+        local = targets - self.start
+        self.owned = (local >= 0) & (local < weight.size(0))
+        self.local = local.clamp(0, weight.size(0) - 1)
+
     def target_logits(self) -> torch.Tensor:
         own = self.logits.gather(-1, self.local[:, None])[:, 0]
         return self.reduce(torch.where(self.owned, own, 0.0))
@@ -87,7 +97,7 @@ class _Chunk:
 class _KeptChunk:
     """Logits of a chunk's kept ids, as far as they are in this rank's slice."""
 
-    def __init__(self, chunk: _Chunk, kept: Kept, bounds: list[int], number: int, first: int):
+    def __init__(self, chunk: Chunk, kept: Kept, bounds: list[int], number: int, first: int):
         entries = slice(bounds[number], bounds[number + 1])
         local = kept.ids[entries] - chunk.start
         own = (local >= 0) & (local < chunk.logits.size(1))
@@ -113,7 +123,7 @@ def _entry_bounds(kept: Kept, num_tokens: int, chunk_tokens: int) -> list[int]:
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, kept):
-        ctx.settings = (group, vocab_size, temperature, chunk_tokens, kept)
+        ctx.settings = chunk_tokens, kept, *(layout := (group, vocab_size, temperature))
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropies, normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
         if kept is not None:
@@ -121,9 +131,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             truncated, kept_normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for number, start in enumerate(range(0, len(targets), chunk_tokens)):
             part = slice(start, start + chunk_tokens)
-            chunk = _Chunk(hidden[part], weight, targets[part], group, vocab_size, temperature)
-            normaliser = chunk.log_normaliser()
-            normalisers[part] = normaliser
+            chunk = _TargetChunk(hidden[part], weight, targets[part], *layout)
+            normalisers[part] = normaliser = chunk.log_normaliser()
             target = chunk.target_logits()
             logprobs[part] = target - normaliser
             if kept is not None:
@@ -131,17 +140,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 kept_normalisers[part], truncated[part] = among, target - among
             log_p = (chunk.logits - normaliser[:, None]).clamp_(min=-1e4)  # keeps 0 * inf out
             entropies[part] = chunk.reduce(-(log_p.exp() * log_p).sum(-1))
-        saved = (hidden, weight, targets, normalisers, entropies)
-        if kept is None:
-            ctx.save_for_backward(*saved)
-            return logprobs, entropies
-        ctx.save_for_backward(*saved, kept_normalisers)
-        return logprobs, entropies, truncated
+        more = () if kept is None else (kept_normalisers,)
+        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies, *more)
+        return (logprobs, entropies) if kept is None else (logprobs, entropies, truncated)
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropies, grad_truncated=None):
         hidden, weight, targets, normalisers, entropies, *kept_normalisers = ctx.saved_tensors
-        group, vocab_size, temperature, chunk_tokens, kept = ctx.settings
+        chunk_tokens, kept, *layout = ctx.settings
         grad_targets = grad_logprobs
         if kept is not None:
             bounds = _entry_bounds(kept, len(targets), chunk_tokens)
@@ -150,7 +156,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for number, start in enumerate(range(0, len(targets), chunk_tokens)):
             part = slice(start, start + chunk_tokens)
-            chunk = _Chunk(hidden[part], weight, targets[part], group, vocab_size, temperature)
+            chunk = _TargetChunk(hidden[part], weight, targets[part], *layout)
             log_p = (chunk.logits - normalisers[part, None]).clamp_(min=-1e4)
             p = log_p.exp()
             grad = -grad_logprobs[part, None] * p
@@ -162,7 +168,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                                 -grad_truncated[part][some.token] * p_kept, accumulate=True)
             own = torch.where(chunk.owned, grad_targets[part], 0.0)
             grad.scatter_add_(-1, chunk.local[:, None], own[:, None])
-            grad = (grad / temperature).to(hidden.dtype)
+            grad = (grad / layout[-1]).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
-            grad_weight += grad.t() @ hidden[part]
+            add_product(grad_weight, grad, hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 6

@@ -1,8 +1,7 @@
 """One trainer rank: `python -m grpo_megatron.trainer.main RUN_DIR [ATTEMPT]`.
 
 Rank 0 takes commands from the controller and passes them on; every rank executes them. While it
-waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out.
-"""
+waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out."""
 
 import json
 import os
@@ -14,12 +13,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import encode, error_reply
+from grpo_megatron.weights.transfer import listening_store
 
 HEARTBEAT_S = 30.0
 
@@ -45,12 +47,8 @@ class CommandLink:
         return json.loads(line) if line.endswith(b"\n") else {"command": "stop", "arguments": {}}
 
 
-def rendezvous(run_dir: RunDir, info, timeout_s: float):
+def rendezvous(run_dir: RunDir, info, timeout_s: float) -> dist.TCPStore:
     """Rank 0 opens a store on a free port and publishes it; the others read it."""
-    from torch.distributed import TCPStore
-
-    from grpo_megatron.weights.transfer import listening_store
-
     path, timeout = run_dir.endpoints / "trainer.json", timedelta(seconds=timeout_s)
     if info.rank == 0:
         host = own_address()
@@ -58,13 +56,11 @@ def rendezvous(run_dir: RunDir, info, timeout_s: float):
         Endpoint(host, store.port).write(path)
         return store
     endpoint = wait_for_endpoint(path, timeout_s)
-    return TCPStore(endpoint.host, endpoint.port, None, is_master=False, timeout=timeout)
+    return dist.TCPStore(endpoint.host, endpoint.port, None, is_master=False, timeout=timeout)
 
 
 def serve(service, link: CommandLink | None, group) -> None:
     """Execute commands until `stop`. An error is answered, then ends this rank."""
-    import torch.distributed as dist
-
     commands = {**service.commands(), "stop": dict}
     while True:
         box = [link.receive(HEARTBEAT_S) if link else None]
@@ -88,8 +84,6 @@ def main(run_path: str, attempt: str = "") -> None:
     run_dir = RunDir(Path(run_path), attempt)
     bind_gloo(own_address())
     config: RunConfig = read_resolved(run_dir.config).config
-    import torch.distributed as dist
-
     from grpo_megatron.trainer import platform  # before Megatron
     from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
     from grpo_megatron.trainer.service import TrainerService

@@ -2,23 +2,23 @@
 
 Megatron calls `torch.cuda` unconditionally. Each replacement below names a call site; without
 it Megatron raises there, or (where said) silently does something else. Must run before
-`megatron` is imported for the first time.
-"""
+`megatron` is imported for the first time."""
 
 import functools
 import logging
 import sys
 import warnings
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
+import torch.utils._device
 
 CPU = torch.device("cpu")
 
 
 @functools.cache
 def install() -> None:
-    """Replace what needs CUDA, once."""
     if torch.cuda.is_available():
         return
     if "megatron.core.tensor_parallel.random" in sys.modules:
@@ -58,17 +58,12 @@ def _replace_streams() -> None:
     torch.cuda.current_stream = lambda *a: _Queue()  # token_dispatcher.py:871
 
 
-class _Generators(tuple):
-    def __getitem__(self, index):
-        return torch.default_generator
-
-
 def _replace_random_state() -> None:
     """The CPU generator plays the CUDA one (tensor_parallel/random.py).
 
     `_lazy_call` and `manual_seed` do not raise unpatched: they queue the seeding for a CUDA
     initialisation that never comes, which leaves every rank with another stream of numbers."""
-    torch.cuda.default_generators = _Generators()  # random.py:103
+    torch.cuda.default_generators = defaultdict(lambda: torch.default_generator)  # random.py:103
     torch.cuda._lazy_call = lambda function, **k: function()  # random.py:111
     torch.cuda.manual_seed = torch.default_generator.manual_seed  # random.py:237,422
     state = lambda device="cuda": torch.get_rng_state()  # noqa: E731
@@ -79,6 +74,8 @@ def _replace_random_state() -> None:
 
 def _redirect_device_literals() -> None:
     """`device="cuda"`: schedules.py:596, clip_grads.py:103, optimizer.py:485, moe_utils.py:998."""
+    # `torch.device("meta")` knows constructors by identity, from its first use on: the originals.
+    torch.utils._device._device_constructors()
     for name in ("zeros", "tensor", "ones", "empty"):
         original = getattr(torch, name)
 
@@ -92,10 +89,8 @@ def _redirect_device_literals() -> None:
 
 
 def _name_cpu_tensors_as_cuda_for_the_optimizer() -> None:
-    """The optimizer compares `tensor.type()` with 'torch.cuda.FloatTensor'.
-
-    distrib_optimizer.py:361,420, optimizer.py:671, clip_grads.py:167. Only callers inside
-    `megatron.core.optimizer` get the changed answer."""
+    """`megatron.core.optimizer`, which alone is answered so, compares `tensor.type()` with
+    'torch.cuda.FloatTensor': distrib_optimizer.py:361,420, optimizer.py:671, clip_grads.py:167."""
     original = torch.Tensor.type
 
     def type_(self, *args, **kwargs):

@@ -1,8 +1,6 @@
-"""Fixes of Megatron-Core 0.16.1 defects, one function each, on every platform.
+"""Fixes of Megatron-Core 0.16.1 defects on every platform, one function each, with file and line.
 
-Each names the defect's file and line. `tests/trainer/test_megatron_fixes.py` fails for a fix
-that an upgrade made obsolete.
-"""
+`tests/trainer/test_megatron_fixes.py` fails for a fix that an upgrade made obsolete."""
 
 import queue
 import warnings
@@ -75,10 +73,8 @@ def reduce_contiguous_tensors() -> None:
 def score_groups_as_deepseek() -> None:
     """moe_utils.py:553 scores a group of experts by its best `topk // group_topk` of them.
 
-    DeepSeek-V3 (sigmoid) takes the best two, DeepSeek-V2 (softmax) the best one, whatever top-k is.
-    """
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-    import megatron.core.transformer.moe.router as router
+    DeepSeek-V3 (sigmoid) takes the best two, DeepSeek-V2 (softmax) the best, whatever top-k is."""
+    from megatron.core.transformer.moe import moe_utils, router
 
     original_route, original_topk = (moe_utils.topk_routing_with_score_function,
                                      moe_utils.group_limited_topk)
@@ -107,7 +103,7 @@ def rotate_packed_sequences_at_once() -> None:
     With hundreds of short sequences that is a tenth of a forward pass."""
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
 
-    from grpo_megatron.trainer.packed_rope import rotate_packed
+    from grpo_megatron.trainer.rope import rotate_packed
 
     original = rope_utils._apply_rotary_pos_emb_thd
 
@@ -187,10 +183,8 @@ def save_without_helper_processes() -> None:
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:
-    """With ETP != TP and EP = 1, expert gradients are not reduced over expert data parallelism.
-
-    `allreduce=False` marks a parameter as an expert's for DDP and the optimizer; 0.16.1 sets it
-    only where EP > 1 (layers.py, experts.py)."""
+    """With ETP != TP and EP = 1, expert gradients are not reduced over expert data parallelism:
+    what marks them for DDP and the optimizer is set only where EP > 1 (layers.py, experts.py)."""
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False

@@ -1,19 +1,17 @@
 """From recorded samples to the tensors of one packed micro-batch.
 
-Shape legend: T packed tokens (with padding), S samples, n policy tokens.
-"""
+Shape legend: T packed tokens (with padding), S samples, n policy tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.trainer.divergence import TeacherTokens
 from grpo_megatron.trainer.logprobs import Kept
 from grpo_megatron.types import KeptSets
-
-_DUMMY_TOKEN = 0
 
 
 @dataclass
@@ -32,6 +30,7 @@ class MicroBatch:
     token_counts: torch.Tensor  # int64 [S]
     rollout_logprobs: torch.Tensor  # fp32 [n]; minus infinity: unusable
     kept: Kept | None = None  # of truncated sampling
+    teachers: list[TeacherTokens] = field(default_factory=list)  # see `trainer.teachers`
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +53,7 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
         start += len(sequences[-1])
     padding = -start % pad_to if start else pad_to
     if padding:
-        sequences.append(np.full(padding, _DUMMY_TOKEN))
+        sequences.append(np.zeros(padding, np.int64))
     lengths = [len(s) for s in sequences]
     counts = np.array([len(t) for t in targets], np.int64)
 

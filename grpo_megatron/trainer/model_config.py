@@ -1,7 +1,6 @@
 """From a Hugging Face `config.json` and a layout to Megatron's TransformerConfig.
 
-What a family's fields mean to Megatron is in its table (`plan/families`).
-"""
+What a family's fields mean to Megatron is in its table (`plan/families`)."""
 
 import math
 from typing import Any
@@ -16,13 +15,11 @@ from grpo_megatron.plan.hf_config import megatron_settings, model_fields
 from grpo_megatron.trainer.platform import HAS_CUDA, HAS_TRANSFORMER_ENGINE
 from grpo_megatron.trainer.rope import rotary
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> TransformerConfig:
     """Raises ConfigError for a family, a field or a value that is not supported."""
     fields = model_fields(hf)
-    dtype = DTYPES[layout.precision]
+    dtype = getattr(torch, layout.precision)
     settings = {"activation_func": torch.nn.functional.silu, "params_dtype": dtype,
                 "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16, **_parallel(layout),
                 **megatron_settings(family_of(hf["model_type"]), fields)}
@@ -61,8 +58,8 @@ def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parallel(layout: TrainerConfig) -> dict[str, Any]:
-    vpp = layout.virtual_pipeline_parallel_size
-    settings = dict(
+    vpp, full = layout.virtual_pipeline_parallel_size, layout.recompute == "full"
+    return dict(
         tensor_model_parallel_size=layout.tensor_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=vpp,
@@ -71,15 +68,10 @@ def _parallel(layout: TrainerConfig) -> dict[str, Any]:
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        sequence_parallel=(layout.tensor_parallel_size > 1 if layout.sequence_parallel is None
-                           else layout.sequence_parallel),  # MoE layers with TP need it
+        sequence_parallel=layout.sp,  # MoE layers with TP need it
         # packed micro-batches differ in length, so pipeline stages tell each other the shape
         variable_seq_lengths=True,
         # without overlap the interleaved schedule of 0.16.1 computes wrong gradients
         overlap_p2p_comm=bool(vpp), batch_p2p_comm=not vpp,
-    )
-    return settings | {
-        "none": {}, "full": dict(recompute_granularity="full", recompute_method="uniform",
-                                 recompute_num_layers=1),
-        "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
-    }[layout.recompute]
+        recompute_granularity=None if layout.recompute == "none" else layout.recompute,
+        recompute_method="uniform" if full else None, recompute_num_layers=1 if full else None)

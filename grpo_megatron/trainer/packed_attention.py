@@ -2,8 +2,7 @@
 
 One SDPA call per sequence is slow when a micro-batch holds hundreds of short ones. Sequences of
 similar length share a call, padded at the end: causal attention never looks at later positions,
-so the padding changes no real token, and its outputs are dropped.
-"""
+so the padding changes no real token, and its outputs are dropped."""
 
 import itertools
 import math
@@ -25,26 +24,16 @@ class Bucket:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """[T, heads, d] -> [batch, heads, length, d]."""
-        if self.rows is None:
-            x = x[self.start:self.start + self.batch * self.length]
-        else:
-            x = x.index_select(0, self.rows)
+        end = self.start + self.batch * self.length
+        x = x[self.start:end] if self.rows is None else x.index_select(0, self.rows)
         return x.view(self.batch, self.length, *x.shape[1:]).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """Buckets, and where each token's output is in their concatenation."""
-
-    buckets: tuple[Bucket, ...]
-    order: torch.Tensor | None  # int64 [T]; None: where it is already
-
-
-def plan_buckets(cu_seqlens: torch.Tensor, growth: float = 1.25) -> BucketPlan:
-    """Group sequences whose lengths differ by at most `growth`.
-
-    Args:
-        cu_seqlens: cumulative lengths, [num_sequences + 1], starting at 0."""
+def plan_buckets(cu_seqlens: torch.Tensor,
+                 growth: float = 1.25) -> tuple[list[Bucket], torch.Tensor | None]:
+    """Group sequences whose lengths differ by at most the factor `growth`; cu_seqlens: cumulative
+    lengths, [num_sequences + 1], starting at 0. Returns buckets, and where each token's output is
+    in their concatenation, int64 [T]; None: where it is already."""
     bounds, device = cu_seqlens.tolist(), cu_seqlens.device
     groups: list[list[tuple[int, int]]] = []  # (length, start)
     for span in sorted((b - a, a) for a, b in itertools.pairwise(bounds) if b > a):
@@ -65,22 +54,19 @@ def plan_buckets(cu_seqlens: torch.Tensor, growth: float = 1.25) -> BucketPlan:
         buckets.append(Bucket(None if adjacent else rows.to(device), first, len(group), length))
         base += real.numel()
     in_order = torch.equal(order, torch.arange(base))
-    return BucketPlan(tuple(buckets), None if in_order else order.to(device))
+    return buckets, None if in_order else order.to(device)
 
 
 class PackedAttention(MegatronModule):
     """Drop-in core attention without Transformer Engine. Causal; GQA and MLA value sizes."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type,
-                 attention_dropout=None, softmax_scale=None, cp_comm_type=None,
-                 pg_collection=None, k_channels=None, v_channels=None):
+    def __init__(self, config, *_, softmax_scale=None, k_channels=None, **__):
         super().__init__(config=config)
         if config.softmax_type != "vanilla" or config.window_size is not None:
             raise ValueError("sliding windows and learnable softmax need Transformer Engine")
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None,
-                attention_bias=None, packed_seq_params=None):
+    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
         """q, k, v [T, heads, d] packed -> [T, heads * d_v]; or [s, b, heads, d] -> [s, b, ...]."""
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -88,12 +74,12 @@ class PackedAttention(MegatronModule):
         plan = getattr(packed_seq_params, "bucket_plan", None)
         if plan is None:  # the same in every layer: kept on the parameters of the batch
             plan = packed_seq_params.bucket_plan = plan_buckets(packed_seq_params.cu_seqlens_q)
-        outputs = []
-        for bucket in plan.buckets:
+        (buckets, order), outputs = plan, []
+        for bucket in buckets:
             q, k, v = (bucket.take(x) for x in (query, key, value))
             outputs.append(self._attend(q, k, v).transpose(1, 2).flatten(0, 1))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return (output if plan.order is None else output.index_select(0, plan.order)).flatten(1)
+        return (output if order is None else output.index_select(0, order)).flatten(1)
 
     def _attend(self, q, k, v):
         """[b, heads, s, d] -> [b, heads, s, d_v], causal."""

@@ -40,16 +40,12 @@ def parameter_table(hf: dict[str, Any]) -> ParameterTable:
     objects = tuple(s.unique_key for s in state.values() if isinstance(s, ShardedObject))
     weights = {name: s for name, s in state.items() if not isinstance(s, ShardedObject)}
     names = tensor_map(hf, config)
-    return ParameterTable(
-        tuple(names.parameter(name, tuple(s.data.shape)) for name, s in weights.items()),
-        {name: tuple(_pieces(s)) for name, s in weights.items()}, objects)
+    parameters = tuple(names.parameter(name, tuple(s.data.shape)) for name, s in weights.items())
+    return ParameterTable(parameters, {n: tuple(_pieces(s)) for n, s in weights.items()}, objects)
 
 
 def _pieces(sharded: Any) -> Iterator[Piece]:
-    parts = [sharded]
-    if isinstance(sharded, ShardedTensorFactory):
-        built = sharded.build()
-        parts = list(built.values()) if isinstance(built, dict) else built
-    for part in parts:
+    built = sharded.build() if isinstance(sharded, ShardedTensorFactory) else [sharded]
+    for part in built.values() if isinstance(built, dict) else built:
         sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         yield Piece(part.key, tuple(part.global_offset), sizes, tuple(part.global_shape))

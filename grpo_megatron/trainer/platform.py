@@ -1,8 +1,5 @@
-"""The one place that knows whether there is a GPU. Import it before anything of Megatron.
-
-Importing it installs the CPU platform (`megatron_cpu`) where CUDA is absent and the fixes of
-Megatron-Core defects (`megatron_fixes`) everywhere.
-"""
+"""The one place that knows whether there is a GPU. Import it before anything of Megatron: that
+installs the CPU platform (`megatron_cpu`) where CUDA is absent, and all of `megatron_fixes`."""
 
 import importlib.util
 import os
@@ -15,13 +12,9 @@ import torch
 
 HAS_CUDA = torch.cuda.is_available()
 
-from grpo_megatron.trainer import megatron_cpu  # noqa: E402
+from grpo_megatron.trainer import megatron_cpu, megatron_fixes  # noqa: E402
 
-if not HAS_CUDA:
-    megatron_cpu.install()
-
-from grpo_megatron.trainer import megatron_fixes  # noqa: E402
-
+megatron_cpu.install()
 megatron_fixes.install()
 
 HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
@@ -29,7 +22,6 @@ BACKEND = "nccl" if HAS_CUDA else "gloo"
 
 
 def device() -> torch.device:
-    """The device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else torch.device("cpu")
 
 

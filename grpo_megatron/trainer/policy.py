@@ -1,5 +1,7 @@
-"""The policy on this rank: model chunks, gradient buffers, optimizer."""
+"""The policy on this rank: model chunks, gradient buffers, optimizer, and its weights by name."""
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,15 +17,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
+from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.trainer.layer_specs import block_spec
 from grpo_megatron.trainer.megatron_fixes import mark_expert_parameters
 from grpo_megatron.trainer.model_config import transformer_config
 from grpo_megatron.trainer.platform import HAS_CUDA
-from grpo_megatron.trainer.policy_model import PolicyModel, build_chunk
+from grpo_megatron.trainer.policy_model import PolicyModel
+from grpo_megatron.trainer.rope import rotary
 from grpo_megatron.trainer.router_replay import RouteReplay
-from grpo_megatron.trainer.shards import local_shards
-from grpo_megatron.weights.gather import ShardedModel
-from grpo_megatron.weights.parameters import TensorMap
-from grpo_megatron.weights.rules import rules_for
+from grpo_megatron.weights.gather import Shard, ShardedModel
+from grpo_megatron.weights.parameters import TensorMap, rules_for
+
+_LOCAL_EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc\d\.(?:weight|bias))(\d+)")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 @dataclass
@@ -56,10 +62,6 @@ class Policy:
         return ", ".join(f"{name} {kind.__module__}.{kind.__qualname__}"
                          for name, kind in found.items())
 
-    def reload_main_parameters(self) -> None:
-        """After the model's weights were overwritten: the optimizer's fp32 copies follow."""
-        self.optimizer.reload_model_params()
-
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Forget moments and steps; take over betas, epsilon and weight decay."""
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
@@ -77,6 +79,12 @@ class Policy:
             group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
+def state_tensors(policy: Policy) -> list[torch.Tensor]:
+    """Parameters and buffers of this rank's model, in a fixed order."""
+    return [tensor.data for model in policy.models
+            for tensor in (*model.parameters(), *model.buffers())]
+
+
 def tensor_map(hf: dict[str, Any], config: TransformerConfig) -> TensorMap:
     return TensorMap(rules_for(hf["model_type"]), config.num_attention_heads,
                      config.num_query_groups, config.kv_channels, hf["vocab_size"],
@@ -85,10 +93,7 @@ def tensor_map(hf: dict[str, Any], config: TransformerConfig) -> TensorMap:
 
 def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: OptimizerConfig,
                  router_policy: str = "freeze_bias", temperature: float = 1.0) -> Policy:
-    """Model with random weights, wrapped for data parallelism, and its optimizer.
-
-    Args:
-        router_policy: see `RoutingConfig.router_policy`."""
+    """Model with random weights, wrapped for data parallelism, and its optimizer."""
     config = transformer_config(hf, layout)
     if router_policy != "none":
         config.moe_router_bias_update_rate = 0.0
@@ -118,8 +123,7 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
         config.no_sync_func = _one_or_all([c.no_sync for c in chunks])
     if ddp_config.overlap_param_gather:
         config.param_sync_func = _one_or_all([c.start_param_sync for c in chunks])
-    replay = RouteReplay(unwrap_model(chunks), config)
-    return Policy(hf, config, chunks, megatron_optimizer, replay)
+    return Policy(hf, config, chunks, megatron_optimizer, RouteReplay(unwrap_model(chunks), config))
 
 
 def _one_or_all(by_chunk: list[Any]) -> Any:
@@ -130,13 +134,52 @@ def _one_or_all(by_chunk: list[Any]) -> Any:
 def build_models(config: TransformerConfig, hf: dict[str, Any],
                  layout: TrainerConfig) -> list[PolicyModel]:
     """This rank's model chunks with random weights, neither wrapped nor with an optimizer."""
-    models = []
+    models, rope, parts = [], model_fields(hf)["rope"], config.tensor_model_parallel_size
     for chunk in range(layout.virtual_pipeline_parallel_size or 1):
         stage = chunk if layout.virtual_pipeline_parallel_size else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-        model = build_chunk(config, hf, pre_process=first, post_process=last, vp_stage=stage)
+        model = PolicyModel(
+            config, block_spec(config, stage), vp_stage=stage, pre_process=first, post_process=last,
+            vocab_size=-(-hf["vocab_size"] // parts) * parts,  # split evenly
+            max_sequence_length=hf.get("max_position_embeddings", 0),
+            position_embedding_type="rope", rotary_base=rope["theta"],
+            rotary_percent=rope["percent"],
+            share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False))
+        if not config.multi_latent_attention:
+            model.rotary_pos_emb.inv_freq = rotary(rope, config.kv_channels)[0]
+        model.real_vocab_size = hf["vocab_size"]
         model.logprob_chunk_tokens = layout.logprob_chunk_tokens
         mark_expert_parameters(model)
         models.append(model.to(torch.cuda.current_device()) if HAS_CUDA else model)
     return models
+
+
+def local_shards(chunks: Sequence[torch.nn.Module], num_experts: int) -> Iterator[Shard]:
+    """Every parameter and selection bias of this rank's chunks; layers and experts made global."""
+    experts = parallel_state.get_expert_model_parallel_group()
+    first_expert = num_experts // experts.size() * experts.rank()
+    for model in unwrap_model(list(chunks)):
+        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for name, parameter in _weights(model):
+            name = _LAYER.sub(lambda m, n=numbers: f"decoder.layers.{n[int(m[1])]}.", name)
+            name = _LOCAL_EXPERT.sub(lambda m: m[1] + str(int(m[2]) + first_expert), name)
+            yield _shard(name, parameter)
+
+
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith(".expert_bias"):
+            # Float16Module has rounded it; the router makes it fp32 again only when it is used
+            buffer.data = buffer.data.float()
+            yield name, buffer
+
+
+def _shard(name: str, parameter: torch.Tensor) -> Shard:
+    group = (parallel_state.get_expert_tensor_parallel_group() if ".experts." in name
+             else parallel_state.get_tensor_model_parallel_group())
+    if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return Shard(name, parameter)
+    dim = 1 if "linear_fc2" in name else parameter.partition_dim
+    return Shard(name, parameter, dim, group.size(), group.rank(), group)

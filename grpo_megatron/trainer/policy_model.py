@@ -1,62 +1,57 @@
 """GPTModel whose last stage answers with token log-probs instead of logits."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-from grpo_megatron.plan.hf_config import model_fields
-from grpo_megatron.trainer.layer_specs import block_spec
-from grpo_megatron.trainer.logprobs import Kept, token_logprobs
-from grpo_megatron.trainer.rope import rotary
+from grpo_megatron.trainer.divergence import TeacherTokens, divergence
+from grpo_megatron.trainer.logprobs import Kept, policy_states, token_logprobs
 
 
 class PolicyModel(GPTModel):
     """`forward(..., labels=targets, loss_mask=rows)` returns fp32 [2, n]: log-probs, entropies.
 
     `rows` int64 [n] are the positions whose next token is wanted, `targets` int64 [n] those
-    tokens. With `kept`, log-probs are over the kept sets, and a third row is over everything.
+    tokens. With `kept`, log-probs are over the kept sets, and a third row is over everything. With
+    `teachers`, a last row is the weighted sum of their divergences.
     Overrides Megatron's post-processing because it would make logits for all positions."""
 
-    real_vocab_size: int
+    real_vocab_size: int  # without the padding, which gets probability 0
+    logprob_chunk_tokens: int
     temperature: float = 1.0
-    logprob_chunk_tokens: int = 1024
 
+    answers_states: bool = False  # [n, H], what the output layer would get, instead
     _kept: Kept | None = None
+    _teachers: Sequence[TeacherTokens] = ()
 
-    def forward(self, *args, kept: Kept | None = None, **kwargs):
-        self._kept = kept
+    def forward(self, *args, kept: Kept | None = None, teachers: Sequence[TeacherTokens] = (),
+                **kwargs):
+        self._kept, self._teachers = kept, teachers
         return super().forward(*args, **kwargs)
+
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output layer, [V / TP, H]."""
+        return (self.shared_embedding_or_output_weight()
+                if self.share_embeddings_and_output_weights else self.output_layer.weight)
 
     def _postprocess(self, hidden_states, *args, labels=None, loss_mask=None, **kwargs):
         if not self.post_process:
             return hidden_states
-        weight = (self.shared_embedding_or_output_weight()
-                  if self.share_embeddings_and_output_weights else self.output_layer.weight)
-        return torch.stack(token_logprobs(
-            hidden_states, weight, loss_mask, labels, vocab_size=self.real_vocab_size,
-            temperature=self.temperature, sequence_parallel=self.config.sequence_parallel,
-            chunk_tokens=self.logprob_chunk_tokens, kept=self._kept))
-
-
-def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """Megatron splits the vocabulary evenly; the padding gets probability 0."""
-    return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size
-
-
-def build_chunk(config: TransformerConfig, hf: dict[str, Any], *, pre_process: bool,
-                post_process: bool, vp_stage: int | None) -> PolicyModel:
-    """One model chunk of this pipeline stage, randomly initialised."""
-    rope = model_fields(hf)["rope"]
-    model = PolicyModel(
-        config, block_spec(config, vp_stage),
-        vocab_size=padded_vocab_size(hf["vocab_size"], config.tensor_model_parallel_size),
-        max_sequence_length=hf.get("max_position_embeddings", 0), pre_process=pre_process,
-        post_process=post_process, position_embedding_type="rope",
-        rotary_base=rope["theta"], rotary_percent=rope["percent"], vp_stage=vp_stage,
-        share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False))
-    if not config.multi_latent_attention:
-        model.rotary_pos_emb.inv_freq = rotary(rope, config.kv_channels)[0]
-    model.real_vocab_size = hf["vocab_size"]
-    return model
+        states = policy_states(hidden_states, loss_mask,
+                               sequence_parallel=self.config.sequence_parallel)
+        if self.answers_states:
+            return states
+        weight = self.output_weight()
+        found = token_logprobs(
+            states, weight, labels, vocab_size=self.real_vocab_size, temperature=self.temperature,
+            chunk_tokens=self.logprob_chunk_tokens, kept=self._kept)
+        teachers = [t for t in self._teachers if t.is_whole]
+        if teachers:
+            total, group = torch.zeros_like(found[0]), get_tensor_model_parallel_group()
+            for teacher in teachers:
+                total = total.index_add(0, teacher.rows, teacher.weight * divergence(
+                    states, weight, teacher, group))
+            found = (*found, total)
+        return torch.stack(found)

@@ -12,6 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from tokenizers import Tokenizer
 
 from grpo_megatron.checkpoints.distributed import load_model
 from grpo_megatron.config.trainer import TrainerConfig
@@ -45,10 +46,8 @@ def why_not(hf: dict[str, Any], num_elements: int, layout: TrainerConfig) -> str
 
 def largest_difference(hf: dict[str, Any], hf_directory: Path, weights: Path,
                        layout: TrainerConfig, dtype: torch.dtype | None) -> float:
-    """Max |log-prob difference| between both checkpoints. Collective, at `layout`.
-
-    Args:
-        weights: of Megatron; dtype: what the conversion rounded to."""
+    """Max |log-prob difference| between both checkpoints. Collective, at `layout`. weights: of
+    Megatron; dtype: what the conversion rounded to."""
     ids = _probe_ids(hf, hf_directory)
     expected = [_by_transformers(hf_directory, ids, dtype) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(expected)
@@ -61,8 +60,6 @@ def _probe_ids(hf: dict[str, Any], directory: Path) -> list[int]:
     """Tokens of the probe text; without a tokenizer, numbers spread over the vocabulary."""
     ids = [(i * 7919 + 13) % hf["vocab_size"] for i in range(_MAX_TOKENS)]
     if (directory / "tokenizer.json").exists():
-        from tokenizers import Tokenizer
-
         text = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(_TEXT).ids
         ids = text[:_MAX_TOKENS] if len(text) > 1 else ids
     return ids
@@ -90,11 +87,10 @@ def _by_megatron(hf: dict[str, Any], weights: Path, layout: TrainerConfig, ids: 
     if dtype is not None:
         for tensor in (t for model in policy.models for t in model.parameters()):
             tensor.data.copy_(tensor.data.to(dtype))
-    table = SimpleNamespace(
-        prompt_ids=lambda row: np.array(ids[:1]), kept=lambda row: None,
-        completion=lambda row: (np.array(ids[1:]), np.zeros(len(ids) - 1)))
-    many = tuple(build_microbatch(i, table, np.zeros(1, np.int64), device=device(),
-                                  pad_to=layout.tensor_parallel_size)
+    table = SimpleNamespace(prompt_ids=lambda row: np.array(ids[:1]), kept=lambda row: None,
+                            completion=lambda row: (np.array(ids[1:]), np.zeros(len(ids) - 1)))
+    row, parts = np.zeros(1, np.int64), layout.tensor_parallel_size
+    many = tuple(build_microbatch(i, table, row, device=device(), pad_to=parts)
                  for i in range(layout.pipeline_parallel_size))
     found = logprob_pass(policy, PreparedBatch(many, len(ids)))[0][0]
     return found.cpu() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None

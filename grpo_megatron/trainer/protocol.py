@@ -1,12 +1,11 @@
 """How the controller commands the trainer: JSON lines over one TCP connection.
 
-The controller listens, rank 0 connects, every command is answered once, in order. Imports
-neither torch nor Megatron, because both sides use it.
-
     -> {"token": "…", "role": "trainer"}
     <- {"command": "train", "arguments": {…}}
     -> {"result": {…}}   or   {"error": {"type": "TrainerError", "message": "…"}}
-"""
+
+The controller listens, rank 0 connects, every command is answered once, in order. Imports neither
+torch nor Megatron, because both sides use it."""
 
 import json
 from typing import Any

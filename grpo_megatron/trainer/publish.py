@@ -1,16 +1,15 @@
 """The trainer's side of weight publishing: gather each tensor, stream it from its sender.
 
 Senders are spread over the world. Each streams the tensors it holds itself, so an expert's
-weights need not pass through rank 0; what no sender holds travels to one point to point.
-"""
+weights need not pass through rank 0; what no sender holds travels to one point to point."""
 
 from typing import Any
 
 import torch.distributed as dist
 
-from grpo_megatron.config.rollout import PublishConfig
+from grpo_megatron.config.run import PublishConfig
 from grpo_megatron.network import own_address
-from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, assign_receivers
+from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, shared_out
 from grpo_megatron.weights.transfer import TransferPlan, WeightSender
 
 _MIN_BUCKETS = 8
@@ -27,28 +26,20 @@ class WeightPublisher:
         """What each sending rank sends, in order."""
 
     def open(self, num_workers: int) -> dict[str, Any]:
-        """Make this publish's plan and listen for `num_workers` engine workers per sender.
-
-        Returns:
-            `senders`: [host, port] each; `plan`: the transfer plan as JSON."""
+        """Make this publish's plan and listen for `num_workers` engine workers per sender. Returns
+        `senders`, [host, port] each, and `plan`, the transfer plan as JSON."""
         rank, world, count = dist.get_rank(), dist.get_world_size(), self.config.num_senders
         ranks = [i * world // count for i in range(count)]
-        receivers = assign_receivers(self.model.entries, ranks)
-        self.parts = {sender: [entry for entry, receiver in
-                               zip(self.model.entries, receivers, strict=True)
-                               if receiver == sender] for sender in ranks}
+        self.parts = shared_out(self.model.entries, ranks)
         wire = tuple(tensor for index, part in enumerate(self.parts.values()) for entry in part
                      for tensor in entry.parameter.entries(entry.dtype, index))
         # Small models go in several buckets too: engines load one while the next is gathered.
         part = max(sum(entry.num_bytes for entry in wire) // _MIN_BUCKETS, 1 << 20)
         self.plan = TransferPlan(wire, num_senders=count,
                                  bucket_bytes=min(self.config.bucket_mib << 20, part))
-        mine = None
         if rank in ranks:
-            address = own_address()
-            self.sender = WeightSender(address, num_workers, index=ranks.index(rank))
-            mine = [address, self.sender.port]
-        addresses = all_gathered(mine)
+            self.sender = WeightSender(own_address(), num_workers, index=ranks.index(rank))
+        addresses = all_gathered(self.sender and [self.sender.host, self.sender.port])
         return {"senders": [addresses[r] for r in ranks], "plan": self.plan.to_json()}
 
     def join(self) -> None:

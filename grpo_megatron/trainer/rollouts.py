@@ -1,6 +1,6 @@
-"""A recorded step as the trainer sees it: the batch of all samples, and tokens in its order."""
+"""A recorded step as the objective sees it. Imports no Megatron: reports need it too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -9,8 +9,6 @@ from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
-from grpo_megatron.trainer.distributed import summed
-from grpo_megatron.trainer.step import PreparedBatch, speaks_for_samples
 
 
 def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
@@ -38,16 +36,3 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
                            for name in table.components},
         events=Events(*map(torch.from_numpy, table.steps)) if len(table.steps[0]) else None)
     return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)
-
-
-def gather_tokens(batch: SampleBatch, prepared: Sequence[PreparedBatch],
-                  values: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Tokens in the order of the table, fp32 [n], on every rank. Collective.
-
-    Args:
-        values: of every micro-batch of every prepared batch."""
-    flat = torch.zeros(batch.num_tokens)
-    for part, found in zip(prepared, values, strict=True) if speaks_for_samples() else ():
-        for microbatch, tokens in zip(part.microbatches, found, strict=True):
-            flat[batch.flat_index(torch.from_numpy(microbatch.table_rows))] = tokens.cpu()
-    return summed(flat)

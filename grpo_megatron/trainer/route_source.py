@@ -1,12 +1,11 @@
 """Which routes the passes of an RL step replay: the engine's from the store, or recorded ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.step_terms import StepTerms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
@@ -17,21 +16,18 @@ from grpo_megatron.trainer import router_replay
 from grpo_megatron.trainer.distributed import summed
 from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.router_replay import RouteReplay, Routes, RoutingPass, local_part
-from grpo_megatron.trainer.step import PreparedBatch
+from grpo_megatron.trainer.step import PreparedBatch, Update
 from grpo_megatron.weights.gather import all_gathered
 
 
 class RouteSource:
-    """Builds the routing passes of one recorded step.
-
-    Args:
-        replay: The policy's routers."""
+    """Builds the routing passes of one recorded step for the policy's routers; measures them."""
 
     def __init__(self, config: RunConfig, replay: RouteReplay, table: SampleTable):
         self.config, self._replay, self._table = config, replay, table
         self.settings = config.routing
-        self._problems = np.zeros(len(RouteStatus), np.int64)
-        self._num_routes = 0
+        self._by_status = np.zeros(len(RouteStatus), np.int64)
+        self._measured: list[dict[str, float]] = []
 
     @property
     def active(self) -> bool:
@@ -49,7 +45,7 @@ class RouteSource:
         """The engine's routes of this rank's tokens and layers; None where none are recorded.
 
         Raises DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks."""
-        if not self.active or not (self.config.records_routes or self._table.has_routes):
+        if not self.active or not (self.config.records_routes or self._table.route_shapes):
             return None
         found = [self._read(microbatch) for microbatch in batch.microbatches]
         self._check()
@@ -65,8 +61,7 @@ class RouteSource:
             part, status = self._table.routes(row, layers, shape)
             ids[:, start:start + length - 1] = part
             known[:, start:start + length - 1] = status == RouteStatus.OK
-            self._problems += np.bincount(status.ravel(), minlength=len(self._problems))
-            self._num_routes += status.size
+            self._by_status += np.bincount(status.ravel(), minlength=len(self._by_status))
             start += length
         ids = torch.from_numpy(ids.astype(np.int16) if ids.dtype == np.uint16 else ids)
         return Routes(local_part(ids, 1).contiguous(),
@@ -76,7 +71,7 @@ class RouteSource:
         """Stop all ranks together where any of them found a route that it may not do without."""
         if self.settings.replay != "r3" or self.settings.on_missing != "fail":
             return
-        problems = sum(all_gathered(self._problems))
+        problems = sum(all_gathered(self._by_status))
         if problems[1:].any():
             what = ", ".join(f"{problems[s]} {s.name.lower()}" for s in RouteStatus
                              if s and problems[s])
@@ -87,52 +82,56 @@ class RouteSource:
                 where=str(self._table.directory),
                 remedy="delete the step to sample it anew, or set routing.on_missing=live")
 
+    def finish(self, run: RoutingPass | None, batch: PreparedBatch) -> None:
+        """Measure a finished pass. Collective."""
+        if run is not None:
+            self._measured.append(self._replay.finish(run, batch.microbatches))
+
     def metrics(self) -> dict[str, float]:
-        """Routes by status; the last token of a sample has none and is not counted. Collective."""
-        counts = summed(torch.from_numpy(np.append(self._problems, self._num_routes)).double())
-        if counts[-1] == 0:
-            return {}
-        out = {f"routing/{s.name.lower()}_routes": float(counts[s]) for s in RouteStatus if s}
-        live = float(counts[1:-1].sum() / counts[-1])
-        return out | {"routing/unusable_fraction": live}
+        """Means over the passes, routes by status (a sample's last token has none). Collective."""
+        names = dict.fromkeys(name for found in self._measured for name in found)
+        out = {name: float(np.mean([found[name] for found in self._measured if name in found]))
+               for name in names}
+        counts = summed(torch.from_numpy(self._by_status).double())
+        if counts.any():
+            out |= {f"routing/{s.name.lower()}_routes": float(counts[s]) for s in RouteStatus if s}
+            out["routing/unusable_fraction"] = float(counts[1:].sum() / counts.sum())
+        return out
 
     def old_pass(self, rollout: Sequence[Routes] | None) -> RoutingPass | None:
         """The old-policy pass: what later passes need is recorded."""
         if not self.active:
             return None
-        return RoutingPass(
-            replayed=rollout if self.settings.replay == "r3" else None,
-            compared={"rollout": rollout} if rollout is not None else {},
-            record=True, record_log_probs=self.settings.keep_loss == "kl", measure=True)
+        compared = {"rollout": rollout} if rollout is not None else {}
+        return RoutingPass(rollout if self.settings.replay == "r3" else None, compared, record=True,
+                           record_log_probs=self.settings.keep_loss == "kl", measure=True)
 
-    def training_pass(self, batch: PreparedBatch, rollout: Sequence[Routes] | None,
-                      old: RoutingPass | None, objective: Objective,
-                      terms: StepTerms) -> RoutingPass | None:
-        """A pass with gradients; `old` is what the old-policy pass was, if there was one."""
+    def training_pass(self, update: Update, terms: StepTerms) -> RoutingPass | None:
+        """A pass with gradients."""
         if not self.active:
             return None
-        recorded = self._recorded(batch, old) if old is not None else None
-        replayed = {"none": None, "r2": recorded, "r3": rollout}[self.settings.replay]
+        recorded, first = self._recorded(update), update.old_routing is None
+        replayed = {"none": None, "r2": recorded, "r3": update.routes}[self.settings.replay]
         compared = {"update": recorded} if recorded is not None else {}
-        if old is None and rollout is not None:
-            compared["rollout"] = rollout
-        return RoutingPass(replayed=replayed, compared=compared, measure=old is None,
-                           keep=self._keep(batch, replayed, old, objective, terms))
+        if first and update.routes is not None:
+            compared["rollout"] = update.routes
+        return RoutingPass(replayed=replayed, compared=compared, measure=first,
+                           keep=self._keep(update, replayed, terms))
 
-    def margin_pass(self, batch: PreparedBatch, rollout: Sequence[Routes] | None,
-                    old: RoutingPass | None) -> RoutingPass | None:
+    def margin_pass(self, update: Update) -> RoutingPass | None:
         """A look at the current weights with the routes of training, nothing measured."""
         if not self.active or self.settings.replay == "none":
             return None
-        recorded = self._recorded(batch, old) if old is not None else None
-        return RoutingPass(replayed=rollout if self.settings.replay == "r3" else recorded)
+        return RoutingPass(replayed=update.routes if self.settings.replay == "r3"
+                           else self._recorded(update))
 
-    def _recorded(self, batch: PreparedBatch, old: RoutingPass) -> list[Routes]:
+    def _recorded(self, update: Update) -> list[Routes] | None:
         """The live choices of the old-policy pass, for all tokens."""
-        rows = range(len(self._replay.taps))
-        found = []
-        for microbatch in batch.microbatches:
-            ids = [old.recorded[microbatch.index, row] for row in rows]
+        if update.old_routing is None:
+            return None
+        rows, found = range(len(self._replay.taps)), []
+        for microbatch in update.batch.microbatches:
+            ids = [update.old_routing.recorded[microbatch.index, row] for row in rows]
             size = local_part(microbatch.tokens[0]).numel()
             stacked = torch.stack(ids) if ids else torch.empty(
                 0, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype)
@@ -140,10 +139,9 @@ class RouteSource:
             found.append(Routes(stacked, real.expand(len(ids), size)))
         return found
 
-    def _keep(self, batch: PreparedBatch, replayed: Sequence[Routes] | None,
-              old: RoutingPass | None, objective: Objective,
+    def _keep(self, update: Update, replayed: Sequence[Routes] | None,
               terms: StepTerms) -> router_replay.KeepTerms | None:
-        settings = self.settings
+        settings, batch, old = self.settings, update.batch, update.old_routing
         if settings.keep_loss == "none" and settings.balance_weight == 0:
             return None
         by_domain = torch.tensor([
@@ -157,9 +155,9 @@ class RouteSource:
             at_tokens[microbatch.rows.cpu()] = of_sample[microbatch.sample.cpu()].float()
             weights.append(local_part(at_tokens))
         balance = self._balance(batch, replayed) if settings.balance_weight > 0 else None
-        return router_replay.KeepTerms(
-            settings.keep_loss, weights, old.recorded_log_probs if old else {}, balance,
-            batch.loss_scale)
+        return router_replay.KeepTerms(settings.keep_loss, weights,
+                                       old.recorded_log_probs if old else {}, balance,
+                                       batch.loss_scale)
 
     def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
         replay = self._replay
@@ -167,9 +165,3 @@ class RouteSource:
                                       for routes in replayed for row in range(len(replay.layers)))
         found = balance_coefficients(counts, self.settings.balance_weight, batch.num_tokens)
         return found[[replay.shape.layers.index(layer) for layer in replay.layers]].float()
-
-
-def merged(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of the updates' passes: their means."""
-    names = dict.fromkeys(name for metrics in passes for name in metrics)
-    return {name: float(np.mean([m[name] for m in passes if name in m])) for name in names}

@@ -8,8 +8,7 @@ working on: `enter` says so for the forward, a hook on the chunk's output for th
 layers are computed again.
 
 Shape legend: T tokens of a micro-batch on this rank (its chunk of them with sequence parallelism),
-K experts per token, E experts, R MoE layers on this rank.
-"""
+K experts per token, E experts, R MoE layers on this rank."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from grpo_megatron.routing import router_losses
 from grpo_megatron.routing.agreement import RoutingSums, agreement
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.trainer.distributed import summed
-from grpo_megatron.trainer.layer_specs import moe_layer_pattern
+from grpo_megatron.trainer.layer_specs import moe_layers
 from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.platform import device
 
@@ -86,12 +85,10 @@ class RouterTap:
         router.router_replay = self
         router.register_forward_hook(self._attach)
 
-    def get_replay_topk(self, scores: Tensor, topk: int, num_groups: int | None = None,
-                        group_topk: int | None = None,
-                        default_compute_topk: Callable | None = None) -> tuple[Tensor, Tensor]:
+    def get_replay_topk(self, scores: Tensor, topk: int, num_groups: int | None,
+                        group_topk: int | None, compute: Callable) -> tuple[Tensor, Tensor]:
         """Called by `topk_routing_with_score_function`: scores [T, E] to (scores, ids) [T, K]."""
-        values, live = default_compute_topk(scores, topk, num_groups=num_groups,
-                                            group_topk=group_topk)
+        values, live = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
         run = self.replay.running
         if run is None:
             return values, live
@@ -159,8 +156,8 @@ class RouteReplay:
     """All routers of this rank. Only passes that run inside `during` are touched."""
 
     def __init__(self, models: Sequence[torch.nn.Module], config: TransformerConfig):
-        layers = tuple(i for i, sparse in enumerate(moe_layer_pattern(config)) if sparse)
-        self.shape = RouteShape(layers, config.moe_router_topk, config.num_moe_experts or 0)
+        self.shape = RouteShape(moe_layers(config), config.moe_router_topk,
+                                config.num_moe_experts or 0)
         self.id_dtype = torch.uint8 if self.shape.num_experts <= 256 else torch.int16
         self.running: RoutingPass | None = None
         self._chunk_of = {id(model): chunk for chunk, model in enumerate(models)}
@@ -204,9 +201,7 @@ class RouteReplay:
 
     def count_experts(self, chosen: Iterable[tuple[int, Tensor]]) -> Tensor:
         """How often rows of this rank chose each expert: fp64 [L, E] of all ranks. Collective.
-
-        Args:
-            chosen: rows, and integer ids [n] that were chosen there."""
+        chosen: rows, and integer ids [n] that were chosen there."""
         layers, num_experts = self.shape.layers, self.shape.num_experts
         counts = torch.zeros(len(layers), num_experts, dtype=torch.float64)
         for row, ids in chosen:
@@ -224,7 +219,7 @@ class RouteReplay:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=pipeline)
             if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
                 total += flags.sum(1)
-        for tensor in run.sums.tensors():
+        for tensor in (run.sums.load, run.sums.entropy, run.sums.compared, run.sums.any_layer):
             dist.all_reduce(tensor)
         metrics = run.sums.result()
         if run.keep is not None:
@@ -235,16 +230,12 @@ class RouteReplay:
 
 def count_real(microbatch: MicroBatch) -> int:
     """How many of this rank's tokens come before the padding."""
-    size = microbatch.num_tokens // sequence_shards()
-    start = size * parallel_state.get_tensor_model_parallel_rank()
-    return min(max(sum(microbatch.lengths) - start, 0), size)
-
-
-def sequence_shards() -> int:
-    """Parts of a micro-batch's tokens; MoE layers with tensor parallelism need SP."""
-    return parallel_state.get_tensor_model_parallel_world_size()
+    group = parallel_state.get_tensor_model_parallel_group()
+    size = microbatch.num_tokens // group.size()
+    return min(max(sum(microbatch.lengths) - size * group.rank(), 0), size)
 
 
 def local_part(tensor: Tensor, dim: int = 0) -> Tensor:
-    """This rank's part of a tensor over all tokens of a micro-batch."""
-    return tensor.chunk(sequence_shards(), dim)[parallel_state.get_tensor_model_parallel_rank()]
+    """This rank's part of a tensor over all tokens: with TP, MoE needs sequence parallelism."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return tensor.chunk(group.size(), dim)[group.rank()]

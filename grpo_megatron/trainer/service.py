@@ -8,13 +8,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from grpo_megatron.algorithms.objective import supervised_loss
-from grpo_megatron.algorithms.stats import Meter, Stats
+from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.checkpoints import distributed
-from grpo_megatron.checkpoints.hf_export import export_model
-from grpo_megatron.checkpoints.hf_import import import_weights
-from grpo_megatron.checkpoints.torch_dist import is_torch_dist
+from grpo_megatron.checkpoints import distributed, hf_export, hf_import, torch_dist
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.gaps import logprob_gaps
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
@@ -22,16 +18,14 @@ from grpo_megatron.trainer.platform import peak_memory_bytes
 from grpo_megatron.trainer.policy import build_policy
 from grpo_megatron.trainer.publish import WeightPublisher
 from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import train_rollouts
-from grpo_megatron.trainer.schedule import learning_rate
-from grpo_megatron.trainer.step import logprob_pass, prepare, reduce_stats, train_step
+from grpo_megatron.trainer.rl_update import Training
+from grpo_megatron.trainer.step import logprob_pass, prepare, reduce_stats
+from grpo_megatron.trainer.teachers import Teachers
+from grpo_megatron.trainer.token_update import train_tokens
 
 
 class TrainerService:
-    """The policy and what the controller may ask of it.
-
-    Args:
-        model_path: Hugging Face directory; the model starts from its weights."""
+    """The policy, started from a Hugging Face directory, and what the controller may ask of it."""
 
     def __init__(self, config: RunConfig, model_path: Path):
         self.config, self.model_path = config, model_path
@@ -43,6 +37,7 @@ class TrainerService:
         self.references = References(config)
         if self.references.wanted:
             self.references.read_files(self.policy, self.load_hf)
+        self.teachers = Teachers(config, self._load_model) if config.distillation else None
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         own = (self.train, self.gaps, self.supervise, self.logprobs, self.reset_optimizer,
@@ -52,18 +47,25 @@ class TrainerService:
 
     def load_hf(self, directory: Path) -> None:
         """Read a Hugging Face checkpoint; a converted one, or one of a run, serves as well."""
-        if is_torch_dist(directory):
+        self._load_model(directory)
+        self.policy.optimizer.reload_model_params()  # its fp32 copies follow
+
+    def _load_model(self, directory: Path) -> None:
+        if torch_dist.is_torch_dist(directory):
             distributed.load_model(directory / "weights", self.policy.chunks)
         else:
-            import_weights(self.policy.sharded, directory)
-        self.policy.reload_main_parameters()
+            hf_import.import_weights(self.policy.sharded, directory)
 
     def train(self, directory: str, first_update: int, num_updates: int,
               state: dict[str, float], replayed: bool = False) -> dict[str, Any]:
-        """Train all updates of a recorded step (see `train_rollouts`)."""
+        """Train all updates of a recorded step (see `Training.run`)."""
         table = _table(directory)
-        report = train_rollouts(self.config, self.policy, self.references, table, first_update,
-                                num_updates, state, replayed)
+        if self.config.kind == "rl":
+            report = Training(self.config, self.policy, self.references, table, state,
+                              replayed).run(first_update, num_updates)
+        else:
+            report = train_tokens(self.config, self.policy, table, self.config.optimizer,
+                                  first_update, num_updates, self.teachers)
         interval = self.config.objective.reference_interval
         if interval and self.references.wanted and (table.manifest["step"] + 1) % interval == 0:
             self.references.refresh(self.policy)
@@ -82,18 +84,10 @@ class TrainerService:
 
     def supervise(self, directory: str, first_update: int) -> dict[str, Any]:
         """One supervised optimizer step per update of the recorded step."""
-        table, settings, total = _table(directory), self.config.cold_start, Stats()
-        for update in range(int(table.update.max()) + 1):
-            rate = learning_rate(settings.optimizer, first_update + update, settings.max_steps)
-            rows = np.flatnonzero(table.update == update)
-            weight = 1.0 / max(int(table.completion_lengths[rows].sum()), 1)
-            self.policy.set_learning_rate(rate)
-            batch = prepare(self.config.trainer, table, rows)
-            total.add(train_step(self.policy, batch, lambda _, output, weight=weight:
-                                 supervised_loss(output[0], weight)))
-        metrics = total.result()
-        del metrics["loss/value"]
-        return {"metrics": metrics}
+        table, settings = _table(directory), self.config.cold_start
+        report = train_tokens(self.config, self.policy, table, settings.optimizer, first_update,
+                              settings.max_steps)
+        return {"nll": report["metrics"]["loss/nll"]}
 
     def logprobs(self, directory: str) -> dict[str, Any]:
         """Largest and mean |trainer - recorded| log-prob over a recorded step's policy tokens."""
@@ -101,11 +95,10 @@ class TrainerService:
         batch, stats = prepare(self.config.trainer, table, np.arange(len(table))), Stats()
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
             if output.numel():
-                meter = Meter(None, None, ())
-                gap = (output[0] - part.rollout_logprobs).abs()
-                meter.mean("gap", gap)
-                meter.maximum("gap", gap)
-                stats.add(meter.stats)
+                found, gap = Stats(), (output[0] - part.rollout_logprobs).abs().double()
+                found.mean("gap", gap.sum(), len(gap))
+                found.maximum("gap", gap)
+                stats.add(found)
         stats = reduce_stats(stats)
         total, count = stats.means["gap"].tolist()
         return {"abs_max": float(stats.maxima["gap"]), "abs_mean": total / count,
@@ -144,7 +137,8 @@ class TrainerService:
 
     def export(self, directory: str) -> dict[str, Any]:
         """Write a Hugging Face checkpoint and read it back (see `export_model`)."""
-        return {"bytes": export_model(self.policy.sharded, Path(directory), self.model_path)}
+        return {"bytes": hf_export.export_model(self.policy.sharded, Path(directory),
+                                                self.model_path)}
 
 
 def _table(directory: str) -> SampleTable:

@@ -1,12 +1,11 @@
-"""One optimizer step, and the passes that only look at log-probs.
+"""One optimizer step on recorded samples, and the passes that only look at log-probs.
 
-The loss of a step is a sum over tokens with weights fixed beforehand (`algorithms.aggregation`).
+The loss of a step is a sum over tokens with weights fixed beforehand (`algorithms.step_terms`).
 Megatron's schedule divides by the number of micro-batches and data parallelism averages, so the
-sum is multiplied by both: the split cannot change the result.
-"""
+sum is multiplied by both: the split cannot change the result."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,20 +14,21 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
+from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import TrainerError
+from grpo_megatron.trainer.distributed import summed
 from grpo_megatron.trainer.microbatch import MicroBatch, build_microbatch
 from grpo_megatron.trainer.platform import device
 from grpo_megatron.trainer.policy import Policy
-from grpo_megatron.trainer.router_replay import RoutingPass
+from grpo_megatron.trainer.router_replay import Routes, RoutingPass
 from grpo_megatron.weights.gather import all_gathered
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Stats]]
-"""Micro-batch and the model's fp32 [2, n] (log-probs, entropies; with truncated sampling a third
-row, see `PolicyModel`) to its part of the loss."""
+"""Micro-batch and the model's output (see `PolicyModel`) to its part of the loss."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,25 @@ class PreparedBatch:
         return len(self.microbatches) * parallel_state.get_data_parallel_world_size()
 
 
+@dataclass
+class Update:
+    """One optimizer step: its samples, and what earlier passes found on them."""
+
+    rows: torch.Tensor  # int64, the samples in its loss
+    batch: PreparedBatch
+    old: list[torch.Tensor] | None = None  # per micro-batch fp32 [2, n]; None: current is old
+    ref: list[torch.Tensor] | None = None  # per micro-batch fp32 [n]
+    routes: list[Routes] | None = None  # the engine's, per micro-batch
+    old_routing: RoutingPass | None = None  # what the old-policy pass found
+
+
 def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> PreparedBatch:
     """Plan and pack `rows` (int64) for this rank."""
     lengths = (table.prompt_lengths + table.completion_lengths)[rows]
-    pipeline = layout.pipeline_parallel_size
     plan = plan_microbatches(
         lengths, num_ranks=parallel_state.get_data_parallel_world_size(),
         max_tokens=layout.max_tokens_per_microbatch,
-        multiple_of=pipeline if layout.virtual_pipeline_parallel_size else 1)
+        multiple_of=layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size else 1)
     microbatches = tuple(
         build_microbatch(i, table, rows[part], pad_to=layout.tensor_parallel_size, device=device())
         for i, part in enumerate(plan[parallel_state.get_data_parallel_rank()]))
@@ -119,7 +130,8 @@ def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable,
         replay.enter(unwrap_model(model), microbatch.index)
         output = model(microbatch.tokens, microbatch.position_ids, None,
                        labels=microbatch.targets, loss_mask=microbatch.rows,
-                       packed_seq_params=microbatch.packed, kept=microbatch.kept)
+                       packed_seq_params=microbatch.packed, kept=microbatch.kept,
+                       teachers=microbatch.teachers)
         replay.leave(unwrap_model(model), microbatch.index, output)
         return output, lambda tensor: on_output(microbatch, tensor)
 
@@ -151,3 +163,14 @@ def reduce_stats(stats: Stats) -> Stats:
         total.add(Stats(*({name: torch.tensor(value, dtype=torch.float64)
                            for name, value in part.items()} for part in parts), units))
     return total
+
+
+def gather_tokens(batch: SampleBatch, prepared: Sequence[PreparedBatch],
+                  values: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Tokens in the order of the table, fp32 [n], on every rank. Collective. values: of every
+    micro-batch of every prepared batch."""
+    flat = torch.zeros(batch.num_tokens)
+    for part, found in zip(prepared, values, strict=True) if speaks_for_samples() else ():
+        for microbatch, tokens in zip(part.microbatches, found, strict=True):
+            flat[batch.flat_index(torch.from_numpy(microbatch.table_rows))] = tokens.cpu()
+    return summed(flat)

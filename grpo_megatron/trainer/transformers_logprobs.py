@@ -1,8 +1,7 @@
 """Log-probs as transformers computes them: `python -m … DIR DTYPE < ids > logprobs` (JSON).
 
 A process of its own: with `megatron_cpu` installed, transformers leaves rotary frequencies
-uninitialised when it loads a model.
-"""
+uninitialised when it loads a model."""
 
 import json
 import sys

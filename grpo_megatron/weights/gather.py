@@ -1,11 +1,11 @@
 """Stream full Hugging Face tensors out of a sharded model, one Megatron parameter at a time.
 
 All ranks take part in the same order. A parameter travels only to the rank that wants it:
-tensor-parallel parts are gathered, then a holder's copy goes to the receiver.
-"""
+tensor-parallel parts are gathered, then a holder's copy goes to the receiver."""
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -91,16 +91,23 @@ def all_gathered(value: Any) -> list[Any]:
     return world
 
 
-def assign_receivers(entries: Sequence[GatherEntry], senders: Sequence[int]) -> list[int]:
-    """A sender per entry: one that holds it, else the one with the fewest bytes so far."""
-    load = dict.fromkeys(senders, 0)
-    receivers = []
+def on_rank_0(action: Callable[..., object], *arguments: Any) -> None:
+    """One rank acts, the others wait until it has. Collective."""
+    if dist.get_rank() == 0:
+        action(*arguments)
+    dist.barrier()
+
+
+def shared_out(entries: Sequence[GatherEntry],
+               senders: Sequence[int]) -> dict[int, list[GatherEntry]]:
+    """Entries by sender: one that holds it, else the one with the fewest bytes so far."""
+    load, parts = dict.fromkeys(senders, 0), {sender: [] for sender in senders}
     for entry in entries:
         candidates = [s for s in senders if s in entry.holders] or senders
-        receiver = min(candidates, key=lambda s: (load[s], s))
-        load[receiver] += torch.Size(entry.parameter.shape).numel() * entry.dtype.itemsize
-        receivers.append(receiver)
-    return receivers
+        sender = min(candidates, key=lambda s: (load[s], s))
+        load[sender] += math.prod(entry.parameter.shape) * entry.dtype.itemsize
+        parts[sender].append(entry)
+    return parts
 
 
 def _checkpoint_order(item: tuple[tuple, list[int]]) -> tuple:

@@ -5,16 +5,14 @@
     ...                     ─┘   rank 0 = sender    └─ worker 0 of replica 1   (rank 3) ...
 
 Sender k streams the buckets of its own tensors, each preceded by a header (publish number, bucket
-index, size, status) that makes both sides notice when they are not talking of the same thing, and
-lets a sender that failed say so. Every worker takes the senders in the same order, so they cannot
-wait for each other in a circle. Every wait ends after `timeout_s` with an error that names the
-other side.
-"""
+index, size, status) that shows both sides when they talk of different things, and lets a sender
+that failed say so. Every worker takes the senders in the same order, so they cannot wait for each
+other in a circle. Every wait ends after `timeout_s` with an error that names the other side."""
 
 import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +20,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from grpo_megatron.errors import MismatchError, TrainerError
-from grpo_megatron.weights.digests import digest_tensor
-from grpo_megatron.weights.transfer_plan import Bucket, TransferPlan, entry_of
+from grpo_megatron.weights.transfer_plan import Bucket, TransferPlan, digest_tensor, entry_of
 
 DEFAULT_TIMEOUT_S = 300.0
 _BUCKET, _ABORT = 0, 1
@@ -34,12 +31,8 @@ class TransferError(TrainerError):
 
 
 class WeightSender:
-    """The trainer's end of one group.
-
-    Args:
-        host: Address on which the workers reach this process; only it is listened on.
-        num_workers: Engine workers of all replicas together.
-        index: Which sender of the plan this is."""
+    """The trainer's end of one group. `host` is the address at which the workers of all replicas
+    reach this process, which listens on no other; `index` says which sender of the plan it is."""
 
     def __init__(self, host: str, num_workers: int, *, index: int = 0,
                  timeout_s: float = DEFAULT_TIMEOUT_S):
@@ -60,16 +53,11 @@ class WeightSender:
              publish: int = 0) -> dict[str, str]:
         """Stream this sender's tensors, holding at most two buckets.
 
-        Args:
-            tensors: Exactly the plan's entries of this sender, in its order; each may be dropped
-                by the caller once the next one is asked for.
-            publish: Number both sides must agree on, the weight version.
+        tensors: the plan's entries of this sender, in its order; each may be dropped once the next
+        one is asked for. publish: number that both sides must agree on, the weight version.
 
-        Returns the digest of every tensor as it was before packing.
-
-        Raises:
-            MismatchError: A tensor is not the one that the plan names next.
-            TransferError: A worker died or hung."""
+        Returns the digest of every tensor as it was before packing. Raises MismatchError for a
+        tensor that is not the one that the plan names next, TransferError for dead workers."""
         self.join()
         stream, digests = iter(tensors), {}
         sending: tuple[Any, torch.Tensor] | None = None  # the work, and what must live until then
@@ -117,19 +105,14 @@ class WeightSender:
 
     def _abort(self, publish: int, sending: tuple[Any, torch.Tensor] | None) -> None:
         """Tell the workers that no more comes, so that they need not wait for the time limit."""
-        try:
+        with suppress(TransferError, RuntimeError):  # they are gone; the first error is raised
             self._finish(sending)
             self._group.broadcast(torch.tensor([publish, 0, 0, _ABORT]), 0).wait()
-        except (TransferError, RuntimeError):  # they are gone; the first error is the one to raise
-            pass
 
 
 class WeightReceiver:
-    """An engine worker's end of all groups, as rank 1 or higher of each.
-
-    Args:
-        senders: `(host, port)` of every sender, in plan order.
-        world_size: One sender and all workers."""
+    """An engine worker's end of all groups, as rank 1 or higher of each, of one sender and all
+    workers. senders: (host, port), in plan order."""
 
     def __init__(self, senders: Sequence[tuple[str, int]], *, rank: int, world_size: int,
                  timeout_s: float = DEFAULT_TIMEOUT_S):
@@ -146,9 +129,8 @@ class WeightReceiver:
                 publish: int = 0) -> dict[str, str]:
         """Receive a whole publish, handing each bucket's tensors to `load`.
 
-        `load` may keep the tensors: a bucket's storage is never written again. Returns the digest
-        of every tensor as received. Raises TransferError when a sender died, gave up, hung or
-        sends another publish."""
+        `load` may keep them: a bucket's storage is never written again. Returns every tensor's
+        digest. Raises TransferError when a sender died, gave up, hung or sends another publish."""
         digests: dict[str, str] = {}
         for sender, name in enumerate(self._groups):
             for number, bucket in enumerate(plan.buckets(sender)):
@@ -176,9 +158,8 @@ class WeightReceiver:
 def listening_store(host: str, num_clients: int, timeout: timedelta) -> TCPStore:
     """On a free port, of `host` only: TCPStore by itself listens on every interface."""
     listener = socket.create_server((host, 0), backlog=max(128, num_clients))
-    port = listener.getsockname()[1]
-    return TCPStore(host, port, None, is_master=True, timeout=timeout, wait_for_workers=False,
-                    master_listen_fd=listener.detach())
+    return TCPStore(host, listener.getsockname()[1], None, is_master=True, timeout=timeout,
+                    wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _group(store: TCPStore, host: str, rank: int, world_size: int,
@@ -188,16 +169,10 @@ def _group(store: TCPStore, host: str, rank: int, world_size: int,
     options._timeout = timeout
     # A loopback store means that every member is on this machine: then no other interface listens.
     # Otherwise gloo takes the host's own address, or what GLOO_SOCKET_IFNAME says.
-    options._devices = [ProcessGroupGloo.create_device(hostname=host) if _is_loopback(host)
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)
+                        if ipaddress.ip_address(host).is_loopback
                         else ProcessGroupGloo.create_default_device()]
     return ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, options)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
-    except (OSError, ValueError):
-        return False
 
 
 @contextmanager

@@ -7,11 +7,12 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.batching.columns import read_columns
+from grpo_megatron.batching.columns import read_columns, write_columns
 from grpo_megatron.batching.store import (
     SampleRow,
     SampleTable,
@@ -167,3 +168,13 @@ def test_another_format_is_refused(step):
     (step / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     with pytest.raises(DataError, match="format 99"):
         SampleTable(step)
+
+
+def test_columns_stay_on_disk_until_they_are_sliced(tmp_path):
+    write_columns(tmp_path / "large", {"a": np.arange(1 << 23), "b": np.ones(3, np.uint16)})
+    process = psutil.Process()
+    read_columns(tmp_path / "large")  # whatever is imported for it
+    before = process.memory_info().rss
+    columns = read_columns(tmp_path / "large")
+    assert process.memory_info().rss - before < 16 << 20 < columns["a"].nbytes
+    assert columns["a"][1 << 22] == 1 << 22 and columns["b"].dtype == np.uint16

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_megatron.checkpoints.hf_import import BLOCK, dequantise, scale_name
 from grpo_megatron.cli.main import main
-from grpo_megatron.weights.fp8 import BLOCK, dequantise, scale_name
 from tests.checkpoints.test_hf_import import _change, _split_in_two
 from tests.checkpoints.test_resume import LAYOUTS
 

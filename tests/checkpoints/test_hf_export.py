@@ -15,8 +15,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints import shard_files
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.errors import CheckpointError, MismatchError
-from grpo_megatron.weights.digests import digest_tensor
-from grpo_megatron.weights.transfer_plan import entry_of
+from grpo_megatron.weights.transfer_plan import digest_tensor, entry_of
 from tests.trainer.reference import reference_logprobs
 
 pytestmark = pytest.mark.timeout(200)

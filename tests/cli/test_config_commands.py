@@ -8,7 +8,6 @@ import pytest
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.loader import read_resolved
-from grpo_megatron.config.resolved import write_resolved
 from grpo_megatron.plan.resolve import resolve
 
 RECIPE = "demo/gspo-moe-cpu"
@@ -34,23 +33,6 @@ def test_show_json_can_be_read_back(capsys, tmp_path):
     assert main(["config", "show", RECIPE, "seed=3", "--json"]) == 0
     (tmp_path / "config.json").write_text(capsys.readouterr().out)
     assert read_resolved(tmp_path) == resolve(RECIPE, ["seed=3"])
-
-
-def test_diff_of_run_and_recipe(capsys, tmp_path):
-    write_resolved(tmp_path / "config.json", resolve(RECIPE, ["seed=3", "cold_start=null"]))
-    assert main(["config", "diff", RECIPE, str(tmp_path)]) == 0
-    rows = {line.split("\t")[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert rows["seed"] == "seed\t0  (default)\t3  (flag seed=3)"
-    assert rows["cold_start.max_steps"].endswith("absent")
-    assert "num_steps" not in rows
-    assert main(["config", "diff", RECIPE, RECIPE]) == 0
-    assert capsys.readouterr().out == "no differences\n"
-
-
-def test_diff_json(capsys, tmp_path):
-    write_resolved(tmp_path / "config.json", resolve(RECIPE, ["seed=3"]))
-    assert main(["config", "diff", RECIPE, str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"seed": {"first": "0", "second": "3"}}
 
 
 @pytest.mark.parametrize("source", ["runs/none/config.json", "demo/gspo-moe-gpu"])

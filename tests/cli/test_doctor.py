@@ -88,7 +88,7 @@ def test_a_fused_path_that_does_not_import_is_named(monkeypatch, tmp_path):
 
 
 def test_system_libraries(monkeypatch):
-    monkeypatch.setattr(doctor, "_library", lambda _: None)
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda _: None)
     monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
     cpu = list(doctor.system_tools(on_gpu=False))
     assert [finding.status for finding in cpu] == ["missing", "missing"]

@@ -10,8 +10,8 @@ import pytest
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.activations import in_flight
 from grpo_megatron.plan.memory import plan_of
+from grpo_megatron.plan.rank_bytes import in_flight
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.search import search
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk

@@ -10,7 +10,7 @@ import pytest
 
 import grpo_megatron.launch
 from grpo_megatron.cli.main import main
-from grpo_megatron.config.resolved import write_resolved
+from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.plan.resolve import resolve
 
 RECIPE = "demo/gspo-moe-cpu"

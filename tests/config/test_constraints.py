@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.config import constraints, rules
+from grpo_megatron.config import constraints, problems
 from grpo_megatron.config.constraints import (
     OBJECTIVE_AND_BATCH,
     WITHIN_OBJECTIVE,
@@ -15,6 +15,8 @@ from grpo_megatron.config.constraints import (
 )
 from grpo_megatron.plan import layout, memory, resolve
 from tests.config.conftest import unchecked_config
+
+DISTIL = ["kind=distil", "cold_start=null"]
 
 
 @pytest.mark.parametrize(("rule", "overrides"), [
@@ -59,6 +61,14 @@ from tests.config.conftest import unchecked_config
                    "rollout.tensor_parallel_size=4", "rollout.num_replicas=2"]),
     ("min_lr", ["optimizer.min_lr=1"]),
     ("min_lr", ["cold_start.optimizer.min_lr=1"]),
+    ("rl_only", ["kind=sft"]),
+    ("rl_only", ["kind=sft", "cold_start=null", "correction={probability=0.5}"]),
+    ("distillation", ["kind=distil", "cold_start=null"]),
+    ("teacher_domains", [*DISTIL, 'distillation={teachers=[{path="t"}, '
+                                  '{path="u", domains=["sums"]}]}']),
+    ("untaught_domain", [*DISTIL, 'distillation={teachers=[{path="t", domains=["b"]}]}',
+                         'domains=[{name="a", source="file", path="x", rewards=[{function="m:f"}]},'
+                         '{name="b", source="file", path="x", rewards=[{function="m:f"}]}]']),
 ])
 def test_each_rule(rule, overrides):
     violations = check_constraints(unchecked_config(*overrides))
@@ -68,8 +78,9 @@ def test_each_rule(rule, overrides):
 
 def test_every_rule_has_its_text_and_every_text_its_rule():
     named = {*constraints._OF_RUN, *constraints._OF_DOMAIN, *WITHIN_OBJECTIVE,
-             *OBJECTIVE_AND_BATCH, *layout._RULES, *resolve._RULES, *memory.RULES}
-    texts = tomllib.loads(Path(rules.__file__).with_suffix(".toml").read_text())
+             *OBJECTIVE_AND_BATCH, *layout.TRAINER_RULES, *layout.ROLLOUT_RULES,
+             *resolve._RULES, *memory.RULES}
+    texts = tomllib.loads(Path(problems.__file__).with_name("rules.toml").read_text())
     assert named == {name if "key" in table else f"{name}.{variant}"
                      for name, table in texts.items()
                      for variant in (table if "key" not in table else [""])}

@@ -15,7 +15,7 @@ from tests.config.conftest import DEMO, MINIMAL
 def test_recipe_by_name_and_by_path_are_the_same():
     by_name = load_recipe(DEMO)
     assert load_recipe(f"{DEMO}.toml") == by_name
-    assert load_recipe(assets.recipes() / f"{DEMO}.toml") == by_name
+    assert load_recipe(assets.root() / "recipes" / f"{DEMO}.toml") == by_name
     assert by_name.config.trainer.expert_parallel_size == 2
 
 
@@ -23,7 +23,7 @@ def test_layers_override_each_other(write_recipe, tmp_path, monkeypatch):
     models = tmp_path / "models"
     for folder in ("models", "recipes", "slurm"):
         (tmp_path / folder).mkdir()
-    tiny = (assets.models() / "tiny-qwen3-moe.toml").read_text()
+    tiny = (assets.root() / "models" / "tiny-qwen3-moe.toml").read_text()
     (models / "tiny-qwen3-moe.toml").write_text(
         tiny + "\n[defaults.optimizer]\nlr = 1.0\nbeta1 = 0.1\nbeta2 = 0.2\neps = 0.3\n")
     monkeypatch.setattr(assets, "root", lambda: tmp_path)

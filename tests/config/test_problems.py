@@ -57,7 +57,7 @@ def test_other_rules_still_apply_beside_a_misspelt_key():
 
 def test_unknown_preset_suggests():
     problems, _ = problems_of(DEMO, "model.preset=tiny-qwen-moe")
-    assert problems["model.preset"].nearest == ("tiny-qwen3-moe",)
+    assert problems["model.preset"].nearest[0] == "tiny-qwen3-moe"
 
 
 def test_errors_in_preset_defaults_name_the_preset(tmp_path, monkeypatch, write_recipe):
@@ -65,7 +65,7 @@ def test_errors_in_preset_defaults_name_the_preset(tmp_path, monkeypatch, write_
 
     for folder in ("models", "recipes", "slurm"):
         (tmp_path / folder).mkdir()
-    tiny = (assets.models() / "tiny-qwen3-moe.toml").read_text()
+    tiny = (assets.root() / "models" / "tiny-qwen3-moe.toml").read_text()
     (tmp_path / "models/tiny-qwen3-moe.toml").write_text(tiny + "[defaults]\nsead = 1\n")
     monkeypatch.setattr(assets, "root", lambda: tmp_path)
     problems, _ = problems_of(write_recipe())

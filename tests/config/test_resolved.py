@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config.keys import dotted, leaves
-from grpo_megatron.config.loader import load_recipe, read_resolved
+from grpo_megatron.config.loader import load_recipe, read_resolved, write_resolved
 from grpo_megatron.config.problems import InvalidConfigError
-from grpo_megatron.config.resolved import write_resolved
 from grpo_megatron.errors import ConfigError
 from tests.config.conftest import DEMO, inline_toml
 

@@ -14,7 +14,7 @@ import numpy as np
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.rl_loop import RLLoop
-from grpo_megatron.controller.state import RunState
+from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
@@ -98,6 +98,9 @@ class Loop:
 
     async def publish(self, version: int) -> None:
         self.version = version
+
+    async def make_room(self) -> None:
+        """Nothing is shared."""
 
     async def check_canary(self, prompts) -> dict[str, float]:
         return {}

@@ -115,7 +115,7 @@ def test_surplus_is_trained_next_with_its_own_version(tmp_path):
 
 def RunStateWith(acceptance: float):
     """A state whose next step expects this acceptance."""
-    from grpo_megatron.controller.state import RunState
+    from grpo_megatron.controller.trainer_link import RunState
     from grpo_megatron.data.sampler import PromptSampler
     from tests.controller.cases import prompt_of
 

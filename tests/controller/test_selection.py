@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_megatron.controller.selection import Selection, not_older
-from grpo_megatron.controller.step_metrics import by_domain, group_metrics
+from grpo_megatron.controller.selection import Selection, by_domain, not_older
 from tests.controller.cases import group, recipe
 
 NAN = np.nan
@@ -80,7 +79,7 @@ def test_metrics_by_domain():
     config = recipe(("d", "e"), sampling={"dynamic": True})
     groups = [group([1, 0, 0, 0]), group([1, 1, 1, 1]), group([0, NAN, 0, 0], domain="e"),
               group([NAN, NAN, NAN, NAN], domain="e")]
-    metrics = by_domain(lambda part: group_metrics(part, Selection(config)), groups)
+    metrics = by_domain(Selection(config).metrics, groups)
     assert metrics["sampling/acceptance_rate"] == 1 / 4
     assert metrics["sampling/acceptance_rate@d"] == 1 / 2
     assert metrics["group/all_correct_fraction"] == metrics["group/all_wrong_fraction"] == 1 / 3
@@ -93,9 +92,9 @@ def test_metrics_by_domain():
     assert "response/length_correct_mean@e" not in metrics  # nothing was correct
     assert all(math.isfinite(value) for value in metrics.values())
     assert not any("@" in name for name in by_domain(
-        lambda part: group_metrics(part, Selection(config)), groups[:2]))
+        Selection(config).metrics, groups[:2]))
 
 
 def test_groups_without_a_score_have_lengths_only():
-    metrics = group_metrics([group([NAN])], Selection(recipe()))
+    metrics = Selection(recipe()).metrics([group([NAN])])
     assert metrics == {"response/length_p95": 1.0, "sampling/acceptance_rate": 1.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_megatron.controller.step_metrics import by_domain, rollout_metrics, staleness
+from grpo_megatron.controller.selection import by_domain, rollout_metrics, staleness
 from grpo_megatron.types import (
     Completion,
     KeptSets,

@@ -122,10 +122,3 @@ def test_a_domain_gives_what_it_has_beside_the_excluded():
     assert len(rest := ids(sampler.draw(9, had))) == 1
     assert sampler.draw(9, had + rest) == []
     assert len(sampler.draw(9, ())) == 4
-
-
-def test_empty_and_repeated_prompts_are_refused():
-    with pytest.raises(DataError, match="no training prompts"):
-        PromptSampler({"a": []}, {"a": 1.0}, 0)
-    with pytest.raises(DataError, match="equal ids"):
-        PromptSampler({"a": [prompt("1", "a")] * 2}, {"a": 1.0}, 0)

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_megatron.config.data import DomainConfig
+from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.config.templates import PromptTemplate
-from grpo_megatron.data.prompts import load_problems
+from grpo_megatron.data.sources import load_problems
 from grpo_megatron.errors import DataError
 from grpo_megatron.types import Problem
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.data.splits import make_splits, share
+from grpo_megatron.data.prompts import make_splits, share
 from grpo_megatron.errors import DataError
 from tests.data.cases import prompt, prompts
 

@@ -73,20 +73,28 @@ def test_transformers_loads_the_export(whole):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(whole):
-    """Stopped by Ctrl-C somewhere, resumed to the end: the same metrics, bit for bit."""
-    root = whole.parent
-    process = runs.start("train", runs.RECIPE, f"runs_dir={root}", "name=resumed")
-    runs.wait_for_steps(root / "resumed", 3, process)
+    """Stopped by Ctrl-C, its controller killed later, resumed to the end: the same metrics, bit for
+    bit. Steps after the checkpoint are trained from the store."""
+    run = whole.parent / "resumed"
+    process = runs.start("train", runs.RECIPE, f"runs_dir={whole.parent}", "name=resumed")
+    runs.wait_for_steps(run, 1, process)
     process.send_signal(signal.SIGINT)
     code, output = runs.finish(process)
     assert code == 130, output
     assert "resume" in output
-    assert runs.no_survivors(root / "resumed")
-    done = runs.command("resume", str(root / "resumed"))
+    assert runs.no_survivors(run)
+    process = runs.start("resume", str(run))
+    runs.wait_for_steps(run, 4, process)
+    runs.kill(runs.role_pid(run, "controller"))
+    code, output = runs.finish(process)
+    assert code not in (0, 130), output
+    assert runs.no_survivors(run)
+    done = runs.command("resume", str(run))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert runs.timeless(runs.metrics(root / "resumed")) == runs.timeless(runs.metrics(whole))
+    assert runs.timeless(runs.metrics(run)) == runs.timeless(runs.metrics(whole))
 
 
+@pytest.mark.chaos
 def test_a_killed_controller_loses_no_recorded_step(whole):
     """Steps after the checkpoint are trained from the store, not sampled again."""
     root, run = whole.parent, whole.parent / "killed"
@@ -147,7 +155,8 @@ def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path, pause):
 
 
 @pytest.mark.parametrize(("role", "code", "message"), [
-    ("rollout-0", 5, "rollout-0"), ("trainer-1", 6, "trainer-1 ended with exit code 137")])
+    ("rollout-0", 5, "rollout-0"),
+    pytest.param("trainer-1", 6, "trainer-1 ended with exit code 137", marks=pytest.mark.chaos)])
 def test_a_dead_process_ends_the_run(tmp_path, role, code, message):
     process = runs.start("train", runs.RECIPE, f"runs_dir={tmp_path}", "num_steps=5000")
     run = tmp_path / "short"

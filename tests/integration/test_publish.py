@@ -150,7 +150,7 @@ def test_noise_after_loading_is_caught_by_the_canary_only(
     async def run():
         async with publishing(world1, checkpoints.moe, [servers.moe, servers.moe_tp2], tmp_path,
                               ) as (publisher, _, clients):
-            await clients[1].call_workers("sabotage_next_update", name_contains=name, noise=0.05)
+            await clients[1].call_workers("sabotage_next_update", noise=f"{name}:0.05")
             await publisher.publish(1)  # digests agree
             with pytest.raises(MismatchError, match="moe-tp2 and the trainer disagree"):
                 await publisher.check_canary(PROMPTS)

@@ -39,11 +39,11 @@ def test_the_trainers_logprobs_are_the_engines(servers, checkpoints, world1, tmp
                 sizes = np.concatenate([c.kept.sizes for _, c in pairs])
                 assert sizes.min() > 0 and sizes.mean() > 1.5
                 assert sizes.max() <= settings.get("top_k", 255)
-                record_completions(tmp_path / "truncated", pairs)
+                record_completions(tmp_path / "truncated", [(0, *pair) for pair in pairs])
                 found = await trainer.call("logprobs", directory=str(tmp_path / "truncated"))
                 assert found["tokens"] == len(sizes) and found["abs_max"] < TOLERANCE
                 record_completions(tmp_path / "without",
-                                   [(prompt, replace(c, kept=None)) for prompt, c in pairs])
+                                   [(0, prompt, replace(c, kept=None)) for prompt, c in pairs])
                 without = await trainer.call("logprobs", directory=str(tmp_path / "without"))
                 assert without["abs_mean"] > 0.05
             await publisher.check_canary(PROMPTS)  # samples from everything

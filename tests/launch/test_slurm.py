@@ -11,10 +11,12 @@ import pytest
 from grpo_megatron import assets
 from grpo_megatron.cli.main import main
 from grpo_megatron.controller.recorder import drop_disconnected
+from grpo_megatron.errors import SetupError
+from grpo_megatron.launch.slurm import is_active
 from grpo_megatron.launch.steps import Step
 
-RECIPES = assets.names(assets.recipes())
-SITES = sorted(p.stem for p in (assets.slurm() / "sites").glob("*.env"))
+RECIPES = assets.names(assets.root() / "recipes")
+SITES = sorted(p.stem for p in (assets.root() / "slurm" / "sites").glob("*.env"))
 GIVEN = {"VENV": "/shared/venv", "PARTITION": "gpu", "ACCOUNT": "lab", "IMAGE": "/shared/image"}
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
@@ -35,13 +37,13 @@ def given(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(
-    p.relative_to(assets.slurm()).as_posix() for p in assets.slurm().rglob("*")
+    p.relative_to(assets.root() / "slurm").as_posix() for p in (assets.root() / "slurm").rglob("*")
     if p.suffix in (".sbatch", ".sh", ".env")))
 def test_shipped_scripts_parse(path, given):
     if path.endswith(".env"):
-        subprocess.run(["bash", "-n", assets.slurm() / path], check=True)
+        subprocess.run(["bash", "-n", assets.root() / "slurm" / path], check=True)
     else:
-        check(assets.slurm() / path)
+        check(assets.root() / "slurm" / path)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -69,7 +71,7 @@ def test_a_rendered_script_is_complete(given, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["--site", "bare"], ["VENV", "slurm/sites/bare.env"]),
+    (["--site", "bare"], ["VENV is not set: ", "slurm/sites/bare.env"]),
     (["--site", "baer"], ["did you mean 'bare'"]),
     ([], ["--site"]),
 ])
@@ -90,6 +92,18 @@ def test_without_slurm_nothing_is_left_behind(given, tmp_path, monkeypatch, caps
                  f"runs_dir={tmp_path}/runs"]) != 0
     assert "login node" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "demo").exists()
+
+
+def test_a_silent_controller_does_not_mean_an_ended_job(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'slurm_load_jobs error: '\"$SAID\" >&2; exit 1\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SAID", "Invalid job id specified")
+    assert not is_active("7")
+    monkeypatch.setenv("SAID", "Unable to contact slurm controller (connect failure)")
+    with pytest.raises(SetupError, match="Unable to contact"):
+        is_active("7")
 
 
 @pytest.mark.parametrize(("said", "name", "code"), [

@@ -20,7 +20,7 @@ from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everyth
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.policy import build_policy
 from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import train_rollouts
+from grpo_megatron.trainer.rl_update import Training
 from tests.trainer.worker_group import fresh_store
 
 
@@ -65,7 +65,7 @@ def peak_bytes(hf: dict[str, Any], recipe: dict[str, Any], samples: str) -> list
     with _watched(found):
         policy = build_policy(hf, config.trainer, config.optimizer)
         create_adam_state(policy.optimizer)
-        train_rollouts(config, policy, References(config), SampleTable(Path(samples)), 0, 1, {})
+        Training(config, policy, References(config), SampleTable(Path(samples)), {}).run(0, 1)
     everywhere: list = [None] * info.world_size
     dist.all_gather_object(everywhere, found[0])
     return everywhere

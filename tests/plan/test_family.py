@@ -116,7 +116,8 @@ def test_a_missing_window_is_not_no_window():
     {"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
     {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default"}}])
 def test_spellings_of_the_rope_base(rope):
-    assert rope_fields(rope) == {"type": "default", "theta": 1e6, "percent": 1.0}
+    found = rope_fields(rope, family_of("llama"))
+    assert found == {"type": "default", "theta": 1e6, "percent": 1.0}
 
 
 def test_groups_of_experts_only_where_they_limit():

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.layout import check_layout, layout_sizes
-from grpo_megatron.plan.machine import Engines
+from grpo_megatron.plan.layout import Case, check_layout
+from grpo_megatron.plan.layout_rules import Engines
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf
 
 MOE = facts_from_hf({
@@ -33,8 +33,8 @@ def trainer(**sizes) -> TrainerConfig:
 
 def check(facts: ModelFacts = MOE, rollout: dict | None = None, *, te: bool = True,
           cpu: bool = True, **sizes):
-    return check_layout(trainer(**sizes), RolloutConfig(**(rollout or {})), facts,
-                        Engines(cpu=cpu, transformer_engine=te))
+    return check_layout(Case(trainer(**sizes), facts, RolloutConfig(**(rollout or {})),
+                             Engines(cpu=cpu, transformer_engine=te)))
 
 
 @pytest.mark.parametrize("sizes", [
@@ -156,13 +156,11 @@ def test_accepted_layouts_use_every_rank_exactly_once(tp, pp, ep, etp, multiple)
     sizes = {"ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "etp": etp}
     config = trainer(**sizes)
     assert check(**sizes) == []
-    derived = layout_sizes(config)
     assert (config.tensor_parallel_size * config.pipeline_parallel_size
-            * config.context_parallel_size * derived.data_parallel_size) == config.num_ranks
-    assert (derived.expert_tensor_parallel_size * config.expert_parallel_size
-            * config.pipeline_parallel_size * derived.expert_data_parallel_size
-            ) == config.num_ranks
-    assert derived.sequence_parallel == (config.tensor_parallel_size > 1)
+            * config.context_parallel_size * config.dp) == config.num_ranks
+    assert config.num_ranks % ((etp or tp) * ep * pp) == 0
+    assert config.expert_ranks == (etp or tp) * ep * pp
+    assert config.sp == (config.tensor_parallel_size > 1)
 
 
 @given(_SIZES)
@@ -172,10 +170,5 @@ def test_nearest_values_keep_the_rule(sizes):
         name = violation.key.removeprefix("trainer.")
         for value in violation.nearest:
             changed = trainer(**sizes).model_copy(update={name: value})
-            again = check_layout(changed, RolloutConfig(), MOE, Engines(True, True))
+            again = check_layout(Case(changed, MOE, engines=Engines(True, True)))
             assert violation.rule not in [other.rule for other in again]
-
-
-def test_sizes_of_an_invalid_layout_raise():
-    with pytest.raises(ValueError, match="3 ranks"):
-        layout_sizes(trainer(ranks=3, tp=2))

@@ -9,8 +9,7 @@ import pytest
 from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.activations import step_bytes
-from grpo_megatron.plan.static import static_bytes
+from grpo_megatron.plan.rank_bytes import static_bytes, step_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 from tests.trainer import worker_group
 from tests.trainer.models import write_samples

@@ -46,10 +46,6 @@ def test_deepseek_shared_experts_and_latent_attention():
     assert facts.is_mla and facts.shared_expert_intermediate_size == 64
 
 
-def test_multimodal_files_are_read_at_their_text_part():
-    assert facts_from_hf({"text_config": DENSE}).hidden_size == 64
-
-
 def test_checkpoint_directory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     assert model_facts(ModelConfig(path=tmp_path)).num_heads == 8

@@ -6,14 +6,13 @@ import pytest
 
 from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset, preset_names
-from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.config.run import ModelConfig, PlacementConfig
+from grpo_megatron.config.run import ModelConfig, PlacementConfig, RolloutConfig
 from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import Plan, memory_problems, plan_of
 from grpo_megatron.plan.resolve import resolve
 
-ON_GPUS = [name for name in assets.names(assets.recipes())
+ON_GPUS = [name for name in assets.names(assets.root() / "recipes")
            if resolve(name).config.placement.gpus_per_node]
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.problems import InvalidConfigError
-from grpo_megatron.config.resolved import write_resolved
 from grpo_megatron.plan.resolve import resolve, resolve_run
 from tests.plan.test_model_facts import DENSE
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.config.data import DomainConfig
+from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
 

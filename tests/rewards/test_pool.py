@@ -67,7 +67,7 @@ def test_a_hostile_sample_costs_itself_only(order, cause):
 
 def test_odd_numbers_prints_and_reads():
     texts = ["True", "int", "None", "nan", "print", "read", "-0.5"]
-    [scored], pool = score([domain(OBEY)], [group(texts)], log_path=None)
+    [scored], pool = score([domain(OBEY)], [group(texts)])
     np.testing.assert_equal(scored.rewards, [1, 7, math.nan, math.nan, 1, 0, -0.5])
     assert not any(pool.take_metrics().values())
 
@@ -210,9 +210,7 @@ def test_a_process_killed_while_idle_is_replaced_without_blame():
     asyncio.run(run())
 
 
-def test_unknown_domains_and_failing_workers(tmp_path, monkeypatch):
-    with pytest.raises(RewardError, match="no rewards for domain 'x'"):
-        score([domain(OBEY)], [group(["1"], name="x")])
+def test_failing_workers(tmp_path, monkeypatch):
     module = tmp_path / "only_here.py"
     module.write_text("def reward(completion, answer):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from grpo_megatron.rewards import sandbox, seccomp
@@ -143,6 +145,19 @@ def test_a_sandbox_that_fails_is_no_programs_fault(monkeypatch):
     monkeypatch.setattr(seccomp, "program", lambda: b"no filter")
     outcome = run_program("print(1)", limits=PATIENT)
     assert outcome.ending == "failed" and outcome.stderr
+
+
+def test_a_sandbox_that_dies_and_leaves_a_child_does_not_block(tmp_path, monkeypatch):
+    """bubblewrap did, when it failed early: its child kept our pipes open."""
+    fake, left = tmp_path / "bwrap", tmp_path / "left"
+    fake.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {left}\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    outcome = run_program("print(1)", limits=HASTY)
+    assert outcome.ending == "timed_out"
+    ended = (psutil.NoSuchProcess, psutil.ZombieProcess)
+    with contextlib.suppress(*ended):
+        psutil.Process(int(left.read_text())).wait(10)
 
 
 @needs_sandbox

@@ -15,8 +15,8 @@ import torch
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.engine import serve_command
 from grpo_megatron.rollout.publish import WeightPublisher
+from grpo_megatron.rollout.replica import serve_command
 from grpo_megatron.types import Completion
 from grpo_megatron.weights.transfer import WeightSender
 from grpo_megatron.weights.transfer_plan import TransferPlan, entry_of
@@ -121,8 +121,7 @@ class Server:
         return cls(config, checkpoint, port, process, log, name)
 
     def client(self) -> EngineClient:
-        return EngineClient(f"http://127.0.0.1:{self.port}", name=self.name,
-                            request_timeout_s=60, control_timeout_s=60)
+        return EngineClient(f"http://127.0.0.1:{self.port}", name=self.name, request_timeout_s=60)
 
     def wait(self) -> None:
         async def ready() -> None:
@@ -164,12 +163,12 @@ class Trainer:
     async def _join(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(s.join) for s in self.senders))
 
-    async def send(self, weights: Weights, version: int) -> dict[str, str]:
+    async def send(self, weights: Weights, version: int) -> dict[str, dict[str, str]]:
         def one(sender: WeightSender) -> dict[str, str]:
             mine = [(e.name, weights[e.name]) for e in self.plan.of_sender(sender.index)]
             return sender.send(mine, self.plan, publish=version)
         parts = await asyncio.gather(*(asyncio.to_thread(one, s) for s in self.senders))
-        return {name: digest for part in parts for name, digest in part.items()}
+        return {"digests": {name: digest for part in parts for name, digest in part.items()}}
 
     async def publish(self, clients: Sequence[EngineClient], weights: Weights, version: int):
         publisher = await self.connect(clients)

@@ -241,8 +241,7 @@ def test_sabotage_after_the_wire_passes_digests_but_changes_logprobs(
     async def run():
         async with servers.moe.client() as client:
             try:
-                await client.call_workers("sabotage_next_update", name_contains="mlp.gate.weight",
-                                          noise=0.5)
+                await client.call_workers("sabotage_next_update", noise="mlp.gate.weight:0.5")
                 await Trainer(weights).publish([client], weights, 4)
                 wrong = await client.generate(PROMPT, max_tokens=24)
                 await Trainer(weights).publish([client], weights, 5)

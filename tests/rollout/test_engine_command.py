@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_megatron.rollout import engine
+from grpo_megatron.rollout import replica
 from grpo_megatron.rollout.seeds import derive_seed
 from tests.rollout.engines import make_config
 
 
-def command(monkeypatch, on_cpu: bool, replica: int = 0, host: str = "127.0.0.1", **rollout):
-    monkeypatch.setattr(engine, "is_cpu_build", lambda: on_cpu)
-    return engine.serve_command(make_config(**rollout), "/model", replica, 8000, host)
+def command(monkeypatch, on_cpu: bool, index: int = 0, host: str = "127.0.0.1", **rollout):
+    monkeypatch.setattr(replica, "is_cpu_build", lambda: on_cpu)
+    return replica.serve_command(make_config(**rollout), "/model", index, 8000, host)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -59,8 +59,8 @@ def test_only_one_worker_may_run_inside_the_engine_core(monkeypatch):
 
 def test_replicas_have_different_random_numbers(monkeypatch):
     seeds = []
-    for replica in range(3):
-        argv, _ = command(monkeypatch, True, replica=replica)
+    for index in range(3):
+        argv, _ = command(monkeypatch, True, index)
         seeds.append(argv[argv.index("--seed") + 1])
     assert len(set(seeds)) == 3
 
@@ -71,12 +71,12 @@ def test_loopback_servers_use_no_other_interface(monkeypatch):
 
 
 def test_cores_are_shared(monkeypatch):
-    monkeypatch.setattr(engine.os, "sched_getaffinity", lambda _: set(range(16)))
-    assert engine.num_threads(make_config(num_threads=None)) == 15
-    assert engine.num_threads(make_config(num_threads=None, num_replicas=2)) == 7
-    assert engine.num_threads(
+    monkeypatch.setattr(replica.os, "sched_getaffinity", lambda _: set(range(16)))
+    assert replica.num_threads(make_config(num_threads=None)) == 15
+    assert replica.num_threads(make_config(num_threads=None, num_replicas=2)) == 7
+    assert replica.num_threads(
         make_config(num_threads=None, num_replicas=2, tensor_parallel_size=2)) == 3
-    assert engine.num_threads(make_config(num_threads=None, num_replicas=32)) == 1
+    assert replica.num_threads(make_config(num_threads=None, num_replicas=32)) == 1
 
 
 def test_seeds_depend_on_every_part():

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from grpo_megatron.errors import SetupError
-from grpo_megatron.rollout import engine
 from grpo_megatron.rollout.plugin import (
     cpu_fork_start,
     cpu_moe_update,
@@ -21,10 +20,11 @@ from grpo_megatron.rollout.plugin import (
     engine_orphans,
     require_supported_vllm,
 )
+from grpo_megatron.rollout.replica import is_cpu_build
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not engine.is_cpu_build(), reason="fixes of vLLM's CPU build"),
+    pytest.mark.skipif(not is_cpu_build(), reason="fixes of vLLM's CPU build"),
 ]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_megatron.telemetry.gap_page import gap_page
-from grpo_megatron.telemetry.gap_parts import split_gap
+from grpo_megatron.telemetry.gap import gap_page, split_gap
 
 LENGTHS = np.array([4, 1, 7])
 

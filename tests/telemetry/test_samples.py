@@ -28,28 +28,29 @@ def scored(name: str, rewards: list[float]) -> ScoredGroup:
 
 def test_extremes_come_from_different_groups_and_rare_ones_first():
     groups = [scored("easy", [1, 1, 1, 0]), scored("hard", [0, 0, 1, 0]), scored("mid", [0, 1])]
-    best, worst = extremes(7, groups, 2)
-    assert [s.completion for s in best] == ["hard2", "mid1"]
-    assert [s.completion for s in worst] == ["easy3", "mid0"]
-    assert (best[0].rank, best[0].step, best[0].length) == ("best", 7, 3)
-    assert extremes(7, groups, 0) == ([], [])
+    found = extremes(7, groups, 2)
+    assert [s["completion"] for s in found] == ["hard2", "mid1", "easy3", "mid0"]
+    assert [s["rank"] for s in found] == ["best", "best", "worst", "worst"]
+    assert (found[0]["step"], found[0]["length"]) == (7, 3)
+    assert extremes(7, groups, 0) == []
 
 
 def test_unscorable_samples_are_left_out():
     groups = [scored("a", [math.nan, math.nan]), scored("b", [math.nan, 0.5])]
     best, worst = extremes(0, groups, 3)
-    assert [s.completion for s in best] == [s.completion for s in worst] == ["b1"]
-    assert best[0].components == {"match": 0.5}
+    assert best["completion"] == worst["completion"] == "b1"
+    assert best["components"] == {"match": 0.5}
 
 
 def test_files_are_readable_whatever_the_text(tmp_path):
     run_dir = RunDir(tmp_path)
+    run_dir.create()
     groups = [scored("é\n\ud800\u2028", [1.0])]
     best, worst = extremes(123, groups, 1)
-    path = write_samples(run_dir, 123, [*best, *worst])
+    path = write_samples(run_dir, 123, [best, worst])
     assert path == tmp_path / "samples" / "step_000123.jsonl"
     found = read_samples(path)
     assert [s["rank"] for s in found] == ["best", "worst"]
     assert found[0]["completion"] == "é\n\ud800\u20280" and found[0]["answer"] == "42"
-    write_samples(run_dir, 123, best)
+    write_samples(run_dir, 123, [best])
     assert len(read_samples(path)) == 1 and len(list(path.parent.iterdir())) == 1

@@ -5,21 +5,18 @@ from __future__ import annotations
 import io
 import sys
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from grpo_megatron.telemetry.screen import (
     LiveScreen,
-    ScreenState,
+    Screen,
     format_value,
     make_screen,
-    plain_line,
     render,
     sparkline,
 )
-from grpo_megatron.telemetry.verdicts import ROWS, Row, judge
 
 METRICS = {"reward/mean": 0.5, "evaluation/accuracy": 0.25, "policy/entropy": 0.3,
            "mismatch/k3": 2e-3, "grad/norm": 0.8, "group/all_equal_fraction": 0.95,
@@ -41,34 +38,37 @@ def terminal() -> Console:
                    legacy_windows=False, color_system=None, _environ={"TERM": "xterm"})
 
 
-def drawn(state: ScreenState) -> str:
+def plain() -> tuple[Screen, Clock, io.StringIO]:
+    clock, file = Clock(), io.StringIO()
+    return Screen("demo", 300, Console(file=file), clock), clock, file
+
+
+def drawn(screen: Screen) -> str:
     console = Console(record=True, file=io.StringIO(), width=100)
-    console.print(render(state))
+    console.print(render(screen))
     return console.export_text()
 
 
-def test_phases_metrics_verdicts_and_samples_are_drawn():
-    clock = Clock()
-    state = ScreenState("demo", 300, clock)
+def test_phases_metrics_and_samples_are_drawn():
+    screen, clock, _ = plain()
     for name, seconds in (("rollout", 2.0), ("reward", 0.5), ("train", 1.5)):
-        state.begin_phase(name)
+        screen.phase(name)
         clock.now += seconds
-    text = drawn(state)
+    text = drawn(screen)
     assert "demo  step 0/300  0:04" in text
     assert "rollout 2.0s  reward 0.5s  ▸train 1.5s" in text and "━" * 40 in text
-    state.step({"step": 6, **METRICS}, [BEST, WORST])
-    text = drawn(state)
+    screen.step({"step": 6, **METRICS}, [BEST, WORST])
+    text = drawn(screen)
     assert "step 7/300" in text and "▸" not in text
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
-    assert "ok" in lines["reward"] and "12,346" in lines["tokens/s"]
-    assert "watch above 0.001" in lines["kl engine-trainer"]
-    assert "bad above 0.9" in lines["groups without signal"]
+    assert "▄" in lines["reward"] and "12,346" in lines["tokens/s"]
+    assert {"kl engine-trainer", "groups without signal"} <= lines.keys()
     assert "best 1  37 + 48 = → 85" in text
     assert "worst 0  [red]12 + 9 = → x�[31m⏎999" in text.replace("\n", "") and "9!" in text
     assert len(text) < 2500
-    state.begin_phase("rollout")
+    screen.phase("rollout")
     clock.now += 0.25
-    assert state.phase_seconds() == {"rollout": 0.25}
+    assert screen.phase_seconds() == {"rollout": 0.25}
 
 
 def test_a_phase_may_repeat_in_a_step():
@@ -78,7 +78,7 @@ def test_a_phase_may_repeat_in_a_step():
         for name, seconds in (("rollout", 1.5), ("train", 2.5)):
             screen.phase(name)
             clock.now += seconds
-    assert screen._state.phase_seconds() == {"rollout": 3.0, "train": 5.0}
+    assert screen.phase_seconds() == {"rollout": 3.0, "train": 5.0}
     screen.close()
 
 
@@ -120,10 +120,10 @@ def test_without_a_terminal_there_is_one_plain_line_a_step():
 
 
 def test_only_metrics_of_the_step_are_in_its_line():
-    state = ScreenState("demo", 9, Clock())
-    state.step({"step": 0, "reward/mean": 1.0, "evaluation/accuracy": 0.5})
-    state.step({"step": 1, "reward/mean": 2.0})
-    assert plain_line(state) == "step 2/9  reward 2"
+    screen, _, file = plain()
+    screen.step({"step": 0, "reward/mean": 1.0, "evaluation/accuracy": 0.5})
+    screen.step({"step": 1, "reward/mean": 2.0})
+    assert file.getvalue().splitlines()[1] == "step 2/300  reward 2"
 
 
 def test_a_terminal_gets_the_live_screen():
@@ -143,41 +143,3 @@ def test_sparklines_and_numbers():
     assert sparkline([0, 1, None, 3.5, 7]) == "▁▂·▅█" and sparkline([2, 2]) == "▄▄"
     shown = [format_value(v) for v in (None, 3, 0.123456, 12345.6, 1e-7, 1e9, -2.0)]
     assert shown == ["–", "3", "0.1235", "12,346", "1e-07", "1e+09", "-2"]
-
-
-def above(watch, bad):
-    return Row("x", ("x",), "above", watch, bad)
-
-
-def jumped(watch, bad):
-    return Row("x", ("x",), "jumped", watch, bad)
-
-
-def dropped(watch, bad):
-    return Row("x", ("x",), "dropped", -watch, -bad)
-
-
-fallen, collapsed = ROWS[0], ROWS[3]
-
-
-@pytest.mark.parametrize(("rule", "values", "level"), [
-    (above(1, 2), [5, 1], "ok"), (above(1, 2), [1.5], "watch"), (above(1, 2), [3], "bad"),
-    (jumped(5, 20), [1] * 9 + [100], "ok"),
-    (jumped(5, 20), [1] * 10 + [6], "watch"), (jumped(5, 20), [1] * 10 + [21], "bad"),
-    (dropped(0.7, 0.3), [10] * 10 + [8], "ok"), (dropped(0.7, 0.3), [10] * 10 + [5], "watch"),
-    (dropped(0.7, 0.3), [10] * 10 + [2], "bad"),
-    (fallen, [1] * 10 + [0], "ok"), (fallen, list(range(30)), "ok"), (fallen, [3] * 40, "ok"),
-    (fallen, [*range(30), *range(29, 16, -1)], "watch"),
-    (fallen, [*range(30), *range(29, 0, -1)], "bad"),
-    (collapsed, [1] * 10 + [0.5] * 20, "ok"), (collapsed, [1] * 10 + [0.1] * 20, "watch"),
-    (collapsed, [1] * 10 + [0.01] * 20, "bad"), (collapsed, [0] * 40, "ok"),
-])
-def test_verdicts(rule, values, level):
-    found, reason = judge(rule, values)
-    assert found == level and bool(reason) == (level != "ok")
-
-
-def test_what_is_not_finite_is_bad_and_nothing_is_ok():
-    assert judge(ROWS[0], [1.0, None])[0] == "bad"
-    assert judge(ROWS[0], [])[0] == "ok"
-    assert judge(ROWS[0], [None, 1.0])[0] == "ok"

@@ -14,7 +14,7 @@ from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
-from grpo_megatron.config.run import RoutingConfig, RunConfig
+from grpo_megatron.config.run import DistillationConfig, RoutingConfig, RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer import platform
@@ -22,9 +22,11 @@ from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everyth
 from grpo_megatron.trainer.microbatch import build_microbatch
 from grpo_megatron.trainer.policy import Policy, build_policy
 from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import train_rollouts
+from grpo_megatron.trainer.rl_update import Training
 from grpo_megatron.trainer.rollouts import objective_of, sample_batch
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
+from grpo_megatron.trainer.teachers import Teachers
+from grpo_megatron.trainer.token_update import train_tokens
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from tests.trainer.worker_group import fresh_store
 
@@ -61,7 +63,7 @@ class Setup:
         _earlier.append(self.policy)
         self.shards = self.policy.sharded.shards
         import_weights(self.policy.sharded, Path(model))
-        self.policy.reload_main_parameters()
+        self.policy.optimizer.reload_model_params()
 
     def batch(self, directory: str):
         table = SampleTable(Path(directory))
@@ -97,8 +99,8 @@ def train_updates(model: str, samples: str, layout: dict[str, Any], *,
     """
     setup = Setup(model, {**layout, **({"distributed_optimizer": False} if gradients else {})})
     config = setup.config(preset=preset)
-    report = train_rollouts(config, setup.policy, References(config), SampleTable(Path(samples)),
-                            0, 3, {})
+    report = Training(config, setup.policy, References(config), SampleTable(Path(samples)),
+                      {}).run(0, 3)
     parts = setup.shards
     if gradients:
         # clip scaled them: undo it, so that the comparison is before clipping
@@ -117,7 +119,7 @@ def train_objectives(model: str, samples: str, layout: dict[str, Any],
     for name, objective in objectives.items():
         for shard, tensor in zip(setup.shards, start, strict=True):
             shard.tensor.data.copy_(tensor)
-        setup.policy.reload_main_parameters()
+        setup.policy.optimizer.reload_model_params()
         setup.policy.reset_optimizer(OPTIMIZER)
         config = setup.config(**objective)
         slow = config.optimizer.model_copy(update={"lr": 1e-4})  # Adam amplifies rounding
@@ -128,8 +130,32 @@ def train_objectives(model: str, samples: str, layout: dict[str, Any],
             references.take(setup.policy)
             for shard, tensor in zip(setup.shards, start, strict=True):
                 shard.tensor.data.copy_(tensor)
-        found[name] = train_rollouts(config, setup.policy, references, table, 0, 3, {})
+        found[name] = Training(config, setup.policy, references, table, {}).run(0, 3)
     return found
+
+
+def distil(model: str, samples: str, layout: dict[str, Any],
+           distillation: dict[str, Any], repeats: int = 1) -> dict[str, Any]:
+    """Updates to teachers: losses, norms, metrics, gradients of the last; full KL after all."""
+    setup = Setup(model, layout | {"distributed_optimizer": False})
+    config = setup.config().model_copy(update={
+        "kind": "distil", "distillation": DistillationConfig(**distillation)})
+    teachers = Teachers(config, lambda path: import_weights(setup.policy.sharded, path))
+    table, before = SampleTable(Path(samples)), [s.tensor.clone() for s in setup.shards]
+    batch = prepare(setup.layout, table, np.arange(len(table)))
+    teachers.look_at(setup.policy, batch, table)
+    unchanged = all(torch.equal(s.tensor, b) for s, b in zip(setup.shards, before, strict=True))
+    report = {"grad_norms": [0.0]}
+    for _ in range(repeats):
+        report = train_tokens(config, setup.policy, table, config.optimizer, 0, 3, teachers)
+    scale = max(report["grad_norms"][-1] / OPTIMIZER.clip_grad, 1.0)
+    tensors = setup.gather([replace(s, tensor=s.tensor.main_grad * scale) for s in setup.shards])
+    teachers.settings = teachers.settings.model_copy(update={"mode": "full"})
+    full = config.model_copy(update={"distillation": teachers.settings, "optimizer":
+                                     config.optimizer.model_copy(update={"lr": 1e-30})})
+    after = train_tokens(full, setup.policy, table, full.optimizer, 0, 3, teachers)
+    return {**report, "norms": report["grad_norms"], "unchanged": unchanged, "tensors": tensors,
+            "last_kl": after["metrics"]["distillation/kl"]}
 
 
 def _perturb(shards: list[Shard], factor: float) -> None:

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.trainer.model_config import transformer_config
-from grpo_megatron.trainer.policy_model import PolicyModel
+from grpo_megatron.trainer.policy import PolicyModel
 from grpo_megatron.trainer.step import logprob_pass, train_step
 from tests.trainer.cases import OPTIMIZER, Setup, loss_of
 

@@ -25,9 +25,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
-from grpo_megatron.trainer.logprobs import Kept, token_logprobs
+from grpo_megatron.trainer.divergence import (
+    DivergenceSettings,
+    TeacherTokens,
+    divergence,
+    likeliest,
+)
+from grpo_megatron.trainer.logprobs import Kept, policy_states, token_logprobs
 from grpo_megatron.trainer.packed_attention import PackedAttention
-from grpo_megatron.trainer.policy_model import padded_vocab_size
 from tests.trainer.head_inputs import head_inputs
 from tests.trainer.worker_group import fresh_store
 
@@ -54,6 +59,35 @@ def random_numbers(layout: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     return world
 
 
+def kl(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float, chunk_tokens: int,
+       forward_weight: float, top_k: int | None) -> dict[str, np.ndarray]:
+    """KL to a random teacher at some of 13 tokens, and its gradients; whole tensors on rank 0."""
+    _initialize(layout)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    group = parallel_state.get_tensor_model_parallel_group()
+    student, teacher = (head_inputs(seed + i, vocab_size) for i in range(2))
+    padding = -vocab_size % size
+
+    def part(weight: torch.Tensor) -> torch.Tensor:
+        return F.pad(weight, (0, 0, 0, padding), value=3.0).float().chunk(size)[rank].clone()
+
+    weight, head = part(student["weight"]).requires_grad_(), part(teacher["weight"])
+    hidden = student["hidden"][:13, 0].float().requires_grad_()
+    rows, settings = torch.arange(1, 13, 2), DivergenceSettings(
+        vocab_size, temperature, chunk_tokens, forward_weight)
+    taught = teacher["hidden"][rows, 0].float()
+    columns = {"hidden": taught, "head": head} if top_k is None else dict(zip(
+        ("ids", "logprobs", "tail"), likeliest(taught, head, top_k, group, settings), strict=True))
+    found = divergence(hidden, weight, TeacherTokens(rows, 1.0, settings, **columns), group)
+    (found @ student["a"][rows].float()).backward()
+    dist.all_reduce(hidden.grad, group=group)  # what the region around an output layer does
+    parts = [torch.empty_like(weight) for _ in range(size)]
+    dist.all_gather(parts, weight.grad, group=group)
+    return {"kl": found.detach().numpy(), "hidden": hidden.grad.numpy(),
+            "weight": torch.cat(parts)[:vocab_size].numpy()}
+
+
 def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
          chunk_tokens: int, sequence_parallel: bool, truncated: bool) -> dict[str, np.ndarray]:
     """Log-probs, entropies and gradients of a random head; whole tensors on rank 0."""
@@ -62,7 +96,7 @@ def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
     rank = parallel_state.get_tensor_model_parallel_rank()
     group = parallel_state.get_tensor_model_parallel_group()
     inputs = head_inputs(seed, vocab_size)
-    padding = padded_vocab_size(vocab_size, size) - vocab_size
+    padding = -vocab_size % size
     full = F.pad(inputs["weight"], (0, 0, 0, padding), value=3.0).float()
     weight = full.chunk(size)[rank].clone().requires_grad_()
     hidden = inputs["hidden"].float()
@@ -72,9 +106,9 @@ def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
         missing = torch.zeros(13, dtype=torch.bool)
         missing[[3, 8]] = True
         kept = Kept(*inputs["sets"].nonzero(as_tuple=True), missing)
-    found = token_logprobs(
-        local, weight, inputs["rows"], inputs["targets"], vocab_size=vocab_size, kept=kept,
-        temperature=temperature, sequence_parallel=sequence_parallel, chunk_tokens=chunk_tokens)
+    states = policy_states(local, inputs["rows"], sequence_parallel=sequence_parallel)
+    found = token_logprobs(states, weight, inputs["targets"], vocab_size=vocab_size, kept=kept,
+                           temperature=temperature, chunk_tokens=chunk_tokens)
     sum(part @ inputs[name].float() for part, name in zip(found, "abc", strict=False)).backward()
 
     def gather(tensor: torch.Tensor) -> np.ndarray:

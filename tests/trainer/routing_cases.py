@@ -18,10 +18,10 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer import policy as policy_module
 from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import train_rollouts
+from grpo_megatron.trainer.rl_update import Training
 from grpo_megatron.trainer.rollouts import objective_of, sample_batch
 from grpo_megatron.trainer.route_source import RouteSource
-from grpo_megatron.trainer.step import logprob_pass, prepare, train_step
+from grpo_megatron.trainer.step import Update, logprob_pass, prepare, train_step
 from tests.trainer.cases import OPTIMIZER, Setup
 
 
@@ -37,7 +37,7 @@ def train(model: str, samples: str, layout: dict[str, Any], routing: dict[str, A
     table = SampleTable(Path(samples))
     with _spied(setup, table, spy) as seen:
         try:
-            report = train_rollouts(config, setup.policy, References(config), table, 0, 3, {})
+            report = Training(config, setup.policy, References(config), table, {}).run(0, 3)
         except DataError as error:
             world: list = [None] * dist.get_world_size()
             dist.all_gather_object(world, str(error))
@@ -157,9 +157,9 @@ def _gradients(setup: Setup, table: SampleTable, routing: dict[str, Any], epsilo
                        torch.arange(len(table)), 20)
     batch = prepare(setup.layout, table, np.arange(len(table)))
     source = RouteSource(config, policy.replay, table)
-    routes = source.from_store(batch)
-    old = source.old_pass(routes)
-    logprob_pass(policy, batch, old)
+    update = Update(torch.arange(len(table)), batch, routes=source.from_store(batch))
+    update.old_routing = source.old_pass(update.routes)
+    logprob_pass(policy, batch, update.old_routing)
     for tap in policy.replay.taps:
         noise = torch.randn(tap._router.weight.shape, generator=generator)
         tap._router.weight.data.add_(0.1 * noise)
@@ -170,7 +170,7 @@ def _gradients(setup: Setup, table: SampleTable, routing: dict[str, Any], epsilo
 
     def once() -> tuple[float, float]:
         """The loss, and by how much clipping divided the gradients."""
-        run = source.training_pass(batch, routes, old, objective, terms)
+        run = source.training_pass(update, terms)
         found = train_step(policy, batch, of_logprobs, run).result()
         return found["loss/value"] + run.keep_loss, max(found["grad/norm"], 1.0)
 

@@ -44,6 +44,20 @@ def test_megatron_must_not_come_first():
     assert "ImportError: megatron was imported before" in result.stderr
 
 
+def test_default_devices_still_reach_the_constructors():
+    """Otherwise transformers, which builds models on the meta device, computes with whatever was
+    in memory."""
+    script = ("import torch\n"
+              "from grpo_megatron.trainer import megatron_cpu\n"
+              "megatron_cpu.install()\n"
+              "with torch.device('meta'):\n"
+              "    made = torch.empty(2), torch.zeros(2), torch.ones(2), torch.tensor([2.0])\n"
+              "print(*[t.device.type for t in made], torch.zeros(2, device='cuda').device.type)")
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", script], text=True,
+                            capture_output=True, timeout=120, check=True)
+    assert result.stdout.split() == ["meta"] * 4 + ["cpu"]
+
+
 def random_numbers(group, layout, seed):
     return group.run("tests.trainer.numbers:random_numbers", layout=layout, seed=seed)
 

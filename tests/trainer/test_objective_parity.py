@@ -49,7 +49,8 @@ def reference(world1, moe_model, two_updates):
                       objectives=OBJECTIVES)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=[
+    "tp2_sp", "pp2", "ep2", pytest.param("small_microbatches", marks=pytest.mark.matrix)])
 def found(request, world1, world2, moe_model, two_updates):
     layout = LAYOUTS[request.param]
     world = world2 if layout else world1

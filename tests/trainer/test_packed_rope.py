@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_megatron.trainer.packed_rope import rotate_packed
+from grpo_megatron.trainer.rope import rotate_packed
 
 
 def one_by_one(x, lengths, freqs):

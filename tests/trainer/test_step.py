@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config.trainer import OptimizerConfig
-from grpo_megatron.trainer.schedule import learning_rate
 from tests.trainer.test_layout_parity import TOLERANCE, assert_same
 
 CASES = "tests.trainer.cases:"
@@ -55,19 +54,19 @@ def config(**settings) -> OptimizerConfig:
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_learning_rate(schedule):
     settings = config(schedule=schedule, warmup_steps=4)
-    rates = [learning_rate(settings, step, 24) for step in range(25)]
+    rates = [settings.rate(step, 24) for step in range(25)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
     middle, end = {"constant": (1.0, 1.0), "linear": (0.55, 0.1),
                    "cosine": (0.55, 0.1)}[schedule]
     assert rates[14] == pytest.approx(middle) and rates[24] == pytest.approx(end)
     assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
-    assert learning_rate(settings, 1000, 24) == pytest.approx(end)
+    assert settings.rate(1000, 24) == pytest.approx(end)
     if schedule == "cosine":
         assert rates[9] == pytest.approx(0.1 + 0.9 * (2 + 2**0.5) / 4)
 
 
 def test_learning_rate_without_warm_up_starts_at_the_peak():
     for schedule in ("constant", "linear", "cosine"):
-        assert learning_rate(config(schedule=schedule), 0, 10) == 1.0
-        assert learning_rate(config(schedule=schedule, warmup_steps=3), 1, 2) == 2 / 3
+        assert config(schedule=schedule).rate(0, 10) == 1.0
+        assert config(schedule=schedule, warmup_steps=3).rate(1, 2) == 2 / 3

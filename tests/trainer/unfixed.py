@@ -34,8 +34,7 @@ from grpo_megatron.trainer.distributed import (  # noqa: E402
     seed_everything,
 )
 from grpo_megatron.trainer.model_config import transformer_config  # noqa: E402
-from grpo_megatron.trainer.policy import build_policy  # noqa: E402
-from grpo_megatron.trainer.policy_model import build_chunk  # noqa: E402
+from grpo_megatron.trainer.policy import build_models, build_policy  # noqa: E402
 from tests.trainer.worker_group import fresh_store  # noqa: E402
 
 LAYOUT = TrainerConfig(precision="float32", num_threads=1)
@@ -189,8 +188,8 @@ def expert_parameters(model: str):
     initialize(LAYOUT, RankInfo.from_environment(), fresh_store())
     seed_everything(1)
     hf = json.loads((Path(model) / "config.json").read_text())
-    chunk = build_chunk(transformer_config(hf, LAYOUT), hf, pre_process=True, post_process=True,
-                        vp_stage=None)
+    with patch("grpo_megatron.trainer.policy.mark_expert_parameters"):
+        [chunk] = build_models(transformer_config(hf, LAYOUT), hf, LAYOUT)
 
     def marks():
         return {".experts." in name: getattr(parameter, "allreduce", True)

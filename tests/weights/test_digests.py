@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.weights.digests import digest_tensor
+from grpo_megatron.weights.transfer_plan import digest_tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64,
           torch.float8_e4m3fn]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_megatron.weights.fp8 import dequantise
-from grpo_megatron.weights.rules import carried_names, resolve, rules_for
+from grpo_megatron.checkpoints.hf_import import dequantise
+from grpo_megatron.weights.parameters import carried_names, resolve, rules_for
 from tests.trainer.families import MODELS
 
 LAYER = "decoder.layers.12."

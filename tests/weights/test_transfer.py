@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.errors import MismatchError
-from grpo_megatron.weights.digests import digest_tensor
 from grpo_megatron.weights.transfer import TransferError, WeightReceiver, WeightSender
-from grpo_megatron.weights.transfer_plan import ALIGNMENT, TensorEntry, TransferPlan, entry_of
+from grpo_megatron.weights.transfer_plan import (
+    ALIGNMENT,
+    TensorEntry,
+    TransferPlan,
+    digest_tensor,
+    entry_of,
+)
 
 HOST = "127.0.0.1"
 

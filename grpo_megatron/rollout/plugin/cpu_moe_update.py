@@ -2,9 +2,7 @@
 
 Defect (vLLM 0.32.0, model_executor/layers/fused_moe/unquantized_fused_moe_method.py:191):
 `_setup_kernel` lets the experts prepack their weights only when it builds the kernel. An update
-copies the plain layout over the packed one, so the grouped GEMM multiplies scrambled weights:
-log-probs are off by more than 2 and nothing is raised.
-"""
+copies the plain layout over the packed one: scrambled weights, wrong log-probs, no error."""
 
 
 def apply() -> None:

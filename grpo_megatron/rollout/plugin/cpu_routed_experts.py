@@ -1,10 +1,8 @@
 """CPU: return the experts of every token (`--enable-return-routed-experts`).
 
 Gap (vLLM 0.32.0, config/vllm.py:1144): the option is refused unless model runner V2 is used, which
-needs Triton; the CPU has runner V1 only (v1/worker/cpu_model_runner.py). All parts but the three
-calls that V2's runner makes (v1/worker/gpu/model_runner.py:1740 and :2181) work with V1: this
-module adds those calls.
-"""
+needs Triton; the CPU has runner V1 only (v1/worker/cpu_model_runner.py). V1 lacks just the three
+calls that V2's runner makes (v1/worker/gpu/model_runner.py:1740 and :2181), added here."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -13,12 +11,8 @@ import numpy as np
 
 
 def apply() -> None:
-    _allow_with_runner_v1()
-    _capture_in_runner_v1()
-
-
-def _allow_with_runner_v1() -> None:
     from vllm.config import VllmConfig
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 
     verify = VllmConfig._verify_aux_output_compatibility
 
@@ -28,13 +22,8 @@ def _allow_with_runner_v1() -> None:
             verify(self)
 
     VllmConfig._verify_aux_output_compatibility = _verify_aux_output_compatibility
-
-
-def _capture_in_runner_v1() -> None:
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
-
-    initialize, execute, sample = (
-        Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens)
+    initialize, execute = Runner.initialize_kv_cache, Runner.execute_model
+    sample = Runner.sample_tokens
 
     def initialize_kv_cache(self, kv_cache_config, *args, **kwargs):
         result = initialize(self, kv_cache_config, *args, **kwargs)
@@ -62,19 +51,17 @@ def _capture_in_runner_v1() -> None:
             _attach(pending, output)
         return output
 
-    Runner.initialize_kv_cache = initialize_kv_cache
-    Runner.execute_model = execute_model
-    Runner.sample_tokens = sample_tokens
+    for method in (initialize_kv_cache, execute_model, sample_tokens):
+        setattr(Runner, method.__name__, method)
 
 
 def _batch_view(runner) -> SimpleNamespace:
     """What `prepare_output` reads of runner V2's batch, copied: V1 reuses its arrays."""
-    num_requests = runner.input_batch.num_reqs
+    batch = runner.input_batch
     return SimpleNamespace(
-        req_ids=list(runner.input_batch.req_ids[:num_requests]),
-        query_start_loc_np=runner.query_start_loc.np[: num_requests + 1].copy(),
-        num_computed_tokens_np=runner.input_batch.num_computed_tokens_cpu[:num_requests].copy(),
-    )
+        req_ids=list(batch.req_ids[:batch.num_reqs]),
+        query_start_loc_np=runner.query_start_loc.np[:batch.num_reqs + 1].copy(),
+        num_computed_tokens_np=batch.num_computed_tokens_cpu[:batch.num_reqs].copy())
 
 
 def _attach(pending, output) -> None:

@@ -1,9 +1,7 @@
 """The engine core ends when its API server is killed.
 
 Defect (vLLM 0.32.0, v1/engine/core.py, `EngineCoreProc.run_engine_core`): nothing watches the
-parent, so after `kill -9` of the API server the engine core stays, with the model's memory.
-(Workers of a tensor-parallel engine watch the engine core by a pipe.) Linux can signal a child.
-"""
+parent, so that after its `kill -9` the engine core stays, with the model's memory."""
 
 import functools
 import os

@@ -1,12 +1,12 @@
 """vLLM weight-transfer backend `gloo`: the receiving end of `grpo_megatron.weights.transfer`."""
 
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.weight_transfer import base
 
-from grpo_megatron.rollout.plugin.worker_extension import NamedTensors, noise_of_environment
+from grpo_megatron.rollout.plugin.worker_extension import NamedTensors, with_noise
 from grpo_megatron.weights.transfer import WeightReceiver
 from grpo_megatron.weights.transfer_plan import TransferPlan
 
@@ -37,42 +37,38 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.received: dict[str, str] = {}
-        """Digest of every tensor of the last publish, as it arrived."""
-        self.before_load: Callable[[NamedTensors], NamedTensors] | None = None
-        """Fault injection for tests: changes what is loaded, after digests were taken."""
+        self.received: dict[str, str] = {}  # digest of every tensor of the last publish
+        self.noise = ""  # of the next update, see `with_noise`
         self._receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver = WeightReceiver(
-            [(host, port) for host, port in init_info.senders], timeout_s=init_info.timeout_s,
-            rank=init_info.rank_offset + worker, world_size=init_info.world_size)
+            init_info.senders, rank=init_info.rank_offset + worker,
+            world_size=init_info.world_size, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.received = {}
-        self.before_load = self.before_load or noise_of_environment()
+        self.noise = self.noise or os.environ.get("GRPO_MEGATRON_ENGINE_NOISE", "")
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        def load(tensors: NamedTensors) -> None:
+            self.model.load_weights(with_noise(tensors, self.noise))
+
         if self._receiver is None:
             raise RuntimeError("/init_weight_transfer_engine was not called")
         plan = TransferPlan.from_json(update_info.plan)
-        self.received = self._receiver.receive(plan, self._load, publish=update_info.publish)
-
-    def _load(self, tensors: NamedTensors) -> None:
-        if self.before_load is not None:
-            tensors = self.before_load(tensors)
-        self.model.load_weights(tensors)
+        self.received = self._receiver.receive(plan, load, publish=update_info.publish)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        self.before_load = None
+        self.noise = ""
 
     def shutdown(self) -> None:
         self._receiver = None

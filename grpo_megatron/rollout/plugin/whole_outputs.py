@@ -1,11 +1,9 @@
 """The engine core sends a completion whole where its client wants nothing before the end.
 
-vLLM 0.32.0 (v1/engine/core.py:1603) sends every token of every request to the API server, also
-for a client that asked for the final answer only: a message, two process switches and a loop over
-all requests in the API server per step, on the cores that generate. Here the engine core collects.
-What it holds leaves when a request ends, before a weight version is set (a message carries one),
-and before requests are aborted with an answer (`/pause?mode=abort` returns the tokens so far).
-"""
+vLLM 0.32.0 (v1/engine/core.py:1603) sends every token to the API server, also for a client that
+asked for the final answer only: a message, two process switches and a loop over all requests per
+step. Here the engine core collects, until a request ends, a weight version is set (a message
+carries one), or requests are aborted (`/pause?mode=abort` answers with the tokens so far)."""
 
 import functools
 

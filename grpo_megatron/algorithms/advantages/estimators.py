@@ -1,0 +1,221 @@
+"""Estimators: `(objective, batch, groups) -> float64 [N]` or `[n]`. Rewards are after shaping;
+`groups` holds the groups with the samples that count."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_megatron.algorithms.batch import Events, Groups, SampleBatch, by_groups, suffix_sums
+from grpo_megatron.config.objective import ObjectiveConfig
+from grpo_megatron.errors import DataError
+
+MIN_ENTROPY = 1e-6
+
+
+def reward(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_i = R_i`, no baseline (REINFORCE++, arXiv:2501.03262, whitens it afterwards)."""
+    return torch.where(groups.valid, batch.rewards, 0.0)
+
+
+def group(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_i = (R_i - mean) / (std + eps)`, the mean over the group.
+
+    std none: 1 (Dr. GRPO, arXiv:2503.20783); group: of the group (GRPO, arXiv:2402.03300);
+    batch_raw: of all rewards of the scope (Lite PPO, arXiv:2508.08221); batch_residual: of all
+    centred rewards of the scope. Groups without spread and groups of one get exactly 0."""
+    centred = groups.centred(batch.rewards)
+    if o.advantage_std == "none":
+        return centred
+    if o.advantage_std == "group":
+        return groups.standardised(batch.rewards, o.std_kind, o.advantage_eps)
+    scope = Groups(batch.scopes(o.statistics_scope), groups.valid)
+    values = batch.rewards if o.advantage_std == "batch_raw" else centred
+    std = scope.std(values, o.std_kind) + o.advantage_eps
+    return torch.where(centred == 0, 0.0, centred / torch.where(std > 0, std, 1.0))
+
+
+def rloo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_i = R_i - mean of the others = G / (G - 1) (R_i - mean)` (RLOO, arXiv:2402.14740)."""
+    return groups.centred(batch.rewards) * groups.count / (groups.count - 1).clamp(min=1)
+
+
+def maxrl(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_i = (R_i - mean) / (mean + eps)`, for rewards of at least 0 (MaxRL)."""
+    mean = groups.mean(batch.rewards) + o.advantage_eps
+    return torch.where(mean > 0, groups.centred(batch.rewards) / mean, 0.0)
+
+
+def components(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_i = sum_k w_k (R_ik - mean_k) / (std_k + eps)`: every reward component standardised.
+
+    MO-GRPO (arXiv:2509.22047) with weights 1; GDPO (arXiv:2601.05242) whitens the sum over the
+    batch. A component without spread in the group adds 0, a skipped one (NaN) too."""
+    total = torch.zeros_like(batch.rewards)
+    for name, values in batch.components.items():
+        part = Groups(groups.ids, groups.valid & ~torch.isnan(values))
+        scores = part.standardised(values, o.std_kind, o.advantage_eps)
+        total += batch.component_weights[name] * scores
+    return total
+
+
+def best_minus_second(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """Only the best sample of a group gets `R_max - R_second` (ties: 0)."""
+    best = groups.valid & (groups.rank(-batch.rewards, batch.sample_ids) == 0)
+    rest = Groups(groups.ids, groups.valid & ~best)
+    gap = groups.max(batch.rewards) - rest.max(batch.rewards)
+    return torch.where(best & (rest.count > 0), gap, 0.0)
+
+
+def passk(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """Analytic pass@k advantage (Chen et al., arXiv:2508.10751), n0 wrong of N samples:
+
+    `m = 1 - C(n0,k)/C(N,k)`, `s = sqrt(m (1-m))`; right: `(1-m)/s`;
+    wrong: `(1 - m - C(n0-1,k-1)/C(N-1,k-1))/s`; 0 where s is 0 or the group is smaller than k."""
+    right, wrong, n = _counts(o, batch, groups)
+    mean = 1 - _choose_ratio(wrong, n, o.passk_k)
+    std = (mean * (1 - mean)).clamp(min=0).sqrt()
+    others = _choose_ratio(wrong - 1, n - 1, o.passk_k - 1)
+    value = torch.where(right, 1 - mean, 1 - mean - others) / std.clamp(min=1e-12)
+    return torch.where((std > 1e-12) & (n >= o.passk_k), value, 0.0)
+
+
+def pkpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """PKPO (arXiv:2505.15201): a right sample earns `k/N`, a wrong one `k/N rho(N-1, c, k-1)`,
+    with `rho(n, c, k) = 1 - C(n-c,k)/C(n,k)`, c right; less the leave-one-out baseline, the
+    same expectation over the sets of k without the sample: `k/N rho(N-1, c_others, k)`."""
+    right, wrong, n = _counts(o, batch, groups)
+    num_right, share = n - wrong, o.passk_k / n.clamp(min=1)
+    with_others = 1 - _choose_ratio(wrong - 1, n - 1, o.passk_k - 1)
+    value = torch.where(right, share, share * with_others)
+    if o.pkpo_baseline:
+        wrong_others = (n - 1) - (num_right - right.double())
+        value = value - share * (1 - _choose_ratio(wrong_others, n - 1, o.passk_k))
+        value = torch.where(n > o.passk_k, value, 0.0)
+    return torch.where(groups.valid & (n >= o.passk_k), value, 0.0)
+
+
+def gtpo_entropy(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """Right samples alive at t: `a1 + a2 d_t H_it / sum_k H_kt`, d_t their number; wrong ones:
+    `-(a1 + a2 h_t (1/H_jt) / sum_k 1/H_kt)`. Each pool of a group standardised over its tokens
+    (`gtpo_pool = "joint"`: both together, which keeps right above wrong). [n]"""
+
+    def of_groups(part: SampleBatch) -> Tensor:
+        shaped, pool, counts = shaped_rewards(o, part)
+        return Groups(pool, counts).standardised(shaped, o.std_kind, o.advantage_eps)
+
+    counted = torch.where(groups.valid, batch.rewards, torch.nan)
+    return by_groups(replace(batch, rewards=counted), of_groups)
+
+
+def grpo_s(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """As gtpo_entropy with every sample's mean entropy in place of its tokens'. [N]"""
+    entropy = batch.means(batch.tokens["entropies"]).double().clamp(min=MIN_ENTROPY)
+    right = batch.rewards >= o.correct_threshold
+    pools = groups.ids * 2 + right
+    shaped = _shape(o, entropy, right, Groups(pools, groups.valid))
+    ids = groups.ids if o.gtpo_pool == "joint" else pools
+    return Groups(ids, groups.valid).standardised(shaped, o.std_kind, o.advantage_eps)
+
+
+def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """Process supervision (DeepSeekMath, arXiv:2402.03300): all step rewards of a group are
+    standardised together; a token's advantage is the sum over the steps that end at it or later.
+
+    Tokens after the last step, and samples without steps, get 0."""
+    events = _events(batch, "steps")
+    pool = Groups(groups.ids[events.sample], groups.valid[events.sample])
+    return _credit(batch, events, pool.standardised(events.reward, o.std_kind, o.advantage_eps))
+
+
+def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """GAGPO (arXiv:2605.13217): `V(s)` is the mean return-to-go of the group's visits to s;
+    `delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`, `A_t = sum_l (gamma lambda)^l delta_{t+l}`,
+    standardised over the turns of the group. All tokens of a turn share its advantage.
+
+    A state seen once is its own value: its advantage comes from later turns only."""
+    events = _events(batch, "turns")
+    events = events[torch.from_numpy(np.lexsort((events.end, events.sample)))]
+    last = torch.diff(events.sample, append=events.sample.new_tensor([-1])) != 0  # of its sample
+    returns = _discounted(events.reward, last, o.gagpo_gamma)
+    of_group, valid = groups.ids[events.sample], groups.valid[events.sample]
+    _, visit = torch.stack((of_group, events.state)).unique(dim=1, return_inverse=True)
+    value = Groups(visit, valid).mean(returns)
+    following = torch.where(last, 0.0, value.roll(-1))
+    delta = events.reward + o.gagpo_gamma * following - value
+    advantage = _discounted(delta, last, o.gagpo_gamma * o.gagpo_lambda)
+    values = Groups(of_group, valid).standardised(advantage, o.std_kind, o.advantage_eps)
+    return _credit(batch, events, values - torch.where(last, 0.0, values.roll(-1)))
+
+
+ESTIMATORS = {f.__name__: f for f in (
+    gtpo_entropy, grpo_s, reward, group, rloo, maxrl, components, best_minus_second, passk, pkpo,
+    process, gagpo)}
+
+
+def _counts(o: ObjectiveConfig, batch: SampleBatch, groups: Groups):
+    right = groups.valid & (batch.rewards >= o.correct_threshold)
+    return right, groups.sum((~right).double()), groups.count
+
+
+def _choose_ratio(top: Tensor, bottom: Tensor, k: int) -> Tensor:
+    """`C(top, k) / C(bottom, k)`, 0 where top < k."""
+    ratio = torch.ones_like(top)
+    for j in range(k):
+        ratio = ratio * (top - j).clamp(min=0) / (bottom - j).clamp(min=1)
+    return ratio
+
+
+def shaped_rewards(o: ObjectiveConfig, part: SampleBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Shaped token rewards [n], the pool of every token (int64), and whether it counts."""
+    right = part.rewards >= o.correct_threshold
+    pools = part.group_ids * 2 + right
+    positions = part.positions()
+    longest = int(part.token_counts.max()) if len(part) else 0
+    counts = part.spread(part.valid)
+    alive = Groups(part.spread(pools) * longest + positions, counts)
+    entropy = part.tokens["entropies"].clamp(min=MIN_ENTROPY)
+    shaped = _shape(o, entropy, part.spread(right), alive)
+    return shaped, part.spread(part.group_ids if o.gtpo_pool == "joint" else pools), counts
+
+
+def _shape(o: ObjectiveConfig, entropy: Tensor, right: Tensor, pool: Groups) -> Tensor:
+    measure = torch.where(right, entropy, 1 / entropy)
+    portion = pool.count * measure / pool.sum(measure).clamp(min=1e-300)
+    return torch.where(right, 1.0, -1.0) * (o.gtpo_alpha1 + o.gtpo_alpha2 * portion)
+
+
+def turn_index(batch: SampleBatch) -> Tensor:
+    """int32 [n]: a number for every turn; tokens after the last turn form one of their own."""
+    events = _events(batch, "turns")
+    starts = torch.zeros(batch.num_tokens + 1, dtype=torch.int32)
+    starts[batch.offsets[:-1]] = 1
+    starts[batch.offsets[events.sample] + events.end + 1] = 1
+    return starts[:-1].cumsum(0, dtype=torch.int32)
+
+
+def _events(batch: SampleBatch, what: str) -> Events:
+    if batch.events is None or (what == "turns" and batch.events.state is None):
+        raise DataError(f"the samples have no {what}", where=what,
+                        remedy=f"give {what}, or choose an outcome-level advantage")
+    return batch.events
+
+
+def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
+    """Every token gets the sum of the values of events that end at it or later."""
+    def of_groups(part: SampleBatch) -> Tensor:
+        marks = torch.zeros(part.num_tokens, dtype=torch.float64)
+        marks.index_add_(0, part.offsets[part.events.sample] + part.events.end, part.events.reward)
+        return suffix_sums(marks, part)
+
+    return by_groups(replace(batch, events=replace(events, reward=values)), of_groups)
+
+
+def _discounted(values: Tensor, last: Tensor, factor: float) -> Tensor:
+    """Backward discounted sums that restart after every `last`."""
+    out, running = [], 0.0
+    for value, is_last in zip(values.flip(0).tolist(), last.flip(0).tolist(), strict=True):
+        running = value + (0.0 if is_last else factor * running)
+        out.append(running)
+    return torch.tensor(out[::-1], dtype=values.dtype)

@@ -1,0 +1,198 @@
+"""`config`, `objective`, `plan`: recipes and objectives looked at; nothing is started."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from grpo_megatron.cli.run_commands import Overrides
+from grpo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_megatron.config.loader import ResolvedConfig
+    from grpo_megatron.config.run import RunConfig
+    from grpo_megatron.plan.memory import Plan
+
+config_app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
+objective_app = typer.Typer(no_args_is_help=True,
+                            help="The objectives: what they are, what they compute.")
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+Source = Annotated[str, typer.Argument(help="Recipe or run directory.")]
+
+
+@config_app.command()
+def show(recipe: Source, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Every value of a recipe or a run, and where it comes from."""
+    from grpo_megatron.config.loader import to_json
+
+    resolved = resolve_any(recipe, overrides or [])
+    if as_json:
+        typer.echo(to_json(resolved), nl=False)
+        return
+    rows = [(key, value, str(resolved.provenance[key])) for key, value in _values(resolved).items()]
+    print_table(("key", "value", "set at"), rows, dim="default")
+
+
+@config_app.command()
+def schema() -> None:
+    """JSON schema of a recipe, for editors."""
+    from grpo_megatron.config.schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+def resolve_any(source: str, overrides: list[str]) -> ResolvedConfig:
+    """A run directory or its config.json as stored, anything else as a recipe."""
+    from grpo_megatron.plan.resolve import resolve, resolve_run
+
+    path = Path(source)
+    is_run = path.is_dir() or path.suffix == ".json"
+    return resolve_run(path, overrides) if is_run else resolve(source, overrides)
+
+
+def _values(resolved: ResolvedConfig) -> dict[str, str]:
+    from grpo_megatron.config.keys import dotted, leaves
+    from grpo_megatron.config.problems import as_toml
+
+    tree: dict[str, Any] = resolved.config.model_dump(mode="json")
+    return {dotted(path): as_toml(value) for path, value in leaves(tree)}
+
+
+@objective_app.command("list")
+def list_objectives(as_json: Json = False) -> None:
+    """All presets, with evidence grade and use."""
+    from grpo_megatron.config.objective import PRESETS
+
+    if as_json:
+        fields = {"title", "source", "use", "evidence"}
+        typer.echo(json.dumps({name: p.model_dump(include=fields) for name, p in PRESETS.items()},
+                              indent=2, ensure_ascii=False))
+        return
+    print_table(("name", "what", "evidence", "when"),
+                [(name, p.title, p.evidence, p.use) for name, p in PRESETS.items()])
+
+
+@objective_app.command("show")
+def show_objective(name: Annotated[str, typer.Argument(
+        help="A preset (see `objective list`).")]) -> None:
+    """Formula, choices, source and evidence of one preset."""
+    from grpo_megatron.algorithms.catalogue import describe
+    from grpo_megatron.config.loader import load_objective
+
+    load_objective(name)  # refuses unknown names
+    typer.echo(describe(name))
+
+
+@objective_app.command("eval")
+def evaluate(arguments: Annotated[list[str], typer.Argument(
+                 metavar="[KEY=VALUE]... CASE.json", show_default=False,
+                 help="Changes to the preset, then the file with the samples.")],
+             objective: Annotated[str, typer.Option(help="Preset to start from.")]) -> None:
+    """Loss, gradient, advantages and metrics of a batch in a file, in float64."""
+    from grpo_megatron.algorithms.case import read_case
+    from grpo_megatron.algorithms.evaluate import evaluate_case
+    from grpo_megatron.algorithms.objective import Objective
+    from grpo_megatron.config.loader import load_objective
+
+    files = [text for text in arguments if "=" not in text]
+    if len(files) != 1:
+        raise ConfigError(f"{len(files)} case files given, exactly one is needed",
+                          where="command line", remedy="end with the path of a CASE.json")
+    load_objective(objective)
+    case = read_case(Path(files[0]))
+    config, own = load_objective(objective, [t for t in arguments if "=" in t], case.domains)
+    typer.echo(json.dumps(evaluate_case(Objective(config, case.domains, own), case)))
+
+
+def plan(recipe: Source, overrides: Overrides = None,
+         search: Annotated[str | None, typer.Option(
+             "--search", metavar="NODESxGPUS", help="Rank trainer layouts that fit.")] = None,
+         device: Annotated[str, typer.Option(help="GPU, for example h200.")] = "h100-80g",
+         as_json: Json = False) -> None:
+    """Memory by component, bubble, tokens, bytes; an error if the recipe does not fit."""
+    from grpo_megatron.config.suggest import did_you_mean
+    from grpo_megatron.plan import search as layouts
+    from grpo_megatron.plan.memory import DEVICES, memory_problems, plan_of
+
+    if device not in DEVICES["memory"]:
+        raise ConfigError(f"no device is called {device!r}", where="--device",
+                          remedy=did_you_mean(device, DEVICES["memory"]))
+    config = resolve_any(recipe, overrides or []).config
+    if search:
+        _search(config, search, device, as_json)
+        return
+    found = plan_of(config, device)
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "worst": asdict(found.worst)}, indent=2))
+    else:
+        _print(found)
+    if problems := memory_problems(config, found):
+        nodes, ranks = config.placement.trainer_nodes, config.trainer.num_ranks
+        fits = [f"fits: {row['settings']}" for row in layouts.search(
+            config, nodes, ranks // nodes, device)[:2] if problems[0].rule == "trainer_memory"]
+        raise ConfigError(
+            "\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems), where=recipe,
+            remedy="\n".join([*(p.remedy for p in problems), *fits]))
+
+
+def _print(found: Plan) -> None:
+    rows = [(str(rank.stage), str(rank.rank), *map(_size, rank.parts.values()), _size(rank.total))
+            for rank in found.stages]
+    print_table(("stage", "rank", *found.worst.parts, "total"), rows, labelled=True)
+    usable = _size(found.usable_bytes) if found.usable_bytes is not None else "not known"
+    lines = {"fullest rank": f"{found.worst.rank}: {_size(found.worst.total)}, usable: {usable}",
+             "engine": ", ".join(f"{name} {n if name == 'kv_tokens' else _size(n)}"
+                                 for name, n in found.engine.items())}
+    for name, n in found.numbers.items():
+        words = name.removesuffix("_bytes").replace("_", " ")
+        lines[words] = _size(n) if name.endswith("_bytes") else (
+            f"{n:.1%}" if isinstance(n, float) else f"{n:,}")
+    typer.echo()
+    print_table(("what", ""), list(lines.items()))
+
+
+def _size(num_bytes: float) -> str:
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{num_bytes / unit:.1f} {name}"
+
+
+def _search(config: RunConfig, text: str, device: str, as_json: bool) -> None:
+    from grpo_megatron.plan.search import search
+
+    if not (shape := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
+        raise ConfigError(f"{text!r} is not NODESxGPUS", where="--search",
+                          remedy="for example --search 16x8")
+    rows = search(config, int(shape[1]), int(shape[2]), device)[:10]
+    if not rows:
+        raise ConfigError(f"no layout of {text} fits", where="--search",
+                          remedy="more nodes, or fewer trainer.max_tokens_per_microbatch")
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    print_table(("cost", "memory", "bubble", "settings"), [
+        (f"{row['cost']:.2f}", _size(row["bytes"]), f"{row['bubble_fraction']:.1%}",
+         row["settings"] or "as in the recipe") for row in rows], labelled=True)
+
+
+def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "",
+                labelled: bool = False) -> None:
+    """A table on a terminal; elsewhere tab-separated lines, easy to grep and cut, without the
+    header unless `labelled`."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        for row in [header] * labelled + rows:
+            typer.echo("\t".join(row))
+        return
+    table = Table(*header, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*map(Text, row), style="dim" if row[-1] == dim else None)
+    console.print(table)

@@ -1,0 +1,71 @@
+"""Gates: what a finished run must have reached, or what builds on it does not begin."""
+
+import json
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from grpo_megatron.errors import ConfigError, raised_as
+
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+_VALUE = re.compile(r"([\w.@-]+) *(>=|<=|>|<) *(-?[\d.]+(?:e-?\d+)?)")
+_DROP = re.compile(r"no domain drops more than ([\d.]+) against (\S+)")
+SYNTAX = ("write eval.DOMAIN.METRIC >= NUMBER (eval.all for the mean of domains; also seconds, "
+          "steps, accelerator_hours), or: no domain drops more than 0.02 against RUN")
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    text: str
+    name: str  # dotted, in result.json; empty: of every domain
+    compare: str
+    limit: float
+    against: Path | None = None  # a run directory
+
+    def check(self, result: Mapping[str, Any]) -> str | None:
+        """What was seen instead; None where the gate is open. ConfigError for an unknown name."""
+        if self.against is None:
+            value = _value(result, self.name)
+            return None if _COMPARE[self.compare](value, self.limit) else f"{value:.4g}"
+        before, after, seen = read_result(self.against)["eval"], result["eval"], []
+        for domain in sorted(before.keys() - {"all"}):
+            if domain not in after:
+                seen.append(f"{domain} was not evaluated")
+            elif (drop := before[domain]["accuracy"] - after[domain]["accuracy"]) > self.limit:
+                seen.append(f"{domain} drops {drop:.4g}")
+        return ", ".join(seen) or None
+
+    def below(self, root: Path) -> Self:
+        """The gate of a run whose relative paths start at `root`."""
+        return self if self.against is None else replace(
+            self, against=root / self.against,
+            text=self.text.replace(f"against {self.against}", f"against {root / self.against}"))
+
+
+def parse_gate(text: str) -> Gate:
+    if found := _DROP.fullmatch(text.strip()):
+        return Gate(text, "", "<=", float(found[1]), Path(found[2]))
+    if found := _VALUE.fullmatch(text.strip()):
+        return Gate(text, found[1], found[2], float(found[3]))
+    raise ConfigError(f"{text!r} is not a gate", remedy=SYNTAX)
+
+
+def read_result(run: Path) -> dict[str, Any]:
+    """`result.json` of a finished run. ConfigError where there is none."""
+    file = run / "result.json"
+    with raised_as(ConfigError, "not a finished run", (OSError, ValueError), where=file):
+        return json.loads(file.read_text())
+
+
+def _value(result: Mapping[str, Any], name: str) -> float:
+    node: Any = result
+    for part in name.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            known = ", ".join(node) if isinstance(node, Mapping) else "nothing below it"
+            raise ConfigError(f"result.json has no {name!r}", where=f"gate {name}",
+                              remedy=f"at {part!r} it has: {known}")
+        node = node[part]
+    return float(node)

@@ -1,0 +1,59 @@
+"""Learned rewards behind an OpenAI-compatible server: a judge that writes, a model that scores.
+
+They run beside each other as coroutines (`[data] reward_concurrency`). A server that fails, takes
+longer than `timeout_s` or answers without a score makes the sample unscorable, never zero. With
+rules in the same domain, the weighted sum of components is a hybrid reward."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from grpo_megatron.errors import RewardError
+
+_RUBRIC = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").removesuffix("\n")
+_SCORE = re.compile(r"^\W*(\d+)\W*:\W*(\d+(?:\.\d+)?)", re.MULTILINE)
+
+
+async def judge(completion: str, answer: str, *, prompt: str, url: str, model: str,
+                criteria: Sequence[str] = ("The response is correct.",), template: str = _RUBRIC,
+                timeout_s: float = 60.0, attempts: int = 2, max_tokens: int = 512) -> float:
+    """A rubric-based generative reward in [0, 1]: the mean over `criteria` of what a chat model
+    says. `template` has the fields criteria, prompt, answer and completion; the reply has to score
+    every criterion. RewardError after `attempts` replies that do not."""
+    listed = "\n".join(f"{number}. {text}" for number, text in enumerate(criteria, 1))
+    text = template.format(criteria=listed, prompt=prompt, answer=answer, completion=completion)
+    body = {"model": model, "temperature": 0.0, "max_tokens": max_tokens,
+            "messages": [{"role": "user", "content": text}]}
+    for _ in range(attempts):
+        reply = await _post(f"{url}/v1/chat/completions", body, timeout_s)
+        said = reply["choices"][0]["message"]["content"] or ""
+        scores = {int(number): float(score) for number, score in _SCORE.findall(said)}
+        if all(0 <= scores.get(number, -1) <= 10 for number in range(1, len(criteria) + 1)):
+            return sum(scores[i + 1] for i in range(len(criteria))) / (10 * len(criteria))
+    raise RewardError(f"the judge did not score every criterion: {said[:200]!r}", where=url)
+
+
+async def reward_model(completion: str, answer: str, *, prompt: str, url: str, model: str,
+                       scale: float = 1.0, shift: float = 0.0, timeout_s: float = 60.0) -> float:
+    """`(score - shift) * scale` of a reward model's scalar for prompt and completion, by the
+    `/pooling` route of a vLLM server that runs it."""
+    reply = await _post(f"{url}/pooling", {"model": model, "input": prompt + completion}, timeout_s)
+    score = reply["data"][0]["data"]
+    while isinstance(score, list):
+        [score] = score
+    return (score - shift) * scale
+
+
+async def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
+    limit = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (aiohttp.ClientSession(timeout=limit) as session,
+                    session.post(url, json=body) as response):
+            if response.status != 200:
+                raise RewardError(f"{response.status}: {(await response.text())[:200]}", where=url)
+            return await response.json()
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        raise RewardError(f"no answer: {type(error).__name__} {error}", where=url) from error

@@ -1,0 +1,213 @@
+"""The stage graph: one TOML file that names recipes and what each takes from other stages.
+
+    name = "experts"
+    settings = ["seed=1"]                    # overrides of every stage
+    [stages.base]
+    recipe = "stages/tiny-sft"
+    [stages.words]
+    recipe = "stages/tiny-rl"
+    settings = ["num_steps=100"]             # overrides, as on the command line
+    inputs = { "model.path" = "base" }       # key of the recipe = "stage whose output it takes"
+    gates = ["eval.words.accuracy >= 0.6", "no domain drops more than 0.02 against base"]
+    [stages.soup]
+    merge = { base = 0.5, words = 0.5 }      # weighted mean of checkpoints
+    [stages.final]
+    export = "soup"
+    dtype = "bfloat16"
+
+A rejection sampling stage gives a data set, every other one a Hugging Face checkpoint."""
+
+import graphlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from grpo_megatron import assets
+from grpo_megatron.config.base import Strict
+from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.keys import dotted
+from grpo_megatron.config.loader import ResolvedConfig, load_recipe
+from grpo_megatron.config.problems import as_toml
+from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_toml
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rundir import RunDir
+
+
+class Stage(Strict):
+    recipe: str | None = None
+    settings: tuple[str, ...] = ()
+    inputs: dict[str, str] = {}
+    gates: tuple[str, ...] = ()
+    merge: dict[str, float] = {}
+    export: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Stages whose checkpoints are averaged, with their weights; empty for a recipe."""
+        return {self.export: 1.0} if self.export else self.merge
+
+    @property
+    def sources(self) -> list[str]:
+        """Stages that it is made from."""
+        return list(dict.fromkeys([*self.inputs.values(), *self.parts]))
+
+    @property
+    def parents(self) -> list[str]:
+        """Stages that it waits for: its sources and those that its gates compare it with."""
+        against = [str(gate.against) for gate in map(parse_gate, self.gates) if gate.against]
+        return list(dict.fromkeys([*self.sources, *against]))
+
+
+class GraphFile(Strict):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    runs_dir: Path = Path("runs")
+    settings: tuple[str, ...] = ()
+    stages: dict[str, Stage] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A valid graph; its stages are run directories below `root`."""
+
+    file: TomlFile
+    table: GraphFile
+
+    @property
+    def root(self) -> Path:
+        return self.table.runs_dir / self.table.name
+
+    @cached_property
+    def order(self) -> list[str]:
+        """Every stage after those that it builds on, otherwise as written."""
+        sorter = graphlib.TopologicalSorter(
+            {name: stage.parents for name, stage in self.table.stages.items()})
+        return list(sorter.static_order())
+
+    def levels(self) -> list[list[str]]:
+        """Stages that may run at the same time, level by level."""
+        depth: dict[str, int] = {}
+        for name in self.order:
+            depth[name] = 1 + max((depth[p] for p in self.table.stages[name].parents), default=-1)
+        return [[name for name in self.order if depth[name] == level]
+                for level in range(max(depth.values()) + 1)]
+
+    def run_dir(self, name: str) -> RunDir:
+        return RunDir(self.root / name)
+
+    @cached_property
+    def _kinds(self) -> dict[str, str]:
+        return {}
+
+    def kind(self, name: str) -> str:
+        stage = self.table.stages[name]
+        if stage.recipe is None:
+            return "export" if stage.export else "merge"
+        if name not in self._kinds:
+            self._kinds[name] = load_recipe(self._recipe(stage), self._overrides(name)).config.kind
+        return self._kinds[name]
+
+    def output(self, name: str) -> Path:
+        run_dir = self.run_dir(name)
+        is_dataset = self.kind(name) == "rejection_sample"
+        return (run_dir.dataset if is_dataset else run_dir.export).absolute()
+
+    def resolve(self, name: str) -> ResolvedConfig:
+        """The configuration of a recipe's stage, validated as far as it can be now: where the
+        model that it starts from is not there yet, by that of the stage before. ConfigError."""
+        stage, overrides = self.table.stages[name], self._overrides(name)
+        recipe = self._recipe(stage)
+        source = stage.inputs.get("model.path")
+        if source is None or self.output(source).exists():
+            return resolve(recipe, overrides)
+        resolve(recipe, [*overrides, *self._model_of(source)])
+        return load_recipe(recipe, overrides)
+
+    def recipe_arguments(self, name: str) -> list[str]:
+        """The recipe of a stage and its overrides, for `grpo-megatron train`."""
+        return [self._recipe(self.table.stages[name]), *self._overrides(name)]
+
+    def _recipe(self, stage: Stage) -> str:
+        beside = self.file.path.parent / f"{stage.recipe}"
+        return str(beside if beside.is_file() else find_recipe(stage.recipe))
+
+    def _overrides(self, name: str) -> list[str]:
+        stage = self.table.stages[name]
+        flags = [*self.table.settings, *stage.settings]
+        if "model.path" in stage.inputs:
+            flags.append("model.preset=null")
+        flags += [f"{key}={as_toml(str(self.output(parent)))}"
+                  for key, parent in stage.inputs.items()]
+        if stage.gates:
+            gates = [parse_gate(text).below(self.root.absolute()).text for text in stage.gates]
+            flags.append(f"gates={as_toml(gates)}")
+        return [*flags, f"runs_dir={as_toml(str(self.root))}", f"name={as_toml(name)}"]
+
+    def _model_of(self, name: str) -> list[str]:
+        """Overrides that name the model from which a stage's checkpoint descends."""
+        stage = self.table.stages[name]
+        parent = stage.inputs.get("model.path") or next(iter(stage.parts), None)
+        if parent is not None:
+            return self._model_of(parent)
+        model = load_recipe(self._recipe(stage), self._overrides(name)).config.model
+        return [f"model.preset={as_toml(model.preset)}",
+                f"model.path={as_toml(model.path and str(model.path))}"]
+
+
+def load_graph(path: str | Path) -> Graph:
+    """Read and validate a graph and the recipes of all its stages. ConfigError with the stage."""
+    file = read_toml(find_recipe(path, assets.root() / "recipes" / "graphs"))
+    try:
+        graph = Graph(file, GraphFile.model_validate(file.values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"{dotted(first['loc'])}: {first['msg']}",
+                          where=file.where(tuple(first["loc"])),
+                          remedy="a stage has " + ", ".join(Stage.model_fields)) from None
+    for name, stage in graph.table.stages.items():
+        _check_stage(graph, name, stage)
+    try:
+        graph.order  # noqa: B018
+    except graphlib.CycleError as error:
+        raise ConfigError("stages wait for each other: " + " <- ".join(error.args[1]),
+                          where=file.display, remedy="take one of these inputs away") from None
+    for name in graph.order:
+        stage = graph.table.stages[name]
+        if stage.recipe is not None:
+            for key, parent in stage.inputs.items():
+                _check_type(graph, name, key, parent)
+            graph.resolve(name)
+    return graph
+
+
+def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
+    where, known = graph.file.where(("stages", name)), list(graph.table.stages)
+    if [bool(stage.recipe), bool(stage.merge), bool(stage.export)].count(True) != 1:
+        raise ConfigError(f"stage {name} needs exactly one of recipe, merge and export",
+                          where=where, remedy="take the others away")
+    for parent in stage.parents:
+        if parent not in known:
+            raise ConfigError(f"stage {name} builds on {parent!r}, which is no stage", where=where,
+                              remedy=did_you_mean(parent, known))
+    if name == "records":
+        raise ConfigError("a stage cannot be called 'records'", where=where, remedy="rename it")
+
+
+def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:
+    wants, kind = key.rpartition(".")[0].startswith("domains"), graph.kind(parent)
+    wants_data = wants and key.endswith(".path")
+    if wants_data != (kind == "rejection_sample"):
+        raise ConfigError(
+            f"{key} of stage {name} takes a {'data set' if wants_data else 'checkpoint'}; stage "
+            f"{parent} ({kind}) gives a {'checkpoint' if wants_data else 'data set'}",
+            where=graph.file.where(("stages", name, "inputs")),
+            remedy="name another stage" if wants_data else "a data set goes to domains.N.path")
+    if kind == "eval":
+        raise ConfigError(f"stage {parent} only evaluates: it has no checkpoint to give",
+                          where=graph.file.where(("stages", name, "inputs")),
+                          remedy="take the stage that it evaluates")

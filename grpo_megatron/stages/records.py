@@ -1,0 +1,93 @@
+"""Which stages are done, and whether what they were made from is still the same."""
+
+import hashlib
+import json
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpo_megatron
+from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.files import write_atomically
+from grpo_megatron.stages.graph import Graph
+
+
+class State(StrEnum):
+    WAITING = "waiting"  # for other stages
+    READY = "ready"
+    PARTIAL = "begun"  # with the same inputs as now: it can go on
+    GATED = "gate closed"
+    DONE = "done"
+
+
+class Records:
+    """Fingerprints of stages as they were begun; whether one is finished its run directory says."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._fingerprints: dict[str, str] = {}
+
+    def state(self, name: str) -> State:
+        graph = self.graph
+        if any(self.state(parent) is not State.DONE for parent in graph.table.stages[name].parents):
+            return State.WAITING
+        file = self._file(name)
+        if not file.exists() or file.read_text() != self.fingerprint(name):
+            return State.READY
+        if not graph.run_dir(name).result.exists():
+            return State.PARTIAL
+        return State.GATED if self.closed_gates(name) else State.DONE
+
+    def begin(self, name: str) -> None:
+        file = self._file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, self.fingerprint(name))
+
+    def result(self, name: str) -> dict[str, Any]:
+        """Empty before the stage's end."""
+        file = self.graph.run_dir(name).result
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def closed_gates(self, name: str) -> list[str]:
+        """Gates that a stage misses, with what was seen; none before its end."""
+        gates = [parse_gate(text).below(self.graph.root)
+                 for text in self.graph.table.stages[name].gates]
+        return [f"{gate.text} (seen: {seen})" for gate in gates if (result := self.result(name))
+                and (seen := gate.check(result)) is not None]
+
+    def fingerprint(self, name: str) -> str:
+        """Of a stage's settings, files and code, and of what it builds on; its gates may change."""
+        if name in self._fingerprints:
+            return self._fingerprints[name]
+        graph, stage = self.graph, self.graph.table.stages[name]
+        known: dict[str, Any] = {
+            "code": _code(), "stage": stage.model_dump(mode="json", exclude={"gates"}),
+            "parents": {source: self.fingerprint(source) for source in stage.sources}}
+        if stage.recipe is not None:
+            config = graph.resolve(name).config
+            known["config"] = config.model_dump(mode="json",
+                                                exclude={"runs_dir", "telemetry", "gates"})
+            made = {graph.output(parent) for parent in stage.inputs.values()}
+            files = {config.model.path, *(d.path for d in config.domains)} - {None, *made}
+            known["files"] = {str(path): _stamp(path) for path in sorted(files)}
+        text = json.dumps(known, sort_keys=True).encode()
+        return self._fingerprints.setdefault(name, hashlib.sha256(text).hexdigest())
+
+    def _file(self, name: str) -> Path:
+        return self.graph.root / "records" / name
+
+
+@cache
+def _code() -> str:
+    """Of the library's source and data."""
+    digest, package = hashlib.sha256(), Path(grpo_megatron.__file__).parent
+    for file in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".toml", ".txt")):
+        digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _stamp(path: Path) -> list[Any]:
+    """Names, sizes and times of a file or of a checkpoint's files: 1 TB is not read for this."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

@@ -1,0 +1,149 @@
+// Curves as SVG and heat maps as canvas: a cursor shows values, by pointer or arrow keys.
+
+const WIDTH = 520, HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
+
+/** Round numbers that cover [low, high]. */
+function ticks(low, high, count) {
+  const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 2.5, 5, 10].map(multiple => multiple * power).find(size => size >= raw * 0.999);
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(Number((i * step).toPrecision(12)));
+  return found;
+}
+
+const least = values => values.reduce((a, b) => Math.min(a, b), Infinity);
+const most = values => values.reduce((a, b) => Math.max(a, b), -Infinity);
+
+/** Lowest and highest, apart from each other. */
+function extent(values) {
+  const low = least(values), high = most(values);
+  if (low === high) { const pad = Math.abs(low) * 0.1 || 0.5; return [low - pad, high + pad]; }
+  return [low, high];
+}
+
+/** series: [{label, points: [[step, value]]}] with a finite value at least once each; null is a gap. */
+function chart(title, series, notes = []) {
+  const finite = series.flatMap(s => s.points.filter(p => isNumber(p[1])));
+  const xs = [...new Set(finite.map(p => p[0]))].sort((a, b) => a - b);
+  const canLog = finite.every(p => p[1] > 0) && finite.length > 1;
+  const values = series.map(s => new Map(s.points)), readouts = series.map(() => el("b"));
+  const where = el("li", { class: "muted" }), plot = el("div");
+  let logarithmic = false, at = xs.length - 1;
+
+  const colour = i => `var(--c${i % 6})`;
+  const dash = i => ["", "6 3", "2 3"][Math.floor(i / 6) % 3];
+
+  function draw() {
+    const forward = logarithmic ? Math.log10 : v => v;
+    const [x0, x1] = xs.length > 1 ? [xs[0], xs[xs.length - 1]] : [xs[0] - 1, xs[0] + 1];
+    const [y0, y1] = extent(finite.map(p => forward(p[1])));
+    const margin = (y1 - y0) * 0.05;
+    const x = step => LEFT + (step - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT);
+    const y = value => TOP + (y1 + margin - forward(value)) / (y1 - y0 + 2 * margin) * (HEIGHT - TOP - BOTTOM);
+    const marks = logarithmic ? ticks(y0, y1, 5).map(v => 10 ** v) : ticks(y0, y1, 5);
+    const steps = xs.length > 1 ? ticks(x0, x1, 6).filter(Number.isInteger) : xs;
+    const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
+    const dots = series.map((_, i) => svg("circle", { r: 4, fill: colour(i) }));
+    const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img",
+      "aria-label": `${title}: ${series.map(s => s.label).join(", ")}; arrow keys move along the steps`,
+      pointermove: event => {
+        const box = picture.getBoundingClientRect();
+        const step = x0 + ((event.clientX - box.left) / box.width * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT) * (x1 - x0);
+        move(xs.reduce((best, s, i) => (Math.abs(s - step) < Math.abs(xs[best] - step) ? i : best), 0));
+      },
+      keydown: event => {
+        const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: xs.length - 1 }[event.key];
+        if (to === undefined) return;
+        event.preventDefault();
+        move(Math.min(Math.max(to, 0), xs.length - 1));
+      } },
+    marks.map(v => [svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(v), y2: y(v) }),
+      svg("text", { x: LEFT - 6, y: y(v) + 4, "text-anchor": "end" }, show(Number(v.toPrecision(3))))]).flat(),
+    steps.map(s => svg("text", { x: x(s), y: HEIGHT - 6, "text-anchor": "middle" }, String(s))),
+    series.flatMap((s, i) => runs(s.points).map(run => (run.length === 1
+      ? svg("circle", { class: "point", cx: x(run[0][0]), cy: y(run[0][1]), r: 2.5, fill: colour(i) })
+      : svg("polyline", { class: "curve", stroke: colour(i), "stroke-dasharray": dash(i),
+        points: run.map(p => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ") })))),
+    cursor, dots);
+
+    function move(to) {
+      at = to;
+      const step = xs[at];
+      cursor.setAttribute("x1", x(step));
+      cursor.setAttribute("x2", x(step));
+      where.textContent = "step " + step;
+      values.forEach((value, i) => {
+        const there = value.get(step);
+        readouts[i].textContent = show(there);
+        dots[i].setAttribute("visibility", isNumber(there) ? "visible" : "hidden");
+        if (isNumber(there)) { dots[i].setAttribute("cx", x(step)); dots[i].setAttribute("cy", y(there)); }
+      });
+    }
+    move(at);
+    plot.replaceChildren(picture);
+  }
+  draw();
+  const toggle = canLog ? el("label", null, el("input", { type: "checkbox", change: event => {
+    logarithmic = event.target.checked;
+    draw();
+  } }), " log") : null;
+  return el("figure", { class: "plot" }, el("div", { class: "head" }, el("h4", null, title), toggle),
+    el("ul", { class: "legend", "aria-live": "off" }, where, series.map((s, i) => el("li", null,
+      el("i", { style: `border-color: ${colour(i)}; border-top-style: ${dash(i) ? "dashed" : "solid"}` }), s.label + " ", readouts[i]))),
+    plot, notes.map(note => el("figcaption", null, note)));
+}
+
+/** Unbroken runs of finite points. */
+function runs(points) {
+  const found = [];
+  let run = null;
+  for (const point of points) {
+    if (!isNumber(point[1])) run = null;
+    else if (run) run.push(point);
+    else found.push(run = [point]);
+  }
+  return found;
+}
+
+const RAMP = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
+
+function ramp(share) {
+  const place = Math.min(Math.max(share, 0), 1) * (RAMP.length - 1), i = Math.min(Math.floor(place), RAMP.length - 2);
+  return "rgb(" + RAMP[i].map((low, c) => Math.round(low + (RAMP[i + 1][c] - low) * (place - i))).join(" ") + ")";
+}
+
+/** values: rows by columns; null is grey. One pixel a cell, scaled up by the page. */
+function heatMap(rowNames, columns, values, what) {
+  const finite = values.flat().filter(isNumber), low = least(finite);
+  const high = most(finite);
+  const canvas = el("canvas", { width: columns.length, height: rowNames.length, tabindex: 0, role: "img",
+    style: `height: ${rowNames.length * 1.15}rem`, "aria-label": `${what}; arrow keys move over the cells` });
+  const context = canvas.getContext("2d"), readout = el("figcaption", { role: "status" });
+  values.forEach((row, r) => row.forEach((value, c) => {
+    context.fillStyle = isNumber(value) ? ramp(high > low ? (value - low) / (high - low) : 0.5) : "#999";
+    context.fillRect(c, r, 1, 1);
+  }));
+  let r = 0, c = columns.length - 1;
+  const tell = () => { readout.textContent = `${rowNames[r]}, step ${columns[c]}: ${show(values[r][c])}`; };
+  canvas.addEventListener("pointermove", event => {
+    const box = canvas.getBoundingClientRect();
+    c = Math.min(Math.max(Math.floor((event.clientX - box.left) / box.width * columns.length), 0), columns.length - 1);
+    r = Math.min(Math.max(Math.floor((event.clientY - box.top) / box.height * rowNames.length), 0), rowNames.length - 1);
+    tell();
+  });
+  canvas.addEventListener("keydown", event => {
+    const [dr, dc] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] || [0, 0];
+    if (!dr && !dc) return;
+    event.preventDefault();
+    r = Math.min(Math.max(r + dr, 0), rowNames.length - 1);
+    c = Math.min(Math.max(c + dc, 0), columns.length - 1);
+    tell();
+  });
+  tell();
+  const scale = el("span", { class: "ramp", style: `background: linear-gradient(90deg, ${[0, .25, .5, .75, 1].map(ramp).join(", ")})` });
+  return el("div", { class: "plot" }, el("div", { class: "heat" },
+    el("ol", null, rowNames.map(name => el("li", null, name))), canvas,
+    el("span"), el("span", { class: "head" }, el("span", null, "step " + columns[0]), el("span", null, "step " + columns[columns.length - 1]))),
+  el("figcaption", null, show(low), " ", scale, " ", show(high)), readout);
+}
+

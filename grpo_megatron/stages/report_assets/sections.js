@@ -1,0 +1,210 @@
+// The page: a graph of stages if there is one, then a section for every run.
+
+const CHARTS = [
+  { title: "Reward", names: ["reward/mean"], more: /^reward\/.+\/mean$/ },
+  { title: "Reward by domain", more: /^reward\/mean@/ },
+  { title: "Accuracy", names: ["accuracy/pass_at_1"], more: /^(accuracy\/pass_at_group|evaluation\/accuracy)$/ },
+  { title: "Accuracy by domain", more: /^accuracy\/pass_at_1@/ },
+  { title: "Response length", names: ["response/length_correct_mean", "response/length_incorrect_mean"] },
+  { title: "KL, engine to trainer", names: ["mismatch/k1", "mismatch/k3"] },
+  { title: "KL to the reference", names: ["reference/k1", "reference/k3"] },
+  { title: "KL of a step", names: ["step/k1"], more: /^(step|update)\/k[12]$/ },
+  { title: "Entropy", names: ["policy/entropy"] },
+  { title: "Clipped tokens", names: ["clip/region_fraction"], more: /^clip\/(?!.*sample).*fraction$/ },
+  { title: "Gradient norm", names: ["grad/norm"] },
+  { title: "Seconds by phase", names: ["time/step_s"], more: /^time\/[^@]*_s$/ },
+  { title: "Tokens per second", more: /^throughput\// },
+  { title: "Loss", names: ["loss/value"], more: /^(loss\/nll|distillation\/kl)$/ },
+  { title: "Groups without signal, truncated", more: /^(group\/all_equal_fraction|response\/truncated_fraction)$/ },
+];
+
+/** Points [step, value] of a metric, from the columns of a run; absent ones ("") are left out. */
+const pointsOf = (run, name) => run.metrics[name].map((value, i) => [run.metrics.step[i], value]).filter(p => p[1] !== "");
+
+/** Charts of a run, and a line for each that has no data. */
+function curvesOf(run) {
+  const known = Object.keys(run.metrics), plots = [], absent = [];
+  for (const { title, names = [], more = null } of CHARTS) {
+    const wanted = [...new Set([...names, ...known.filter(name => more && more.test(name))])];
+    const series = [], notes = [];
+    for (const name of wanted) {
+      const points = known.includes(name) ? pointsOf(run, name) : [];
+      const finite = points.filter(p => isNumber(p[1])).length;
+      if (finite) series.push({ label: more && name.includes("@") ? name.split("@")[1] : name, points });
+      if (!points.length) absent.push(`${title}: the run has no metric ${name}.`);
+      else if (!finite) absent.push(`${title}: no value of ${name} is finite (${points.length} skipped).`);
+      else if (finite < points.length) notes.push(`${points.length - finite} of ${points.length} values of ${name} are not finite: skipped.`);
+    }
+    if (series.length) plots.push(chart(title, series, notes));
+  }
+  return el("div", null, run.every > 1 ? el("p", { class: "muted" }, `One step in ${run.every} is drawn, the last one and those with an evaluation.`) : null,
+    el("div", { class: "grid" }, plots), otherMetric(run),
+    absent.length ? el("ul", { class: "absent" }, absent.map(line => el("li", null, line))) : null);
+}
+
+/** Any other metric, by choice. */
+function otherMetric(run) {
+  const names = Object.keys(run.metrics).filter(name => !["step", "time_s"].includes(name)
+    && pointsOf(run, name).some(p => isNumber(p[1]))).sort();
+  if (!names.length) return null;
+  const place = el("div", { class: "grid" });
+  const select = el("select", { change: () => place.replaceChildren(
+    ...(select.value ? [chart(select.value, [{ label: select.value, points: pointsOf(run, select.value) }])] : [])) },
+  el("option", { value: "" }, "choose one …"), names.map(name => el("option", null, name)));
+  return el("div", null, el("p", null, el("label", null, `Any of ${names.length} metrics: `, select)), place);
+}
+
+/** Metrics by layer as steps x layers; null where there are none. */
+function routingOf(run) {
+  const kinds = {};
+  for (const name of Object.keys(run.metrics)) {
+    const found = name.match(/^routing\/(.+)\/layer_(\d+)$/);
+    if (found && run.metrics[name].some(isNumber)) (kinds[found[1]] = kinds[found[1]] || []).push(Number(found[2]));
+  }
+  const names = Object.keys(kinds).sort();
+  if (!names.length) return el("p", { class: "absent" }, "Routing by layer: the run has no metric routing/…/layer_N.");
+  const place = el("div");
+  const draw = name => {
+    const layers = kinds[name].sort((a, b) => a - b);
+    place.replaceChildren(heatMap(layers.map(layer => "layer " + layer), run.metrics.step,
+      layers.map(layer => run.metrics[`routing/${name}/layer_${layer}`]), "routing/" + name));
+  };
+  const select = el("select", { "aria-label": "quantity", change: () => draw(select.value) }, names.map(name => el("option", null, name)));
+  select.value = names.find(name => name.includes("slot_flip_rate")) || names[0];
+  draw(select.value);
+  return el("figure", null, el("div", { class: "head" }, el("h4", null, "Routing by layer"), select), place);
+}
+
+/** Accuracy of the held-out prompts by domain, with 95 % intervals. */
+function evaluationOf(run) {
+  const domains = Object.entries(run.result.eval || {}).filter(([, values]) => isNumber(values.accuracy));
+  if (!domains.length) return null;
+  const names = [...new Set(domains.flatMap(([, values]) => Object.keys(values)))].filter(name => !/_(low|high)$|^prompts$/.test(name));
+  const cell = (values, name) => show(values[name]) + (isNumber(values[name + "_low"]) ? ` (${show(values[name + "_low"])} to ${show(values[name + "_high"])})` : "");
+  return el("div", null, el("h3", null, "Held-out accuracy"), table(["domain", "prompts", ...names],
+    domains.map(([domain, values]) => [domain, show(values.prompts), ...names.map(name => cell(values, name))])));
+}
+
+/** Bytes of the fullest rank: PPO's four models against GRPO's. */
+function memoryOf(run) {
+  if (!run.memory) return null;
+  const { weights, gradients, optimizer } = run.memory, trained = weights + gradients + optimizer;
+  const roles = [["policy and its optimizer", trained, trained], ["critic and its optimizer", trained, 0],
+    ["reference", weights, weights], ["reward model", weights, 0]];
+  const total = column => roles.reduce((sum, role) => sum + role[column], 0);
+  const rows = roles.map(([role, ppo, grpo]) => [role, bytes(ppo), grpo ? bytes(grpo) : "–"]);
+  const last = ["together", bytes(total(1)), bytes(total(2))];
+  last.total = true;
+  const free = run.config.objective.kl === "none" ? " The objective of this run has no KL term: it needs no reference while it trains." : "";
+  return el("div", null, el("h3", null, "Memory: PPO and GRPO"), table(["model", "PPO", "GRPO"], [...rows, last]),
+    el("p", { class: "muted" }, `Of the trainer's fullest rank, at ${run.config.trainer.num_ranks} rank${run.config.trainer.num_ranks === 1 ? "" : "s"} in ${run.config.trainer.precision}: weights ${bytes(weights)}, gradients ${bytes(gradients)}, optimizer ${bytes(optimizer)}. Critic and reward model are taken to be as large as the policy; activations and KV cache are left out. GRPO takes ${show(total(2) / total(1) * 100)} % of PPO's.${free}`));
+}
+
+/** Groups of the recorded steps, those with the largest spread first, then the newest. */
+function explorerOf(run) {
+  const objective = run.config.objective, names = run.config.domains.map(domain => domain.name);
+  const settings = { eps: objective.advantage_eps, std: objective.std_kind };
+  const groups = [...(run.recorded || [])].reverse().flatMap(step => step.groups.map(([domain, rewards], i) => ({
+    name: `step ${step.step}, group ${i} (${names[domain]}, mean ${show(known(rewards).length ? mean(known(rewards)) : null)})`, rewards,
+    others: step.groups.filter((other, j) => j !== i && other[0] === domain).map(other => other[1]),
+    spread: known(rewards).length ? most(known(rewards)) - least(known(rewards)) : -1 })));
+  const example = { name: "example", rewards: [1, 0, 0, 1, 0, 0, 0, 0.5], others: [] };
+  return el("div", null, el("p", { class: "muted" }, groups.length
+    ? `Groups of the recorded steps, those with the largest spread first; the objective of this run is ${objective.preset}.`
+    : "No step is in the sample store: an example."),
+  explorer(groups.length ? groups.sort((a, b) => b.spread - a.spread).slice(0, 64) : [example], settings));
+}
+
+function runSection(run) {
+  const { config, result } = run, steps = run.metrics.step || [];
+  const after = ((result.eval || {}).all || {}).accuracy, count = steps.length ? steps[steps.length - 1] + 1 : 0;
+  const events = {};
+  run.events.forEach(kind => { events[kind] = (events[kind] || 0) + 1; });
+  const ended = Object.keys(result).length > 0;
+  return el("section", { id: "stage-" + run.name, "data-run": run.name },
+    facts([["model", config.model.preset || config.model.path || "–"], ["kind", config.kind], ["objective", config.kind === "rl" ? config.objective.preset : null],
+      ["steps", `${count} of ${config.num_steps}`],
+      ["held-out accuracy before", isNumber(result.before) ? show(result.before) : null], ["held-out accuracy after", isNumber(after) ? show(after) : null],
+      ["time", duration(result.seconds)], ["accelerator hours", isNumber(result.accelerator_hours) ? show(result.accelerator_hours) : null],
+      ["state", ended ? "finished" : "no result yet"],
+      ["events", Object.entries(events).map(([kind, n]) => `${kind.replaceAll("_", " ")} ${n}`).join(", ")]]),
+    run.notes.length ? el("ul", { class: "absent" }, run.notes.map(note => el("li", null, note))) : null,
+    evaluationOf(run),
+    el("h3", null, "Curves"), steps.length ? curvesOf(run) : el("p", { class: "absent" }, "The run has no metrics yet."),
+    steps.length ? routingOf(run) : null,
+    el("h3", null, "Samples"), samplesOf(run.recorded || [], run.samples),
+    config.kind === "rl" ? [el("h3", null, "Advantages of a group"), explorerOf(run), memoryOf(run)] : null);
+}
+
+const GLYPHS = { done: "✓", "gate closed": "✕", begun: "…", ready: "○", waiting: "–" };
+
+/** Stages by level, left to right; an edge for each stage that another builds on. */
+function graphPicture(stages, levels, linked) {
+  const wide = 200, high = 66, gapX = 70, gapY = 22, tallest = Math.max(...levels.map(level => level.length));
+  const places = {};
+  levels.forEach((level, column) => level.forEach((name, row) => {
+    places[name] = [column * (wide + gapX) + 4, gapY / 2 + 4 + (row + (tallest - level.length) / 2) * (high + gapY)];
+  }));
+  const width = levels.length * (wide + gapX) - gapX + 8, height = tallest * (high + gapY) + 8;
+  /** The height nearest to `wanted` at which a line passes the stages of a column. */
+  const lane = (column, wanted) => {
+    const tops = levels[column].map(name => places[name][1]);
+    const free = y => tops.every(top => y < top || y > top + high);
+    return [wanted, ...tops.flatMap(top => [top - gapY / 2, top + high + gapY / 2])].filter(free)
+      .sort((a, b) => Math.abs(a - wanted) - Math.abs(b - wanted))[0];
+  };
+  const column = name => levels.findIndex(level => level.includes(name));
+  const edges = Object.entries(stages).flatMap(([name, stage]) => stage.parents.map(parent => {
+    let x = places[parent][0] + wide, y = places[parent][1] + high / 2, path = `M${x} ${y}`;
+    const [lastX, lastY] = [places[name][0], places[name][1] + high / 2];
+    const bend = (toX, toY) => { path += ` C${x + gapX / 2} ${y} ${toX - gapX / 2} ${toY} ${toX} ${toY}`; };
+    for (let c = column(parent) + 1; c < column(name); c++) {
+      const passing = lane(c, y), left = c * (wide + gapX) + 4;
+      bend(left, passing);
+      path += ` H${left + wide}`;
+      [x, y] = [left + wide, passing];
+    }
+    bend(lastX, lastY);
+    return svg("path", { class: "edge", "data-edge": `${parent} ${name}`, d: path });
+  }));
+  const nodes = Object.entries(stages).map(([name, stage]) => {
+    const [x, y] = places[name], accuracy = ((stage.result.eval || {}).all || {}).accuracy;
+    const gates = stage.gates.length ? ` · gates ${stage.gates.length - stage.closed.length} of ${stage.gates.length}` : "";
+    const isEnded = stage.state === "done" || stage.state === "gate closed";
+    const node = svg("g", { class: "stage " + stage.state.replace(" ", "-") }, svg("title", null, [name, ...stage.gates].join("\n")),
+      svg("rect", { x, y, width: wide, height: high, rx: 8 }),
+      svg("text", { class: "name", x: x + 12, y: y + 21 }, name.length > 24 ? name.slice(0, 23) + "…" : name),
+      svg("text", { x: x + 12, y: y + 38 }, stage.kind.replace("_", " ") + (isNumber(accuracy) ? " · accuracy " + show(accuracy) : "")),
+      svg("text", { class: "state", x: x + 12, y: y + 55 }, `${GLYPHS[stage.state]} ${stage.state}${isEnded ? gates : ""}`));
+    return linked.has(name) ? svg("a", { href: "#stage-" + name }, node) : node;
+  });
+  return el("div", { class: "scroll card" }, svg("svg", { class: "stages", viewBox: `0 0 ${width} ${height}`, style: `width: ${width}px; max-width: none`,
+    role: "group", "aria-label": "Stages" }, edges, nodes));
+}
+
+function graphSection({ graph, levels, runs }) {
+  const linked = new Set(runs.map(run => run.name));
+  return el("section", null, graphPicture(graph, levels, linked), el("h3", null, "Stages"),
+    table(["stage", "kind", "state", "builds on", "accuracy", "time", "gates"], levels.flat().map(name => {
+      const stage = graph[name], accuracy = ((stage.result.eval || {}).all || {}).accuracy;
+      const closed = gate => stage.closed.find(text => text.includes(gate.split(" against ")[0]));
+      return [linked.has(name) ? el("a", { href: "#stage-" + name }, name) : name, stage.kind.replace("_", " "),
+        `${GLYPHS[stage.state]} ${stage.state}`, stage.parents.length ? stage.parents.map(parent => el("div", null, parent)) : "–", show(accuracy), duration(stage.result.seconds) || "–",
+        stage.gates.length ? el("ul", null, stage.gates.map(gate => el("li", { class: closed(gate) ? "closed" : null }, closed(gate) ? "✕ " + closed(gate) : gate))) : "–"];
+    }), [0, 1, 2, 3, 6]));
+}
+
+const report = JSON.parse(document.getElementById("data").textContent);
+document.getElementById("report").append(...(report.graph
+  ? [graphSection(report), ...report.runs.map(run => el("details", null, el("summary", null, el("h2", null, run.name)), runSection(run)))]
+  : report.runs.map(runSection)));
+
+/** A link to a stage opens it. */
+function openTarget() {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (!target || !target.closest("details")) return;
+  target.closest("details").open = true;
+  target.scrollIntoView();
+}
+addEventListener("hashchange", openTarget);
+openTarget();

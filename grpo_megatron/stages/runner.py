@@ -1,0 +1,127 @@
+"""Run the stages of a graph on this machine, or submit each as a Slurm job after its parents."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+from grpo_megatron.checkpoints.merge import merge_checkpoints
+from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, ConfigError, GateError, GrpoMegatronError
+from grpo_megatron.files import write_atomically
+from grpo_megatron.launch import slurm
+from grpo_megatron.launch.run_lock import run_lock
+from grpo_megatron.orphans import die_with_parent
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.stages.graph import Graph
+from grpo_megatron.stages.records import Records, State
+
+
+def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = None) -> int:
+    """Every stage that is not done, parents first; a failed one stops its descendants only.
+    Returns the exit code of the first that failed. RunLockedError where another process does."""
+    records, failed = Records(graph), {}
+    own = RunDir(graph.root / "records")
+    own.root.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if only else run_lock(own):  # a run of its own is locked by itself
+        for name in [only] if only else graph.order:
+            state = records.state(name)
+            if state is State.DONE:
+                say(f"{name}: done and unchanged")
+                continue
+            if state is State.WAITING:
+                waits = [p for p in graph.table.stages[name].parents
+                         if records.state(p) is not State.DONE]
+                say(f"{name}: not run, because of {', '.join(waits)}")
+                continue
+            say(f"{name}: {graph.kind(name)}")
+            code = GateError.exit_code if state is State.GATED else _run_stage(
+                graph, records, name, resume=state is State.PARTIAL)
+            if code == INTERRUPTED_EXIT_CODE:
+                return code
+            if code:
+                failed[name] = code
+                say(f"{name}: failed with exit code {code}"
+                    + "".join(f"; {gate}" for gate in records.closed_gates(name)))
+    return next(iter(failed.values()), 0)
+
+
+def _run_stage(graph: Graph, records: Records, name: str, *, resume: bool) -> int:
+    records.begin(name)
+    stage = graph.table.stages[name]
+    if stage.recipe is None:
+        return _merge(graph, name)
+    how = "--resume-if-exists" if resume else "--overwrite"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_megatron.cli.main", "train", *graph.recipe_arguments(name),
+         how], start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()))
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # of a terminal or a `kill`: the run makes a checkpoint
+            process.send_signal(signal.SIGINT)
+
+
+def _merge(graph: Graph, name: str) -> int:
+    started, stage, run_dir = time.monotonic(), graph.table.stages[name], graph.run_dir(name)
+    shutil.rmtree(run_dir.root, ignore_errors=True)
+    run_dir.root.mkdir(parents=True)
+    try:
+        merge_checkpoints({graph.output(part): weight for part, weight in stage.parts.items()},
+                          run_dir.export, stage.dtype)
+    except GrpoMegatronError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    write_atomically(run_dir.result, f'{{"seconds": {time.monotonic() - started:.1f}}}')
+    return GateError.exit_code if Records(graph).closed_gates(name) else 0
+
+
+def submit_graph(graph: Graph, site: str, say: Callable[[str], object]) -> dict[str, str]:
+    """One job a stage that is not done, after its parents' jobs; returns job ids by stage. Jobs of
+    stages that build on a failed one are cancelled by Slurm. ConfigError as by `slurm.submit`."""
+    records, jobs, closed = Records(graph), {}, set()
+    slurm.render_job(graph.root, site, (1, 0, 0))  # a wrong site must not cost earlier results
+    for name in graph.order:
+        state = records.state(name)
+        if state is State.DONE:
+            say(f"{name}: done and unchanged")
+            continue
+        blocked = closed.intersection(graph.table.stages[name].parents)
+        if state is State.GATED or blocked:
+            closed.add(name)
+            say(f"{name}: " + "; ".join(records.closed_gates(name)
+                                        or [f"not run, because of {', '.join(sorted(blocked))}"]))
+            continue
+        after = [jobs[parent] for parent in graph.table.stages[name].parents if parent in jobs]
+        try:
+            jobs[name] = _submit(graph, records, name, site, after)
+        except GrpoMegatronError:
+            for job in jobs.values():
+                slurm.slurm("scancel", job)
+            raise
+        say(f"{name}: job {jobs[name]}" + (f" after {', '.join(after)}" if after else ""))
+    return jobs
+
+
+def _submit(graph: Graph, records: Records, name: str, site: str, after: list[str]) -> str:
+    run_dir, stage = graph.run_dir(name), graph.table.stages[name]
+    if slurm.active_job(run_dir):
+        raise ConfigError(f"stage {name} has a job already", where=str(run_dir.root),
+                          remedy=f"grpo-megatron cancel {run_dir.root}")
+    again = records.state(name) is State.PARTIAL and (run_dir.slurm / "train.sbatch").exists()
+    records.begin(name)
+    if stage.recipe is not None and again:
+        return slurm.submit_again(run_dir, after)
+    shutil.rmtree(run_dir.root, ignore_errors=True)
+    if stage.recipe is not None:
+        return slurm.submit(graph.resolve(name), site, after)
+    for folder in (run_dir.slurm, run_dir.root / "logs"):
+        folder.mkdir(parents=True)
+    write_atomically(run_dir.slurm / "train.sbatch", slurm.render_job(
+        run_dir.root, site, (1, 0, 0), ["stages", "run", str(graph.file.path.resolve()),
+                                        "--only", name]))
+    return slurm.submit_again(run_dir, after)

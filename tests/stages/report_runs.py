@@ -1,0 +1,94 @@
+"""Run directories as a run leaves them, with imagined numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.config.loader import ResolvedConfig, write_resolved
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.controller.recorder import record_step
+from grpo_megatron.controller.selection import Selection, by_domain, rollout_metrics
+from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
+from grpo_megatron.telemetry.metrics import MetricsWriter
+from grpo_megatron.telemetry.samples import extremes, write_samples
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
+from tests.controller.cases import recipe
+
+RESULT = {"eval": {"all": {"prompts": 64.0, "accuracy": 0.61},
+                   "addition": {"prompts": 64.0, "accuracy": 0.61, "accuracy_low": 0.49,
+                                "accuracy_high": 0.72}},
+          "seconds": 431.5, "before": 0.33, "steps": 12, "accelerator_hours": 0.36}
+
+
+def write_run(root: Path, num_steps: int = 12, *, stored: int = 2, unscorable: Sequence[int] = (),
+              result: dict | None = None, domains: Sequence[str] = ("addition",),
+              **tables) -> RunDir:
+    """`num_steps` lines of metrics, the newest `stored` steps in the store; in the steps
+    `unscorable` no sample has a reward."""
+    run_dir, rng = RunDir(root), np.random.default_rng(0)
+    run_dir.create()
+    config = recipe(domains, name="test", num_steps=num_steps, **tables)
+    write_resolved(run_dir.config, ResolvedConfig(recipe="test", config=config, provenance={}))
+    write_tiny_model(run_dir.model, load_preset("tiny-qwen3-moe"))
+    tokenizer = load_tokenizer(run_dir.model)
+    with contextlib.closing(MetricsWriter(run_dir)) as metrics:
+        for step in range(num_steps):
+            skill = (step + 1) / (num_steps + 2)
+            groups = [_group(rng, tokenizer, step, number, domains[number % len(domains)], skill,
+                             scorable=step not in unscorable) for number in range(4)]
+            chosen = extremes(step, groups, 2)
+            metrics.write(step, _metrics(config, groups, rng, skill))
+            write_samples(run_dir, step, chosen)
+            if step >= num_steps - stored:
+                record_step(run_dir.step_store(step), groups, 1, [d.name for d in config.domains],
+                            {"kind": "rl", "step": step, "stale": False,
+                             "extremes": chosen}, tokenizer.decode)
+    append_event(run_dir.events, "resumed", step=1)
+    if result is not None:
+        run_dir.result.write_text(json.dumps(result))
+    return run_dir
+
+
+def _group(rng, tokenizer, step: int, number: int, domain: str, skill: float, *,
+           scorable: bool) -> ScoredGroup:
+    a, b = rng.integers(10, 99, 2).tolist()
+    right = rng.random(6) < skill
+    texts = [str(a + b + (0 if ok else int(rng.integers(1, 9)))) for ok in right]
+    ids = [np.array([*tokenizer.encode(text), 1], np.int32) for text in texts]
+    completions = tuple(Completion(i, -rng.random(len(i)).astype(np.float32),
+                                   (VersionSpan(step, 0, len(i)),), "stop", text)
+                        for i, text in zip(ids, texts, strict=True))
+    text = f"{a}+{b}="
+    prompt = Prompt(f"p{number}", domain, text, tuple(tokenizer.encode(text)), str(a + b))
+    short = np.array([0.1 * (len(t) < 4) for t in texts])
+    parts = {"right": right.astype(float), "short": short}
+    if not scorable:
+        parts = {name: values * np.nan for name, values in parts.items()}
+    return ScoredGroup(RolloutGroup(prompt, completions, 0), parts, sum(parts.values()))
+
+
+def _metrics(config, groups, rng, skill: float) -> dict[str, float]:
+    """What the loop and the trainer measure."""
+    layers = {f"routing/{name}/layer_{layer}": value * rng.random() + layer / 40
+              for layer in range(6)
+              for name, value in (("rollout_slot_flip_rate", 0.1), ("entropy", 2.0))}
+    return {**by_domain(rollout_metrics, groups),
+            **by_domain(Selection(config).metrics, groups),
+            "mismatch/k1": 1e-5 * rng.random(), "mismatch/k3": 1e-5 * rng.random(),
+            "step/k1": 1e-3 * rng.random(), "policy/entropy": 2 - skill + rng.random() / 10,
+            "clip/low_fraction": 0.1 * rng.random(), "clip/high_fraction": 0.1 * rng.random(),
+            "clip/region_fraction": 0.2 * rng.random(), "grad/norm": 1 + rng.random(),
+            "loss/value": -skill * rng.random(), "time/rollout_s": 2 + rng.random(),
+            "time/train_s": 3.0, "time/publish_s": 0.2, "time/step_s": 5.5, **layers}
+
+
+def samples_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

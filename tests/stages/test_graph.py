@@ -1,0 +1,217 @@
+"""Graphs: what is refused, what each stage is given, and what is repeated after a change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron import assets
+from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.errors import ConfigError, GateError
+from grpo_megatron.stages import runner
+from grpo_megatron.stages.graph import load_graph
+from grpo_megatron.stages.records import Records, State
+from grpo_megatron.stages.runner import run_graph, submit_graph
+
+GRAPH = """
+name = "tiny"
+runs_dir = "{runs}"
+
+[stages.base]
+recipe = "stages/tiny-base"
+
+[stages.one]
+recipe = "stages/tiny-expert"
+inputs = {{ "model.path" = "base" }}
+settings = ["domains.0.weight=0", "optimizer.lr=1e-4"]
+gates = ["eval.addition.accuracy >= 0.6", "no domain drops more than 0.02 against base"]
+
+[stages.two]
+recipe = "stages/tiny-expert"
+inputs = {{ "model.path" = "base" }}
+
+[stages.soup]
+merge = {{ one = 0.5, two = 0.5 }}
+
+[stages.final]
+export = "soup"
+dtype = "bfloat16"
+"""
+
+
+@pytest.fixture
+def graph_file(tmp_path) -> Path:
+    file = tmp_path / "graph.toml"
+    file.write_text(GRAPH.format(runs=tmp_path / "runs"))
+    return file
+
+
+def changed(file: Path, old: str, new: str) -> Path:
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    return file
+
+
+def finish(graph, name: str, **accuracies: float) -> None:
+    """As if the stage had run."""
+    Records(graph).begin(name)
+    run_dir = graph.run_dir(name)
+    run_dir.export.mkdir(parents=True, exist_ok=True)
+    shutil.copy(assets.root() / "tests" / "stages" / "config.json", run_dir.export)
+    run_dir.result.write_text(json.dumps({"seconds": 1.0, "eval": {
+        domain: {"accuracy": value} for domain, value in accuracies.items()}}))
+
+
+def test_order_and_levels(graph_file):
+    graph = load_graph(graph_file)
+    assert graph.levels() == [["base"], ["one", "two"], ["soup"], ["final"]]
+    assert [graph.kind(name) for name in graph.order] == ["rl", "rl", "rl", "merge", "export"]
+
+
+def test_a_stage_gets_settings_inputs_and_gates(graph_file):
+    graph = load_graph(graph_file)
+    config = graph.resolve("one").config
+    assert config.model.path == graph.output("base") and config.model.preset is None
+    assert [d.weight for d in config.domains] == [0, 1, 1] and config.optimizer.lr == 1e-4
+    assert config.runs_dir / config.name == graph.run_dir("one").root
+    assert config.gates[1].endswith(f"against {graph.run_dir('base').root}")
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ('"model.path" = "base"', '"model.path" = "bsae"', ["'bsae', which is no stage", "'base'"]),
+    ('export = "soup"', 'export = "soup"\nmerge = { one = 1.0 }', ["exactly one of recipe, merge"]),
+    ('recipe = "stages/tiny-base"', 'recipe = "stages/tiny-bas"', ["no recipe", "tiny-base"]),
+    ('recipe = "stages/tiny-base"', 'recipe = "stages/tiny-base"\nneeds = "x"', ["stages.base"]),
+    ('[stages.base]', '[stages.records]\nmerge = { one = 1.0 }\n[stages.base]', ["'records'"]),
+    ('recipe = "stages/tiny-base"',
+     'recipe = "stages/tiny-base"\ninputs = {"model.path" = "final"}', ["wait for each other"]),
+    ('optimizer.lr', 'optimizer.lrr', ["optimizer.lrr", "unknown key", "optimizer.lr"]),
+    ('accuracy >= 0.6', 'accuracy is 0.6', ["is not a gate", "eval.DOMAIN.METRIC"]),
+    ('"model.path" = "base" }\nsettings', '"domains.0.path" = "base" }\nsettings',
+     ["takes a data set", "gives a checkpoint"]),
+])
+def test_a_wrong_graph_is_one_message(graph_file, old, new, words):
+    with pytest.raises(ConfigError) as error:
+        load_graph(changed(graph_file, old, new))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_an_evaluation_has_no_checkpoint(graph_file):
+    changed(graph_file, 'recipe = "stages/tiny-base"',
+            'recipe = "stages/tiny-base"\nsettings = ["kind=eval", "cold_start=null"]')
+    with pytest.raises(ConfigError, match="only evaluates"):
+        load_graph(graph_file)
+
+
+def states(graph) -> dict[str, str]:
+    records = Records(graph)
+    return {name: str(records.state(name)) for name in graph.order}
+
+
+def test_what_is_done_is_done_until_something_changes(graph_file):
+    graph = load_graph(graph_file)
+    assert states(graph) == {"base": "ready"} | dict.fromkeys(
+        ("one", "two", "soup", "final"), "waiting")
+    for name in graph.order:
+        finish(graph, name, addition=0.7)
+    assert set(states(graph).values()) == {"done"}
+    graph = load_graph(changed(graph_file, "lr=1e-4", "lr=2e-4"))
+    assert states(graph) == {"base": "done", "one": "ready", "two": "done", "soup": "waiting",
+                             "final": "waiting"}
+    finish(graph, "one", addition=0.7)
+    assert states(graph)["soup"] == "ready"  # its part is another one now
+
+
+def test_a_stage_that_was_killed_goes_on_only_if_it_is_the_same(graph_file):
+    graph = load_graph(graph_file)
+    Records(graph).begin("base")
+    assert Records(graph).state("base") is State.PARTIAL
+    changed(graph_file, 'recipe = "stages/tiny-base"',
+            'recipe = "stages/tiny-base"\nsettings = ["seed=4"]')
+    assert Records(load_graph(graph_file)).state("base") is State.READY
+
+
+def test_a_closed_gate_stops_descendants_only(graph_file):
+    graph = load_graph(graph_file)
+    finish(graph, "base", addition=0.65, chain=0.5)
+    finish(graph, "one", addition=0.62, chain=0.5)
+    finish(graph, "two", addition=0.1)
+    assert states(graph) == {"base": "done", "one": "gate closed", "two": "done",
+                             "soup": "waiting", "final": "waiting"}
+    text = "no domain drops more than 0.02 against " + str(graph.run_dir("base").root)
+    assert Records(graph).closed_gates("one") == [text + " (seen: addition drops 0.03)"]
+    finish(graph, "one", addition=0.65)
+    assert Records(graph).closed_gates("one") == [text + " (seen: chain was not evaluated)"]
+
+
+def test_a_changed_gate_is_checked_again_but_nothing_is_run_again(graph_file):
+    graph = load_graph(graph_file)
+    for name in ("base", "one", "two"):
+        finish(graph, name, addition=0.55)
+    assert states(graph)["one"] == "gate closed"
+    said = []
+    assert run_graph(graph, said.append, only="one") == GateError.exit_code  # and starts nothing
+    assert any("one: failed" in line and "seen: 0.55" in line for line in said)
+    graph = load_graph(changed(graph_file, "accuracy >= 0.6", "accuracy >= 0.5"))
+    assert states(graph)["one"] == "done"
+    graph = load_graph(changed(graph_file, ', "no domain drops more than 0.02 against base"', ""))
+    assert states(graph)["one"] == "done"
+
+
+def test_submitting_stops_at_a_wrong_site_before_it_removes_anything(graph_file):
+    graph = load_graph(graph_file)
+    finish(graph, "base", addition=0.7)
+    changed(graph_file, 'recipe = "stages/tiny-base"',
+            'recipe = "stages/tiny-base"\nsettings = ["seed=4"]')
+    graph = load_graph(graph_file)
+    with pytest.raises(ConfigError, match="no site 'bare_metl'"):
+        submit_graph(graph, "bare_metl", print)
+    assert graph.run_dir("base").result.exists()
+
+
+def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch):
+    graph = load_graph(graph_file)
+    for name in ("base", "one"):
+        finish(graph, name, addition=0.55)
+    submitted = []
+    for name in ("VENV", "PARTITION"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setattr(runner, "_submit", lambda graph, records, name, site, after:
+                        submitted.append(name) or "7")
+    said = []
+    assert submit_graph(graph, "bare", said.append) == {"two": "7"}
+    assert submitted == ["two"] and "soup: not run, because of one" in said
+
+
+def test_an_interrupt_reaches_the_stage_whoever_sends_it(graph_file, tmp_path, monkeypatch):
+    """Once: a second one would end it without a checkpoint."""
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/bash\ntrap 'echo once >> interrupts; exit 130' INT\n"
+                    "touch begun\nwhile :; do sleep 0.1; done\n")
+    fake.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner.sys, "executable", str(fake))
+    script = "until [ -e begun ]; do sleep 0.05; done; kill -INT $PPID"
+    with subprocess.Popen(["bash", "-c", script]):
+        assert run_graph(load_graph(graph_file), print) == 130
+    assert (tmp_path / "interrupts").read_text() == "once\n"
+
+
+RESULT = {"seconds": 12.0, "eval": {"math": {"accuracy": 0.5, "pass_at_4": 0.75}}}
+
+
+@pytest.mark.parametrize(("text", "seen"), [
+    ("eval.math.accuracy >= 0.5", None), ("eval.math.accuracy > 0.5", "0.5"),
+    ("eval.math.pass_at_4 < 0.7", "0.75"), ("seconds <= 12", None), ("seconds <= 1e1", "12")])
+def test_gates(text, seen):
+    assert parse_gate(text).check(RESULT) == seen
+
+
+def test_a_gate_on_nothing_names_what_there_is():
+    with pytest.raises(ConfigError, match=r"no .eval\.maths\.accuracy.") as error:
+        parse_gate("eval.maths.accuracy >= 0.5").check(RESULT)
+    assert "math" in error.value.remedy

@@ -1,0 +1,282 @@
+"""Reports: the page's data, and the pages themselves in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_megatron.algorithms.advantages.pipeline import compute_advantages
+from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.cli.main import main
+from grpo_megatron.config.objective import ObjectiveConfig
+from grpo_megatron.stages.graph import load_graph
+from grpo_megatron.stages.report import write_report
+from tests.stages.browser import WHY_NOT, Browser
+from tests.stages.report_runs import RESULT, samples_of, write_run
+from tests.stages.test_graph import GRAPH, finish
+
+ASSETS = Path(__file__).parents[2] / "grpo_megatron" / "stages" / "report_assets"
+
+
+def data_of(page: Path) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>',
+                                page.read_text(), re.DOTALL)[1])
+
+
+def report_of(root: Path, **arguments) -> dict:
+    return data_of(write_report(str(write_run(root, **arguments).root)))["runs"][0]
+
+
+@pytest.fixture
+def finished(tmp_path) -> Path:
+    """A graph whose stages are done, `one` with a closed gate, and two have the files of runs."""
+    file = tmp_path / "graph.toml"
+    file.write_text(GRAPH.format(runs=tmp_path / "runs"))
+    graph = load_graph(file)
+    for name in ("base", "one", "two"):
+        finish(graph, name, all=0.5, addition=0.7 if name != "one" else 0.5)
+        write_run(graph.run_dir(name).root, 4)
+    return file
+
+
+def test_a_page_is_self_contained(tmp_path):
+    run_dir = write_run(tmp_path / "a<b", result=RESULT, domains=("addition", "subtraction"))
+    page = write_report(str(run_dir.root))
+    text = page.read_text()
+    assert page == run_dir.root / "report.html" and "<title>a&lt;b</title>" in text
+    assert not re.search(r"""(?:src|href)=["'](?!data:,)|@import|url\(|fetch\(|XMLHttp""", text)
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "NaN" not in text[text.index('id="data"'):text.index("</script>")]
+    assert all((ASSETS / name).read_text() in text for name in ("style.css", "sections.js"))
+
+
+def test_metrics_are_columns(tmp_path):
+    run = report_of(tmp_path / "run", num_steps=5, unscorable=[1], result=RESULT)
+    assert run["metrics"]["step"] == [0, 1, 2, 3, 4] and run["result"]["before"] == 0.33
+    assert [value is None for value in run["metrics"]["reward/mean"]] == [False, True] + 3 * [False]
+    assert run["metrics"]["telemetry/nonfinite/count"][0] == ""  # absent
+    assert run["events"] == ["resumed"] and run["notes"] == [] and run["memory"]["weights"] > 0
+
+
+def test_long_runs_are_thinned_but_keep_the_last_step_and_evaluations(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_megatron.stages.report.CURVE_POINTS", 4)
+    run_dir = write_run(tmp_path / "run", 9)
+    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    lines[3]["evaluation/accuracy"] = 0.5
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = data_of(write_report(str(run_dir.root)))["runs"][0]
+    assert run["every"] == 3 and run["metrics"]["step"] == [2, 3, 5, 8]
+
+
+@pytest.mark.parametrize("std", ["group", "none"])
+def test_samples_have_the_advantages_of_the_objective(tmp_path, std):
+    run = report_of(tmp_path / "run", objective={"preset": "grpo", "advantage_std": std})
+    assert [step["step"] for step in run["recorded"]] == [10, 11]
+    for step in run["recorded"]:
+        file = tmp_path / "run" / "samples" / f"step_{step['step']:06d}.jsonl"
+        assert [s["completion"] for s in step["samples"]] == [
+            s["completion"] for s in samples_of(file)]
+        for sample in step["samples"]:
+            rewards = np.array(step["groups"][sample["group"]][1])
+            wanted = sample["reward"] - rewards.mean()
+            wanted /= rewards.std(ddof=1) + 1e-6 if std == "group" and rewards.std() else 1
+            ids, texts, advantages = zip(*sample["tokens"], strict=True)
+            assert "".join(texts) == sample["completion"] and ids[-1] == 1
+            np.testing.assert_allclose(advantages, wanted, atol=1e-9)
+
+
+def test_estimators_of_the_trainer_become_plain_ones(tmp_path):
+    run = report_of(tmp_path / "run", objective={"preset": "grpo", "shaping": "eda"})
+    assert {tuple(step["lacks"]) for step in run["recorded"]} == {("entropies",)}
+    assert all(len(step["samples"]) == 4 for step in run["recorded"])
+
+
+@pytest.mark.parametrize("lost", ["store", "model", "metrics.jsonl", "samples", "shard"])
+def test_what_is_lost_is_left_out(tmp_path, lost):
+    run_dir = write_run(tmp_path / "run", 2)
+    for path in ([run_dir.root / lost] if lost != "shard" else
+                 run_dir.store.glob("*/rollout-0.safetensors")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    run = data_of(write_report(str(run_dir.root)))["runs"][0]
+    assert bool(run.get("recorded")) == (lost not in ("store", "shard"))
+    assert len(run["notes"]) == (lost == "shard")
+    if lost == "model":
+        assert {token[1] for step in run["recorded"] for s in step["samples"]
+                for token in s["tokens"]} == {""}
+
+
+def test_the_last_token_of_a_character_shows_it(tmp_path, monkeypatch):
+    def decode(ids: list[int]) -> str:
+        return ("é" * len(ids)).encode()[:len(ids)].decode(errors="replace")
+
+    monkeypatch.setattr("grpo_megatron.stages.report.load_tokenizer",
+                        lambda path: SimpleNamespace(decode=decode))
+    for step in report_of(tmp_path / "run", num_steps=2)["recorded"]:
+        for sample in step["samples"]:
+            texts = [text for _, text, _ in sample["tokens"]]
+            assert texts == ["", "é", "", "é"][:len(texts)]
+
+
+def test_a_graph_has_states_gates_and_runs(finished):
+    page = write_report(str(finished))
+    data = data_of(page)
+    assert page.parent.name == "tiny" and data["levels"][1] == ["one", "two"]
+    assert [stage["state"] for stage in data["graph"].values()] == [
+        "done", "gate closed", "done", "waiting", "waiting"]
+    assert any("seen: 0.5" in text for text in data["graph"]["one"]["closed"])
+    assert [run["name"] for run in data["runs"]] == ["base", "one", "two"]
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("runs/mine"), 1)
+    assert main(["report", "runs/mine", "--to", "pages/x.html"]) == 0
+    assert capsys.readouterr().out.strip() == "pages/x.html" and Path("pages/x.html").exists()
+    (tmp_path / "file").touch()
+    for arguments, words in ((["runs"], "not a run"), (["mine"], "runs/mine"),
+                             (["lost.toml"], "lost.toml"),
+                             (["runs/mine", "--to", "file/x.html"], "cannot write the page")):
+        assert main(["report", *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+PLOTS = """
+return [...document.querySelectorAll('figure.plot')].map(figure => ({
+  title: figure.querySelector('h4').textContent,
+  points: figure.querySelectorAll('circle.point').length,
+  curves: figure.querySelectorAll('polyline').length,
+  broken: [...figure.querySelectorAll('svg *')].some(node => node.outerHTML.includes('NaN')),
+  notes: [...figure.querySelectorAll('figcaption')].map(node => node.textContent)}))"""
+ABSENT = "return [...document.querySelectorAll('.absent')].map(node => node.textContent).join('|')"
+
+
+def plots_of(browser, page: Path) -> dict[str, dict]:
+    """By title; none is empty, and the page says nothing on the console."""
+    browser.open(page)
+    assert browser.console() == []
+    found = browser.run(PLOTS)
+    assert all(plot["points"] + plot["curves"] and not plot["broken"] for plot in found), found
+    return {plot["title"]: plot for plot in found}
+
+
+def test_one_step_in_a_browser(browser, tmp_path):
+    plots = plots_of(browser, write_report(str(write_run(tmp_path / "run", 1).root)))
+    assert plots["Reward"]["points"] == 3 and plots["Reward"]["curves"] == 0
+    assert {"Entropy", "Gradient norm", "Seconds by phase", "Clipped tokens"} <= plots.keys()
+    assert "no metric reference/k1" in browser.run(ABSENT)
+    assert browser.run("return document.querySelector('.heat canvas').height") == 6
+
+
+def test_unscorable_steps_in_a_browser(browser, tmp_path):
+    run_dir = write_run(tmp_path / "run", 6, unscorable=[0, 2, 5])
+    plots = plots_of(browser, write_report(str(run_dir.root)))
+    assert plots["Reward"]["curves"] == 3 and plots["Reward"]["points"] == 3
+    assert any("3 of 6 values of reward/mean are not finite" in n for n in plots["Reward"]["notes"])
+    run_dir = write_run(tmp_path / "none", 2, unscorable=[0, 1])
+    plots = plots_of(browser, write_report(str(run_dir.root)))
+    assert "Reward" not in plots and "Entropy" in plots
+    assert "no value of reward/mean is finite (2 skipped)" in browser.run(ABSENT)
+
+
+@pytest.mark.parametrize("lost", ["store", "metrics.jsonl"])
+def test_a_young_run_in_a_browser(browser, tmp_path, lost):
+    run_dir = write_run(tmp_path / "run", 2)
+    shutil.rmtree(run_dir.store)
+    shutil.rmtree(run_dir.samples) if lost != "store" else None
+    (run_dir.root / lost).unlink(missing_ok=True)
+    plots = plots_of(browser, write_report(str(run_dir.root)))
+    assert bool(plots) == (lost == "store")
+    assert browser.run("return document.querySelectorAll('.explorer td.bar').length") == 8 * 6
+
+
+def test_a_finished_graph_in_a_browser(browser, finished):
+    plots = plots_of(browser, write_report(str(finished)))
+    assert "Reward" in plots
+    edges = browser.run("return [...document.querySelectorAll('.edge')].map(e => e.dataset.edge)")
+    assert sorted(edges) == ["base one", "base two", "one soup", "soup final", "two soup"]
+    links = browser.run("return [...document.querySelectorAll('svg.stages a')].map("
+                        "a => document.querySelector(a.getAttribute('href')).dataset.run)")
+    assert sorted(links) == ["base", "one", "two"]
+    browser.run("document.querySelector('svg.stages a[href=\"#stage-two\"]').dispatchEvent("
+                "new MouseEvent('click', {bubbles: true}))")
+    assert browser.run("return [...document.querySelectorAll('details[open] [data-run]')].map("
+                       "section => section.dataset.run)") == ["two"]
+    assert "seen: 0.5" in browser.run("return document.querySelector('.closed').textContent")
+
+
+def test_hover_and_keys_show_values(browser, tmp_path):
+    page = write_report(str(write_run(tmp_path / "run", 12).root))
+    plots_of(browser, page)
+    step = "return document.querySelector('figure.plot .legend li').textContent"
+    assert browser.run(step) == "step 11"
+    for key, wanted in (("ArrowLeft", 10), ("Home", 0), ("ArrowRight", 1)):
+        browser.run("document.querySelector('figure.plot svg').dispatchEvent(new KeyboardEvent("
+                    "'keydown', {key: arguments[0], bubbles: true}))", key)
+        assert browser.run(step) == f"step {wanted}"
+    browser.run("""const svg = document.querySelector('figure.plot svg');
+        const box = svg.getBoundingClientRect();
+        svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 6}));""")
+    assert browser.run(step) == "step 11" and browser.console() == []
+    rewards = data_of(page)["runs"][0]["metrics"]["reward/mean"]
+    shown = browser.run("return document.querySelector('figure.plot .legend b').textContent")
+    assert float(shown) == pytest.approx(rewards[-1], rel=1e-3)
+
+
+ESTIMATORS = {
+    "GRPO": {"advantage_std": "group"}, "Dr. GRPO": {"advantage_std": "none"},
+    "RLOO": {"advantage": "rloo"}, "Lite PPO": {"advantage_std": "batch_raw"},
+    "MaxRL": {"advantage": "maxrl"}, "Best minus second": {"advantage": "best_minus_second"}}
+GROUPS = [[1, 0, 0, 1, 0.5], [0, 0, 0, 0], [1, None, 0.25], [None, None], [2.5], [0.1, 0.7, 0.7],
+          [1, 1 + 1e-9]]
+
+
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_the_explorer_computes_what_the_library_does(browser, tmp_path, std):
+    plots_of(browser, write_report(str(write_run(tmp_path / "run", 1).root)))
+    flat = torch.tensor([np.nan if r is None else r for g in GROUPS for r in g],
+                        dtype=torch.float64)
+    ids = torch.tensor([i for i, group in enumerate(GROUPS) for _ in group])
+    count = len(flat)
+    batch = SampleBatch(flat, ids, torch.ones(count).long(), torch.arange(count),
+                        torch.zeros(count).long(), torch.ones(count, dtype=torch.bool))
+    for name, choices in ESTIMATORS.items():
+        config = ObjectiveConfig.model_validate(
+            {"preset": "grpo", "advantage": "group", "whiten": "none", "std_kind": std, **choices})
+        wanted = compute_advantages(config, batch).values
+        found = browser.run(
+            "const [name, groups, settings] = arguments; return groups.flatMap((group, i) => "
+            "ESTIMATORS[name].of(group, groups.filter((_, j) => j !== i), settings))",
+            name, GROUPS, {"eps": config.advantage_eps, "std": std})
+        np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-9, atol=1e-9, err_msg=name)
+    assert set(browser.run("return Object.keys(ESTIMATORS)")) == set(ESTIMATORS)
+
+
+def test_a_moved_slider_shows_at_once(browser, tmp_path):
+    plots_of(browser, write_report(str(write_run(tmp_path / "run", 1, stored=0).root)))
+    move = """const input = document.querySelectorAll('.explorer input')[arguments[0]];
+        input.value = arguments[1];
+        input.dispatchEvent(new Event('input'));
+        return [...document.querySelectorAll('.explorer tbody tr')].map(
+            row => Number(row.querySelectorAll('td.bar')[1].dataset.advantage))"""
+    rewards = np.array([0.25, 0, 0, 1, 0, 0, 0, 0.5])  # of the example, the first one moved
+    np.testing.assert_allclose(browser.run(move, 0, "0.25"), rewards - rewards.mean(), atol=1e-12)
+    found = browser.run(move, 1, "")  # unscorable
+    np.testing.assert_allclose(found, [0, *(rewards[1:] - rewards[1:].mean())], atol=1e-12)
+    assert "unscorable" in browser.run("return document.querySelector('.explorer tbody').innerText")
+    assert browser.console() == []
