@@ -27,6 +27,8 @@ def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = Non
     records, failed = Records(graph), {}
     own = RunDir(graph.root / "records")
     own.root.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also of a shell whose jobs ignore SIGINT
+        signal.signal(number, signal.default_int_handler)
     with nullcontext() if only else run_lock(own):  # a run of its own is locked by itself
         for name in [only] if only else graph.order:
             state = records.state(name)
@@ -52,8 +54,7 @@ def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = Non
 
 def _run_stage(graph: Graph, records: Records, name: str, *, resume: bool) -> int:
     records.begin(name)
-    stage = graph.table.stages[name]
-    if stage.recipe is None:
+    if graph.table.stages[name].recipe is None:
         return _merge(graph, name)
     how = "--resume-if-exists" if resume else "--overwrite"
     process = subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -41,6 +42,15 @@ merge = {{ one = 0.5, two = 0.5 }}
 export = "soup"
 dtype = "bfloat16"
 """
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """`run_graph` sets its own, of the process."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -187,15 +197,20 @@ def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch)
     assert submitted == ["two"] and "soup: not run, because of one" in said
 
 
-def test_an_interrupt_reaches_the_stage_whoever_sends_it(graph_file, tmp_path, monkeypatch):
-    """Once: a second one would end it without a checkpoint."""
+@pytest.mark.parametrize("number", ["INT", "TERM"])
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_an_interrupt_reaches_the_stage_whoever_sends_it(graph_file, tmp_path, monkeypatch,
+                                                         number, before):
+    """Once: a second one would end it without a checkpoint. A shell starts the jobs that it puts
+    in the background with SIGINT ignored."""
+    signal.signal(signal.SIGINT, before)
     fake = tmp_path / "python"
     fake.write_text("#!/bin/bash\ntrap 'echo once >> interrupts; exit 130' INT\n"
                     "touch begun\nwhile :; do sleep 0.1; done\n")
     fake.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner.sys, "executable", str(fake))
-    script = "until [ -e begun ]; do sleep 0.05; done; kill -INT $PPID"
+    script = f"until [ -e begun ]; do sleep 0.05; done; kill -{number} $PPID"
     with subprocess.Popen(["bash", "-c", script]):
         assert run_graph(load_graph(graph_file), print) == 130
     assert (tmp_path / "interrupts").read_text() == "once\n"
