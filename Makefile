@@ -34,9 +34,11 @@ demo-control: setup
 stages-demo: setup
 	$(bin)/grpo-megatron stages run tiny-deepseek_v4
 
-# The same budget of mixed-domain RL, printed beside them.
+# The same budget of mixed-domain RL; its table is followed by that of the experts and the student.
 stages-compare: setup
 	$(bin)/grpo-megatron stages run tiny-compare
+	@echo; echo "beside it, of 'make stages-demo':"; \
+	$(bin)/grpo-megatron stages status tiny-deepseek_v4
 
 lint: setup
 	$(bin)/ruff check .

@@ -75,7 +75,7 @@ if [[ -n ${TORCH_INDEX_URL:-} ]]; then
     index=(--extra-index-url "$TORCH_INDEX_URL")
 fi
 torch=$(grep '^torch==' "$lock")
-say "installing $(grep -c '==' "$lock") packages (about 2 minutes, 2.5 GB)"
+say "installing $(grep -c '==' "$lock") packages (about 2 minutes, 3 GB)"
 "${pip[@]}" install -q --no-deps "${index[@]}" "$torch" ||
     fail "could not install $torch" "if the index has no CPU builds of torch, set \
 TORCH_INDEX_URL to PyTorch's CPU wheel index (PyTorch's installation page names it)"

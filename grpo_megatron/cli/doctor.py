@@ -63,7 +63,7 @@ def all_findings() -> list[Finding]:
 def python_version() -> Finding:
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
     return Finding("python", "ok" if good else "missing", platform.python_version(),
-                   "use Python 3.11 or 3.12 and run `make setup`")
+                   "Python 3.11 for `make setup`; 3.12: pip install")
 
 
 def packages(build: Literal["cpu", "gpu"]) -> Iterator[Finding]:

@@ -5,7 +5,7 @@
     [stages.base]
     recipe = "stages/tiny-sft"
     [stages.words]
-    recipe = "stages/tiny-rl"
+    recipe = "stages/tiny-expert"
     settings = ["num_steps=100"]             # overrides, as on the command line
     inputs = { "model.path" = "base" }       # key of the recipe = "stage whose output it takes"
     gates = ["eval.words.accuracy >= 0.6", "no domain drops more than 0.02 against base"]

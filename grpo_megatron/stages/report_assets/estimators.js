@@ -1,4 +1,4 @@
-// Advantages of one group, as algorithms/advantages/group_relative.py has them.
+// Advantages of one group, as algorithms/advantages/estimators.py has them.
 //
 // rewards: of the group, [G]; null: unscorable, which counts nowhere and gets 0.
 // others: rewards of the other groups of its domain. settings: eps, std ("sample", "population").
