@@ -32,13 +32,10 @@ _ROW_COLUMNS = {"shard": np.int32, "index": np.int64, "group": np.int32, "update
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What the controller needs to know of a finished shard."""
+    """A finished shard, as the manifest has it."""
 
     name: str
     checksum: str
-    num_groups: int
-    num_samples: int
-    num_tokens: int
     routes: dict | None = None  # shape of `<shard>.routes`, fields of RouteShape
 
 
@@ -66,8 +63,8 @@ def write_shard(path: Path, groups: Sequence[RolloutGroup],
                **_kept_columns([c for _, c in samples])}
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape)
-    return ShardInfo(path.name, write_columns(path, columns), len(groups), len(samples),
-                     len(columns["completion_ids"]), asdict(route_shape) if route_shape else None)
+    return ShardInfo(path.name, write_columns(path, columns),
+                     asdict(route_shape) if route_shape else None)
 
 
 def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
@@ -118,7 +115,7 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
                **{f"step_{name}": np.array([step[i] for step in steps], dtype) for i, (name, dtype)
                   in enumerate((("row", np.int64), ("end", np.int64), ("reward", np.float64)))},
                **{f"component/{name}": values for name, values in (components or {}).items()}}
-    document = {"format": FORMAT, **manifest, "num_samples": len(rows),
+    document = {"format": FORMAT, **manifest,
                 "train_checksum": write_columns(working / "train.safetensors", columns),
                 "shards": [asdict(s) for s in shards]}
     write_atomically(working / "manifest.json", json.dumps(document, indent=1))

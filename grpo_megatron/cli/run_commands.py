@@ -125,8 +125,6 @@ def report(target: Annotated[str, typer.Argument(
                metavar="RUN_OR_GRAPH", help="A graph: file or name.")],
            to: Annotated[Path | None, typer.Option(metavar="FILE.html")] = None) -> None:
     """Curves, samples, stages, memory as one page, by default report.html beside what it shows."""
-    from grpo_megatron import assets
-
     shipped = assets.names(assets.root() / "recipes" / "graphs")
     if not target.endswith(".toml") and target not in shipped:
         check_run(Path(target))

@@ -98,6 +98,8 @@ def _untaught_domains(c: RunConfig) -> list[Details]:
 
 def _router_losses(c: RunConfig) -> list[Details]:
     off = {"keep_loss": "none", "balance_weight": 0.0}
+    if c.uses_dataset or c.routing.replay == "r2":
+        off["replay"] = "none"  # nobody sampled it, or no old policy passes over it
     return [{"field": field, "near": value} for field, value in off.items()
             if c.kind in ("sft", "distil") and getattr(c.routing, field) != value]
 
@@ -118,10 +120,14 @@ _OF_RUN: Conditions = {
     "rl_only": lambda c: [{"field": field} for field in ("cold_start", "correction")
                           if c.kind != "rl" and getattr(c, field) is not None],
     "untaught_domain": _untaught_domains,
+    "sampled_tokens": lambda c: c.distillation and c.distillation.mode == "sampled" and [
+        {"field": field} for field, wrong in (("samples", c.uses_dataset), (
+            "temperature", c.distillation.temperature is not None)) if wrong],
     "token_routing": _router_losses,
     "dataset_staleness": lambda c: c.uses_dataset and c.batch.max_staleness > 0,
     "gate": lambda c: [{"i": i, **refusal} for i, text in enumerate(c.gates)
-                       if (refusal := _refusal(parse_gate, text))],
+                       if (refusal := _refusal(
+                           lambda gate: parse_gate(gate, [d.name for d in c.domains]), text))],
     "colocated_staleness": lambda c: c.placement.mode == "colocated" and c.batch.max_staleness,
     "domain_weights": lambda c: not any(d.weight for d in c.domains),
     "model_source.both": _made_up_and_read,

@@ -3,17 +3,18 @@
 import json
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import ConfigError, raised_as
 
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-_VALUE = re.compile(r"([\w.@-]+) *(>=|<=|>|<) *(-?[\d.]+(?:e-?\d+)?)")
-_DROP = re.compile(r"no domain drops more than ([\d.]+) against (\S+)")
-SYNTAX = ("write eval.DOMAIN.METRIC >= NUMBER (eval.all for the mean of domains; also seconds, "
+_VALUE = re.compile(r"([\w.@-]+) *(>=|<=|>|<) *(-?\d*\.?\d+(?:e-?\d+)?)")
+_DROP = re.compile(r"no domain drops more than (\d*\.?\d+) against (.+)")
+SYNTAX = ("write eval.DOMAIN.METRIC >= NUMBER (eval.all for all prompts; also seconds, "
           "steps, accelerator_hours), or: no domain drops more than 0.02 against RUN")
 
 
@@ -26,11 +27,14 @@ class Gate:
     against: Path | None = None  # a run directory
 
     def check(self, result: Mapping[str, Any]) -> str | None:
-        """What was seen instead; None where the gate is open. ConfigError for an unknown name."""
+        """What was seen instead; None where the gate is open."""
         if self.against is None:
             value = _value(result, self.name)
+            if isinstance(value, str):
+                return value
             return None if _COMPARE[self.compare](value, self.limit) else f"{value:.4g}"
-        before, after, seen = read_result(self.against)["eval"], result["eval"], []
+        before, after = (r.get("eval", {}) for r in (read_result(self.against), result))
+        seen = [] if before.keys() - {"all"} else ["nothing was evaluated there"]
         for domain in sorted(before.keys() - {"all"}):
             if domain not in after:
                 seen.append(f"{domain} was not evaluated")
@@ -42,13 +46,18 @@ class Gate:
         """The gate of a run whose relative paths start at `root`."""
         return self if self.against is None else replace(
             self, against=root / self.against,
-            text=self.text.replace(f"against {self.against}", f"against {root / self.against}"))
+            text=self.text.partition(" against ")[0] + f" against {root / self.against}")
 
 
-def parse_gate(text: str) -> Gate:
+def parse_gate(text: str, domains: Sequence[str] = ()) -> Gate:
+    """ConfigError for anything else; with `domains`, also for what no run with these measures."""
     if found := _DROP.fullmatch(text.strip()):
         return Gate(text, "", "<=", float(found[1]), Path(found[2]))
     if found := _VALUE.fullmatch(text.strip()):
+        known = ["seconds", "steps", "accelerator_hours", *(f"eval.{d}" for d in domains), "eval.all"]
+        name = ".".join(found[1].split(".")[:2])
+        if domains and name not in known:
+            raise ConfigError(f"no run measures {name!r}", remedy=did_you_mean(name, known))
         return Gate(text, found[1], found[2], float(found[3]))
     raise ConfigError(f"{text!r} is not a gate", remedy=SYNTAX)
 
@@ -60,12 +69,12 @@ def read_result(run: Path) -> dict[str, Any]:
         return json.loads(file.read_text())
 
 
-def _value(result: Mapping[str, Any], name: str) -> float:
+def _value(result: Mapping[str, Any], name: str) -> float | str:
+    """A number, or what is there instead."""
     node: Any = result
     for part in name.split("."):
         if not isinstance(node, Mapping) or part not in node:
-            known = ", ".join(node) if isinstance(node, Mapping) else "nothing below it"
-            raise ConfigError(f"result.json has no {name!r}", where=f"gate {name}",
-                              remedy=f"at {part!r} it has: {known}")
+            known = ", ".join(node) if isinstance(node, Mapping) else "nothing"
+            return f"no {part!r}; there is {known}"
         node = node[part]
-    return float(node)
+    return float(node) if isinstance(node, int | float) else f"no number: {node}"

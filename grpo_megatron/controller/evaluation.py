@@ -15,7 +15,7 @@ _Z = 1.959964  # 95 %
 
 
 async def evaluate(session: Session, prompts: Sequence[Prompt]) -> Results:
-    """By domain, and their mean as `all`: `accuracy` (greedy) and, with n samples a prompt,
+    """By domain, and over all prompts as `all`: `accuracy` (greedy) and, with n samples a prompt,
     `pass_at_k` and `majority_at_k` for k = 1, 2, 4, …, n; `<name>_low` and `<name>_high` are
     Wilson's 95 % interval, which is wide enough for any mean of values in [0, 1]."""
     if not prompts:
@@ -28,8 +28,9 @@ async def evaluate(session: Session, prompts: Sequence[Prompt]) -> Results:
         sampled = _by_domain(session, await session.rewards.score(groups), _sampled)
         found = {domain: {**values, **sampled[domain]} for domain, values in found.items()}
     names = dict.fromkeys(name for values in found.values() for name in values)
-    every = {name: float(np.mean([values[name] for values in found.values()])) for name in names
-             if not name.endswith(("_low", "_high"))}
+    sizes = [values["prompts"] for values in found.values()]
+    every = {name: float(np.average([values[name] for values in found.values()], weights=sizes))
+             for name in names if not name.endswith(("_low", "_high"))}
     return {**found, "all": every | {"prompts": float(len(prompts))}}
 
 

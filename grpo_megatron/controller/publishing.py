@@ -65,7 +65,8 @@ class Publisher:
                 "publish_send", version=version))
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
-        publisher = WeightPublisher(clients, pause_mode=self.config.publish.pause)
+        publisher = WeightPublisher(clients, pause_mode=self.config.publish.pause,
+                                    asleep=self._publisher.asleep)
         if self.config.publish.method == "gloo":
             workers = await publisher.num_workers()
             opened = await self.trainer.call("publish_open", num_workers=workers)

@@ -12,7 +12,7 @@ from grpo_megatron.controller.session import Session
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import write_atomically
-from grpo_megatron.rewards.functions import language_consistency
+from grpo_megatron.rewards.functions import NOT_PROSE, check_scripts, language_consistency
 from grpo_megatron.types import ScoredGroup
 
 _PROMPTS_AT_ONCE = 256
@@ -22,6 +22,7 @@ async def sample_dataset(session: Session) -> dict[str, float]:
     """Write `dataset.jsonl`: question (the whole prompt), answer, domain, responses. Returns how
     many prompts and samples were asked for and kept."""
     settings, selection = session.config.rejection, Selection(session.config)
+    check_scripts(scripts=settings.scripts)
     prompts = [prompt for domain in session.config.domains if domain.weight
                for prompt in session.splits.train[domain.name][:settings.max_prompts]]
     lines, kept = [], 0
@@ -57,7 +58,7 @@ def _accepted(group: ScoredGroup, selection: Selection, scripts: Sequence[str]) 
         text = completion.text
         if correct != 1 or completion.truncated or text.strip() in seen:
             continue
-        if scripts and any(map(str.isalpha, text)) and language_consistency(
+        if scripts and any(map(str.isalpha, NOT_PROSE.sub(" ", text))) and language_consistency(
                 text, "", scripts=scripts, think_tag=None) < 1.0:
             continue
         seen.add(text.strip())

@@ -17,6 +17,7 @@ class Selection:
 
     def __init__(self, config: RunConfig):
         self._settings, self._overlong = config.sampling, config.objective.overlong
+        self._trains_all = config.kind != "rl"
         self._accuracy = {d.name: (d.accuracy or d.rewards[0].component,
                                    d.accuracy_threshold - 1e-9) for d in config.domains}
 
@@ -36,13 +37,14 @@ class Selection:
         return replace(group, components=components, rewards=np.where(cut, np.nan, group.rewards))
 
     def keeps(self, group: ScoredGroup) -> bool:
-        """Whether the group is trained at all; always, with the defaults."""
+        """Whether the group is trained at all; always, with the defaults, and outside of RL."""
         seen = self.with_statistics(group)
         correct = self.correct(seen)
         mixed = bool((correct == 1).any() and (correct == 0).any())
         without_signal = self._settings.zero_variance == "drop" and all_equal(seen.rewards)
         in_loss = self._overlong == "none" or not _truncated(group).all()
-        return in_loss and (mixed or not self._settings.dynamic) and not without_signal
+        return self._trains_all or (
+            in_loss and (mixed or not self._settings.dynamic) and not without_signal)
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Acceptance, success and lengths of groups before any selection.

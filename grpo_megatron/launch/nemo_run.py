@@ -1,10 +1,5 @@
 """Recipes as tasks of a NeMo-Run experiment (extra `launch`, in an environment without vLLM).
-
-    with run.Experiment("stages") as experiment:
-        add_stages(experiment, ["math.toml", "code.toml"], executor)
-        experiment.run()        # or dryrun()
-
-On a SlurmExecutor the task is the supervisor, one process on the job's first node, which starts the
+ On a SlurmExecutor the task is the supervisor, one process on the job's first node, which starts the
 run's roles as steps; with a container, the image must have srun. On every other executor (local,
 Docker, Kubernetes) a run is on one machine. NeMo-Run's own job makes no checkpoint before its time
 limit: `grpo-megatron submit` does."""

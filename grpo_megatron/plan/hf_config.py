@@ -32,6 +32,12 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
         raise ConfigError(error.message, where=where, remedy=error.remedy) from None
 
 
+def computation(hf: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What weights of one and the same shape are computed with, in comparable form."""
+    fields = model_fields(hf)
+    return fields["rope"], megatron_settings(family_of(hf["model_type"]), fields)
+
+
 def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The family's `[megatron]` table with its references to fields replaced."""
     settings = {}

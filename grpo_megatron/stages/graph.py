@@ -1,29 +1,14 @@
-"""The stage graph: one TOML file that names recipes and what each takes from other stages.
-
-    name = "experts"
-    settings = ["seed=1"]                    # overrides of every stage
-    [stages.base]
-    recipe = "stages/tiny-sft"
-    [stages.words]
-    recipe = "stages/tiny-expert"
-    settings = ["num_steps=100"]             # overrides, as on the command line
-    inputs = { "model.path" = "base" }       # key of the recipe = "stage whose output it takes"
-    gates = ["eval.words.accuracy >= 0.6", "no domain drops more than 0.02 against base"]
-    [stages.soup]
-    merge = { base = 0.5, words = 0.5 }      # weighted mean of checkpoints
-    [stages.final]
-    export = "soup"
-    dtype = "bfloat16"
-
-A rejection sampling stage gives a data set, every other one a Hugging Face checkpoint."""
+"""The stage graph: one TOML file that names recipes and what each takes from other stages, as
+docs/stages.md shows it. Rejection sampling gives a data set, every other stage a checkpoint."""
 
 import graphlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PositiveFloat, ValidationError
 
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
@@ -31,6 +16,7 @@ from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.keys import dotted
 from grpo_megatron.config.loader import ResolvedConfig, load_recipe
 from grpo_megatron.config.problems import as_toml
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.config.toml_file import TomlFile, find_recipe, read_toml
 from grpo_megatron.errors import ConfigError
@@ -43,7 +29,7 @@ class Stage(Strict):
     settings: tuple[str, ...] = ()
     inputs: dict[str, str] = {}
     gates: tuple[str, ...] = ()
-    merge: dict[str, float] = {}
+    merge: dict[str, PositiveFloat] = {}
     export: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
@@ -101,16 +87,28 @@ class Graph:
         return RunDir(self.root / name)
 
     @cached_property
-    def _kinds(self) -> dict[str, str]:
+    def _configs(self) -> dict[str, RunConfig]:
         return {}
+
+    def _config(self, name: str) -> RunConfig:
+        if name not in self._configs:
+            recipe = self._recipe(self.table.stages[name])
+            self._configs[name] = load_recipe(recipe, self._overrides(name)).config
+        return self._configs[name]
 
     def kind(self, name: str) -> str:
         stage = self.table.stages[name]
         if stage.recipe is None:
             return "export" if stage.export else "merge"
-        if name not in self._kinds:
-            self._kinds[name] = load_recipe(self._recipe(stage), self._overrides(name)).config.kind
-        return self._kinds[name]
+        return self._config(name).kind
+
+    def gates(self, name: str) -> tuple[str, ...]:
+        """Of a stage or of its recipe; stages that they compare with are whole paths."""
+        stage = self.table.stages[name]
+        return self._below(stage.gates) if stage.recipe is None else self._config(name).gates
+
+    def _below(self, gates: Sequence[str]) -> tuple[str, ...]:
+        return tuple(parse_gate(text).below(self.root.absolute()).text for text in gates)
 
     def output(self, name: str) -> Path:
         run_dir = self.run_dir(name)
@@ -144,8 +142,7 @@ class Graph:
         flags += [f"{key}={as_toml(str(self.output(parent)))}"
                   for key, parent in stage.inputs.items()]
         if stage.gates:
-            gates = [parse_gate(text).below(self.root.absolute()).text for text in stage.gates]
-            flags.append(f"gates={as_toml(gates)}")
+            flags.append(f"gates={as_toml(list(self._below(stage.gates)))}")
         return [*flags, f"runs_dir={as_toml(str(self.root))}", f"name={as_toml(name)}"]
 
     def _model_of(self, name: str) -> list[str]:
@@ -154,7 +151,7 @@ class Graph:
         parent = stage.inputs.get("model.path") or next(iter(stage.parts), None)
         if parent is not None:
             return self._model_of(parent)
-        model = load_recipe(self._recipe(stage), self._overrides(name)).config.model
+        model = self._config(name).model
         return [f"model.preset={as_toml(model.preset)}",
                 f"model.path={as_toml(model.path and str(model.path))}"]
 
@@ -178,9 +175,9 @@ def load_graph(path: str | Path) -> Graph:
                           where=file.display, remedy="take one of these inputs away") from None
     for name in graph.order:
         stage = graph.table.stages[name]
+        for key, parent in [*stage.inputs.items(), *(("model.path", p) for p in stage.parts)]:
+            _check_type(graph, name, key, parent)
         if stage.recipe is not None:
-            for key, parent in stage.inputs.items():
-                _check_type(graph, name, key, parent)
             graph.resolve(name)
     return graph
 
@@ -190,6 +187,10 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
     if [bool(stage.recipe), bool(stage.merge), bool(stage.export)].count(True) != 1:
         raise ConfigError(f"stage {name} needs exactly one of recipe, merge and export",
                           where=where, remedy="take the others away")
+    others = ("dtype",) if stage.recipe else ("settings", "inputs")
+    if stray := [field for field in others if getattr(stage, field)]:
+        raise ConfigError(f"stage {name} takes no {stray[0]}", where=where, remedy=(
+            "dtype goes with export or merge, settings and inputs with recipe"))
     for parent in stage.parents:
         if parent not in known:
             raise ConfigError(f"stage {name} builds on {parent!r}, which is no stage", where=where,

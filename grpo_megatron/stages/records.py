@@ -9,7 +9,9 @@ from typing import Any
 
 import grpo_megatron
 from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.presets import load_preset
 from grpo_megatron.files import write_atomically
+from grpo_megatron.rundir import RunDir
 from grpo_megatron.stages.graph import Graph
 
 
@@ -26,20 +28,26 @@ class Records:
 
     def __init__(self, graph: Graph):
         self.graph = graph
+        self.lock = RunDir(graph.root / "records")
         self._fingerprints: dict[str, str] = {}
 
     def state(self, name: str) -> State:
         graph = self.graph
         if any(self.state(parent) is not State.DONE for parent in graph.table.stages[name].parents):
             return State.WAITING
-        file = self._file(name)
-        if not file.exists() or file.read_text() != self.fingerprint(name):
+        if not self.is_unchanged(name):
             return State.READY
         if not graph.run_dir(name).result.exists():
             return State.PARTIAL
         return State.GATED if self.closed_gates(name) else State.DONE
 
+    def is_unchanged(self, name: str) -> bool:
+        """Whether the stage was begun with what it would begin with now."""
+        file = self._file(name)
+        return file.exists() and file.read_text() == self.fingerprint(name)
+
     def begin(self, name: str) -> None:
+        self.graph.run_dir(name).result.unlink(missing_ok=True)  # no longer of this fingerprint
         file = self._file(name)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, self.fingerprint(name))
@@ -51,8 +59,7 @@ class Records:
 
     def closed_gates(self, name: str) -> list[str]:
         """Gates that a stage misses, with what was seen; none before its end."""
-        gates = [parse_gate(text).below(self.graph.root)
-                 for text in self.graph.table.stages[name].gates]
+        gates = map(parse_gate, self.graph.gates(name))
         return [f"{gate.text} (seen: {seen})" for gate in gates if (result := self.result(name))
                 and (seen := gate.check(result)) is not None]
 
@@ -69,13 +76,16 @@ class Records:
             known["config"] = config.model_dump(mode="json",
                                                 exclude={"runs_dir", "telemetry", "gates"})
             made = {graph.output(parent) for parent in stage.inputs.values()}
-            files = {config.model.path, *(d.path for d in config.domains)} - {None, *made}
+            teachers = config.distillation.teachers if config.distillation else ()
+            files = {config.model.path, *(t.path for t in teachers), *(
+                path for d in config.domains for path in (d.path, d.reference))} - {None, *made}
+            known["preset"] = config.model.preset and load_preset(config.model.preset).hf
             known["files"] = {str(path): _stamp(path) for path in sorted(files)}
         text = json.dumps(known, sort_keys=True).encode()
         return self._fingerprints.setdefault(name, hashlib.sha256(text).hexdigest())
 
     def _file(self, name: str) -> Path:
-        return self.graph.root / "records" / name
+        return self.lock.root / name
 
 
 @cache

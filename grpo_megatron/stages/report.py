@@ -54,7 +54,7 @@ def _stages(graph: Graph) -> dict[str, Any]:
         state = records.state(name)
         closed = records.closed_gates(name) if state in (State.DONE, State.GATED) else []
         found[name] = {"kind": graph.kind(name), "state": state, "parents": stage.parents,
-                       "gates": stage.gates, "closed": closed, "result": records.result(name)}
+                       "gates": graph.gates(name), "closed": closed, "result": records.result(name)}
     return found
 
 

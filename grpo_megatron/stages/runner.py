@@ -25,11 +25,9 @@ def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = Non
     """Every stage that is not done, parents first; a failed one stops its descendants only.
     Returns the exit code of the first that failed. RunLockedError where another process does."""
     records, failed = Records(graph), {}
-    own = RunDir(graph.root / "records")
-    own.root.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # also of a shell whose jobs ignore SIGINT
         signal.signal(number, signal.default_int_handler)
-    with nullcontext() if only else run_lock(own):  # a run of its own is locked by itself
+    with nullcontext() if only else run_lock(records.lock):  # a run's own lock is enough
         for name in [only] if only else graph.order:
             state = records.state(name)
             if state is State.DONE:
@@ -39,6 +37,7 @@ def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = Non
                 waits = [p for p in graph.table.stages[name].parents
                          if records.state(p) is not State.DONE]
                 say(f"{name}: not run, because of {', '.join(waits)}")
+                failed[name] = ConfigError.exit_code
                 continue
             say(f"{name}: {graph.kind(name)}")
             code = GateError.exit_code if state is State.GATED else _run_stage(
@@ -69,8 +68,6 @@ def _run_stage(graph: Graph, records: Records, name: str, *, resume: bool) -> in
 
 def _merge(graph: Graph, name: str) -> int:
     started, stage, run_dir = time.monotonic(), graph.table.stages[name], graph.run_dir(name)
-    shutil.rmtree(run_dir.root, ignore_errors=True)
-    run_dir.root.mkdir(parents=True)
     try:
         merge_checkpoints({graph.output(part): weight for part, weight in stage.parts.items()},
                           run_dir.export, stage.dtype)
@@ -86,25 +83,26 @@ def submit_graph(graph: Graph, site: str, say: Callable[[str], object]) -> dict[
     stages that build on a failed one are cancelled by Slurm. ConfigError as by `slurm.submit`."""
     records, jobs, closed = Records(graph), {}, set()
     slurm.render_job(graph.root, site, (1, 0, 0))  # a wrong site must not cost earlier results
-    for name in graph.order:
-        state = records.state(name)
-        if state is State.DONE:
-            say(f"{name}: done and unchanged")
-            continue
-        blocked = closed.intersection(graph.table.stages[name].parents)
-        if state is State.GATED or blocked:
-            closed.add(name)
-            say(f"{name}: " + "; ".join(records.closed_gates(name)
-                                        or [f"not run, because of {', '.join(sorted(blocked))}"]))
-            continue
-        after = [jobs[parent] for parent in graph.table.stages[name].parents if parent in jobs]
-        try:
-            jobs[name] = _submit(graph, records, name, site, after)
-        except GrpoMegatronError:
-            for job in jobs.values():
-                slurm.slurm("scancel", job)
-            raise
-        say(f"{name}: job {jobs[name]}" + (f" after {', '.join(after)}" if after else ""))
+    with run_lock(records.lock):
+        for name in graph.order:
+            state, parents = records.state(name), graph.table.stages[name].parents
+            if state is State.DONE:
+                say(f"{name}: done and unchanged")
+                continue
+            blocked = closed.intersection(parents)
+            if state is State.GATED or blocked:
+                closed.add(name)
+                say(f"{name}: " + "; ".join(records.closed_gates(name) or [
+                    f"not run, because of {', '.join(sorted(blocked))}"]))
+                continue
+            after = [jobs[parent] for parent in parents if parent in jobs]
+            try:
+                jobs[name] = _submit(graph, records, name, site, after)
+            except GrpoMegatronError:
+                for job in jobs.values():
+                    slurm.slurm("scancel", job)
+                raise
+            say(f"{name}: job {jobs[name]}" + (f" after {', '.join(after)}" if after else ""))
     return jobs
 
 
@@ -113,16 +111,15 @@ def _submit(graph: Graph, records: Records, name: str, site: str, after: list[st
     if slurm.active_job(run_dir):
         raise ConfigError(f"stage {name} has a job already", where=str(run_dir.root),
                           remedy=f"grpo-megatron cancel {run_dir.root}")
-    again = records.state(name) is State.PARTIAL and (run_dir.slurm / "train.sbatch").exists()
+    if not (goes_on := records.is_unchanged(name) and run_dir.config.exists()):
+        shutil.rmtree(run_dir.root, ignore_errors=True)
     records.begin(name)
-    if stage.recipe is not None and again:
-        return slurm.submit_again(run_dir, after)
-    shutil.rmtree(run_dir.root, ignore_errors=True)
-    if stage.recipe is not None:
+    if stage.recipe is not None and not goes_on:
         return slurm.submit(graph.resolve(name), site, after)
     for folder in (run_dir.slurm, run_dir.root / "logs"):
-        folder.mkdir(parents=True)
-    write_atomically(run_dir.slurm / "train.sbatch", slurm.render_job(
+        folder.mkdir(parents=True, exist_ok=True)
+    script = slurm.render(graph.resolve(name), site) if goes_on else slurm.render_job(
         run_dir.root, site, (1, 0, 0), ["stages", "run", str(graph.file.path.resolve()),
-                                        "--only", name]))
+                                        "--only", name])
+    write_atomically(run_dir.slurm / "train.sbatch", script)
     return slurm.submit_again(run_dir, after)

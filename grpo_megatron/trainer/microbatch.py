@@ -27,7 +27,6 @@ class MicroBatch:
     rows: torch.Tensor  # int64 [n]: the position before each policy token
     targets: torch.Tensor  # int64 [n]: the policy tokens
     sample: torch.Tensor  # int64 [n], 0..S-1
-    token_counts: torch.Tensor  # int64 [S]
     rollout_logprobs: torch.Tensor  # fp32 [n]; minus infinity: unusable
     kept: Kept | None = None  # of truncated sampling
     teachers: list[TeacherTokens] = field(default_factory=list)  # see `trainer.teachers`
@@ -76,7 +75,7 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
                                max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)),
         rows=flat(rows, torch.int64), targets=flat(targets, torch.int64),
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
-        token_counts=flat([counts], torch.int64), rollout_logprobs=flat(behaviour, torch.float32))
+        rollout_logprobs=flat(behaviour, torch.float32))
 
 
 def _joined_sets(sets: list[KeptSets | None],

@@ -100,7 +100,7 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
     distributed = layout.distributed_optimizer
     ddp_config = ddp.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed,
-        overlap_grad_reduce=HAS_CUDA, overlap_param_gather=HAS_CUDA and distributed)
+        overlap_grad_reduce=HAS_CUDA)  # a gather in the next forward is too late to publish
     chunks = []
     for index, model in enumerate(build_models(config, hf, layout)):
         model.temperature = temperature
@@ -115,20 +115,13 @@ def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: Optimizer
         optimizer="adam", lr=optimizer.lr, weight_decay=optimizer.weight_decay,
         adam_beta1=optimizer.beta1, adam_beta2=optimizer.beta2, adam_eps=optimizer.eps,
         clip_grad=optimizer.clip_grad, use_distributed_optimizer=distributed, bf16=config.bf16,
-        params_dtype=config.params_dtype, overlap_param_gather=ddp_config.overlap_param_gather),
-        chunks)
+        params_dtype=config.params_dtype), chunks)
     config.grad_scale_func = megatron_optimizer.scale_loss
     config.finalize_model_grads_func = ddp.finalize_model_grads
     if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = _one_or_all([c.no_sync for c in chunks])
-    if ddp_config.overlap_param_gather:
-        config.param_sync_func = _one_or_all([c.start_param_sync for c in chunks])
+        syncs = [c.no_sync for c in chunks]  # Megatron takes a list of several only
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return Policy(hf, config, chunks, megatron_optimizer, RouteReplay(unwrap_model(chunks), config))
-
-
-def _one_or_all(by_chunk: list[Any]) -> Any:
-    """Megatron takes lists where there are several chunks only."""
-    return by_chunk if len(by_chunk) > 1 else by_chunk[0]
 
 
 def build_models(config: TransformerConfig, hf: dict[str, Any],

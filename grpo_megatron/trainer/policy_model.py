@@ -53,5 +53,5 @@ class PolicyModel(GPTModel):
             for teacher in teachers:
                 total = total.index_add(0, teacher.rows, teacher.weight * divergence(
                     states, weight, teacher, group))
-            found = (*found, total)
+            found = (*(values.detach() for values in found), total)
         return torch.stack(found)

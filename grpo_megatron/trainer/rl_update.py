@@ -156,8 +156,6 @@ class Training:
 
         stats = step.train_step(self.policy, update.batch, loss, run)
         self.source.finish(run, update.batch)
-        for name in ("loss/value", "loss/abs_terms"):  # the mean over updates
-            stats.means[name][1], stats.units[name] = 1.0, "update"
         self._learn(stats)
         return stats
 

@@ -1,6 +1,5 @@
 """The commands a trainer executes. Every rank runs every command; rank 0 answers."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,9 @@ from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints import distributed, hf_export, hf_import, torch_dist
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import CheckpointError
+from grpo_megatron.plan.hf_config import computation
+from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer.gaps import logprob_gaps
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.platform import peak_memory_bytes
@@ -29,9 +31,9 @@ class TrainerService:
 
     def __init__(self, config: RunConfig, model_path: Path):
         self.config, self.model_path = config, model_path
-        hf = json.loads((model_path / "config.json").read_text())
-        self.policy = build_policy(hf, config.trainer, config.optimizer,
-                                   config.routing.router_policy, config.rollout.temperature)
+        temperature = 1.0 if config.kind == "sft" else config.rollout.temperature
+        self.policy = build_policy(read_config(model_path), config.trainer, config.optimizer,
+                                   config.routing.router_policy, temperature)
         self.publisher = WeightPublisher(self.policy.sharded, config.publish)
         self.load_hf(model_path)
         self.references = References(config)
@@ -51,6 +53,9 @@ class TrainerService:
         self.policy.optimizer.reload_model_params()  # its fp32 copies follow
 
     def _load_model(self, directory: Path) -> None:
+        if computation(read_config(directory)) != computation(self.policy.hf):
+            raise CheckpointError("its config.json is not that of the policy's model", remedy="give "
+                                  "weights of the same architecture", where=str(directory))
         if torch_dist.is_torch_dist(directory):
             distributed.load_model(directory / "weights", self.policy.chunks)
         else:

@@ -111,6 +111,8 @@ def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction
     grad_norm = float(policy.optimizer.step()[1])
     _require_finite("gradient norm", grad_norm)
     stats.mean("grad/norm", torch.tensor(grad_norm), 1.0, "update")
+    for name in stats.means.keys() & {"loss/value", "loss/abs_terms"}:  # the mean over updates
+        stats.means[name][1], stats.units[name] = 1.0, "update"
     return stats
 
 

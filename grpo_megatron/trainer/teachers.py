@@ -60,13 +60,13 @@ class Teachers:
         model.answers_states = False
         if not model.post_process:
             return
-        head = model.output_weight().clone()
+        head = model.output_weight().detach().clone()
         group = parallel_state.get_tensor_model_parallel_group()
         kl = DivergenceSettings(
             model.real_vocab_size, self.settings.temperature or self.config.rollout.temperature,
             model.logprob_chunk_tokens, self.settings.forward_weight)
         for microbatch, output in zip(batch.microbatches, found, strict=True):
-            output = untruncated(output) if mode == "sampled" else output
+            output = untruncated(output) if mode == "sampled" else output.to(head.dtype)
             taught = torch.from_numpy(np.isin(table.domain[microbatch.table_rows], domains))
             rows = taught.to(output.device)[microbatch.sample].nonzero()[:, 0]
             columns = {"sampled": lambda states: {"logprobs": states},

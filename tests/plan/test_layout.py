@@ -31,10 +31,10 @@ def trainer(**sizes) -> TrainerConfig:
     return TrainerConfig(**{SHORT[name]: value for name, value in sizes.items()})
 
 
-def check(facts: ModelFacts = MOE, rollout: dict | None = None, *, te: bool = True,
+def check(facts: ModelFacts = MOE, rollout: dict | None = None, *,
           cpu: bool = True, **sizes):
     return check_layout(Case(trainer(**sizes), facts, RolloutConfig(**(rollout or {})),
-                             Engines(cpu=cpu, transformer_engine=te)))
+                             Engines(cpu=cpu)))
 
 
 @pytest.mark.parametrize("sizes", [
@@ -67,7 +67,6 @@ def test_valid_layouts(sizes):
     ("virtual_pipeline", "vpp", (), {"vpp": 2}),
     ("sequence_parallel", "sp", (False,), {"sp": True}),
     ("sequence_parallel", "sp", (True,), {"ranks": 2, "tp": 2, "sp": False}),
-    ("context_parallel", "cp", (1,), {"ranks": 2, "cp": 2, "te": False}),
     ("context_parallel", "cp", (1,), {"ranks": 2, "cp": 2}),
 ])
 def test_each_rule(rule, key, nearest, sizes):
@@ -170,5 +169,5 @@ def test_nearest_values_keep_the_rule(sizes):
         name = violation.key.removeprefix("trainer.")
         for value in violation.nearest:
             changed = trainer(**sizes).model_copy(update={name: value})
-            again = check_layout(Case(changed, MOE, engines=Engines(True, True)))
+            again = check_layout(Case(changed, MOE, engines=Engines(cpu=True)))
             assert violation.rule not in [other.rule for other in again]

@@ -58,7 +58,7 @@ def test_recommended_layouts_obey_every_rule(name):
         trainer = TrainerConfig(**layout["trainer"])
         rollout = RolloutConfig(**layout["rollout"])
         facts = facts_from_hf(preset.hf)
-        assert check_layout(Case(trainer, facts, rollout, Engines(False, True))) == []
+        assert check_layout(Case(trainer, facts, rollout, Engines(cpu=False))) == []
         assert layout["gpus"] == (trainer.num_ranks
                                   + rollout.num_replicas * rollout.tensor_parallel_size)
 

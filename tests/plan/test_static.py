@@ -37,7 +37,7 @@ def layouts_of(name: str) -> list[dict]:
     for mixture in MIXTURES:
         trainer = {SHORT[key]: value for key, value in mixture.items()}
         rules = check_layout(Case(TrainerConfig(**trainer), facts_from_hf(preset.hf),
-                                  engines=Engines(False, True)))
+                                  engines=Engines(cpu=False)))
         found += [] if rules else [trainer]
     return [layout for layout in found if num_weights(preset.hf, layout) <= _MAX_MODULES]
 

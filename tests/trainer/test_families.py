@@ -57,7 +57,7 @@ GRADIENTS = [("deepseek_v2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "ep
 def _refusals(model: str, layout: str) -> list[str]:
     ranks, sizes = LAYOUTS[layout]
     found = check_layout(Case(TrainerConfig(num_ranks=ranks, **sizes),
-                              facts_from_hf(MODELS[model]), engines=Engines(False, False)))
+                              facts_from_hf(MODELS[model]), engines=Engines(cpu=False)))
     return [v.message for v in found if v.key.startswith("trainer.")]
 
 

@@ -187,10 +187,11 @@ function graphSection({ graph, levels, runs }) {
   return el("section", null, graphPicture(graph, levels, linked), el("h3", null, "Stages"),
     table(["stage", "kind", "state", "builds on", "accuracy", "time", "gates"], levels.flat().map(name => {
       const stage = graph[name], accuracy = ((stage.result.eval || {}).all || {}).accuracy;
-      const closed = gate => stage.closed.find(text => text.includes(gate.split(" against ")[0]));
+      const closed = gate => stage.closed.find(text => text.startsWith(gate + " (seen"));
+      const brief = gate => gate.replace(/ against .*\//, " against ");
       return [linked.has(name) ? el("a", { href: "#stage-" + name }, name) : name, stage.kind.replace("_", " "),
         `${GLYPHS[stage.state]} ${stage.state}`, stage.parents.length ? stage.parents.map(parent => el("div", null, parent)) : "–", show(accuracy), duration(stage.result.seconds) || "–",
-        stage.gates.length ? el("ul", null, stage.gates.map(gate => el("li", { class: closed(gate) ? "closed" : null }, closed(gate) ? "✕ " + closed(gate) : gate))) : "–"];
+        stage.gates.length ? el("ul", null, stage.gates.map(gate => el("li", { class: closed(gate) ? "closed" : null }, closed(gate) ? "✕ " + brief(closed(gate)) : brief(gate)))) : "–"];
     }), [0, 1, 2, 3, 6]));
 }
 
