@@ -209,6 +209,5 @@ def _write_metadata(directory: Path, objects: Sequence[str],
         torch.save({}, directory / "common.pt")
         with open(directory / ".metadata", "wb") as file:
             pickle.dump(dcp.Metadata(known, storage_data=places), file)
-    durable.write_json(directory / "metadata.json", {
-        "sharded_backend": "torch_dist", "sharded_backend_version": 1,
-        "common_backend": "torch", "common_backend_version": 1})
+    durable.write_json(directory / "metadata.json", {"sharded_backend": "torch_dist",
+        "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1})

@@ -135,9 +135,8 @@ def plan(recipe: Source, overrides: Overrides = None,
         nodes, ranks = config.placement.trainer_nodes, config.trainer.num_ranks
         fits = [f"fits: {row['settings']}" for row in layouts.search(
             config, nodes, ranks // nodes, device)[:2] if problems[0].rule == "trainer_memory"]
-        raise ConfigError(
-            "\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems), where=recipe,
-            remedy="\n".join([*(p.remedy for p in problems), *fits]))
+        raise ConfigError("\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems),
+            where=recipe, remedy="\n".join([*(p.remedy for p in problems), *fits]))
 
 
 def _print(found: Plan) -> None:

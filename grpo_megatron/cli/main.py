@@ -11,8 +11,7 @@ import grpo_megatron
 from grpo_megatron.cli import convert_commands, inspect_commands, run_commands, stages_commands
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
-app = typer.Typer(
-    name="grpo-megatron", no_args_is_help=True, add_completion=False,
+app = typer.Typer(name="grpo-megatron", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
 for _command in (run_commands.train, run_commands.resume, run_commands.submit,

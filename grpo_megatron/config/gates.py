@@ -54,7 +54,7 @@ def parse_gate(text: str, domains: Sequence[str] = ()) -> Gate:
     if found := _DROP.fullmatch(text.strip()):
         return Gate(text, "", "<=", float(found[1]), Path(found[2]))
     if found := _VALUE.fullmatch(text.strip()):
-        known = ["seconds", "steps", "accelerator_hours", *(f"eval.{d}" for d in domains), "eval.all"]
+        known = ["seconds", "steps", "accelerator_hours", *(f"eval.{d}" for d in (*domains, "all"))]
         name = ".".join(found[1].split(".")[:2])
         if domains and name not in known:
             raise ConfigError(f"no run measures {name!r}", remedy=did_you_mean(name, known))

@@ -35,10 +35,10 @@ async def evaluate(session: Session, prompts: Sequence[Prompt]) -> Results:
 
 
 def _by_domain(session: Session, scored: Sequence[ScoredGroup],
-               measure: Callable[[ScoredGroup, np.ndarray], Mapping[str, float]]) -> Results:
+               measure: Callable[[ScoredGroup, Selection], Mapping[str, float]]) -> Results:
     selection, results = Selection(session.config), {}
     for domain in dict.fromkeys(group.group.prompt.domain for group in scored):
-        rows = [measure(group, selection.correct(group) == 1) for group in scored
+        rows = [measure(group, selection) for group in scored
                 if group.group.prompt.domain == domain]
         results[domain] = {"prompts": float(len(rows))}
         for name in rows[0]:
@@ -48,17 +48,17 @@ def _by_domain(session: Session, scored: Sequence[ScoredGroup],
     return results
 
 
-def _greedy(group: ScoredGroup, correct: np.ndarray) -> dict[str, float]:
-    return {"accuracy": float(correct[0])}
+def _greedy(group: ScoredGroup, selection: Selection) -> dict[str, float]:
+    return {"accuracy": float(selection.correct(group)[0] == 1)}
 
 
-def _sampled(group: ScoredGroup, correct: np.ndarray) -> dict[str, float]:
-    total, found = len(correct), {}
-    texts = [completion.text.strip() for completion in group.group.completions]
+def _sampled(group: ScoredGroup, selection: Selection) -> dict[str, float]:
+    correct, answers, found = selection.correct(group) == 1, selection.answers(group), {}
+    total = len(correct)
     for k in sorted({*(2**i for i in range(total.bit_length())), total}):
         found[f"pass_at_{k}"] = pass_at_k(total, int(correct.sum()), k)
-        winner = Counter(texts[:k]).most_common(1)[0][0]
-        found[f"majority_at_{k}"] = float(correct[texts.index(winner)])
+        winner = Counter(answers[:k]).most_common(1)[0][0]
+        found[f"majority_at_{k}"] = float(correct[answers.index(winner)])
     return found
 
 

@@ -94,7 +94,7 @@ class RLLoop:
         if not self.config.publish.canary or self.config.uses_dataset:
             return {}
         prompts = next(iter(self.session.splits.train.values()))
-        return await self.session.publisher.check_canary(prompts[:2])
+        return await self.session.publisher.check_canary(prompts[:8])
 
     async def _sample(self, step: int) -> RecordedStep:
         directory = self.run_dir.step_store(step)
@@ -112,8 +112,7 @@ class RLLoop:
                     "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
                     "extremes": extremes(step, groups, config.telemetry.samples_per_step)}
         written_from = time.perf_counter()
-        await asyncio.to_thread(
-            record_step, directory, groups, config.batch.updates_per_rollout,
+        await asyncio.to_thread(record_step, directory, groups, config.batch.updates_per_rollout,
             list(self.weights), manifest, self.session.tokenizer.decode, recorded_shape(config))
         rollout_s += time.perf_counter() - written_from
         return RecordedStep(step, directory, manifest, {

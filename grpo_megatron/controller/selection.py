@@ -1,5 +1,6 @@
 """Which groups of a step are kept, and what they say about the policy, also by domain."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,7 +9,10 @@ import numpy as np
 
 from grpo_megatron.algorithms.batch import ZERO_VARIANCE
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.rewards.code_tests import extract
 from grpo_megatron.types import ScoredGroup
+
+_BOXED = re.compile(r"\\boxed\{(.*)\}")
 
 
 class Selection:
@@ -18,14 +22,21 @@ class Selection:
     def __init__(self, config: RunConfig):
         self._settings, self._overlong = config.sampling, config.objective.overlong
         self._trains_all = config.kind != "rl"
-        self._accuracy = {d.name: (d.accuracy or d.rewards[0].component,
+        self._accuracy = {d.name: (next(r for r in d.rewards if d.accuracy in (None, r.component)),
                                    d.accuracy_threshold - 1e-9) for d in config.domains}
 
     def correct(self, group: ScoredGroup) -> np.ndarray:
         """1 correct, 0 incorrect, NaN not scored; float64 [G]."""
-        component, threshold = self._accuracy[group.group.prompt.domain]
-        values = group.components[component]
+        reward, threshold = self._accuracy[group.group.prompt.domain]
+        values = group.components[reward.component]
         return np.where(np.isnan(values), np.nan, values >= threshold)
+
+    def answers(self, group: ScoredGroup) -> list[str]:
+        """Of completions, what is in the accuracy reward's `answer_tag` or a last `\\boxed{…}`."""
+        reward, _ = self._accuracy[group.group.prompt.domain]
+        texts = [extract(c.text, reward.arguments.get("answer_tag")) or ""
+                 for c in group.group.completions]
+        return [[text, *_BOXED.findall(text)][-1].strip() for text in texts]
 
     def with_statistics(self, group: ScoredGroup) -> ScoredGroup:
         """The group as group statistics see it: `overlong = "drop"` unscores what is truncated."""

@@ -80,10 +80,9 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
         stack.push_async_callback(trainer.close)
         tokenizer = load_tokenizer(config.model.path or run_dir.model)
         splits = load_splits(config, tokenizer)
-        rewards = await stack.enter_async_context(RewardPool(
-            config.domains, num_workers=config.data.reward_workers,
-            timeout_s=config.data.reward_timeout_s, concurrency=config.data.reward_concurrency,
-            log_path=run_dir.logs / "rewards.log"))
+        rewards = await stack.enter_async_context(RewardPool(config.domains,
+            num_workers=config.data.reward_workers, timeout_s=config.data.reward_timeout_s,
+            concurrency=config.data.reward_concurrency, log_path=run_dir.logs / "rewards.log"))
         show("phase", name="starting")
         clients = await _connect(config, run_dir, stack)
         engines = ReplicaPool(clients, max_attempts=config.rollout.max_attempts,

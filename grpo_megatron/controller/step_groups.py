@@ -50,9 +50,8 @@ class GroupSource:
             first_tries.extend(scored)
             return await self._correction(step, scored) if self._correction else scored
 
-        kept, sampled, num_rounds = await fill_batch(
-            settings, batch.num_prompts, sampler.acceptance, self._surplus, sampler.draw, score,
-            selection.keeps)
+        kept, sampled, num_rounds = await fill_batch(settings, batch.num_prompts,
+            sampler.acceptance, self._surplus, sampler.draw, score, selection.keeps)
         groups, surplus = kept[:batch.num_prompts], kept[batch.num_prompts:]
         # decided now, not when they are due: a resumed run then counts the same
         oldest = step + 1 - batch.max_staleness - settings.surplus_staleness

@@ -83,9 +83,8 @@ class _Screen:
     """A bar a phase on a terminal; a line a finished phase and a message everywhere."""
 
     def __init__(self) -> None:
-        self.bar = progress.Progress(
-            progress.TextColumn("{task.description:>10}"), progress.BarColumn(),
-            progress.DownloadColumn(), progress.TransferSpeedColumn(),
+        self.bar = progress.Progress(progress.TextColumn("{task.description:>10}"),
+            progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn(),
             progress.TimeRemainingColumn(), disable=not sys.stdout.isatty())
         self._tasks: dict[str, tuple[progress.TaskID, int]] = {}
 

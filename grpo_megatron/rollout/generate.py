@@ -114,8 +114,7 @@ def _completion(request: GenerateRequest, choice: _Choice) -> Completion:
                           remedy="requests must not be in flight while weights are published")
     if not (0 if aborted else 1) <= num_tokens <= request.max_tokens:
         raise EngineError(f"{num_tokens} tokens where 1 to {request.max_tokens} were asked for")
-    completion = Completion(
-        np.array(choice.token_ids, np.int32), _logprobs(choice),
+    completion = Completion(np.array(choice.token_ids, np.int32), _logprobs(choice),
         _spans(choice.weight_versions or [], num_tokens), choice.finish_reason, text="",
         kept=_kept(choice) if request.truncation else None)
     if request.record_routes and num_tokens:

@@ -36,8 +36,7 @@ async def complete(ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int,
         num_empty, goal = 0, longest
         while (done := len(whole.token_ids)) < max_tokens and _goes_on(whole, goal):
             goal = min(done + longest, max_tokens)
-            tail, = await ask(
-                [*prompt, *whole.token_ids.tolist()], n=1, max_tokens=goal - done,
+            tail, = await ask([*prompt, *whole.token_ids.tolist()], n=1, max_tokens=goal - done,
                 seed=None if seed is None else derive_seed(seed + child, "segment", done),
                 routes_from=len(prompt) + done - 1 if done else 0)
             num_empty = 0 if len(tail.token_ids) else num_empty + 1

@@ -71,9 +71,8 @@ class RolloutWorker:
 
             longest = min(max_tokens, self.config.max_new_tokens_of(prompt.domain),
                           rollout.max_model_len - len(prompt.token_ids))
-            found = await complete(
-                ask, prompt.token_ids, n=request.n, max_tokens=max(1, longest), seed=request.seed,
-                segment_tokens=rollout.segment_tokens)
+            found = await complete(ask, prompt.token_ids, n=request.n, max_tokens=max(1, longest),
+                seed=request.seed, segment_tokens=rollout.segment_tokens)
             samples[request.prompt][request.first : request.first + request.n] = [
                 replace(c, text=self._decode(c.token_ids.tolist())) for c in found]
             if request.first == 0:

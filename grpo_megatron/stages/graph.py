@@ -200,15 +200,11 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
 
 
 def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:
-    wants, kind = key.rpartition(".")[0].startswith("domains"), graph.kind(parent)
-    wants_data = wants and key.endswith(".path")
-    if wants_data != (kind == "rejection_sample"):
-        raise ConfigError(
-            f"{key} of stage {name} takes a {'data set' if wants_data else 'checkpoint'}; stage "
-            f"{parent} ({kind}) gives a {'checkpoint' if wants_data else 'data set'}",
-            where=graph.file.where(("stages", name, "inputs")),
-            remedy="name another stage" if wants_data else "a data set goes to domains.N.path")
-    if kind == "eval":
-        raise ConfigError(f"stage {parent} only evaluates: it has no checkpoint to give",
-                          where=graph.file.where(("stages", name, "inputs")),
-                          remedy="take the stage that it evaluates")
+    is_path = key.startswith("domains") and key.endswith(".path")
+    kind, wants = graph.kind(parent), "a data set" if is_path else "a checkpoint"
+    gives = {"rejection_sample": "a data set", "eval": "only numbers"}.get(kind, "a checkpoint")
+    if wants != gives:
+        raise ConfigError(f"{key} of stage {name} takes {wants}; stage {parent} ({kind}) gives "
+                          f"{gives}", where=graph.file.where(("stages", name)), remedy=(
+            "name another stage" if is_path or kind == "eval" else
+            "a data set goes to domains.N.path"))

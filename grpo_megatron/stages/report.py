@@ -103,7 +103,6 @@ def _recorded(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
             pieces = [text[len(before):] for before, text in pairwise(texts)]
             own = tokens[batch.offsets[row]:][:len(ids)].tolist()
             samples.append({**sample, "tokens": [*zip(ids, pieces, own, strict=True)]})
-        found.append({
-            "step": table.manifest["step"], "lacks": sorted(lacks), "samples": samples,
+        found.append({"step": table.manifest["step"], "lacks": sorted(lacks), "samples": samples,
             "groups": [(int(table.domain[row[0]]), table.reward[row].tolist()) for row in rows]})
     return found

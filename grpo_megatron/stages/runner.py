@@ -16,7 +16,6 @@ from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import slurm
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.orphans import die_with_parent
-from grpo_megatron.rundir import RunDir
 from grpo_megatron.stages.graph import Graph
 from grpo_megatron.stages.records import Records, State
 

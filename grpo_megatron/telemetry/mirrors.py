@@ -80,8 +80,7 @@ def _wandb_mirror(run_dir: RunDir, run_name: str, config: TelemetryConfig,
         id_file.write_text(uuid.uuid4().hex[:12])
     quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True,
                            init_timeout=_WANDB_TIMEOUT_S, login_timeout=_WANDB_TIMEOUT_S)
-    run = wandb.init(
-        project=config.wandb_project, name=run_name, id=id_file.read_text().strip(),
+    run = wandb.init(project=config.wandb_project, name=run_name, id=id_file.read_text().strip(),
         resume="allow", dir=run_dir.root, mode=config.wandb, config=settings, settings=quiet)
     run.define_metric("*", step_metric="step")
     return SimpleNamespace(log=run.log, close=run.finish)

@@ -52,10 +52,9 @@ def moe_layers(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def _torch_layer_spec(config: TransformerConfig, num_experts: int | None):
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization,
-        multi_latent_attention=config.multi_latent_attention)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=num_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization, multi_latent_attention=config.multi_latent_attention)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
     attention = layer.self_attention.submodules

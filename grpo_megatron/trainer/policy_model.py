@@ -44,9 +44,8 @@ class PolicyModel(GPTModel):
         if self.answers_states:
             return states
         weight = self.output_weight()
-        found = token_logprobs(
-            states, weight, labels, vocab_size=self.real_vocab_size, temperature=self.temperature,
-            chunk_tokens=self.logprob_chunk_tokens, kept=self._kept)
+        found = token_logprobs(states, weight, labels, vocab_size=self.real_vocab_size,
+            temperature=self.temperature, chunk_tokens=self.logprob_chunk_tokens, kept=self._kept)
         teachers = [t for t in self._teachers if t.is_whole]
         if teachers:
             total, group = torch.zeros_like(found[0]), get_tensor_model_parallel_group()

@@ -1,5 +1,6 @@
 """The commands a trainer executes. Every rank runs every command; rank 0 answers."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ class TrainerService:
 
     def _load_model(self, directory: Path) -> None:
         if computation(read_config(directory)) != computation(self.policy.hf):
-            raise CheckpointError("its config.json is not that of the policy's model", remedy="give "
-                                  "weights of the same architecture", where=str(directory))
+            raise CheckpointError("its config.json computes something else than the policy's",
+                                  where=str(directory), remedy="give the same architecture")
         if torch_dist.is_torch_dist(directory):
             distributed.load_model(directory / "weights", self.policy.chunks)
         else:
@@ -94,20 +95,22 @@ class TrainerService:
                               settings.max_steps)
         return {"nll": report["metrics"]["loss/nll"]}
 
-    def logprobs(self, directory: str) -> dict[str, Any]:
-        """Largest and mean |trainer - recorded| log-prob over a recorded step's policy tokens."""
+    def logprobs(self, directory: str, cap: float = math.inf) -> dict[str, Any]:
+        """Largest and mean |trainer - recorded| log-prob over a recorded step's policy tokens, and
+        the mean where none counts for more than `cap`."""
         table = SampleTable(Path(directory), verify=False)
         batch, stats = prepare(self.config.trainer, table, np.arange(len(table))), Stats()
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
             if output.numel():
                 found, gap = Stats(), (output[0] - part.rollout_logprobs).abs().double()
                 found.mean("gap", gap.sum(), len(gap))
+                found.mean("capped", gap.clamp(max=cap).sum(), len(gap))
                 found.maximum("gap", gap)
                 stats.add(found)
         stats = reduce_stats(stats)
         total, count = stats.means["gap"].tolist()
         return {"abs_max": float(stats.maxima["gap"]), "abs_mean": total / count,
-                "tokens": int(count)}
+                "capped_mean": float(stats.means["capped"][0]) / count, "tokens": int(count)}
 
     def reset_optimizer(self, cold_start: bool) -> None:
         """Drop all moments; take the settings of the cold start or of RL."""

@@ -130,10 +130,9 @@ def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable,
     def forward_step(iterator: Iterator[MicroBatch], model, return_schedule_plan=False):
         microbatch = next(iterator)
         replay.enter(unwrap_model(model), microbatch.index)
-        output = model(microbatch.tokens, microbatch.position_ids, None,
-                       labels=microbatch.targets, loss_mask=microbatch.rows,
-                       packed_seq_params=microbatch.packed, kept=microbatch.kept,
-                       teachers=microbatch.teachers)
+        output = model(microbatch.tokens, microbatch.position_ids, None, labels=microbatch.targets,
+                       loss_mask=microbatch.rows, packed_seq_params=microbatch.packed,
+                       kept=microbatch.kept, teachers=microbatch.teachers)
         replay.leave(unwrap_model(model), microbatch.index, output)
         return output, lambda tensor: on_output(microbatch, tensor)
 

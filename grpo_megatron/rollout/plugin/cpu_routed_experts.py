@@ -58,8 +58,7 @@ def apply() -> None:
 def _batch_view(runner) -> SimpleNamespace:
     """What `prepare_output` reads of runner V2's batch, copied: V1 reuses its arrays."""
     batch = runner.input_batch
-    return SimpleNamespace(
-        req_ids=list(batch.req_ids[:batch.num_reqs]),
+    return SimpleNamespace(req_ids=list(batch.req_ids[:batch.num_reqs]),
         query_start_loc_np=runner.query_start_loc.np[:batch.num_reqs + 1].copy(),
         num_computed_tokens_np=batch.num_computed_tokens_cpu[:batch.num_reqs].copy())
 

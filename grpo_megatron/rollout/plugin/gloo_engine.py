@@ -44,8 +44,7 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver = WeightReceiver(
-            init_info.senders, rank=init_info.rank_offset + worker,
+        self._receiver = WeightReceiver(init_info.senders, rank=init_info.rank_offset + worker,
             world_size=init_info.world_size, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
