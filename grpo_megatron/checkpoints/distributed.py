@@ -3,8 +3,7 @@
     step_000100/weights/       distributed checkpoint: model, optimizer
     step_000100/complete.json  without it the checkpoint does not exist
     step_000100/digests.json   of every file, as it was read back from disk
-    reference_step_000100/     reference weights, written when new; checkpoints name theirs
-"""
+    reference_step_000100/     reference weights, written when new; checkpoints name theirs"""
 
 import json
 import os

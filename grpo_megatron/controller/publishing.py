@@ -1,8 +1,7 @@
 """A new weight version: from the trainer into every live engine, proven, then a canary.
 
 The canary catches what follows loading: an engine may hold the right bytes and still compute
-with something else (prepacked copies, stale caches). It costs no time: it is sampled with the
-step's rollouts, and the trainer, idle then, recomputes its log-probs."""
+with something else (prepacked copies, stale caches). It is sampled beside the rollouts."""
 
 import asyncio
 import time

@@ -3,9 +3,8 @@
     nodes   t0 t1 … | r0 r1 …      placement.trainer_nodes | placement.rollout_nodes
     steps   trainer (all ranks)    rollout-0, rollout-1, … (one server each); controller on t0
 
-One allocation is split in this order; of a heterogeneous job the first component trains and the
-second generates. Steps share their nodes' resources (`--overlap`), so every role says itself which
-GPUs are its own. The site's file says what to put between srun and the program (docs/slurm.md)."""
+One allocation is split in this order; of a heterogeneous job the first part trains. Steps share
+their nodes' resources (`--overlap`), so every role says itself which GPUs are its own."""
 
 import os
 import re

@@ -13,8 +13,7 @@ from grpo_megatron.plan.memory import DEVICES, Plan, plan_of
 from grpo_megatron.plan.model_facts import ModelFacts, model_facts
 
 _RECOMPUTE_COST, _TENSOR_COST, _FAR_COST = 1 / 3, 0.08, 0.15
-"""Time lost by full recomputation, every doubling of TP, EP over nodes. Rules of thumb: they
-order layouts, they predict no time."""
+"""Time lost by full recomputation, every doubling of TP, EP over nodes: rules of thumb."""
 
 
 def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> list[dict[str, Any]]:

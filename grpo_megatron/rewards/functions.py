@@ -6,9 +6,8 @@
 
 It takes those of these keyword arguments that its signature names; others come from the recipe.
 NaN or None means "cannot be scored" (a bad reference answer), which is not the same as 0. An
-`async def` runs beside others of its kind: for rewards that wait for a server. A process reward
-returns a list, `(end, reward)` for every step, `end` being the place in the completion where the
-step ends; its value is their sum, and `objective.advantage = "process"` credits each step's tokens.
+`async def` runs beside others. A process reward returns a list of `(end, reward)` (`end`: a
+place in the completion); `objective.advantage = "process"` credits each step's tokens.
 
 With `answer_tag`, a reward looks into the last `<answer_tag>…</answer_tag>` only."""
 

@@ -2,9 +2,8 @@
 functions, and the rotation of packed sequences.
 
 Megatron-Core 0.16.1 knows Llama 3's scaling with one set of constants only, and YaRN outside latent
-attention only through attributes that its configuration does not have. The angles of packed tokens,
-the same in every layer, for queries and for keys, are gathered once per micro-batch. The rotation's
-gradient is the rotation back (times the scale), so nothing but cosines and sines is kept."""
+attention only through attributes that its configuration lacks. Angles of packed tokens are gathered
+once per micro-batch; the rotation's gradient is the rotation back, so only they are kept."""
 
 from typing import Any
 

@@ -7,8 +7,7 @@ routes of whichever micro-batch was forwarded last. Here a tap asks which micro-
 working on: `enter` says so for the forward, a hook on the chunk's output for the backward, where
 layers are computed again.
 
-Shape legend: T tokens of a micro-batch on this rank (its chunk of them with sequence parallelism),
-K experts per token, E experts, R MoE layers on this rank."""
+Shapes: T tokens of a micro-batch, K experts per token, E experts, R MoE layers; on this rank."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,10 +4,9 @@
     sender 1                 ├─ one gloo group each ┼─ worker 1 of replica 0   (rank 2)
     ...                     ─┘   rank 0 = sender    └─ worker 0 of replica 1   (rank 3) ...
 
-Sender k streams the buckets of its own tensors, each preceded by a header (publish number, bucket
-index, size, status) that shows both sides when they talk of different things, and lets a sender
-that failed say so. Every worker takes the senders in the same order, so they cannot wait for each
-other in a circle. Every wait ends after `timeout_s` with an error that names the other side."""
+Sender k streams the buckets of its own tensors, each after a header (publish number, bucket index,
+size, status), by which a disagreement or a failed sender is noticed. Every worker takes the senders
+in the same order: no circle. Waits end after `timeout_s` with an error that names the other."""
 
 import ipaddress
 import socket

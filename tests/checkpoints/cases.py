@@ -154,8 +154,8 @@ def export_after_training(model: str, samples: str, layout: dict[str, Any], dire
     for microbatch, found in zip(batch.microbatches, logprob_pass(setup.policy, batch),
                                  strict=True):
         if len(found[0]):
-            parts = torch.split(found[0], table.completion_lengths[
-                microbatch.table_rows].tolist())
+            counts = torch.bincount(microbatch.sample, minlength=len(microbatch.table_rows))
+            parts = torch.split(found[0], counts.tolist())
             mine.update(zip(microbatch.table_rows.tolist(), (p.numpy() for p in parts),
                             strict=True))
     world: list = [None] * dist.get_world_size()

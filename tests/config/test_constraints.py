@@ -66,6 +66,13 @@ DISTIL = ["kind=distil", "cold_start=null"]
     ("distillation", ["kind=distil", "cold_start=null"]),
     ("teacher_domains", [*DISTIL, 'distillation={teachers=[{path="t"}, '
                                   '{path="u", domains=["sums"]}]}']),
+    ("sampled_tokens", [*DISTIL, 'distillation={teachers=[{path="t"}], mode="sampled", '
+                                 'samples="dataset"}']),
+    ("sampled_tokens", [*DISTIL, 'distillation={teachers=[{path="t"}], mode="sampled", '
+                                 'temperature=0.5}']),
+    ("token_routing", ["kind=sft", "cold_start=null", "routing.replay=r3"]),
+    ("token_routing", [*DISTIL, 'distillation={teachers=[{path="t"}]}', "routing.replay=r2"]),
+    ("gate", ['gates=["eval.additoin.accuracy >= 0.5"]']),
     ("untaught_domain", [*DISTIL, 'distillation={teachers=[{path="t", domains=["b"]}]}',
                          'domains=[{name="a", source="file", path="x", rewards=[{function="m:f"}]},'
                          '{name="b", source="file", path="x", rewards=[{function="m:f"}]}]']),

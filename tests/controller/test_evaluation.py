@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grpo_megatron.controller.evaluation import _sampled, pass_at_k, wilson
+from grpo_megatron.controller.selection import Selection
+from tests.controller.cases import REWARD, group, recipe
 
 
 @pytest.mark.parametrize("correct", range(6))
@@ -25,12 +27,25 @@ def test_intervals():
     assert wilson(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
 
 
+def answered(texts, right, **domain) -> dict[str, float]:
+    scored = group(right)
+    completions = tuple(replace(c, text=text) for c, text in
+                        zip(scored.group.completions, texts, strict=True))
+    scored = replace(scored, group=replace(scored.group, completions=completions))
+    return _sampled(scored, Selection(recipe(d=domain)))
+
+
 def test_majority_is_that_of_the_first_k():
-    texts, correct = ["7", "8", "8 ", "7", "7"], np.array([1, 0, 0, 1, 1], bool)
-    group = SimpleNamespace(group=SimpleNamespace(
-        completions=[SimpleNamespace(text=text) for text in texts]))
-    found = _sampled(group, correct)
+    found = answered(["7", "8", "8 ", "7", "7"], [1, 0, 0, 1, 1])
     assert found["majority_at_1"] == 1 and found["majority_at_4"] == 1
     assert found["majority_at_5"] == 1 and found["pass_at_5"] == 1
     assert found["pass_at_1"] == pytest.approx(0.6)
-    assert _sampled(group, correct[[1, 0, 0, 1, 1]])["majority_at_2"] == 0
+    assert answered(["8", "7", "7", "8", "8"], [0, 1, 1, 0, 0])["majority_at_2"] == 0
+
+
+def test_the_majority_is_one_of_answers_not_of_thoughts():
+    thoughts = ["so <answer>8</answer>", "thus <answer>7</answer>", "hence <answer> 7</answer>"]
+    reward = {"function": REWARD, "name": "right", "arguments": {"answer_tag": "answer"}}
+    assert answered(thoughts, [0, 1, 1], rewards=[reward])["majority_at_3"] == 1
+    boxed = [r"a \boxed{8}", r"b \boxed{7}", r"c \boxed{7} indeed"]
+    assert answered(boxed, [0, 1, 1])["majority_at_3"] == 1

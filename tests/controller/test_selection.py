@@ -50,6 +50,13 @@ def test_zero_variance_groups_can_be_left_out():
     assert keeps(group([1, 1], short=[0, 1]), zero_variance="drop")
 
 
+@pytest.mark.parametrize("kind", ["sft", "distil"])
+def test_what_has_no_rewards_trains_everything(kind):
+    other = {"sampling": {"zero_variance": "drop", "dynamic": True}, "kind": kind,
+             "objective": {"overlong": "loss"}}
+    assert Selection(recipe(**other)).keeps(group([0, 0], truncated=[0, 1]))
+
+
 def test_overlong_loss_keeps_the_reward_in_group_statistics():
     selection = Selection(recipe(objective={"overlong": "loss"}))
     scored = group([1, 0, 1], truncated=[1])

@@ -7,12 +7,15 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_megatron import assets
 from grpo_megatron.config.gates import parse_gate
-from grpo_megatron.errors import ConfigError, GateError
+from grpo_megatron.errors import ConfigError, GateError, RunLockedError
+from grpo_megatron.launch.run_lock import run_lock
+from grpo_megatron.stages import records as records_module
 from grpo_megatron.stages import runner
 from grpo_megatron.stages.graph import load_graph
 from grpo_megatron.stages.records import Records, State
@@ -29,7 +32,7 @@ recipe = "stages/tiny-base"
 recipe = "stages/tiny-expert"
 inputs = {{ "model.path" = "base" }}
 settings = ["domains.0.weight=0", "optimizer.lr=1e-4"]
-gates = ["eval.addition.accuracy >= 0.6", "no domain drops more than 0.02 against base"]
+gates = ["eval.plus.accuracy >= 0.6", "no domain drops more than 0.02 against base"]
 
 [stages.two]
 recipe = "stages/tiny-expert"
@@ -103,6 +106,13 @@ def test_a_stage_gets_settings_inputs_and_gates(graph_file):
     ('accuracy >= 0.6', 'accuracy is 0.6', ["is not a gate", "eval.DOMAIN.METRIC"]),
     ('"model.path" = "base" }\nsettings', '"domains.0.path" = "base" }\nsettings',
      ["takes a data set", "gives a checkpoint"]),
+    ('dtype =', 'settings = ["seed=1"]\ndtype =', ["stage final takes no settings"]),
+    ('optimizer.lr=1e-4"]', 'optimizer.lr=1e-4"]\ndtype = "float16"', ["stage one takes no dtype"]),
+    ("two = 0.5", "two = -0.5", ["stages.soup.merge.two", "greater than 0"]),
+    ('eval.plus', 'eval.pluss', ["no run measures 'eval.pluss'", "eval.plus"]),
+    ('export = "soup"\ndtype = "bfloat16"', 'export = "data"\n[stages.data]\nrecipe = "stages/tiny-base"\n'
+     'settings = ["kind=rejection_sample", "num_steps=0", "cold_start=null"]',
+     ["takes a checkpoint", "gives a data set"]),
 ])
 def test_a_wrong_graph_is_one_message(graph_file, old, new, words):
     with pytest.raises(ConfigError) as error:
@@ -113,7 +123,7 @@ def test_a_wrong_graph_is_one_message(graph_file, old, new, words):
 def test_an_evaluation_has_no_checkpoint(graph_file):
     changed(graph_file, 'recipe = "stages/tiny-base"',
             'recipe = "stages/tiny-base"\nsettings = ["kind=eval", "cold_start=null"]')
-    with pytest.raises(ConfigError, match="only evaluates"):
+    with pytest.raises(ConfigError, match="gives only numbers"):
         load_graph(graph_file)
 
 
@@ -127,12 +137,12 @@ def test_what_is_done_is_done_until_something_changes(graph_file):
     assert states(graph) == {"base": "ready"} | dict.fromkeys(
         ("one", "two", "soup", "final"), "waiting")
     for name in graph.order:
-        finish(graph, name, addition=0.7)
+        finish(graph, name, plus=0.7)
     assert set(states(graph).values()) == {"done"}
     graph = load_graph(changed(graph_file, "lr=1e-4", "lr=2e-4"))
     assert states(graph) == {"base": "done", "one": "ready", "two": "done", "soup": "waiting",
                              "final": "waiting"}
-    finish(graph, "one", addition=0.7)
+    finish(graph, "one", plus=0.7)
     assert states(graph)["soup"] == "ready"  # its part is another one now
 
 
@@ -145,23 +155,96 @@ def test_a_stage_that_was_killed_goes_on_only_if_it_is_the_same(graph_file):
     assert Records(load_graph(graph_file)).state("base") is State.READY
 
 
+def test_a_stage_that_begins_again_has_no_result(graph_file):
+    """It would count as done, with the weights of other settings, if it ended at once."""
+    graph = load_graph(graph_file)
+    finish(graph, "base", plus=0.7)
+    changed(graph_file, 'recipe = "stages/tiny-base"',
+            'recipe = "stages/tiny-base"\nsettings = ["seed=4"]')
+    records = Records(load_graph(graph_file))
+    records.begin("base")
+    assert records.state("base") is State.PARTIAL
+
+
+def test_gates_of_a_recipe_hold_back_what_builds_on_it(graph_file):
+    changed(graph_file, 'recipe = "stages/tiny-base"',
+            'recipe = "stages/tiny-base"\nsettings = [\'gates=["eval.plus.accuracy >= 0.9"]\']')
+    graph = load_graph(graph_file)
+    finish(graph, "base", plus=0.7)
+    assert states(graph)["base"] == "gate closed" and states(graph)["one"] == "waiting"
+    assert graph.gates("base") == ("eval.plus.accuracy >= 0.9",)
+
+
+def test_teachers_and_presets_are_what_a_stage_is_made_from(graph_file, tmp_path, monkeypatch):
+    changed(graph_file, "optimizer.lr=1e-4\"", f"""kind=distil", 'distillation={{teachers=[{{path="{
+        tmp_path}/teacher"}}]}}'""")
+    graph = load_graph(graph_file)
+    before = Records(graph).fingerprint("one")
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "model.safetensors").write_text("x")
+    assert Records(graph).fingerprint("one") != before
+    before = Records(graph).fingerprint("base")
+    monkeypatch.setattr(records_module, "load_preset", lambda name: SimpleNamespace(hf={"x": 1}))
+    assert Records(graph).fingerprint("base") != before
+
+
+def test_a_stage_alone_says_that_it_cannot_run(graph_file):
+    said = []
+    assert run_graph(load_graph(graph_file), said.append, only="soup") == ConfigError.exit_code
+    assert said == ["soup: not run, because of one, two"]
+
+
+def test_a_merge_leaves_its_job_alone(graph_file, monkeypatch):
+    graph = load_graph(graph_file)
+    for name in ("base", "one", "two"):
+        finish(graph, name, plus=0.7)
+    job = graph.run_dir("soup").slurm / "job"
+    job.parent.mkdir(parents=True)
+    job.write_text("7")
+    monkeypatch.setattr(runner, "merge_checkpoints", lambda *_: None)
+    assert run_graph(graph, print, only="soup") == 0
+    assert job.exists() and graph.run_dir("soup").result.exists()
+
+
+def test_submitting_keeps_what_was_begun_here(graph_file, monkeypatch):
+    graph = load_graph(graph_file)
+    Records(graph).begin("base")
+    run_dir = graph.run_dir("base")
+    run_dir.checkpoints.mkdir(parents=True)
+    run_dir.config.write_text("{}")
+    for name in ("VENV", "PARTITION"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setattr(runner.slurm, "submit_again", lambda run_dir, after: "7")
+    monkeypatch.setattr(runner.slurm, "submit", lambda resolved, site, after: "8")
+    assert submit_graph(graph, "bare", print)["base"] == "7"
+    assert run_dir.checkpoints.exists() and (run_dir.slurm / "train.sbatch").exists()
+
+
+def test_submitting_waits_for_nobody(graph_file, monkeypatch):
+    graph = load_graph(graph_file)
+    for name in ("VENV", "PARTITION"):
+        monkeypatch.setenv(name, "x")
+    with run_lock(Records(graph).lock), pytest.raises(RunLockedError):
+        submit_graph(graph, "bare", print)
+
+
 def test_a_closed_gate_stops_descendants_only(graph_file):
     graph = load_graph(graph_file)
-    finish(graph, "base", addition=0.65, chain=0.5)
-    finish(graph, "one", addition=0.62, chain=0.5)
-    finish(graph, "two", addition=0.1)
+    finish(graph, "base", plus=0.65, minus=0.5)
+    finish(graph, "one", plus=0.62, minus=0.5)
+    finish(graph, "two", plus=0.1)
     assert states(graph) == {"base": "done", "one": "gate closed", "two": "done",
                              "soup": "waiting", "final": "waiting"}
     text = "no domain drops more than 0.02 against " + str(graph.run_dir("base").root)
-    assert Records(graph).closed_gates("one") == [text + " (seen: addition drops 0.03)"]
-    finish(graph, "one", addition=0.65)
-    assert Records(graph).closed_gates("one") == [text + " (seen: chain was not evaluated)"]
+    assert Records(graph).closed_gates("one") == [text + " (seen: plus drops 0.03)"]
+    finish(graph, "one", plus=0.65)
+    assert Records(graph).closed_gates("one") == [text + " (seen: minus was not evaluated)"]
 
 
 def test_a_changed_gate_is_checked_again_but_nothing_is_run_again(graph_file):
     graph = load_graph(graph_file)
     for name in ("base", "one", "two"):
-        finish(graph, name, addition=0.55)
+        finish(graph, name, plus=0.55)
     assert states(graph)["one"] == "gate closed"
     said = []
     assert run_graph(graph, said.append, only="one") == GateError.exit_code  # and starts nothing
@@ -174,7 +257,7 @@ def test_a_changed_gate_is_checked_again_but_nothing_is_run_again(graph_file):
 
 def test_submitting_stops_at_a_wrong_site_before_it_removes_anything(graph_file):
     graph = load_graph(graph_file)
-    finish(graph, "base", addition=0.7)
+    finish(graph, "base", plus=0.7)
     changed(graph_file, 'recipe = "stages/tiny-base"',
             'recipe = "stages/tiny-base"\nsettings = ["seed=4"]')
     graph = load_graph(graph_file)
@@ -186,7 +269,7 @@ def test_submitting_stops_at_a_wrong_site_before_it_removes_anything(graph_file)
 def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch):
     graph = load_graph(graph_file)
     for name in ("base", "one"):
-        finish(graph, name, addition=0.55)
+        finish(graph, name, plus=0.55)
     submitted = []
     for name in ("VENV", "PARTITION"):
         monkeypatch.setenv(name, "x")
@@ -226,7 +309,34 @@ def test_gates(text, seen):
     assert parse_gate(text).check(RESULT) == seen
 
 
-def test_a_gate_on_nothing_names_what_there_is():
-    with pytest.raises(ConfigError, match=r"no .eval\.maths\.accuracy.") as error:
-        parse_gate("eval.maths.accuracy >= 0.5").check(RESULT)
-    assert "math" in error.value.remedy
+@pytest.mark.parametrize("text", ["eval.maths.accuracy >= 0.5", "eval.math >= 0.5"])
+def test_a_gate_on_what_is_not_there_is_closed(text):
+    seen = parse_gate(text).check(RESULT)
+    assert "math" in seen or "no number" in seen
+
+
+@pytest.mark.parametrize(("text", "near"), [
+    ("eval.maths.accuracy >= 0.5", "eval.math"), ("second <= 3", "seconds"),
+    ("evel.math.accuracy > 0", "eval.math")])
+def test_a_gate_that_no_run_can_measure_is_refused(text, near):
+    with pytest.raises(ConfigError) as error:
+        parse_gate(text, ["math"])
+    assert near in error.value.remedy
+
+
+def test_a_drop_gate_needs_something_to_compare(tmp_path):
+    gate = parse_gate(f"no domain drops more than .1 against {tmp_path / 'a run'}")
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "result.json").write_text('{"seconds": 1.0}')
+    assert gate.limit == 0.1 and gate.check(RESULT) == "nothing was evaluated there"
+
+
+def test_paths_of_drop_gates_start_at_the_root(tmp_path):
+    gate = parse_gate("no domain drops more than 0.1 against ./a").below(tmp_path)
+    assert gate.against == tmp_path / "a" and gate.text.endswith(f"against {tmp_path / 'a'}")
+
+
+@pytest.mark.parametrize("text", ["seconds <= 1.2.3", "no domain drops more than 1.2.3 against a"])
+def test_a_number_is_a_number(text):
+    with pytest.raises(ConfigError, match="is not a gate"):
+        parse_gate(text)

@@ -41,7 +41,7 @@ def finished(tmp_path) -> Path:
     file.write_text(GRAPH.format(runs=tmp_path / "runs"))
     graph = load_graph(file)
     for name in ("base", "one", "two"):
-        finish(graph, name, all=0.5, addition=0.7 if name != "one" else 0.5)
+        finish(graph, name, all=0.5, plus=0.7 if name != "one" else 0.5)
         write_run(graph.run_dir(name).root, 4)
     return file
 

@@ -178,8 +178,8 @@ def _by_row(policy: Policy, batch: PreparedBatch) -> dict[int, np.ndarray]:
     """This rank's log-probs by table row."""
     by_row: dict[int, np.ndarray] = {}
     for microbatch, logprobs in zip(batch.microbatches, logprob_pass(policy, batch), strict=True):
-        parts = torch.split(logprobs[0], table.completion_lengths[
-            microbatch.table_rows].tolist())
+        counts = torch.bincount(microbatch.sample, minlength=len(microbatch.table_rows))
+        parts = torch.split(logprobs[0], counts.tolist())
         for row, part in zip(microbatch.table_rows.tolist(), parts, strict=True):
             by_row[row] = part.numpy()
     return by_row

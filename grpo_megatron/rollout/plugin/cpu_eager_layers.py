@@ -1,10 +1,9 @@
 """CPU: less Python between the kernels of an eager forward pass.
 
-Gap (vLLM 0.32.0): without compilation a decode step of a small model on a CPU is mostly Python
-and dispatch. RMSNorm runs as seven tensor operations though the CPU build has kernels for it
-(ir/ops/layernorm.py; kernels/vllm_c.py offers them to GPUs only), attention goes through the
-dispatcher twice (attention.py:548), and a plain expert layer through ten functions for layouts and
-quantization (fused_moe/runner/moe_runner.py, modular_kernel.py). Who needs any of that keeps it."""
+Gap (vLLM 0.32.0): without compilation a decode step of a small model on a CPU is mostly Python.
+RMSNorm runs as seven tensor operations though the CPU build has kernels for it (vllm_c.py),
+attention goes through the dispatcher twice (attention.py:548), a plain expert layer through ten
+functions (moe_runner.py, modular_kernel.py). Who needs any of that keeps it."""
 
 from functools import cache
 

@@ -1,9 +1,8 @@
 """The engine core sends a completion whole where its client wants nothing before the end.
 
 vLLM 0.32.0 (v1/engine/core.py:1603) sends every token to the API server, also for a client that
-asked for the final answer only: a message, two process switches and a loop over all requests per
-step. Here the engine core collects, until a request ends, a weight version is set (a message
-carries one), or requests are aborted (`/pause?mode=abort` answers with the tokens so far)."""
+asked for the final answer only: two process switches and a loop over all requests per step. Here
+it collects until a request ends, a weight version is set, or requests are aborted."""
 
 import functools
 
