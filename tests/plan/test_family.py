@@ -8,7 +8,7 @@ import pytest
 
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import family_names, family_of
-from grpo_megatron.plan.hf_config import derived, model_fields, rope_fields, unified
+from grpo_megatron.plan.hf_config import computation, derived, model_fields, rope_fields, unified
 from tests.trainer.families import MODELS
 
 LACKING = ("gpt_oss", "minimax_m2", "qwen3_next")
@@ -126,3 +126,13 @@ def test_groups_of_experts_only_where_they_limit():
     assert "n_group" not in derived(fields)
     for changes in ({"topk_method": "greedy"}, {"n_group": 1}):
         assert derived(fields | changes)["topk_group"] is None
+
+
+def test_what_weights_are_computed_with():
+    """Equal for both spellings of a configuration, another one for other positions or norms."""
+    hf = MODELS["qwen3"] | {"rope_theta": 1e6}
+    new = {k: v for k, v in hf.items() if k != "rope_theta"} | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "torch_dtype": "float16"}
+    assert computation(hf) == computation(new)
+    for field, value in (("rope_theta", 1e4), ("rms_norm_eps", 0.5)):
+        assert computation(hf | {field: value}) != computation(hf)

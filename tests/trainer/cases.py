@@ -158,6 +158,14 @@ def distil(model: str, samples: str, layout: dict[str, Any],
             "last_kl": after["metrics"]["distillation/kl"]}
 
 
+def supervise(model: str, samples: str, routing: dict[str, Any]) -> dict[str, Any]:
+    """Three supervised updates, as those of a cold start."""
+    setup = Setup(model, {})
+    config = setup.config().model_copy(update={"routing": RoutingConfig(**routing)})
+    table = SampleTable(Path(samples))
+    return train_tokens(config, setup.policy, table, config.optimizer, 0, 3)
+
+
 def _perturb(shards: list[Shard], factor: float) -> None:
     for shard in shards:
         shard.tensor.data.mul_(factor)

@@ -128,6 +128,24 @@ def test_the_first_loss_is_that_of_transformers(world1, moe_model, teachers, thr
         return
     assert found["losses"][0] == pytest.approx(float(total) / tokens, rel=1e-5)
 
+@pytest.mark.parametrize("mode", ["full", "topk_tail"])
+def test_half_precision_is_the_same_but_for_rounding(world1, moe_model, teachers, two_domains,
+                                                     alone, mode):
+    """The last stage's states come in float32 there, the output layer does not."""
+    found = world1.run(CASES + "distil", model=moe_model, samples=two_domains,
+                       layout={"precision": "bfloat16"},
+                       distillation=settings_of(teachers, mode=mode, top_k=5))
+    assert found["losses"][0] == pytest.approx(alone[mode]["losses"][0], rel=0.05)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_updates(world1, moe_model, three_updates):
+    """Also of a run that replays routes: nobody sampled these, so none are missing."""
+    found = world1.run(CASES + "supervise", model=moe_model, samples=three_updates,
+                       routing={"replay": "r3", "on_missing": "fail"})
+    assert found["updates"] == 3
+    assert found["metrics"]["loss/value"] == pytest.approx(np.mean(found["losses"]), rel=1e-6)
+
+
 def test_sampled_mode_has_the_gradient_of_reverse_kl_on_average():
     """Every word as if it had been sampled, weighed by its probability."""
     from types import SimpleNamespace

@@ -1,0 +1,35 @@
+"""Engines that sleep while the trainer has their devices."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from grpo_megatron.controller.publishing import Publisher
+from tests.controller.cases import recipe
+
+
+def test_a_new_set_of_engines_is_woken_by_whoever_publishes_next():
+    """One of them died asleep; the others hold neither weights nor keys and values."""
+    calls = []
+
+    async def control(path, *args, params=None, **options):
+        calls.append((path, params))
+
+    async def done(*args, **options):
+        return {}
+
+    client = SimpleNamespace(control=control, call_workers=done, reset_prefix_cache=done,
+                             set_weight_version=done)
+    alive = [SimpleNamespace(client=client)]
+
+    async def run():
+        publisher = Publisher(recipe(publish={"method": "file"}, placement={
+            "mode": "colocated", "gpus_per_node": 1}), None, None, SimpleNamespace(alive=alive))
+        await publisher.make_room()
+        await publisher._connect([client])
+        await publisher._publisher.publish_file(1, "x")
+
+    asyncio.run(run())
+    assert calls == [("/wake_up", {"tags": "weights"}), ("/wake_up", {"tags": "kv_cache"}),
+                     ("/resume", None)]
