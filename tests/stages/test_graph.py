@@ -111,7 +111,8 @@ def test_a_stage_gets_settings_inputs_and_gates(graph_file):
     ("two = 0.5", "two = -0.5", ["stages.soup.merge.two", "greater than 0"]),
     ('eval.plus', 'eval.pluss', ["no run measures 'eval.pluss'", "eval.plus"]),
     ('export = "soup"\ndtype = "bfloat16"',
-     'export = "data"\n[stages.data]\nrecipe = "stages/tiny-base"\nsettings = ["kind=rejection_sample", "num_steps=0", "cold_start=null"]',
+     'export = "data"\n[stages.data]\nrecipe = "stages/tiny-base"\n'
+     'settings = ["kind=rejection_sample", "num_steps=0", "cold_start=null"]',
      ["takes a checkpoint", "gives a data set"]),
 ])
 def test_a_wrong_graph_is_one_message(graph_file, old, new, words):
