@@ -64,12 +64,13 @@ def submit(recipe: Recipe, site: Site, overrides: Overrides = None,
            after: Annotated[str, flag("after")] = "") -> None:
     """Submit a recipe as a Slurm job. Prints the job's id."""
     from grpo_megatron.launch import slurm
-    from grpo_megatron.plan.resolve import resolve
+    from grpo_megatron.plan.resolve import refuse_missing, resolve
 
     resolved = resolve(recipe, overrides or [])
     if dry_run:
         typer.echo(slurm.render(resolved, site))
         return
+    refuse_missing(resolved.config)
     typer.echo(slurm.submit(resolved, site, [after] if after else []))
     typer.echo(f"submitted; grpo-megatron logs -f {resolved.run_path}", err=True)
 

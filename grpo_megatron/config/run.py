@@ -237,6 +237,14 @@ class RunConfig(Strict):
         return self.kind in ("rl", "sft", "distil")
 
     @property
+    def input_paths(self) -> list[Path]:
+        """What a run reads: model, data sets, references, teachers."""
+        teachers = self.distillation.teachers if self.distillation else ()
+        found = {self.model.path, *(t.path for t in teachers), *(
+            path for d in self.domains for path in (d.path, d.reference))}
+        return sorted(found - {None})
+
+    @property
     def uses_dataset(self) -> bool:
         """Whether the responses of a data set are trained, not the policy's own samples."""
         return self.kind == "sft" or (

@@ -101,8 +101,8 @@ def find_recipe(recipe: str | Path, shipped: Path | None = None) -> Path:
     by_stem = {Path(name).name: name for name in names}
     wanted = Path(recipe).name.removesuffix(".toml")
     listed = [by_stem[stem] for stem in nearest(wanted, by_stem)] or names
-    raise ConfigError(f"no recipe at {str(recipe)!r}", where=str(Path.cwd()),
-                      remedy="give a .toml file or a shipped recipe: " + ", ".join(listed[:5]))
+    raise ConfigError(f"no {shipped.name[:-1]} at {str(recipe)!r}", where=str(Path.cwd()), remedy=(
+        "give a .toml file or the name of a shipped one: " + ", ".join(listed[:5])))
 
 
 def read_recipe_chain(path: Path) -> list[TomlFile]:

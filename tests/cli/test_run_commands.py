@@ -73,3 +73,25 @@ def test_resume_of_nothing_names_what_there_is(calls, capsys):
         assert main(["resume", wrong]) == 2
         assert str(Path("runs/demo")) in capsys.readouterr().err
     assert calls == []
+
+
+@pytest.mark.parametrize("command", [["train"], ["submit", "--site", "bare"]])
+@pytest.mark.parametrize(("recipe", "path"), [
+    ("stages/tiny-distil", "runs/tiny-deepseek_v4/expert-minus/export"),
+    ("stages/tiny-gsm8k", "data/gsm8k/train.jsonl")])
+def test_missing_inputs_start_nothing_and_remove_nothing(tmp_path, monkeypatch, capsys, command,
+                                                         recipe, path):
+    monkeypatch.chdir(tmp_path)
+    kept = Path("runs") / recipe.rpartition("/")[2] / "config.json"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    flags = ["--overwrite"] if command == ["train"] else []
+    assert main([*command, recipe, *flags]) == 4
+    assert str(tmp_path / path) in capsys.readouterr().err
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [tmp_path / kept]
+
+
+def test_a_graph_that_is_not_there_is_no_recipe(capsys):
+    assert main(["stages", "run", "tiny-deepseek"]) == 2
+    said = capsys.readouterr().err
+    assert "no graph at 'tiny-deepseek'" in said and "tiny-deepseek_v4" in said

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import Case, check_layout
-from grpo_megatron.plan.layout_rules import Engines
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf
 
 MOE = facts_from_hf({
@@ -34,7 +33,7 @@ def trainer(**sizes) -> TrainerConfig:
 def check(facts: ModelFacts = MOE, rollout: dict | None = None, *,
           cpu: bool = True, **sizes):
     return check_layout(Case(trainer(**sizes), facts, RolloutConfig(**(rollout or {})),
-                             Engines(cpu=cpu)))
+                             cpu))
 
 
 @pytest.mark.parametrize("sizes", [
@@ -169,5 +168,5 @@ def test_nearest_values_keep_the_rule(sizes):
         name = violation.key.removeprefix("trainer.")
         for value in violation.nearest:
             changed = trainer(**sizes).model_copy(update={name: value})
-            again = check_layout(Case(changed, MOE, engines=Engines(cpu=True)))
+            again = check_layout(Case(changed, MOE, cpu=True))
             assert violation.rule not in [other.rule for other in again]

@@ -10,7 +10,6 @@ from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import DataError
 from grpo_megatron.plan.hf_config import model_fields
 from grpo_megatron.plan.layout import Case, check_layout
-from grpo_megatron.plan.layout_rules import Engines
 from grpo_megatron.plan.model_facts import facts_from_hf
 
 RELEASED = [name for name in preset_names() if load_preset(name).checkpoint]
@@ -58,7 +57,7 @@ def test_recommended_layouts_obey_every_rule(name):
         trainer = TrainerConfig(**layout["trainer"])
         rollout = RolloutConfig(**layout["rollout"])
         facts = facts_from_hf(preset.hf)
-        assert check_layout(Case(trainer, facts, rollout, Engines(cpu=False))) == []
+        assert check_layout(Case(trainer, facts, rollout, cpu=False)) == []
         assert layout["gpus"] == (trainer.num_ranks
                                   + rollout.num_replicas * rollout.tensor_parallel_size)
 

@@ -9,7 +9,6 @@ import pytest
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import Case, check_layout
-from grpo_megatron.plan.layout_rules import Engines
 from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.plan.rank_bytes import static_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
@@ -37,7 +36,7 @@ def layouts_of(name: str) -> list[dict]:
     for mixture in MIXTURES:
         trainer = {SHORT[key]: value for key, value in mixture.items()}
         rules = check_layout(Case(TrainerConfig(**trainer), facts_from_hf(preset.hf),
-                                  engines=Engines(cpu=False)))
+                                  cpu=False))
         found += [] if rules else [trainer]
     return [layout for layout in found if num_weights(preset.hf, layout) <= _MAX_MODULES]
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import Case, check_layout
-from grpo_megatron.plan.layout_rules import Engines
 from grpo_megatron.plan.model_facts import facts_from_hf
 from tests.trainer.families import MODELS, write_family
 from tests.trainer.test_layout_parity import assert_same
@@ -57,7 +56,7 @@ GRADIENTS = [("deepseek_v2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "ep
 def _refusals(model: str, layout: str) -> list[str]:
     ranks, sizes = LAYOUTS[layout]
     found = check_layout(Case(TrainerConfig(num_ranks=ranks, **sizes),
-                              facts_from_hf(MODELS[model]), engines=Engines(cpu=False)))
+                              facts_from_hf(MODELS[model]), cpu=False))
     return [v.message for v in found if v.key.startswith("trainer.")]
 
 
