@@ -76,8 +76,8 @@ def untruncated(output: torch.Tensor) -> torch.Tensor:
 
 def logprob_pass(policy: Policy, batch: PreparedBatch,
                  routing: RoutingPass | None = None) -> list[torch.Tensor]:
-    """Log-probs and entropies of the policy tokens per micro-batch, fp32 [2, n]; [2, 0] off the
-    last pipeline stage. Without `routing` every token goes where the live router sends it."""
+    """Per micro-batch what `PolicyModel` answers: log-probs and entropies of the policy tokens, fp32
+    [2, n]; [2, 0] off the last pipeline stage. Without `routing` tokens go by the live router."""
     found: list[torch.Tensor] = [torch.empty(2, 0)] * len(batch.microbatches)
 
     def collect(microbatch: MicroBatch, output: torch.Tensor):
