@@ -76,7 +76,7 @@ def untruncated(output: torch.Tensor) -> torch.Tensor:
 
 def logprob_pass(policy: Policy, batch: PreparedBatch,
                  routing: RoutingPass | None = None) -> list[torch.Tensor]:
-    """Per micro-batch what `PolicyModel` answers: log-probs and entropies of the policy tokens, fp32
+    """Per micro-batch what `PolicyModel` gives: log-probs and entropies of the policy tokens, fp32
     [2, n]; [2, 0] off the last pipeline stage. Without `routing` tokens go by the live router."""
     found: list[torch.Tensor] = [torch.empty(2, 0)] * len(batch.microbatches)
 
