@@ -23,7 +23,7 @@ def cold_started(tmp_path_factory):
 
 
 def resumed(cold_started, tmp_path, *arguments: str) -> tuple[float, float]:
-    run = shutil.copytree(cold_started, tmp_path / "demo")
+    run = shutil.copytree(cold_started, tmp_path / "demo", symlinks=True)
     return accuracies_of(runs.command("resume", str(run), *SHORT, *arguments, timeout_s=1700))
 
 
