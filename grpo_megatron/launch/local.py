@@ -19,7 +19,6 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     refuse_missing(resolved.config)
     if not overwrite:
         run_dir.refuse_existing()
-    run_dir.root.mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
         for path in run_dir.root.iterdir():  # what an earlier run of this name left
             if path != run_dir.lock:

@@ -1,11 +1,15 @@
 """The other scripts, and what is found before a run starts; no engines."""
 
 import os
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from tests.e2e import runs
 from tests.slurm.jobs import NODES, ROOT, SITE, Cluster
 
@@ -79,6 +83,27 @@ def test_restarts_have_a_limit(cluster):
     state = cluster.wait(job)
     assert state["JobState"] == "FAILED"
     assert "MAX_RESTARTS is 0" in (cluster.shared / "limit.out").read_text()
+
+
+def test_a_judge_is_a_job_of_its_own(cluster):
+    """Its address appears when it answers, also to other nodes, and goes with it."""
+    model, url = cluster.shared / "judge", cluster.shared / "judge.url"
+    write_tiny_model(model, load_preset("tiny-qwen3-moe"))
+    init_weights(model, 0)
+    job = cluster.run("sbatch", "--parsable", "--output=serve.out", "--nodelist=node2",
+                      str(ROOT / "slurm/serve.sbatch"), str(model), str(url), "--enforce-eager",
+                      "--max-model-len", "64", "--kv-cache-memory-bytes", "200000000",
+                      SITE=SITE, TORCHDYNAMO_DISABLE="1").stdout.strip()
+    deadline = time.monotonic() + 240
+    while not url.exists():
+        assert time.monotonic() < deadline, (cluster.shared / "serve.out").read_text()[-3000:]
+        time.sleep(1)
+    ask = f"import urllib.request as u; print(u.urlopen('{url.read_text().strip()}/v1/models').read())"
+    asked = cluster.run("srun", "--nodelist=node1", sys.executable, "-c", ask)
+    assert '"judge"' in asked.stdout, asked.stderr
+    cluster.run("scancel", job)
+    cluster.wait(job)
+    assert not url.exists()
 
 
 def test_doctor_names_the_nodes_that_are_not_fit(cluster):
