@@ -9,7 +9,7 @@ import typer
 
 import grpo_megatron
 from grpo_megatron.cli import convert_commands, inspect_commands, run_commands, stages_commands
-from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
+from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError, SetupError
 
 app = typer.Typer(name="grpo-megatron", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (`errors.py`; 130 after Ctrl-C). Set `GRPO_MEGATRON_TRACEBACK=1` for tracebacks."""
     try:
         return app(args=arguments and list(arguments), standalone_mode=False) or 0
-    except GrpoMegatronError as error:
+    except (GrpoMegatronError, OSError) as error:  # of the system: a full disk, no permission
         if os.environ.get("GRPO_MEGATRON_TRACEBACK") == "1":
             raise
         _print_error(str(error))
-        return error.exit_code
+        return getattr(error, "exit_code", SetupError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         _print_error("interrupted")
         return INTERRUPTED_EXIT_CODE

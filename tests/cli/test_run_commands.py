@@ -95,3 +95,9 @@ def test_a_graph_that_is_not_there_is_no_recipe(capsys):
     assert main(["stages", "run", "tiny-deepseek"]) == 2
     said = capsys.readouterr().err
     assert "no graph at 'tiny-deepseek'" in said and "tiny-deepseek_v4" in said
+
+
+def test_a_directory_that_cannot_be_written_is_one_message(capsys):
+    assert main(["train", RECIPE, "runs_dir=/proc/runs"]) == 3
+    said = capsys.readouterr().err
+    assert "/proc/runs" in said and len(said.splitlines()) == 1

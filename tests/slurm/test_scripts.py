@@ -98,7 +98,8 @@ def test_a_judge_is_a_job_of_its_own(cluster):
     while not url.exists():
         assert time.monotonic() < deadline, (cluster.shared / "serve.out").read_text()[-3000:]
         time.sleep(1)
-    ask = f"import urllib.request as u; print(u.urlopen('{url.read_text().strip()}/v1/models').read())"
+    address = url.read_text().strip() + "/v1/models"
+    ask = f"import urllib.request as u; print(u.urlopen('{address}').read())"
     asked = cluster.run("srun", "--nodelist=node1", sys.executable, "-c", ask)
     assert '"judge"' in asked.stdout, asked.stderr
     cluster.run("scancel", job)
