@@ -70,7 +70,7 @@ class Graph:
 
     @cached_property
     def order(self) -> list[str]:
-        """Every stage after those that it builds on, otherwise as written; ConfigError."""
+        """Every stage after those that it builds on; ConfigError where two wait for each other."""
         sorter = graphlib.TopologicalSorter(
             {name: stage.parents for name, stage in self.table.stages.items()})
         try:

@@ -24,8 +24,7 @@ class Cluster:
         self.shared = shared
         commands = shared / "bin"
         commands.mkdir()
-        for name, module in (("grpo-megatron", "-m grpo_megatron.cli.main "), ("python", ""),
-                             ("vllm", "-m vllm.entrypoints.cli.main ")):
+        for name, module in (("grpo-megatron", "-m grpo_megatron.cli.main "), ("python", "")):
             (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
             (commands / name).chmod(0o755)
         self.environment = {

