@@ -15,6 +15,7 @@ from grpo_megatron.algorithms.evaluate import evaluate
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.config.loader import load_objective
 from grpo_megatron.config.objective import PRESETS
+from tests.algorithms.evaluation import evaluated, flat
 
 SETTINGS = {"gspo": ["clip_low=0.2", "clip_high=0.2"], "gspo_token": ["clip_low=0.2"],
             "gfpo": ["subset_size=2"], "deepseek_v3_2": ["kl_beta=0.1", "opsm_delta=0.05"],
@@ -157,3 +158,38 @@ def test_settings_of_a_domain_hold_for_its_samples(name):
         found = evaluate(Objective(single, parsed.domains), parsed.batch, parsed.columns,
                          constant_length=8).gradient
         torch.testing.assert_close(mixed[tokens == number], found[tokens == number])
+
+
+ALONE = {"logprobs": [[-1.0, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]],
+         "old_logprobs": [[-1.1, -0.6], [-1.9], [-0.3, -0.3, -0.1], [-1.4, -1.2]],
+         "ref_logprobs": [[-1.2, -0.6], [-1.8], [-0.4, -0.3, -0.1], [-1.4, -1.1]],
+         "entropies": [[0.5, 0.2], [0.3], [0.1, 0.2, 0.6], [0.4, 0.4]],
+         "rewards": [1.0, 0.0, 0.5, 1.0], "group_ids": ["p", "p", "q", "q"], "domains": ["a"] * 4}
+SECOND = {"logprobs": [[-0.7] * 5, [-0.2] * 3], "old_logprobs": [[-0.9] * 5, [-0.2] * 3],
+          "ref_logprobs": [[-0.8] * 5, [-0.1] * 3], "entropies": [[0.9] * 5, [0.7] * 3],
+          "rewards": [0.0, 9.0], "group_ids": ["r", "r"], "domains": ["b"] * 2}
+
+
+def num_tokens(rows: list[list[float]]) -> int:
+    return sum(map(len, rows))
+
+
+@pytest.mark.parametrize(("preset", "counted"), [
+    ("grpo", len), ("gspo", len), ("rloo", num_tokens), ("reinforce_pp_baseline", None),
+    ("dapo", num_tokens), ("dr_grpo", len)])
+@pytest.mark.parametrize("denominator", ["batch", "domain"])
+def test_a_second_domain_leaves_the_first_ones_gradient(preset, counted, denominator):
+    """Its numerator always; the gradient itself where domains count for themselves."""
+    flags = [f"objective.denominator={denominator}", "objective.kl=k3", "objective.kl_beta=0.1",
+             "objective.entropy_weight=0.01", "objective.aggregation_length=8"]
+    both = {name: ALONE[name] + SECOND[name] for name in ALONE}
+    alone = flat(evaluated(preset, flags, **ALONE)["grad_logprobs"])
+    beside = flat(evaluated(preset, flags, **both)["grad_logprobs"])[:len(alone)]
+    factor = 1.0
+    if denominator == "batch":
+        shares = [a / b for a, b in zip(alone, beside, strict=True) if abs(b) > 1e-12]
+        factor = shares[0]
+        if counted is not None:
+            assert factor == pytest.approx(counted(both["logprobs"]) / counted(ALONE["logprobs"]))
+    np.testing.assert_allclose(np.array(beside) * factor, alone, rtol=1e-6, atol=1e-12)
+    assert max(map(abs, alone)) > 1e-3
