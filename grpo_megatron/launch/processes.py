@@ -44,14 +44,15 @@ class ChildProcess:
     pidfd: int = -1
 
     def start(self) -> None:
-        """Start it. It gets SIGTERM when the supervisor dies, even by SIGKILL."""
+        """Start it. It is killed when the supervisor dies, even by SIGKILL; if piped, by SIGTERM."""
+        number = signal.SIGTERM if self.piped else signal.SIGKILL  # vLLM loses one while it starts
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 self.argv, stderr=log, start_new_session=True,
                 stdin=subprocess.PIPE if self.piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self.piped else log, env={**os.environ, **self.env},
-                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM))
+                preexec_fn=partial(die_with_parent, os.getpid(), number))
         self.pidfd = os.pidfd_open(self.process.pid)
 
     @property

@@ -80,13 +80,16 @@ def test_a_death_wakes_the_supervisor(tmp_path):
 
 
 def test_children_die_with_a_killed_supervisor(tmp_path):
-    code = (f"import sys, time; from pathlib import Path; "
+    """Also one that ignores SIGTERM, as a vLLM server may while it starts."""
+    child = ["sh", "-c", f"trap '' TERM; touch {tmp_path / 'up'}; while :; do sleep 1; done"]
+    code = (f"import time; from pathlib import Path; "
             f"from grpo_megatron.launch.processes import ChildProcess; "
-            f"c = ChildProcess('c', [sys.executable, '-c', 'import time; time.sleep(600)'], "
-            f"Path({str(tmp_path / 'c.log')!r})); c.start(); "
+            f"c = ChildProcess('c', {child!r}, Path({str(tmp_path / 'c.log')!r})); c.start(); "
             f"print(c.process.pid, flush=True); time.sleep(600)")
     supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pid = int(supervisor.stdout.readline())
+    while not (tmp_path / "up").exists():
+        time.sleep(0.05)
     supervisor.kill()
     supervisor.wait()
     assert gone(pid)
