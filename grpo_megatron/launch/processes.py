@@ -44,8 +44,8 @@ class ChildProcess:
     pidfd: int = -1
 
     def start(self) -> None:
-        """Start it. It is killed when the supervisor dies, even by SIGKILL; if piped, by SIGTERM."""
-        number = signal.SIGTERM if self.piped else signal.SIGKILL  # vLLM may lose one
+        """Start it. It is killed when the supervisor dies, even by SIGKILL (piped: SIGTERM)."""
+        number = signal.SIGTERM if self.piped else signal.SIGKILL  # vLLM loses one while it starts
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
