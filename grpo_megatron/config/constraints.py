@@ -96,7 +96,7 @@ def _untaught_domains(c: RunConfig) -> list[Details]:
             if c.distillation and d.weight and d.name not in taught]
 
 
-def _router_losses(c: RunConfig) -> list[Details]:
+def _unused_routing(c: RunConfig) -> list[Details]:
     off = {"keep_loss": "none", "balance_weight": 0.0}
     if c.uses_dataset or c.routing.replay == "r2":
         off["replay"] = "none"  # nobody sampled it, or no old policy passes over it
@@ -123,7 +123,7 @@ _OF_RUN: Conditions = {
     "sampled_tokens": lambda c: c.distillation and c.distillation.mode == "sampled" and [
         {"field": field} for field, wrong in (("samples", c.uses_dataset), (
             "temperature", c.distillation.temperature is not None)) if wrong],
-    "token_routing": _router_losses,
+    "token_routing": _unused_routing,
     "dataset_staleness": lambda c: c.uses_dataset and c.batch.max_staleness > 0,
     "gate": lambda c: [{"i": i, **refusal} for i, text in enumerate(c.gates)
                        if (refusal := _refusal(

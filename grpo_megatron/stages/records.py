@@ -28,7 +28,7 @@ class Records:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.lock = RunDir(graph.root / "records")
+        self.directory = RunDir(graph.root / "records")
         self._fingerprints: dict[str, str] = {}
 
     def state(self, name: str) -> State:
@@ -43,13 +43,13 @@ class Records:
 
     def is_unchanged(self, name: str) -> bool:
         """Whether the stage was begun with what it would begin with now."""
-        file = self.lock.root / name
+        file = self.directory.root / name
         return file.exists() and file.read_text() == self.fingerprint(name)
 
     def begin(self, name: str) -> None:
         self.graph.run_dir(name).result.unlink(missing_ok=True)  # no longer of this fingerprint
-        self.lock.root.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.lock.root / name, self.fingerprint(name))
+        self.directory.root.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.directory.root / name, self.fingerprint(name))
 
     def result(self, name: str) -> dict[str, Any]:
         """Empty before the stage's end."""

@@ -26,7 +26,7 @@ def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = Non
     records, failed = Records(graph), {}
     for number in (signal.SIGINT, signal.SIGTERM):  # also of a shell whose jobs ignore SIGINT
         signal.signal(number, signal.default_int_handler)
-    with nullcontext() if only else run_lock(records.lock):  # a run's own lock is enough
+    with nullcontext() if only else run_lock(records.directory):  # a run's own lock is enough
         for name in [only] if only else graph.order:
             state = records.state(name)
             if state is State.DONE:
@@ -82,7 +82,7 @@ def submit_graph(graph: Graph, site: str, say: Callable[[str], object]) -> dict[
     stages that build on a failed one are cancelled by Slurm. ConfigError as by `slurm.submit`."""
     records, jobs, closed = Records(graph), {}, set()
     slurm.render_job(graph.root, site, (1, 0, 0))  # a wrong site must not cost earlier results
-    with run_lock(records.lock):
+    with run_lock(records.directory):
         for name in graph.order:
             state, parents = records.state(name), graph.table.stages[name].parents
             if state is State.DONE:

@@ -47,5 +47,5 @@ def test_the_majority_is_one_of_answers_not_of_thoughts():
     thoughts = ["so <answer>8</answer>", "thus <answer>7</answer>", "hence <answer> 7</answer>"]
     reward = {"function": REWARD, "name": "right", "arguments": {"answer_tag": "answer"}}
     assert answered(thoughts, [0, 1, 1], rewards=[reward])["majority_at_3"] == 1
-    boxed = [r"a \boxed{8}", r"b \boxed{7}", r"c \boxed{7} indeed"]
+    boxed = [r"a \boxed{8}", r"b \boxed{7}", r"\boxed{8}, no, \boxed{7} {sic}"]
     assert answered(boxed, [0, 1, 1])["majority_at_3"] == 1

@@ -225,7 +225,7 @@ def test_submitting_waits_for_nobody(graph_file, monkeypatch):
     graph = load_graph(graph_file)
     for name in ("VENV", "PARTITION"):
         monkeypatch.setenv(name, "x")
-    with run_lock(Records(graph).lock), pytest.raises(RunLockedError):
+    with run_lock(Records(graph).directory), pytest.raises(RunLockedError):
         submit_graph(graph, "bare", print)
 
 
