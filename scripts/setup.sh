@@ -18,8 +18,14 @@ fail() {  # fail MESSAGE REMEDY
     exit 3
 }
 
-if [[ -x $venv/bin/grpo-megatron && $(cat "$stamp" 2>/dev/null) == "$wanted" ]]; then
-    exit 0
+is_ready() { [[ -x $venv/bin/grpo-megatron && $(cat "$stamp" 2>/dev/null) == "$wanted" ]]; }
+is_ready && exit 0
+
+# --- one set-up at a time: two pips in one environment leave half-installed packages behind
+if command -v flock >/dev/null; then
+    exec 9>.setup.lock
+    flock -n 9 || { say "waiting for another set-up of this checkout"; flock 9; }
+    is_ready && exit 0
 fi
 
 # --- system libraries that vLLM's CPU build loads or runs

@@ -13,18 +13,15 @@ import pydantic
 import torch
 from torch import Tensor
 
+from grpo_megatron import assets
 from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import Events, SampleBatch
-from grpo_megatron.config.suggest import nearest
+from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import DataError, raised_as
 
 _LARGEST = 1e150  # squares stay finite
 _double = partial(torch.tensor, dtype=torch.float64)
-_NOT_WHOLE = "is {input!r}, not a whole number of at least 0 (32 bit)"
-_WORDS = {"missing": "is missing", "list_type": "is not a list", "dict_type": "is not an object",
-          "too_short": "has no samples", "extra_forbidden": "is no field of a case",
-          "literal_error": "is {input!r}, not 0 or 1", "int_type": _NOT_WHOLE,
-          "greater_than_equal": _NOT_WHOLE, "less_than": _NOT_WHOLE}
+_WORDS = assets.tables(__file__, "case.toml")
 
 
 @dataclass(frozen=True)
@@ -149,9 +146,7 @@ def _told(error: Mapping[str, Any]) -> tuple[str, ...]:
         return f"{place} {what}", *remedy
     remedy = ()
     if error["type"] == "extra_forbidden":
-        known = list(_Document.model_fields)
-        close = nearest(place, known)
-        remedy = (f"did you mean {close[0]}?" if close else f"fields: {', '.join(known)}",)
+        remedy = (did_you_mean(place, _Document.model_fields),)
     return f"{place} {_WORDS.get(error['type'], error['msg']).format(**error)}", *remedy
 
 

@@ -16,6 +16,7 @@ from grpo_megatron.algorithms.ratios import MISMATCH, RATIOS
 from grpo_megatron.algorithms.step_terms import AGGREGATIONS
 from grpo_megatron.algorithms.terms import CLIPS, KL
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
+from grpo_megatron.config.problems import as_toml
 
 AXES: dict[str, dict[str, Callable]] = {
     "reward_shaping": REWARD_SHAPINGS, "subset": SUBSETS, "advantage": ESTIMATORS,
@@ -38,7 +39,7 @@ def _rendered(template: str, **known: Any) -> str:
     text = Path(__file__).with_name(template).read_text(encoding="utf-8")
     return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text).render(
         presets=PRESETS, axes=AXES, settings=ObjectiveConfig.model_fields, choices=_choices,
-        formula=inspect.getdoc, toml=_toml, **known)
+        formula=inspect.getdoc, toml=as_toml, **known)
 
 
 def _choices(preset: str) -> Iterator[tuple[str, str, Callable]]:
@@ -47,12 +48,6 @@ def _choices(preset: str) -> Iterator[tuple[str, str, Callable]]:
         choice = getattr(config, axis)
         if choice in functions:
             yield axis, choice, functions[choice]
-
-
-def _toml(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "unset", True: "true", False: "false"}[value]
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.pipeline import Advantages, needed_columns, select
+from grpo_megatron.algorithms.advantages.pipeline import (
+    Advantages,
+    advantages_of,
+    needed_columns,
+    select,
+)
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.case import Case
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.ratios import calibrated_delta, log_ratio
 from grpo_megatron.algorithms.stats import Stats, derived
-from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
+from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.errors import DataError
 
 

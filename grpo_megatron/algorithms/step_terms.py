@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.advantages.estimators import turn_index
-from grpo_megatron.algorithms.advantages.pipeline import Advantages, compute_advantages
+from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.objective import LossBatch, Objective
 from grpo_megatron.algorithms.terms import preference_coefficients
@@ -78,15 +78,6 @@ def step_terms(objective: Objective, batch: SampleBatch, advantages: Advantages,
     weights, slopes = torch.from_numpy(found)
     return StepTerms(batch, advantages, weights, slopes if o.aggregation == "lambda_grpo" else None,
                      turn_index(batch) if o.ratio == "turn_geo" else None)
-
-
-def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
-    """Advantages of the batch, with the KL weights of the domains."""
-    betas = None
-    if objective.config.kl == "reward_k1":
-        by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
-        betas = by_domain[batch.domains]
-    return compute_advantages(objective.config, batch, betas)
 
 
 @dataclass(frozen=True)

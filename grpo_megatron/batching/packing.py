@@ -18,7 +18,7 @@ def sample_costs(lengths: np.ndarray, quadratic: float = 1 / 4096) -> np.ndarray
 
 def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
                       multiple_of: int = 1) -> list[list[np.ndarray]]:
-    """First-fit decreasing into bins of `max_tokens`, then evened out by cost.
+    """The longest first into the cheapest bin of `max_tokens` with room, as few bins as that takes.
 
     lengths: prompt plus completion tokens per sample, int [N]; num_ranks: data-parallel size.
     Returns, by rank, then micro-batch: sample rows, int64. All ranks have equally many
@@ -31,24 +31,12 @@ def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
                         remedy="raise it to at least rollout.max_model_len")
     order = np.argsort(-lengths, kind="stable")
     step = num_ranks * multiple_of
-    num_bins = -(-max(_first_fit(lengths[order], max_tokens), 1) // step) * step
-    costs = sample_costs(lengths)
+    # fewer do not hold all tokens, and none holds two samples of more than half of it
+    least = max(-(-int(lengths.sum()) // max_tokens), int((2 * lengths > max_tokens).sum()), 1)
+    num_bins, costs = -(-least // step) * step, sample_costs(lengths)
     while (bins := _level(lengths, costs, order, num_bins, max_tokens)) is None:
-        num_bins += step
+        num_bins += step * max(num_bins // (32 * step), 1)
     return _deal([(float(costs[rows].sum()), rows) for rows in bins], num_ranks)
-
-
-def _first_fit(sorted_lengths: np.ndarray, capacity: int) -> int:
-    """Number of bins that first-fit decreasing needs."""
-    free: list[int] = []
-    for length in sorted_lengths.tolist():
-        for b, room in enumerate(free):
-            if length <= room:
-                free[b] -= length
-                break
-        else:
-            free.append(capacity - length)
-    return len(free)
 
 
 def _level(lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, num_bins: int,

@@ -103,18 +103,21 @@ def begin_step(directory: Path) -> Path:
 
 def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[SampleRow],
                 manifest: dict, components: Mapping[str, np.ndarray] | None = None,
-                steps: Sequence[tuple[int, int, float]] = ()) -> None:
+                steps: Sequence[tuple[int, int, float]] = (),
+                taught: Mapping[str, np.ndarray] | None = None) -> None:
     """Write the training rows and the manifest, then give the directory its final name.
 
     components: rewards by component, float64 [N], NaN where skipped; steps: rewards of single
-    steps, as row, last completion token of the step, reward."""
+    steps, as row, last completion token of the step, reward; taught: what served teachers think
+    (`controller.served_teachers`)."""
     working = directory.with_name(directory.name + ".tmp")
     columns = {**{name: np.array([getattr(r, name) for r in rows], dtype)
                   for name, dtype in _ROW_COLUMNS.items()},
                "truncated": np.array([r.truncated for r in rows], np.uint8),
                **{f"step_{name}": np.array([step[i] for step in steps], dtype) for i, (name, dtype)
                   in enumerate((("row", np.int64), ("end", np.int64), ("reward", np.float64)))},
-               **{f"component/{name}": values for name, values in (components or {}).items()}}
+               **{f"component/{name}": values for name, values in (components or {}).items()},
+               **{f"taught/{name}": values for name, values in (taught or {}).items()}}
     document = {"format": FORMAT, **manifest,
                 "train_checksum": write_columns(working / "train.safetensors", columns),
                 "shards": [asdict(s) for s in shards]}
@@ -153,6 +156,8 @@ class SampleTable:
         self.steps = tuple(np.array(train[f"step_{name}"]) for name in ("row", "end", "reward"))
         self.components = {name.partition("/")[2]: np.array(values)
                            for name, values in train.items() if name.startswith("component/")}
+        self.taught = {name.partition("/")[2]: values  # left on disk
+                       for name, values in train.items() if name.startswith("taught/")}
 
     def __len__(self) -> int:
         return len(self.shard)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 
+from grpo_megatron.batching.columns import file_checksum
 from grpo_megatron.checkpoints.durable import copy_side_files, explained, write_json
 from grpo_megatron.checkpoints.retention import DIGESTS
 from grpo_megatron.files import empty_directory, replace_directory
@@ -70,14 +70,11 @@ def _digests(directory: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _digest(path: Path) -> list[Any] | None:
-    digest = xxhash.xxh3_128()
     try:
         with open(path, "rb") as file:
             os.fsync(file.fileno())  # and drop what is cached, so that the disk answers
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while block := file.read(1 << 22):
-                digest.update(block)
-            return [file.tell(), digest.hexdigest()]
+        return [path.stat().st_size, file_checksum(path)]
     except OSError:
         return None
 

@@ -163,8 +163,9 @@ class HFSource:
             self.reader.prefetch(name)
 
 
-def refuse_unfit(directory: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Raises CheckpointError with all differences between a checkpoint and its model."""
+def refuse_unfit(directory: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape],
+                 model: str = "config.json") -> None:
+    """Raises CheckpointError with all differences between a checkpoint and a model."""
     other = [f"{name}: {found[name]}, the model has {shape}" for name, shape in wanted.items()
              if found.get(name, shape) != shape]
     lines = []
@@ -175,8 +176,8 @@ def refuse_unfit(directory: Path, found: Mapping[str, Shape], wanted: Mapping[st
             lines += [f"  {len(names)} {what}:", *listed[:_LISTED]]
             lines += ["    ..."] * (len(names) > _LISTED)
     if lines:
-        raise CheckpointError("\n".join(["the tensors are not those of config.json:", *lines]),
-                              where=str(directory), remedy="is config.json of this checkpoint?")
+        raise CheckpointError("\n".join([f"the tensors are not those of {model}:", *lines]),
+                              where=str(directory), remedy=f"is {model} of this checkpoint?")
 
 
 @torch.no_grad()

@@ -9,8 +9,7 @@ import typer
 from grpo_megatron.cli.run_commands import HELP, flag
 from grpo_megatron.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True,
-                  help="Hugging Face checkpoints to Megatron's and back; check either.")
+app = typer.Typer(no_args_is_help=True, help=HELP["convert"])
 Source = Annotated[Path, typer.Argument(help=HELP["source"], show_default=False)]
 Layout = Annotated[list[str] | None, typer.Argument(
     metavar="KEY=VALUE", show_default=False, help=HELP["layout"])]
@@ -26,10 +25,8 @@ def check(source: Source, layout: Layout = None) -> None:
     typer.echo(f"{source} is whole")
 
 
-@app.command("from-hf", help="Make a checkpoint that Megatron loads at any layout "
-             "(`model.path=…`).")
-@app.command("to-hf", help="Make a Hugging Face checkpoint of a run's checkpoint or a converted "
-             "one.")
+@app.command("from-hf", help=HELP["from-hf"])
+@app.command("to-hf", help=HELP["to-hf"])
 def _convert(context: typer.Context, source: Source, to: Annotated[Path, flag("to")],
              layout: Layout = None, dtype: Annotated[str | None, flag("dtype")] = None,
              shard_gb: Annotated[float, flag("shard-gb")] = 5.0,

@@ -14,10 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import typer
+
 from grpo_megatron import assets
 from grpo_megatron.errors import SetupError
 
-_STYLE = {"ok": "green", "missing": "bold red", "warning": "yellow", "optional": "dim"}
+_STYLE = {"ok": {"fg": "green"}, "missing": {"fg": "red", "bold": True},
+          "warning": {"fg": "yellow"}, "optional": {"dim": True}}
 _KNOWN = assets.tables(__file__, "doctor.toml")
 
 
@@ -40,18 +43,13 @@ def run_doctor(*, as_json: bool = False) -> int:
 
 
 def _print(findings: list[Finding]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        line = Text(f"{finding.status:<9}", style=_STYLE[finding.status])
-        console.print(line.append(f"{finding.what:<24}{finding.found}", style="not bold default"))
+        status = typer.style(f"{finding.status:<9}", **_STYLE[finding.status])
+        typer.echo(f"{status}{finding.what:<24}{finding.found}")
         if finding.status != "ok" and finding.remedy:
-            console.print(Text(f"{'':<9}  {finding.remedy}", style="dim"))
-    missing = [finding.what for finding in findings if finding.status == "missing"]
-    console.print("\nmissing: " + ", ".join(missing) if missing else
-                  "\nnothing required is missing")
+            typer.secho(f"{'':<9}  {finding.remedy}", dim=True)
+    missing = ", ".join(finding.what for finding in findings if finding.status == "missing")
+    typer.echo(f"\nmissing: {missing}" if missing else "\nnothing required is missing")
 
 
 def all_findings() -> list[Finding]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from grpo_megatron.cli.run_commands import Overrides
+from grpo_megatron.cli.run_commands import HELP, Overrides, flag
 from grpo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from grpo_megatron.plan.memory import Plan
 
 config_app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
-objective_app = typer.Typer(no_args_is_help=True,
-                            help="The objectives: what they are, what they compute.")
+objective_app = typer.Typer(no_args_is_help=True, help=HELP["objectives"])
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 Source = Annotated[str, typer.Argument(help="Recipe or run directory.")]
 
@@ -78,8 +77,7 @@ def list_objectives(as_json: Json = False) -> None:
 
 
 @objective_app.command("show")
-def show_objective(name: Annotated[str, typer.Argument(
-        help="A preset (see `objective list`).")]) -> None:
+def show_objective(name: Annotated[str, typer.Argument(help=HELP["preset"])]) -> None:
     """Formula, choices, source and evidence of one preset."""
     from grpo_megatron.algorithms.catalogue import describe
     from grpo_megatron.config.loader import load_objective
@@ -90,9 +88,8 @@ def show_objective(name: Annotated[str, typer.Argument(
 
 @objective_app.command("eval")
 def evaluate(arguments: Annotated[list[str], typer.Argument(
-                 metavar="[KEY=VALUE]... CASE.json", show_default=False,
-                 help="Changes to the preset, then the file with the samples.")],
-             objective: Annotated[str, typer.Option(help="Preset to start from.")]) -> None:
+                 metavar="[KEY=VALUE]... CASE.json", show_default=False, help=HELP["case"])],
+             objective: Annotated[str, flag("objective")]) -> None:
     """Loss, gradient, advantages and metrics of a batch in a file, in float64."""
     from grpo_megatron.algorithms.case import read_case
     from grpo_megatron.algorithms.evaluate import evaluate_case

@@ -68,9 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print_error(text: str) -> None:
     first, newline, rest = text.partition("\n")
-    if sys.stderr.isatty():
-        first = f"\033[1;31m{first}\033[0m"
-    print(f"error: {first}{newline}{rest}", file=sys.stderr, flush=True)
+    first = typer.style(first, fg="red", bold=True)  # only a terminal gets the colours
+    typer.echo(f"error: {first}{newline}{rest}", err=True)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ _HELP = assets.tables(__file__, "help.toml")
 class Strict(BaseModel):
     """Frozen; unknown keys are errors; what a table and its keys mean is said in `help.toml`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True,
-                              allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -100,7 +100,7 @@ def _unused_routing(c: RunConfig) -> list[Details]:
     off = {"keep_loss": "none", "balance_weight": 0.0}
     if c.uses_dataset or c.routing.replay == "r2":
         off["replay"] = "none"  # nobody sampled it, or no old policy passes over it
-    return [{"field": field, "near": value} for field, value in off.items()
+    return [{"field": field, "nearest": [value]} for field, value in off.items()
             if c.kind in ("sft", "distil") and getattr(c.routing, field) != value]
 
 
@@ -120,6 +120,15 @@ _OF_RUN: Conditions = {
     "rl_only": lambda c: [{"field": field} for field in ("cold_start", "correction")
                           if c.kind != "rl" and getattr(c, field) is not None],
     "untaught_domain": _untaught_domains,
+    "teacher_source": lambda c: [
+        {"i": i} for i, teacher in enumerate(c.distillation.teachers if c.distillation else ())
+        if (teacher.path is None) == (teacher.url is None)],
+    "served_teacher": lambda c: c.distillation and [
+        {"key": key, "nearest": [near]} for key, value, near in (
+            ("distillation.mode", c.distillation.mode, "topk_tail"),
+            ("rollout.temperature" if c.distillation.temperature is None else
+             "distillation.temperature", c.distillation.temperature or c.rollout.temperature, 1.0))
+        if value != near and any(teacher.url for teacher in c.distillation.teachers)],
     "sampled_tokens": lambda c: c.distillation and c.distillation.mode == "sampled" and [
         {"field": field} for field, wrong in (("samples", c.uses_dataset), (
             "temperature", c.distillation.temperature is not None)) if wrong],

@@ -26,11 +26,6 @@ def split_key(text: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def is_array_of_tables(value: Any) -> bool:
-    """Whether `value` is a list with tables in it; other lists count as one value."""
-    return isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value)
-
-
 def nodes(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """A value and everything below it, in order, with paths."""
     yield path, value
@@ -44,8 +39,8 @@ def leaves(value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _children(value: Any) -> Collection[tuple[str | int, Any]]:
-    if is_array_of_tables(value):
-        return list(enumerate(value))
+    if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        return list(enumerate(value))  # of tables; other lists count as one value
     return value.items() if isinstance(value, Mapping) else ()
 
 

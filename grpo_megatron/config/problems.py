@@ -56,10 +56,8 @@ class InvalidConfigError(ConfigError):
     """Everything that is wrong; `message` is a headline, or all if there are no `problems`."""
 
     def __init__(self, message: str, *, problems: Sequence[Problem] = (), **details: str | None):
-        if problems:
-            numbered = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-            message = "\n".join([message, *numbered])
-        super().__init__(message, **details)
+        numbered = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+        super().__init__("\n".join([message, *numbered]), **details)
         self.problems = tuple(problems)
 
 

@@ -78,7 +78,8 @@ class CorrectionConfig(Strict):
 
 
 class TeacherConfig(Strict):
-    path: InputPath
+    path: InputPath | None = None
+    url: str | None = None
     domains: tuple[str, ...] = ()
     weight: float = Field(1.0, gt=0)
 

@@ -1,7 +1,9 @@
 """A short supervised start: the policy must be right sometimes before rewards can teach it."""
 
+from grpo_megatron.controller.dataset import DatasetAnswers
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.recorder import record_supervised
+from grpo_megatron.controller.evaluation import greedy_accuracy
+from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.session import Session
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import TrainerError
@@ -14,7 +16,7 @@ async def cold_start(session: Session) -> None:
     weights = {domain.name: domain.weight for domain in config.domains}
     sampler = PromptSampler(session.splits.train, weights, config.seed + 1)
     directory = session.run_dir.store / "cold_start"
-    eos = session.tokenizer.eos_token_id
+    answers = DatasetAnswers(session.tokenizer, config.rollout.max_model_len)
     done, accuracy = 0, 0.0
     await session.trainer.call("reset_optimizer", cold_start=True)
     while accuracy < settings.target_accuracy:
@@ -23,21 +25,21 @@ async def cold_start(session: Session) -> None:
                 f"cold start reached accuracy {accuracy:.3f} after {done} steps, the target is "
                 f"{settings.target_accuracy}", where="cold_start.max_steps",
                 remedy="raise max_steps or lower target_accuracy")
-        batches = []
         # accuracy climbs steeply in the end: look often, so that RL starts at about one height
         often = 10 if accuracy >= settings.target_accuracy / 4 else 1
-        for _ in range(max(settings.steps_per_evaluation // often, 1)):
-            batches.append([(prompt, [*session.tokenizer.encode(prompt.answer), eos])
-                            for prompt in sampler.draw(settings.batch_size)])
+        batches = [sampler.draw(settings.batch_size)
+                   for _ in range(max(settings.steps_per_evaluation // often, 1))]
         with session.phase("train"):
-            record_supervised(directory, batches)
+            record_completions(directory, [
+                (update, prompt, answers.completion(0, prompt.answer))
+                for update, batch in enumerate(batches) for prompt in batch])
             report = await session.trainer.call("supervise", directory=str(directory),
                                                 first_update=done)
         done += len(batches)
         with session.phase("publish"):
             await session.publisher.publish(0)
         with session.phase("rollout"):
-            accuracy = await session.greedy_accuracy(session.splits.validation)
+            accuracy = await greedy_accuracy(session, session.splits.validation)
         show("message", text=f"cold start: step {done}, nll {report['nll']:.3f}, "
                              f"validation accuracy {accuracy:.3f}")
     await session.trainer.call("reset_optimizer", cold_start=False)

@@ -19,11 +19,11 @@ class DatasetAnswers:
 
     async def rollouts(self, step: int, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         return [RolloutGroup(prompt, tuple(
-            self._completion(step, text)
+            self.completion(step, text)
             for text in prompt.metadata.get("responses") or [prompt.answer]), 0)
             for prompt in prompts]
 
-    def _completion(self, step: int, text: str) -> Completion:
+    def completion(self, step: int, text: str) -> Completion:
         tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]
         whole = len(tokens) <= self._longest
         ids = np.asarray(tokens[:self._longest], np.int32)

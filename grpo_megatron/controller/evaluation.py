@@ -14,16 +14,21 @@ Results = dict[str, dict[str, float]]
 _Z = 1.959964  # 95 %
 
 
-async def evaluate(session: Session, prompts: Sequence[Prompt]) -> Results:
+async def greedy_accuracy(session: Session, prompts: Sequence[Prompt]) -> float:
+    """Share of prompts whose most likely answer, of the published weights, is correct."""
+    return (await evaluate(session, prompts))["all"].get("accuracy", math.nan)
+
+
+async def evaluate(session: Session, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
     """By domain, and over all prompts as `all`: `accuracy` (greedy) and, with n samples a prompt,
     `pass_at_k` and `majority_at_k`, k = 1, 2, 4, …, n; `_low` and `_high`: Wilson's interval."""
     if not prompts:
         return {"all": {"prompts": 0.0}}
-    settings, worker = session.config.evaluation, session.worker
+    worker = session.worker
     found = _by_domain(session, await session.rewards.score(
         await worker.greedy(prompts, session.config.rollout.max_new_tokens)), _greedy)
-    if settings.num_samples:
-        groups = await worker.rollouts(0, prompts, num_samples=settings.num_samples)
+    if num_samples:
+        groups = await worker.rollouts(0, prompts, num_samples=num_samples)
         sampled = _by_domain(session, await session.rewards.score(groups), _sampled)
         found = {domain: {**values, **sampled[domain]} for domain, values in found.items()}
     names = dict.fromkeys(name for values in found.values() for name in values)

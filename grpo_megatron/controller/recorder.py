@@ -2,21 +2,22 @@
 
 import bisect
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
 from grpo_megatron.routing.shape import RouteShape
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def record_step(directory: Path, groups: Sequence[ScoredGroup], num_updates: int,
                 domains: Sequence[str], manifest: dict, decode: Decode,
-                route_shape: RouteShape | None = None) -> None:
+                route_shape: RouteShape | None = None,
+                taught: Mapping[str, np.ndarray] | None = None) -> None:
     """Write a step, one shard a replica. In prompt order within each shard: equal rollouts give
     equal files. Each of `num_updates` optimizer steps trains a contiguous part of the groups, of
     nearly equal size; `domains` are the recipe's, in order."""
@@ -35,7 +36,7 @@ def record_step(directory: Path, groups: Sequence[ScoredGroup], num_updates: int
     shards = [write_shard(working / f"rollout-{replica}.safetensors", parts, route_shape)
               for replica, parts in zip(replicas, of_shards, strict=True)]
     finish_step(directory, shards, rows, {**manifest, "domains": list(domains)},
-                _components(groups), _steps(groups, decode))
+                _components(groups), _steps(groups, decode), taught)
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
@@ -61,21 +62,12 @@ def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
     return min(found, len(token_ids) - 1)
 
 
-def record_supervised(directory: Path, batches: Sequence[Sequence[tuple[Prompt, list[int]]]]):
-    """Prompts with the tokens they should be answered with; one optimizer step per batch."""
-    record_completions(directory, [(update, prompt, Completion(
-        np.asarray(answer, np.int32), np.zeros(len(answer), np.float32),
-        (VersionSpan(0, 0, len(answer)),), "stop", ""))
-        for update, batch in enumerate(batches) for prompt, answer in batch], "supervised")
-
-
-def record_completions(directory: Path, samples: Sequence[tuple[int, Prompt, Completion]],
-                       kind: str = "completions") -> None:
+def record_completions(directory: Path, samples: Sequence[tuple[int, Prompt, Completion]]) -> None:
     """(optimizer step, prompt, completion) for the trainer to compute, one sample each."""
     groups = [RolloutGroup(prompt, (completion,), 0) for _, prompt, completion in samples]
     rows = [SampleRow(0, i, i, update, 0.0) for i, (update, _, _) in enumerate(samples)]
-    shard = write_shard(begin_step(directory) / f"{kind}-0.safetensors", groups)
-    finish_step(directory, [shard], rows, {"kind": kind, "stale": False})
+    shard = write_shard(begin_step(directory) / "completions-0.safetensors", groups)
+    finish_step(directory, [shard], rows, {"stale": False})
 
 
 def prune_store(store: Path, checkpoints: Sequence[int], keep: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from grpo_megatron.checkpoints.retention import complete_steps, prune
 from grpo_megatron.controller.alarms import Alarms
 from grpo_megatron.controller.display import show
+from grpo_megatron.controller.evaluation import greedy_accuracy
 from grpo_megatron.controller.recorder import prune_store, record_step
 from grpo_megatron.controller.selection import by_domain, not_older, staleness
 from grpo_megatron.controller.session import Session
@@ -111,9 +112,11 @@ class RLLoop:
                     "sampler": self.sampler.state_dict(),  # after the step's draws
                     "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
                     "extremes": extremes(step, groups, config.telemetry.samples_per_step)}
+        taught = await self.session.teachers.answers([scored.group for scored in groups])
         written_from = time.perf_counter()
-        await asyncio.to_thread(record_step, directory, groups, config.batch.updates_per_rollout,
-            list(self.weights), manifest, self.session.tokenizer.decode, recorded_shape(config))
+        await asyncio.to_thread(
+            record_step, directory, groups, config.batch.updates_per_rollout, list(self.weights),
+            manifest, self.session.tokenizer.decode, recorded_shape(config), taught)
         rollout_s += time.perf_counter() - written_from
         return RecordedStep(step, directory, manifest, {
             "rollout": rollout_s, "reward": time.perf_counter() - started - rollout_s})
@@ -153,8 +156,8 @@ class RLLoop:
                 show("message", text=f"step {step}: {text}")
         if (every := self.config.evaluation.interval) and (step + 1) % every == 0:
             await self.session.publisher.reach(step + 1)
-            metrics["evaluation/accuracy"] = await self.session.greedy_accuracy(
-                self.session.splits.validation)
+            metrics["evaluation/accuracy"] = await greedy_accuracy(
+                self.session, self.session.splits.validation)
         record = self.metrics.write(step, metrics)
         self.metrics.write_normalisers(report.get("normalisers", {}))
         self.mirrors.log(record)

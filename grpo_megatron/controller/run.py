@@ -12,7 +12,7 @@ from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.cold_start import cold_start
 from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import evaluate
+from grpo_megatron.controller.evaluation import evaluate, greedy_accuracy
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.controller.rejection import sample_dataset
 from grpo_megatron.controller.rl_loop import RLLoop
@@ -43,7 +43,7 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
                                  f"{run_dir.export}")
         await session.publisher.reach(state.step)
         made = await sample_dataset(session) if config.kind == "rejection_sample" else {}
-        results = await evaluate(session, session.splits.heldout)
+        results = await evaluate(session, session.splits.heldout, config.evaluation.num_samples)
         seconds, after = time.monotonic() - began, results["all"].get("accuracy", float("nan"))
         _conclude(session, {"eval": results, "dataset": made, "seconds": seconds,
                             "before": state.heldout_before if config.trains else None,
@@ -85,7 +85,7 @@ async def _begin(session: Session, started: float) -> RunState:
     await session.trainer.call("take_reference")
     before = float("nan")
     if session.config.trains:
-        before = await session.greedy_accuracy(session.splits.heldout)
+        before = await greedy_accuracy(session, session.splits.heldout)
         show("message", text=f"held-out accuracy before training {before:.3f}")
     state = RunState(0, 0, {}, before, time.monotonic() - started)
     if session.config.cold_start is not None:  # not to be repeated by a resume

@@ -5,16 +5,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.publishing import Publisher
-from grpo_megatron.controller.selection import Selection
+from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.data.prompts import Splits, load_splits
 from grpo_megatron.data.tiny_model import init_weights
@@ -27,7 +25,6 @@ from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.worker import RolloutWorker
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
-from grpo_megatron.types import Prompt
 
 
 @dataclass
@@ -40,6 +37,7 @@ class Session:
     worker: RolloutWorker
     rewards: RewardPool
     publisher: Publisher
+    teachers: ServedTeachers
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     seconds: Counter[str] = field(default_factory=Counter)
 
@@ -55,15 +53,6 @@ class Session:
     def take_seconds(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, Counter()
         return seconds
-
-    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
-        """Share of prompts whose most likely answer, of the published weights, is correct."""
-        if not prompts:
-            return float("nan")
-        groups = await self.worker.greedy(prompts, self.config.rollout.max_new_tokens)
-        scored, selection = await self.rewards.score(groups), Selection(self.config)
-        return float(np.mean([selection.correct(group)[0] == 1 for group in scored]))
-
 
     def event(self, kind: str, **fields) -> None:
         append_event(self.run_dir.events, kind, **fields)
@@ -83,6 +72,9 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
         rewards = await stack.enter_async_context(RewardPool(config.domains,
             num_workers=config.data.reward_workers, timeout_s=config.data.reward_timeout_s,
             concurrency=config.data.reward_concurrency, log_path=run_dir.logs / "rewards.log"))
+        teachers = ServedTeachers(config)
+        stack.push_async_callback(teachers.close)
+        await teachers.meet([domain[0] for domain in splits.train.values() if domain])
         show("phase", name="starting")
         clients = await _connect(config, run_dir, stack)
         engines = ReplicaPool(clients, max_attempts=config.rollout.max_attempts,
@@ -90,7 +82,7 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
         worker = RolloutWorker(config, engines, stop_token_ids=tokenizer.stop_token_ids,
                                decode=tokenizer.decode)
         yield Session(config, run_dir, tokenizer, splits, trainer, worker, rewards,
-                      Publisher(config, run_dir, trainer, engines))
+                      Publisher(config, run_dir, trainer, engines), teachers)
 
 
 async def _connect(config: RunConfig, run_dir: RunDir,

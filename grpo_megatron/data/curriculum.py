@@ -1,11 +1,7 @@
 """Prompts of one domain drawn by their success rate, without a random number generator.
 
-p is a moving average of the fraction of correct completions. A prompt is drawn with weight
-w = p (1 - p) + floor, the variance of its rewards plus a floor that keeps every prompt alive; an
-unseen prompt counts as p = 1/2. Mastered prompts leave that lottery for a small replay share.
-
-Weighted draws without replacement take the smallest -ln(u) / w (Efraimidis and Spirakis, 2006),
-where u is a hash of (seed, domain, prompts drawn so far, prompt id)."""
+Weights w: docs/sampling.md. Draws without replacement take the smallest -ln(u) / w (Efraimidis
+and Spirakis, 2006), where u is a hash of (seed, domain, prompts drawn so far, prompt id)."""
 
 import base64
 import hashlib

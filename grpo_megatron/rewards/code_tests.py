@@ -1,9 +1,5 @@
-"""Rewards of programs by tests. What decides runs outside of the candidate's interpreter.
-
-A candidate may do what it likes to its interpreter, the harness in it and its exit code: it is
-judged by the bytes that it prints, or by the plain data that its functions return to another
-sandbox, the only one that knows what is expected. What it can still do: answer what is asked
-without solving the problem (it sees the inputs, as every function does), and attack the kernel."""
+"""Rewards of programs by tests. What decides runs outside of the candidate's interpreter, which the
+candidate may do with what it likes (docs/rewards.md)."""
 
 import ast
 import asyncio
@@ -35,16 +31,8 @@ def _check(*, mode: str = "all", **_: object) -> None:
 def code_tests(completion: str, answer: str, *, mode: str = "all", answer_tag: str | None = None,
                timeout_s: float = 4.0, memory_mib: int = 512) -> float:
     """1 where the completion's Python program passes every test, else 0; NaN where the tests are
-    no good or the sandbox fails. The program is the last closed block between three backticks.
-
-    The answer is JSON: `{"inputs": ["1 2"], "outputs": ["3"]}`, for a program that reads, prints
-    and exits with 0 (white space at ends of lines and of the output does not count); or
-    `{"asserts": ["assert f(1) == 2"], "setup": ""}`: names that neither Python, its library nor
-    `setup` defines are the program's, values are copied, an assert that never asks it is no good.
-
-    `mode = "fraction"` gives the share of tests that pass. With `answer_tag` the program is the
-    last `<answer_tag>…</answer_tag>`, or the last block in it. `timeout_s` of wall time, below
-    `[data] reward_timeout_s`, are for all tests: those that it leaves unfinished failed."""
+    no good or the sandbox fails; with `mode = "fraction"` the share that passes. The answer is JSON
+    (docs/rewards.md). All tests together have `timeout_s` of wall time."""
     tests = _parse(answer)
     if tests is None:
         return math.nan

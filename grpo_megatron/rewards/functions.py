@@ -1,15 +1,4 @@
-"""Verifiable rewards, by the names that recipes use. A reward is a plain function:
-
-    def my_reward(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, Any],
-                  num_tokens: int, truncated: bool, token_ids: tuple[int, ...],
-                  **arguments) -> float | None
-
-It takes those of these keyword arguments that its signature names; others come from the recipe.
-NaN or None means "cannot be scored" (a bad reference answer), which is not the same as 0. An
-`async def` runs beside others. A process reward returns a list of `(end, reward)` (`end`: a
-place in the completion); `objective.advantage = "process"` credits each step's tokens.
-
-With `answer_tag`, a reward looks into the last `<answer_tag>…</answer_tag>` only."""
+"""Verifiable rewards, by the names that recipes use; what a reward is: docs/rewards.md."""
 
 import math
 import re
@@ -107,11 +96,7 @@ def check_scripts(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
 def language_consistency(completion: str, answer: str, *, scripts: Sequence[str] = ("latin",),
                          think_tag: str | None = "think") -> float:
     """Words of the target language / words of the chain of thought (DeepSeek-R1,
-    arXiv:2501.12948), in [0, 1]; 0 without a word. Code and LaTeX do not count.
-
-    A word is a run of letters of one Unicode script, or one letter of a script that puts no
-    spaces between words. The script stands for the language: English and French are `latin`,
-    Japanese is `["han", "hiragana", "katakana"]`. The chain is the block `think_tag`, or all."""
+    arXiv:2501.12948), in [0, 1]; 0 without a word. What is a word: docs/rewards.md."""
     if think_tag:  # a block that the prompt opened, or that nothing closed, counts too
         completion = completion.partition(f"</{think_tag}>")[0].rpartition(f"<{think_tag}>")[2]
     prose = NOT_PROSE.sub(" ", completion)

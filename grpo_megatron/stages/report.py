@@ -8,8 +8,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from grpo_megatron.algorithms.advantages.pipeline import needed_columns
-from grpo_megatron.algorithms.step_terms import advantages_of
+from grpo_megatron.algorithms.advantages.pipeline import advantages_of, needed_columns
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.objective import ObjectiveConfig

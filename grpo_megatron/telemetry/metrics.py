@@ -43,7 +43,7 @@ class MetricsWriter:
             raise DataError(f"step {step} after step {self.last_step}",
                             where=str(self._run_dir.metrics),
                             remedy="call truncate_after with the step that a run resumes from")
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        numbers = {name: _number(value) for name, value in metrics.items()}
         bad = [name for name, number in numbers.items() if number is None]
         for name in (name for name in bad if name not in self.nonfinite):
             logger.warning("metric %s is %s in step %d; written as null", name, metrics[name], step)
@@ -110,11 +110,7 @@ def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                             remedy="remove the line")
 
 
-def _number(name: str, value: Any) -> int | float | None:
-    if name in ("step", "time_s"):
-        raise TypeError(f"{name!r} is not a metric's name")
-    if isinstance(value, str | bytes):
-        raise TypeError(f"metric {name} is text: {value!r}")
+def _number(value: Any) -> int | float | None:
     if value is None or isinstance(value, int):
         return value if value is None else int(value)
     return float(value) if math.isfinite(value) else None

@@ -58,7 +58,7 @@ def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
     if config.wandb != "off":
         wanted["wandb"] = lambda: _wandb_mirror(run_dir, run_name, config, settings)
     if config.tensorboard:
-        wanted["tensorboard"] = lambda: TensorBoardMirror(run_dir.root / "tensorboard")
+        wanted["tensorboard"] = lambda: _tensorboard_mirror(run_dir.root / "tensorboard")
     for package in wanted:
         if importlib.util.find_spec(package) is None:
             raise SetupError(f"telemetry asks for {package}, which is not installed",
@@ -86,33 +86,23 @@ def _wandb_mirror(run_dir: RunDir, run_name: str, config: TelemetryConfig,
     return SimpleNamespace(log=run.log, close=run.finish)
 
 
-class TensorBoardMirror:
+def _tensorboard_mirror(directory: Path) -> SimpleNamespace:
     """TensorBoard event files; nulls are left out, values are float32 there."""
+    # TensorBoard's own writer: torch's needs torch, which telemetry must not import.
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    def __init__(self, directory: Path):
-        # TensorBoard's own writer: torch's needs torch, which telemetry must not import.
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    writer = EventFileWriter(str(directory))
+    start = [SessionLog(status=SessionLog.START)]  # hides what an interrupted run wrote from here
 
-        self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventFileWriter(str(directory))
-        self._started = False
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        step, time_s = record["step"], record["time_s"]
-        if not self._started:
-            # Hides what an interrupted run wrote for this step and later ones.
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._add(step, time_s, session_log=start)
-            self._started = True
-        values = [self._summaries.Summary.Value(tag=name, simple_value=value)
-                  for name, value in record.items()
+    def log(record: Mapping[str, Any]) -> None:
+        at = {"step": record["step"], "wall_time": record["time_s"]}
+        if start:
+            writer.add_event(Event(session_log=start.pop(), **at))
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in record.items()
                   if name not in ("step", "time_s") and value is not None]
-        self._add(step, time_s, summary=self._summaries.Summary(value=values))
-        self._writer.flush()
+        writer.add_event(Event(summary=Summary(value=values), **at))
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
-
-    def _add(self, step: int, time_s: float, **content: Any) -> None:
-        self._writer.add_event(self._events.Event(wall_time=time_s, step=step, **content))
+    return SimpleNamespace(log=log, close=writer.close)

@@ -196,7 +196,9 @@ def main(path: Path) -> None:
     """Run the job of `path`; the exit code is that of the error's class."""
     code = 0
     try:
-        run(msgspec.json.decode(path.read_bytes(), type=Job), RankInfo.from_environment())
+        info = RankInfo.from_environment()
+        run(msgspec.json.decode(path.read_bytes(), type=Job), info,
+            dist.FileStore(str(path.with_name("store")), info.world_size))
     except Exception as error:
         if not isinstance(error, GrpoMegatronError):
             traceback.print_exc()

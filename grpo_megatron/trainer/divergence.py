@@ -11,6 +11,7 @@ states and its output layer, never its logits."""
 from dataclasses import dataclass
 
 import torch
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from grpo_megatron.trainer.logprobs import Chunk, add_product
 
@@ -60,11 +61,10 @@ def likeliest(hidden: torch.Tensor, head: torch.Tensor, k: int, group,
         chunk = _chunk(rows, head, group, settings)
         log_q = _normalised(chunk)
         values, local = log_q.topk(min(k, log_q.size(1)))
-        parts = [values, local + chunk.start]
-        if chunk.group is not None:
-            parts = [_gathered(part, chunk.group) for part in parts]
-        best, place = parts[0].topk(min(k, parts[0].size(1)))
-        ids = parts[1].gather(1, place)
+        values, ids = (gather_from_tensor_model_parallel_region(part, group)
+                       for part in (values, local + chunk.start))
+        best, place = values.topk(min(k, values.size(1)))
+        ids = ids.gather(1, place)
         found.append((ids, best, _log_tail(chunk, log_q, ids, *_owned(chunk, ids))))
     return tuple(map(torch.cat, zip(*found, strict=True)))
 
@@ -81,12 +81,6 @@ def _log_tail(chunk: Chunk, log_p: torch.Tensor, ids: torch.Tensor, token: torch
     tail = log_p.exp()
     tail[token, ids[token, place] - chunk.start] = 0.0
     return chunk.reduce(tail.sum(-1)).clamp_(min=torch.finfo(torch.float32).tiny).log()
-
-
-def _gathered(part: torch.Tensor, group) -> torch.Tensor:
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, 1)
 
 
 def _chunk(hidden: torch.Tensor, weight: torch.Tensor, group,

@@ -16,7 +16,7 @@ from grpo_megatron.trainer.policy import Policy
 from grpo_megatron.trainer.rollouts import sample_batch
 from grpo_megatron.trainer.route_source import RouteSource
 from grpo_megatron.trainer.router_replay import Routes, RoutingPass
-from grpo_megatron.trainer.step import gather_tokens, logprob_pass, prepare
+from grpo_megatron.trainer.step import gather_tokens, logprob_pass, prepare, untruncated
 
 
 def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path, *,
@@ -24,9 +24,10 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     """Passes over all samples at the present weights; collective.
 
     Writes columns, fp64 [n] over the completion tokens of the table in order: `rollout` (the
-    engine's), `live` (the trainer's own routing), `through_N` (engine routes in MoE layers up to
-    number N, for every layer or just the last); `flipped` fp64 [E, L]: how often the engine used
-    an expert that the trainer would not have.
+    engine's), `live` (the trainer's own routing), `unmasked` (the same over the whole vocabulary,
+    where sampling was truncated), `through_N` (engine routes in MoE layers up to number N, for
+    every layer or just the last); `flipped` fp64 [E, L]: how often the engine used an expert that
+    the trainer would not have.
 
     Returns routing metrics; nothing of routes where the step has none."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
@@ -35,12 +36,14 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     routes = source.from_store(batch) if table.route_shapes else None
     run = routes and RoutingPass(compared={"rollout": routes}, record=True, measure=True)
 
-    def gathered(routing: RoutingPass | None) -> np.ndarray:
-        passes = logprob_pass(policy, batch, routing)
-        return gather_tokens(rollouts, [batch], [[out[0] for out in passes]]).double().numpy()
+    def gathered(values: list[Tensor]) -> np.ndarray:
+        return gather_tokens(rollouts, [batch], [values]).double().numpy()
 
-    columns = {"live": gathered(run), "rollout": np.concatenate(
+    live = logprob_pass(policy, batch, run)
+    columns = {"live": gathered([out[0] for out in live]), "rollout": np.concatenate(
         [table.completion(row)[1] for row in range(len(table))]).astype(np.float64)}
+    if config.rollout.truncation:
+        columns["unmasked"] = gathered([untruncated(out) for out in live])
     metrics = {}
     if run is not None:
         source.finish(run, batch)
@@ -50,8 +53,9 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
         for layer in layers if by_layer else layers[-1:]:
             # the engine's routes up to this layer, the live router above
             below = torch.tensor([number <= layer for number in replay.layers], dtype=torch.bool)
-            columns[f"through_{layer}"] = gathered(RoutingPass(replayed=[
-                Routes(part.ids, part.known & below[:, None]) for part in routes]))
+            columns[f"through_{layer}"] = gathered([out[0] for out in logprob_pass(
+                policy, batch, RoutingPass(replayed=[
+                    Routes(part.ids, part.known & below[:, None]) for part in routes]))])
     if dist.get_rank() == 0:
         write_columns(to, columns)
     return metrics

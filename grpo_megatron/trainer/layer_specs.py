@@ -12,16 +12,14 @@ from grpo_megatron.trainer.platform import HAS_TRANSFORMER_ENGINE
 
 
 class TorchNorm:
-    """torch RMSNorm / LayerNorm under sequence parallelism, which WrappedTorchNorm refuses."""
+    """torch's RMSNorm under sequence parallelism, which WrappedTorchNorm refuses."""
 
     def __new__(cls, config, hidden_size, eps=1e-5, **_):
-        if config.layernorm_zero_centered_gamma:
-            raise ValueError("zero-centred norms need Transformer Engine")
-        norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        module = norm(hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in module.parameters():  # finalize_model_grads sums these over TP
-            parameter.sequence_parallel = config.sequence_parallel
-        return module
+        if config.layernorm_zero_centered_gamma or config.normalization != "RMSNorm":
+            raise ValueError("layer norms and zero-centred norms need Transformer Engine")
+        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+        norm.weight.sequence_parallel = config.sequence_parallel  # finalize_model_grads sums it
+        return norm
 
 
 class LatentNorm:

@@ -25,8 +25,7 @@ def install() -> None:
         if megatron.core.__version__ != TESTED_VERSION:
             raise SetupError(f"megatron-core {megatron.core.__version__} is installed; the fixes "
                              f"in {__name__} are for {TESTED_VERSION}", remedy="make setup")
-        for fix in (define_missing_te_names, report_te_absent_in_mla,
-                    checkpoint_without_output_is_not_fp8, reduce_contiguous_tensors,
+        for fix in (define_missing_te_names, report_te_absent_in_mla, reduce_contiguous_tensors,
                     score_groups_as_deepseek, rotate_packed_sequences_at_once,
                     save_torch_adam_without_step, save_without_helper_processes):
             fix()
@@ -50,16 +49,6 @@ def report_te_absent_in_mla() -> None:
 
     if not isinstance(mla.TELinear, type):  # a MagicMock, not a class
         mla.HAVE_TE = False
-
-
-def checkpoint_without_output_is_not_fp8() -> None:
-    """random.py:636: `self.fp8 = fp8 is not None` makes fp8=False mean True."""
-    import megatron.core.tensor_parallel.random as random
-
-    if random.HAVE_TE:
-        return
-    original = random.CheckpointWithoutOutput.__init__
-    random.CheckpointWithoutOutput.__init__ = lambda self, fp8=None: original(self, fp8 or None)
 
 
 def reduce_contiguous_tensors() -> None:

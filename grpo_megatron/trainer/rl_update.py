@@ -14,10 +14,10 @@ import torch
 from megatron.core import parallel_state
 
 from grpo_megatron.algorithms import evaluate, ratios
-from grpo_megatron.algorithms.advantages.pipeline import needed_columns, select
+from grpo_megatron.algorithms.advantages.pipeline import advantages_of, needed_columns, select
 from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.algorithms.stats import Stats, derived
-from grpo_megatron.algorithms.step_terms import StepTerms, advantages_of, step_terms
+from grpo_megatron.algorithms.step_terms import StepTerms, step_terms
 from grpo_megatron.batching.store import SampleTable, read_decisions, write_decisions
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer import step

@@ -1,4 +1,5 @@
-"""Teachers of a distillation: one after the other in the place of the policy's weights.
+"""Teachers of a distillation: one after the other in the place of the policy's weights, or what
+the store has of those behind servers.
 
 Beside the student, whose weights wait on the host meanwhile, there is never more than one. From
 its second use on, this rank's part of a teacher is read from a file on the node's own disk."""
@@ -14,9 +15,13 @@ from megatron.core import parallel_state
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig, TeacherConfig
 from grpo_megatron.trainer.divergence import DivergenceSettings, TeacherTokens, likeliest
+from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.policy import Policy, state_tensors
+from grpo_megatron.trainer.policy_model import PolicyModel
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, untruncated
 from grpo_megatron.weights.transfer_plan import as_bytes
+
+_RESOLUTION = 1e-7  # of float32 log-probs whose sum is near 1
 
 
 class Teachers:
@@ -26,17 +31,23 @@ class Teachers:
         self.config, self.settings, self._load = config, config.distillation, load
         self._files: dict[Path, np.memmap] = {}
 
-    def look_at(self, policy: Policy, batch: PreparedBatch, table: SampleTable) -> None:
-        """Put into every micro-batch what the teachers of its samples' domains think of its
-        tokens. The policy is as before afterwards. Collective."""
+    def look_at(self, policy: Policy, batch: PreparedBatch, table: SampleTable,
+                rows: np.ndarray) -> None:
+        """Put into every micro-batch of the update that trains `rows` what the teachers of its
+        samples' domains think of its tokens. The policy is as before afterwards. Collective."""
         names = [d.name for d in self.config.domains]
-        aside = [tensor.to("cpu", copy=True) for tensor in state_tensors(policy)]
-        for teacher in self.settings.teachers:
-            domains = [i for i, name in enumerate(names) if name in (teacher.domains or names)]
-            if np.isin(table.domain, domains).any():  # the same answer on every rank
+        aside: list[torch.Tensor] = []
+        for number, teacher in enumerate(self.settings.teachers):
+            taught = np.isin(table.domain, [
+                i for i, name in enumerate(names) if name in (teacher.domains or names)])
+            if teacher.url:
+                self._recall(policy.models[-1], batch, table, number, taught)
+            elif taught[rows].any():  # the same answer on every rank
+                aside = aside or [t.to("cpu", copy=True) for t in state_tensors(policy)]
                 self._put_in_place(policy, teacher.path)
-                self._ask(policy, batch, table, teacher, domains)
-        _fill(policy, aside)
+                self._ask(policy, batch, teacher, taught)
+        if aside:
+            _fill(policy, aside)
 
     def _put_in_place(self, policy: Policy, path: Path) -> None:
         tensors = state_tensors(policy)
@@ -52,8 +63,30 @@ class Teachers:
         _fill(policy, [part.clone().view(t.dtype).view(t.shape)
                        for t, part in zip(tensors, parts, strict=True)])
 
-    def _ask(self, policy: Policy, batch: PreparedBatch, table: SampleTable,
-             teacher: TeacherConfig, domains: list[int]) -> None:
+    def _kl(self, model: PolicyModel) -> DivergenceSettings:
+        return DivergenceSettings(
+            model.real_vocab_size, self.settings.temperature or self.config.rollout.temperature,
+            model.logprob_chunk_tokens, self.settings.forward_weight)
+
+    def _recall(self, model: PolicyModel, batch: PreparedBatch, table: SampleTable, number: int,
+                taught: np.ndarray) -> None:
+        """What a served teacher answered, from the store."""
+        starts = np.cumsum([0, *np.where(taught, table.completion_lengths, 0)])
+        for microbatch in batch.microbatches if model.post_process else ():
+            index = np.concatenate([np.arange(*starts[row:row + 2])
+                                    for row in microbatch.table_rows] or [np.empty(0, np.int64)])
+            ids, logprobs = (torch.from_numpy(table.taught[f"{number}/{name}"][index])
+                             for name in ("ids", "logprobs"))
+            known = ids < model.real_vocab_size  # a larger vocabulary: the others are in the tail
+            rest = 1 - torch.where(known, logprobs.double().exp(), 0).sum(-1)
+            microbatch.teachers.append(TeacherTokens(
+                _rows(microbatch, taught), self.settings.teachers[number].weight, self._kl(model),
+                **{name: value.to(microbatch.tokens.device) for name, value in {
+                    "ids": torch.where(known, ids.long(), -1), "logprobs": logprobs,
+                    "tail": rest.clamp(min=_RESOLUTION).log().float()}.items()}))
+
+    def _ask(self, policy: Policy, batch: PreparedBatch, teacher: TeacherConfig,
+             taught: np.ndarray) -> None:
         model, mode = policy.models[-1], self.settings.mode
         model.answers_states = mode != "sampled"
         found = logprob_pass(policy, batch)
@@ -62,19 +95,22 @@ class Teachers:
             return
         head = model.output_weight().detach().clone()
         group = parallel_state.get_tensor_model_parallel_group()
-        kl = DivergenceSettings(
-            model.real_vocab_size, self.settings.temperature or self.config.rollout.temperature,
-            model.logprob_chunk_tokens, self.settings.forward_weight)
+        kl = self._kl(model)
         for microbatch, output in zip(batch.microbatches, found, strict=True):
             output = untruncated(output) if mode == "sampled" else output.to(head.dtype)
-            taught = torch.from_numpy(np.isin(table.domain[microbatch.table_rows], domains))
-            rows = taught.to(output.device)[microbatch.sample].nonzero()[:, 0]
+            rows = _rows(microbatch, taught)
             columns = {"sampled": lambda states: {"logprobs": states},
                        "full": lambda states: {"hidden": states, "head": head},
                        "topk_tail": lambda states: dict(zip(("ids", "logprobs", "tail"), likeliest(
                            states, head, self.settings.top_k, group, kl), strict=True))}
             microbatch.teachers.append(
                 TeacherTokens(rows, teacher.weight, kl, **columns[mode](output[rows])))
+
+
+def _rows(microbatch: MicroBatch, taught: np.ndarray) -> torch.Tensor:
+    """Policy tokens whose samples are taught, of bool [N]; int64 [m]."""
+    of_samples = torch.from_numpy(taught[microbatch.table_rows]).to(microbatch.sample.device)
+    return of_samples[microbatch.sample].nonzero()[:, 0]
 
 
 def _fill(policy: Policy, tensors: list[torch.Tensor]) -> None:

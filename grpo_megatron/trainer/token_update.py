@@ -34,7 +34,7 @@ def train_tokens(config: RunConfig, policy: Policy, table: SampleTable, optimize
         rows = np.flatnonzero(table.update == update)
         batch = prepare(config.trainer, table, rows)
         if teachers is not None:
-            teachers.look_at(policy, batch, table)
+            teachers.look_at(policy, batch, table, rows)
         weight = 1.0 / max(int(table.completion_lengths[rows].sum()), 1)
 
         def loss(part: MicroBatch, output: torch.Tensor, weight=weight):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.algorithms.advantages.pipeline import needed_columns
+from grpo_megatron.algorithms.advantages.pipeline import advantages_of, needed_columns
 from grpo_megatron.algorithms.case import parse_case, read_case
 from grpo_megatron.algorithms.objective import Objective
-from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
+from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.config.loader import load_objective
 from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.errors import ConfigError, DataError
@@ -223,7 +223,7 @@ BAD_CASES = [
     (variant(domains=["a", "b", "b", "b"]), "domains[1]", "domain of its group"),
     (variant(loss_mask=[[1, 2], [1], [1] * 3, [1] * 2]), "loss_mask[0][1]", "not 0 or 1"),
     (variant(sample_ids=[0, 1, 1, 2]), "sample_ids", "not unique"),
-    (variant(reward=[1, 0, 1, 0]), "reward", "did you mean rewards"),
+    (variant(reward=[1, 0, 1, 0]), "reward", "did you mean 'rewards'"),
     (variant(turns=[[[9, 1.0, "s"]], [], [], []]), "turns[0][0]", "token 9 of 2"),
     (variant(rewards=[]), "rewards", "0 entries"),
     (variant(advantages=[1, None, 1, 0]), "advantages[1]", "not a number"),

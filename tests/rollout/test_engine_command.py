@@ -10,7 +10,7 @@ from tests.rollout.engines import make_config
 
 
 def command(monkeypatch, on_cpu: bool, index: int = 0, host: str = "127.0.0.1", **rollout):
-    monkeypatch.setattr(replica, "is_cpu_build", lambda: on_cpu)
+    monkeypatch.setattr(replica, "is_cpu_engine", lambda: on_cpu)
     return replica.serve_command(make_config(**rollout), "/model", index, 8000, host)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from grpo_megatron.errors import SetupError
+from grpo_megatron.plan.layout_rules import is_cpu_engine
 from grpo_megatron.rollout.plugin import (
     cpu_fork_start,
     cpu_moe_update,
@@ -20,11 +21,10 @@ from grpo_megatron.rollout.plugin import (
     engine_orphans,
     require_supported_vllm,
 )
-from grpo_megatron.rollout.replica import is_cpu_build
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not is_cpu_build(), reason="fixes of vLLM's CPU build"),
+    pytest.mark.skipif(not is_cpu_engine(), reason="fixes of vLLM's CPU build"),
 ]
 
 

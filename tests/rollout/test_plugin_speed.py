@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_megatron.plan.layout_rules import is_cpu_engine
 from grpo_megatron.rollout.plugin import cpu_eager_layers, whole_outputs
-from grpo_megatron.rollout.replica import is_cpu_build
 
 pytestmark = [pytest.mark.engine,
-              pytest.mark.skipif(not is_cpu_build(), reason="fixes of vLLM's CPU build")]
+              pytest.mark.skipif(not is_cpu_engine(), reason="fixes of vLLM's CPU build")]
 
 
 class Requests:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.algorithms.advantages.pipeline import compute_advantages
+from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.stages.graph import load_graph
@@ -258,7 +259,7 @@ def test_the_explorer_computes_what_the_library_does(browser, tmp_path, std):
     for name, choices in ESTIMATORS.items():
         config = ObjectiveConfig.model_validate(
             {"preset": "grpo", "advantage": "group", "whiten": "none", "std_kind": std, **choices})
-        wanted = compute_advantages(config, batch).values
+        wanted = advantages_of(Objective(config), batch).values
         found = browser.run(
             "const [name, groups, settings] = arguments; return groups.flatMap((group, i) => "
             "ESTIMATORS[name].of(group, groups.filter((_, j) => j !== i), settings))",

@@ -78,15 +78,6 @@ def test_a_step_is_never_written_twice(run_dir):
     assert steps_of(run_dir) == list(range(6))
 
 
-@pytest.mark.parametrize("value", ["text", b"x"])
-def test_only_numbers(run_dir, value):
-    with pytest.raises(TypeError, match="text"):
-        MetricsWriter(run_dir).write(0, {"a": value})
-    with pytest.raises(TypeError, match="not a metric's name"):
-        MetricsWriter(run_dir).write(0, {"step": 1})
-    assert run_dir.metrics.read_bytes() == b""
-
-
 @settings(max_examples=40, deadline=None)
 @given(number=st.integers(0, 8), kept=st.integers(-1, 9), torn=st.integers(0, 40))
 def test_resuming_after_any_kill_gives_every_step_once(tmp_path_factory, number, kept, torn):

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.algorithms.objective import policy_loss
-from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
+from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.run import DistillationConfig, RoutingConfig, RunConfig
@@ -143,7 +144,7 @@ def distil(model: str, samples: str, layout: dict[str, Any],
     teachers = Teachers(config, lambda path: import_weights(setup.policy.sharded, path))
     table, before = SampleTable(Path(samples)), [s.tensor.clone() for s in setup.shards]
     batch = prepare(setup.layout, table, np.arange(len(table)))
-    teachers.look_at(setup.policy, batch, table)
+    teachers.look_at(setup.policy, batch, table, np.arange(len(table)))
     unchanged = all(torch.equal(s.tensor, b) for s, b in zip(setup.shards, before, strict=True))
     report = {"grad_norms": [0.0]}
     for _ in range(repeats):

@@ -67,7 +67,8 @@ def random_sets(ids: np.ndarray, vocab_size: int, rng: np.random.Generator) -> K
 def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
                   vocab_size: int = VOCAB, seed: int = 0, num_updates: int = 1,
                   stale: bool = False, num_domains: int = 1, hf: dict | None = None,
-                  truncated: bool = False, max_tokens: int = 19) -> str:
+                  truncated: bool = False, max_tokens: int = 19,
+                  taught: dict[str, np.ndarray] | None = None) -> str:
     """Ragged samples with random rewards, plausible behaviour log-probs and, where the model `hf`
     is given, random routes; `truncated`: with random kept sets, some of which are not known."""
     rng, working = np.random.default_rng(seed), begin_step(directory)
@@ -94,5 +95,5 @@ def write_samples(directory: Path, *, num_groups: int = 6, num_samples: int = 4,
     components = {"first": rng.normal(size=len(rows)), "second": rng.normal(size=len(rows))}
     shard = write_shard(working / "rollout-0.safetensors", groups, shape)
     finish_step(directory, [shard], rows, {"stale": stale, "step": 0}, components,
-                steps)
+                steps, taught)
     return str(directory)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.algorithms.stats import Stats
-from grpo_megatron.algorithms.step_terms import advantages_of, step_terms
+from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.errors import DataError
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)

@@ -128,6 +128,7 @@ def test_the_first_loss_is_that_of_transformers(world1, moe_model, teachers, thr
         return
     assert found["losses"][0] == pytest.approx(float(total) / tokens, rel=1e-5)
 
+
 @pytest.mark.parametrize("mode", ["full", "topk_tail"])
 def test_half_precision_is_the_same_but_for_rounding(world1, moe_model, teachers, two_domains,
                                                      alone, mode):
@@ -213,3 +214,37 @@ def test_layouts(request, alone, moe_model, teachers, two_domains, mode, layout)
     assert_same(found, alone[mode])
     for name, value in alone[mode]["metrics"].items():
         assert found["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.fixture(scope="session")
+def with_answers(tmp_path_factory, teachers, two_domains) -> str:
+    """The same samples with what two servers would have said; the first knows one word more."""
+    table, taught = SampleTable(Path(two_domains)), {}
+    for number, teacher in enumerate(teachers):
+        rows = [row for row in range(len(table)) if number == 0 or table.domain[row] == 1]
+        logits = list(reference_logits(teacher, table))
+        log_q = torch.cat([logits[row].double().log_softmax(-1) for row in rows])
+        best, ids = log_q.topk(5)
+        if number == 0:
+            unknown = torch.full_like(best[:, :1], -np.inf)
+            best, ids = torch.cat([unknown, best], 1), torch.cat([ids[:, :1] * 0 + 93, ids], 1)
+        taught |= {f"{number}/ids": ids.int().numpy(), f"{number}/logprobs": best.float().numpy()}
+    return write_samples(tmp_path_factory.mktemp("answers") / "step_000001", num_domains=2,
+                         taught=taught)
+
+
+@pytest.mark.parametrize("layout", ["alone", "tp2_sp", "pp2"])
+@pytest.mark.parametrize("first", ["url", "path"])
+def test_answers_of_a_server_teach_as_its_checkpoint_does(request, alone, moe_model, teachers,
+                                                          with_answers, layout, first):
+    """Also one server beside one checkpoint, each with its domains and weight."""
+    settings = settings_of(teachers, mode="topk_tail", top_k=5)
+    for number, teacher in enumerate(settings["teachers"]):
+        if number or first == "url":
+            teacher["url"] = "http://nobody:1"
+            del teacher["path"]
+    world = request.getfixturevalue("world1" if layout == "alone" else "world2")
+    found = world.run(CASES + "distil", model=moe_model, samples=with_answers,
+                      layout=LAYOUTS_2.get(layout, {}), distillation=settings)
+    assert found["unchanged"]
+    assert_same(found, alone["topk_tail"])

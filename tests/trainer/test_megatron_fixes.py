@@ -37,10 +37,6 @@ def test_latent_attention_knows_that_transformer_engine_is_absent(unfixed):
     assert unfixed("mla_without_te") == (True, False)
 
 
-def test_checkpoint_without_output_is_not_fp8(unfixed):
-    assert unfixed("checkpoint_fp8") == (True, False)
-
-
 def test_tensors_that_are_not_contiguous_are_reduced(unfixed):
     before, after = unfixed("reduce_of_a_transposed_tensor")
     assert before == [[1.0, 1.0]] * 3

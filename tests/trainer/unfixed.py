@@ -22,7 +22,6 @@ megatron_fixes.install = lambda: None  # what is imported below must not install
 
 import megatron.core.dist_checkpointing as dist_checkpointing  # noqa: E402
 import megatron.core.tensor_parallel.mappings as mappings  # noqa: E402
-import megatron.core.tensor_parallel.random as random  # noqa: E402
 import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: E402
 import megatron.core.transformer.multi_latent_attention as mla  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
@@ -62,12 +61,6 @@ def mla_without_te():
     before = mla.HAVE_TE
     megatron_fixes.report_te_absent_in_mla()
     return before, mla.HAVE_TE
-
-
-def checkpoint_fp8():
-    before = random.CheckpointWithoutOutput(fp8=False).fp8
-    megatron_fixes.checkpoint_without_output_is_not_fp8()
-    return before, random.CheckpointWithoutOutput(fp8=False).fp8
 
 
 def slices_of_packed_rotation():

@@ -9,6 +9,7 @@ from grpo_megatron.algorithms.advantages.after import SHAPINGS, whiten
 from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import Groups, SampleBatch, by_groups, suffix_sums
+from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
 
 _NEEDS = {"gtpo_entropy": {"entropies"}, "grpo_s": {"entropies"}, "eda": {"entropies"},
@@ -37,14 +38,14 @@ def select(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
     return batch.trained & _rewarded(o, batch)[1].valid
 
 
-def compute_advantages(o: ObjectiveConfig, batch: SampleBatch,
-                       betas: Tensor | None = None) -> Advantages:
-    """Without gradient. betas: float64 [N], weight of the KL in the reward (`kl = "reward_k1"`)."""
+def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
+    """Of a whole rollout batch, without gradient."""
+    o = objective.config
     batch, groups = _rewarded(o, batch)
     values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
-    if betas is not None and bool((betas > 0).any()):
-        betas = torch.where(groups.valid, betas, 0.0)
-        future = _future_kl(batch, betas)
+    if o.kl == "reward_k1" and objective.wants_reference:
+        by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
+        future = _future_kl(batch, torch.where(groups.valid, by_domain[batch.domains], 0.0))
         values = (values if per_token else batch.spread(values.to(future.dtype))) - future
         per_token = True
     if o.whiten != "none":

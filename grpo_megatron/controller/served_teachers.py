@@ -1,0 +1,89 @@
+"""Teachers behind vLLM servers: at every token of a completion, their likeliest ones.
+
+vLLM scores a prompt whole (`prompt_logprobs`, at temperature 1), so prompt and completion are sent
+as one. The answers are stored with the step. A server that would teach nonsense is found out: by
+other tokens for the same text, by scores that are no log-probs."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rollout.segments import finish_or_cancel
+from grpo_megatron.types import Completion, Prompt, RolloutGroup
+
+_EXCESS = 1e-2  # of a sum of probabilities: bfloat16
+
+
+class ServedTeachers:
+    """The teachers of `config` that have a `url`; `close` it when done."""
+
+    def __init__(self, config: RunConfig):
+        settings, rollout = config.distillation, config.rollout
+        self._k = settings.top_k if settings else 0
+        self._teachers = {number: teacher for number, teacher in enumerate(
+            settings.teachers if settings else ()) if teacher.url}
+        self._clients = {number: EngineClient(teacher.url, f"the teacher at {teacher.url}",
+                                              rollout.request_timeout_s)
+                         for number, teacher in self._teachers.items()}
+        self._pools = {number: ReplicaPool([client], max_attempts=rollout.max_attempts)
+                       for number, client in self._clients.items()}
+        self._turn = asyncio.Semaphore(rollout.max_concurrent_requests)
+        self._names = [d.name for d in config.domains]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+
+    async def meet(self, prompts: Sequence[Prompt]) -> None:
+        """MismatchError where a teacher has other tokens for a prompt than the student."""
+        for number, prompt in ((n, p) for n in self._pools for p in prompts):
+            told = (await self._post(number, "/tokenize", {
+                "prompt": prompt.text, "add_special_tokens": False}))["tokens"]
+            if told != list(prompt.token_ids):
+                raise MismatchError(
+                    f"{prompt.text[:60]!r} begins with the tokens {told[:8]} for the teacher and "
+                    f"with {list(prompt.token_ids[:8])} for the student",
+                    where=f"distillation.teachers.{number}.url",
+                    remedy="teacher and student must share their tokenizer")
+
+    async def answers(self, groups: Sequence[RolloutGroup]) -> dict[str, np.ndarray]:
+        """`N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n completion tokens
+        of those groups that it teaches. EngineError: it does not answer, or not with log-probs."""
+        found = {}
+        for number, teacher in self._teachers.items():
+            parts = await finish_or_cancel([
+                self._ask(number, part.prompt, completion)
+                for group in groups if group.prompt.domain in (teacher.domains or self._names)
+                for part in group.by_context() for completion in part.completions])
+            flat = np.concatenate([np.empty((0, self._k, 2)), *parts])
+            found |= {f"{number}/ids": flat[..., 0].astype(np.int32),
+                      f"{number}/logprobs": flat[..., 1].astype(np.float32)}
+        return found
+
+    async def _ask(self, number: int, prompt: Prompt, completion: Completion) -> np.ndarray:
+        """(id, log-prob) of the k likeliest at every token, float64 [T, k, 2]."""
+        answer = await self._post(number, "/v1/completions", {
+            "prompt": [*prompt.token_ids, *completion.token_ids.tolist()], "max_tokens": 1,
+            "prompt_logprobs": self._k})
+        places = answer["choices"][0]["prompt_logprobs"][len(prompt.token_ids):]
+        # the prompt's own token comes besides, where it is not among the likeliest
+        best = [sorted(((int(token), entry["logprob"]) for token, entry in place.items()),
+                       key=lambda pair: -pair[1])[:self._k] for place in places]
+        if [*map(len, best)] == [self._k] * len(completion.token_ids):
+            found = np.array(best).reshape(-1, self._k, 2)
+            if (np.exp(found[..., 1]).sum(-1) <= 1 + _EXCESS).all():
+                return found
+        raise EngineError(f"{self._clients[number].name} did not answer with log-probs of "
+                          f"{self._k} tokens at every place of {prompt.prompt_id}",
+                          where=f"distillation.teachers.{number}.url",
+                          remedy="start it with vLLM's defaults and --max-logprobs of top_k")
+
+    async def _post(self, number: int, path: str, body: dict[str, Any]) -> Any:
+        async with self._turn:
+            return (await self._pools[number].call(
+                lambda replica: replica.client.control(path, body)))[0]

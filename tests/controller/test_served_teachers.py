@@ -1,0 +1,177 @@
+"""Teachers behind a server: what is asked and stored, and servers that would teach nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.served_teachers import ServedTeachers
+from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+
+TOP_K = 3
+DOMAIN = {"source": "file", "path": "x", "rewards": [{"function": "a:b"}]}
+
+
+def config_of(*teachers: dict) -> RunConfig:
+    return RunConfig.model_validate({
+        "name": "case", "kind": "distil", "model": {"preset": "tiny-qwen3-moe"},
+        "domains": [DOMAIN | {"name": "a"}, DOMAIN | {"name": "b"}],
+        "distillation": {"mode": "topk_tail", "top_k": TOP_K, "teachers": teachers}})
+
+
+def group_of(domain: str, prompt: tuple[int, ...], *completions: tuple[int, ...]) -> RolloutGroup:
+    return RolloutGroup(Prompt(f"{domain}-1", domain, "1+2=", prompt, ""), tuple(
+        Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32),
+                   (VersionSpan(0, 0, len(ids)),), "stop", "") for ids in completions), 0)
+
+
+def place(token: int, **changes) -> dict:
+    """The likeliest are the token's next ones; its own comes besides."""
+    best = {str(token + 1 + i): {"logprob": -1.0 - i, "rank": i + 1} for i in range(TOP_K)}
+    return {str(token): {"logprob": -9.0, "rank": 50}, **best, **changes}
+
+
+def served(ask, answer_place=place, status: int = 200):
+    """`ask(teachers)` of a recipe whose domain b has a server; also what it was asked."""
+    asked = []
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append(body := await request.json())
+        places = [None, *map(answer_place, body["prompt"][1:])]
+        return web.json_response({"choices": [{"prompt_logprobs": places}]}, status=status)
+
+    async def tokenize(request: web.Request) -> web.Response:
+        text = (await request.json())["prompt"]
+        return web.json_response({"tokens": [ord(c) for c in text]})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def run():
+        app = web.Application()
+        app.add_routes([web.post("/v1/completions", complete), web.post("/tokenize", tokenize),
+                        web.get("/health", health)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        teachers = ServedTeachers(config_of(
+            {"path": "somewhere", "domains": ["a"]},
+            {"url": f"http://127.0.0.1:{port}", "domains": ["b"]}))
+        try:
+            return await ask(teachers)
+        finally:
+            await teachers.close()
+            await runner.cleanup()
+
+    return asyncio.run(run()), asked
+
+
+GROUPS = [group_of("a", (1, 2), (3,)), group_of("b", (10, 20), (30, 40), (50,)),
+          group_of("b", (11,), (31,))]
+
+
+def test_answers_are_those_of_its_domains_in_the_order_of_the_table():
+    found, asked = served(lambda teachers: teachers.answers(GROUPS))
+    assert sorted(body["prompt"] for body in asked) == [[10, 20, 30, 40], [10, 20, 50], [11, 31]]
+    assert all(body["prompt_logprobs"] == TOP_K for body in asked)
+    assert found.keys() == {"1/ids", "1/logprobs"}
+    np.testing.assert_array_equal(
+        found["1/ids"], [[t + 1, t + 2, t + 3] for t in (30, 40, 50, 31)])
+    np.testing.assert_array_equal(found["1/logprobs"], [[-1, -2, -3]] * 4)
+
+
+def test_a_step_without_its_domains_asks_nothing():
+    found, asked = served(lambda teachers: teachers.answers(GROUPS[:1]))
+    assert not asked and found["1/ids"].shape == (0, TOP_K)
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda token: {},                                             # too few
+    lambda token: place(token, **{"7": {"logprob": 0.5}}),        # logits
+    lambda token: place(token, **{"7": {"logprob": -1e-3}}),      # more than everything
+])
+def test_what_is_no_distribution_is_refused(wrong):
+    with pytest.raises(EngineError, match=r"log-probs of 3 tokens.*b-1") as error:
+        served(lambda teachers: teachers.answers(GROUPS), wrong)
+    assert "distillation.teachers.1.url" in str(error.value)
+
+
+def test_a_server_that_fails_is_named():
+    with pytest.raises(EngineError, match=r"the teacher at http.*503"):
+        served(lambda teachers: teachers.answers(GROUPS), status=503)
+
+
+def test_another_tokenizer_is_found_out():
+    same = Prompt("1", "b", "1+2=", tuple(map(ord, "1+2=")), "")
+    served(lambda teachers: teachers.meet([same]))
+    other = Prompt("1", "b", "1+2=", (5, 6, 7, 8), "")
+    with pytest.raises(MismatchError, match=r"\[49, 43, 50, 61\] for the teacher") as error:
+        served(lambda teachers: teachers.meet([other]))
+    assert "share their tokenizer" in str(error.value)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_a_real_server_answers_as_transformers_does(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    write_tiny_model(tmp_path / "model", load_preset("tiny-qwen3-moe"))
+    init_weights(tmp_path / "model", 3)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
+    with open(log, "w") as file:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
+             tmp_path / "model", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+             "--max-model-len", "64", "--max-logprobs", str(TOP_K), "--enforce-eager",
+             "--block-size", "32", "--kv-cache-memory-bytes", "33554432"],
+            stdout=file, stderr=subprocess.STDOUT,
+            env=os.environ | {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
+                              "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    tokenizer = load_tokenizer(tmp_path / "model")
+    prompt = Prompt("b-1", "b", "12+34=", tuple(tokenizer.encode("12+34=")), "")
+    group = group_of("b", prompt.token_ids, tuple(tokenizer.encode("46")), (7, 8, 9))
+
+    async def ask():
+        async with EngineClient(url) as client:
+            await client.wait_ready(200, lambda: server.poll() is None)
+        teachers = ServedTeachers(config_of({"url": url}))
+        try:
+            await teachers.meet([prompt])
+            return await teachers.answers([group])
+        finally:
+            await teachers.close()
+
+    try:
+        found = asyncio.run(ask())
+    except Exception as error:
+        raise RuntimeError(log.read_text()[-3000:]) from error
+    finally:
+        server.terminate()
+        server.wait(30)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    expected = []
+    for completion in group.completions:
+        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids.tolist()]])
+        with torch.no_grad():
+            expected.append(model(ids).logits[0, len(prompt.token_ids) - 1:-1].log_softmax(-1))
+    best, ids = torch.cat(expected).topk(TOP_K)
+    np.testing.assert_array_equal(found["0/ids"], ids.numpy())
+    np.testing.assert_allclose(found["0/logprobs"], best.numpy(), atol=1e-4)
