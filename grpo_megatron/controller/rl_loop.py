@@ -112,14 +112,16 @@ class RLLoop:
                     "sampler": self.sampler.state_dict(),  # after the step's draws
                     "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
                     "extremes": extremes(step, groups, config.telemetry.samples_per_step)}
+        scored_at = time.perf_counter()
         taught = await self.session.teachers.answers([scored.group for scored in groups])
         written_from = time.perf_counter()
         await asyncio.to_thread(
             record_step, directory, groups, config.batch.updates_per_rollout, list(self.weights),
             manifest, self.session.tokenizer.decode, recorded_shape(config), taught)
-        rollout_s += time.perf_counter() - written_from
-        return RecordedStep(step, directory, manifest, {
-            "rollout": rollout_s, "reward": time.perf_counter() - started - rollout_s})
+        seconds = {"rollout": rollout_s + time.perf_counter() - written_from,
+                   "reward": scored_at - started - rollout_s}
+        return RecordedStep(step, directory, manifest, seconds | (
+            {"teachers": written_from - scored_at} if taught else {}))
 
     async def train(self, recorded: RecordedStep) -> dict[str, Any]:
         if recorded.manifest["metrics"]["sampling/skipped_steps"]:  # no group was kept

@@ -1,8 +1,5 @@
-"""Learned rewards behind an OpenAI-compatible server: a judge that writes, a model that scores.
-
-They run beside each other as coroutines (`[data] reward_concurrency`). A server that fails, takes
-longer than `timeout_s` or answers without a score makes the sample unscorable, never zero. With
-rules in the same domain, the weighted sum of components is a hybrid reward."""
+"""Learned rewards behind an OpenAI-compatible server: a judge that writes, a model that scores. One
+that fails, takes longer than `timeout_s` or gives no score makes the sample unscorable."""
 
 import re
 from collections.abc import Sequence

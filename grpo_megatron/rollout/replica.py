@@ -92,10 +92,7 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
 
 
 def num_threads(config: RunConfig) -> int:
-    """OpenMP threads of each worker process on a CPU.
-
-    A server's HTTP process is as busy as a core that generates (a tiny model ran 11.1 k tokens/s
-    with one thread on two cores and 10.4 k with two), so one core a server is left to it."""
+    """OpenMP threads of each worker process on a CPU; one core is left to each HTTP process."""
     rollout = config.rollout
     cores = len(os.sched_getaffinity(0)) // rollout.num_replicas - 1
     return rollout.num_threads or max(1, cores // rollout.tensor_parallel_size)

@@ -61,8 +61,10 @@ def likeliest(hidden: torch.Tensor, head: torch.Tensor, k: int, group,
         chunk = _chunk(rows, head, group, settings)
         log_q = _normalised(chunk)
         values, local = log_q.topk(min(k, log_q.size(1)))
-        values, ids = (gather_from_tensor_model_parallel_region(part, group)
-                       for part in (values, local + chunk.start))
+        parts = values, local + chunk.start
+        if chunk.group is not None:
+            parts = (gather_from_tensor_model_parallel_region(part, group) for part in parts)
+        values, ids = parts
         best, place = values.topk(min(k, values.size(1)))
         ids = ids.gather(1, place)
         found.append((ids, best, _log_tail(chunk, log_q, ids, *_owned(chunk, ids))))
