@@ -11,6 +11,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
+torch.set_flush_denormal(True)  # gradients hold many; a CPU takes 50 times as long for each
 
 from grpo_megatron.trainer import megatron_cpu, megatron_fixes  # noqa: E402
 
