@@ -137,7 +137,8 @@ _OF_RUN: Conditions = {
     "gate": lambda c: [{"i": i, **refusal} for i, text in enumerate(c.gates)
                        if (refusal := _refusal(
                            lambda gate: parse_gate(gate, [d.name for d in c.domains]), text))],
-    "colocated_staleness": lambda c: c.placement.mode == "colocated" and c.batch.max_staleness,
+    "colocated_staleness": lambda c: c.batch.max_staleness and (
+        c.placement.mode == "colocated" or c.placement.shared_servers),
     "domain_weights": lambda c: not any(d.weight for d in c.domains),
     "model_source.both": _made_up_and_read,
     "model_source.neither": lambda c: c.model.preset is None and c.model.path is None,

@@ -152,6 +152,7 @@ class PlacementConfig(Strict):
     trainer_nodes: int = Field(1, ge=1)
     rollout_nodes: int = Field(0, ge=0)
     gpus_per_node: int = Field(0, ge=0)
+    shared_servers: tuple[str, ...] = ()
 
     @property
     def num_trainer_gpus(self) -> int:

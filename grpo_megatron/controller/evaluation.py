@@ -25,6 +25,7 @@ async def evaluate(session: Session, prompts: Sequence[Prompt], num_samples: int
     if not prompts:
         return {"all": {"prompts": 0.0}}
     worker = session.worker
+    await session.judges.wake()
     found = _by_domain(session, await session.rewards.score(
         await worker.greedy(prompts, session.config.rollout.max_new_tokens)), _greedy)
     if num_samples:

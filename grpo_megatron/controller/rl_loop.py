@@ -104,6 +104,7 @@ class RLLoop:
             self.sampler.load_state_dict(manifest["sampler"])  # its draws depended on its answers
             return RecordedStep(step, directory, manifest)
         config, started = self.config, time.perf_counter()
+        await self.session.judges.wake()
         # of the weights that sample; a data set is as it is
         version = step if config.uses_dataset else self.session.publisher.version
         groups, metrics, rollout_s = await self.source.groups_of(step)
@@ -130,6 +131,7 @@ class RLLoop:
         with self.session.phase("train"):
             if not self.config.uses_dataset:
                 await self.session.publisher.make_room()
+            await self.session.judges.rest(sleep=self.config.placement.gpus_per_node > 0)
             return await self.session.trainer.call(
                 "train", directory=str(recorded.directory), first_update=self.state.updates,
                 num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,

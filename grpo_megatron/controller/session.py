@@ -22,6 +22,7 @@ from grpo_megatron.network import wait_for_endpoint
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
+from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.rollout.worker import RolloutWorker
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
@@ -38,6 +39,7 @@ class Session:
     rewards: RewardPool
     publisher: Publisher
     teachers: ServedTeachers
+    judges: WeightPublisher  # those that rest while the trainer works
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     seconds: Counter[str] = field(default_factory=Counter)
 
@@ -75,6 +77,8 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
         teachers = ServedTeachers(config)
         stack.push_async_callback(teachers.close)
         await teachers.meet([domain[0] for domain in splits.train.values() if domain])
+        judges = WeightPublisher([await stack.enter_async_context(EngineClient(url))
+                                  for url in config.placement.shared_servers])
         show("phase", name="starting")
         clients = await _connect(config, run_dir, stack)
         engines = ReplicaPool(clients, max_attempts=config.rollout.max_attempts,
@@ -82,7 +86,7 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
         worker = RolloutWorker(config, engines, stop_token_ids=tokenizer.stop_token_ids,
                                decode=tokenizer.decode)
         yield Session(config, run_dir, tokenizer, splits, trainer, worker, rewards,
-                      Publisher(config, run_dir, trainer, engines), teachers)
+                      Publisher(config, run_dir, trainer, engines), teachers, judges)
 
 
 async def _connect(config: RunConfig, run_dir: RunDir,

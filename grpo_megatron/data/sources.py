@@ -37,9 +37,6 @@ def _of_file(domain: DomainConfig, where: str) -> list[Problem]:
     if read is None:
         raise DataError(f"unknown file type {path.suffix!r}", where=str(path),
                         remedy="convert it to .jsonl (one JSON object a line) or .parquet")
-    if not path.is_file():
-        raise DataError("no such file", where=str(path),
-                        remedy="paths are relative to the directory the command runs in")
     result = list(itertools.islice(_problems(domain, read(path)), domain.num_problems))
     if not result:
         raise DataError(f"no problems for domain {domain.name!r}", where=str(path),

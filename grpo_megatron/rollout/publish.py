@@ -73,6 +73,13 @@ class WeightPublisher:
             await self._control("/sleep", params={"level": "1"})
             self.asleep = True
 
+    async def wake(self, **tags: str) -> None:
+        """After `rest`, by default with the weights as they were."""
+        if self.asleep:
+            await self._control("/wake_up", params=tags)
+            self.asleep = False
+        await self._control("/resume")
+
     async def publish_file(self, version: int, path: str) -> None:
         """The fallback: every replica reloads the checkpoint directory `path`."""
         async def reload(client: EngineClient) -> None:
@@ -117,10 +124,7 @@ class WeightPublisher:
                         f"parameter {wrong[0]!r} of {self.clients[index].name} differs from that "
                         f"of {self.clients[other].name} ({len(wrong)} of {len(mine)} do)",
                         remedy=_REMEDY)
-        if self.asleep:
-            await self._control("/wake_up", params={"tags": "kv_cache"})
-            self.asleep = False
-        await self._control("/resume")
+        await self.wake(tags="kv_cache")
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:

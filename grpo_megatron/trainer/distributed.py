@@ -2,12 +2,10 @@
 
 import gc
 import os
-import random
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -65,7 +63,5 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
 
 def seed_everything(seed: int) -> None:
     """Same numbers in every data-parallel replica; tensor ranks differ where they must."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from grpo_megatron import assets
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import megatron_settings, model_fields
 from grpo_megatron.trainer.platform import HAS_CUDA, HAS_TRANSFORMER_ENGINE
 from grpo_megatron.trainer.rope import rotary
+
+_NAMES = assets.tables(__file__, "layout.toml")
 
 
 def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> TransformerConfig:
@@ -59,16 +62,7 @@ def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 def _parallel(layout: TrainerConfig) -> dict[str, Any]:
     vpp, full = layout.virtual_pipeline_parallel_size, layout.recompute == "full"
-    return dict(
-        tensor_model_parallel_size=layout.tensor_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=vpp,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        context_parallel_size=layout.context_parallel_size,
-        expert_model_parallel_size=layout.expert_parallel_size,
-        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        sequence_parallel=layout.sp,  # MoE layers with TP need it
+    return {theirs: getattr(layout, ours) for theirs, ours in _NAMES.items()} | dict(
         # packed micro-batches differ in length, so pipeline stages tell each other the shape
         variable_seq_lengths=True,
         # without overlap the interleaved schedule of 0.16.1 computes wrong gradients

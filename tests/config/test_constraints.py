@@ -70,6 +70,16 @@ DISTIL = ["kind=distil", "cold_start=null"]
                                  'samples="dataset"}']),
     ("sampled_tokens", [*DISTIL, 'distillation={teachers=[{path="t"}], mode="sampled", '
                                  'temperature=0.5}']),
+    ("teacher_source", [*DISTIL, 'distillation={teachers=[{}]}']),
+    ("teacher_source", [*DISTIL, 'distillation={mode="topk_tail", '
+                                 'teachers=[{path="t", url="u"}]}']),
+    ("served_teacher", [*DISTIL, 'distillation={teachers=[{url="u"}]}']),
+    ("served_teacher", [*DISTIL, 'distillation={mode="topk_tail", teachers=[{url="u"}], '
+                                 'temperature=0.5}']),
+    ("served_teacher", [*DISTIL, 'distillation={mode="topk_tail", teachers=[{url="u"}]}',
+                        "rollout.temperature=0.5"]),
+    ("colocated_staleness", ['placement.shared_servers=["http://judge:8000"]',
+                             "batch.max_staleness=1"]),
     ("token_routing", ["kind=sft", "cold_start=null", "routing.replay=r3"]),
     ("token_routing", [*DISTIL, 'distillation={teachers=[{path="t"}]}', "routing.replay=r2"]),
     ("gate", ['gates=["eval.additoin.accuracy >= 0.5"]']),

@@ -16,6 +16,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import RunState
+from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
@@ -61,7 +62,7 @@ class Loop:
                 config=self.config, run_dir=self.run_dir, worker=self,
                 rewards=SimpleNamespace(score=self.score, take_metrics=dict),
                 publisher=self, trainer=self, teachers=ServedTeachers(self.config),
-                stopping=asyncio.Event(), take_seconds=dict,
+                judges=WeightPublisher([]), stopping=asyncio.Event(), take_seconds=dict,
                 tokenizer=SimpleNamespace(
                     decode=str, stop_token_ids=(0,),
                     encode=lambda text, where=None: [ord(c) for c in text]),

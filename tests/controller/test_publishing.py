@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
 from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.rollout.publish import WeightPublisher
 from tests.controller.cases import recipe
 
 
@@ -33,3 +36,20 @@ def test_a_new_set_of_engines_is_woken_by_whoever_publishes_next():
     asyncio.run(run())
     assert calls == [("/wake_up", {"tags": "weights"}), ("/wake_up", {"tags": "kv_cache"}),
                      ("/resume", None)]
+
+
+@pytest.mark.parametrize(("sleep", "expected"), [
+    (True, ["/pause", "/sleep", "/wake_up", "/resume"]), (False, ["/pause", "/resume"])])
+def test_a_judge_rests_between_uses(sleep, expected):
+    calls = []
+
+    async def control(path, *args, **options):
+        calls.append(path)
+
+    async def run():
+        judges = WeightPublisher([SimpleNamespace(control=control)])
+        await judges.rest(sleep=sleep)
+        await judges.wake()
+
+    asyncio.run(run())
+    assert calls == expected

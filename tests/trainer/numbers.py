@@ -48,8 +48,7 @@ def random_numbers(layout: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     _initialize(layout)
     seed_everything(seed)
     mine: dict[str, Any] = {"tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
-                            "default": tuple(torch.rand(3).tolist()),
-                            "numpy": tuple(np.random.rand(3).tolist())}
+                            "default": tuple(torch.rand(3).tolist())}
     for name, arguments in (("region", ()),
                             ("expert_region", (get_expert_parallel_rng_tracker_name(),))):
         with get_cuda_rng_tracker().fork(*arguments):
