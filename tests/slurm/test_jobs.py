@@ -1,12 +1,13 @@
 """The shipped batch script on a real Slurm: what each event of a cluster does to a run."""
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import runs
-from tests.slurm.jobs import CLUSTER, Cluster, all_gone, processes
+from tests.slurm.jobs import CLUSTER, NODES, ROOT, SITE, Cluster, all_gone, processes
 
 pytestmark = pytest.mark.slurm
 
@@ -126,3 +127,22 @@ def test_cancel_keeps_the_last_step_and_resume_submits_again(cluster, whole):
     again = done.stdout.strip()
     assert cluster.wait(again)["JobState"] == "COMPLETED", cluster.output(run)
     assert same_metrics(run, whole)
+
+
+def test_an_export_is_converted_and_evaluated_by_jobs(cluster, whole):
+    export, made = str(whole / "export"), cluster.shared / "converted"
+    convert, evaluate = (cluster.run(
+        "sbatch", "--parsable", f"--output={script}.out", *flags,
+        str(ROOT / f"slurm/{script}.sbatch"), *arguments, SITE=SITE).stdout.strip()
+        for script, flags, arguments in (
+            ("convert", [], ["from-hf", export, "--to", str(made)]),
+            ("eval", ["--nodes=3"], [runs.RECIPE, export, *NODES])))
+    state = cluster.wait(convert)
+    said = (cluster.shared / "convert.out").read_text()
+    assert state["JobState"] == "COMPLETED", said
+    assert "was read back" in said and (made / "weights").is_dir()
+    state = cluster.wait(evaluate)
+    said = (cluster.shared / "eval.out").read_text()
+    assert state["JobState"] == "COMPLETED", said
+    result = json.loads((cluster.shared / f"runs/eval-whole-{evaluate}/result.json").read_text())
+    assert result["steps"] == 0 and f"accuracy {result['eval']['all']['accuracy']:.2f}" in said
