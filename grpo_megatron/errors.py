@@ -54,6 +54,10 @@ class EngineError(GrpoMegatronError, exit_code=5):
     """A rollout engine died, hung or answered nonsense, and no other could take over."""
 
 
+class TransferError(EngineError):
+    """An engine died, hung or gave up while weights were on their way to it."""
+
+
 class TrainerError(GrpoMegatronError, exit_code=6):
     """A trainer rank died or refused a command."""
 

@@ -1,22 +1,15 @@
 """`config`, `objective`, `plan`: recipes and objectives looked at; nothing is started."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from grpo_megatron.cli.run_commands import HELP, Overrides, flag
 from grpo_megatron.errors import ConfigError
-
-if TYPE_CHECKING:
-    from grpo_megatron.config.loader import ResolvedConfig
-    from grpo_megatron.config.run import RunConfig
-    from grpo_megatron.plan.memory import Plan
 
 config_app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
 objective_app = typer.Typer(no_args_is_help=True, help=HELP["objectives"])
@@ -45,8 +38,8 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
-def resolve_any(source: str, overrides: list[str]) -> ResolvedConfig:
-    """A run directory or its config.json as stored, anything else as a recipe."""
+def resolve_any(source: str, overrides: list[str]) -> Any:
+    """The ResolvedConfig of a run directory or its config.json, of anything else as a recipe."""
     from grpo_megatron.plan.resolve import resolve, resolve_run
 
     path = Path(source)
@@ -54,7 +47,7 @@ def resolve_any(source: str, overrides: list[str]) -> ResolvedConfig:
     return resolve_run(path, overrides) if is_run else resolve(source, overrides)
 
 
-def _values(resolved: ResolvedConfig) -> dict[str, str]:
+def _values(resolved: Any) -> dict[str, str]:
     from grpo_megatron.config.keys import dotted, leaves
     from grpo_megatron.config.problems import as_toml
 
@@ -136,7 +129,7 @@ def plan(recipe: Source, overrides: Overrides = None,
             where=recipe, remedy="\n".join([*(p.remedy for p in problems), *fits]))
 
 
-def _print(found: Plan) -> None:
+def _print(found: Any) -> None:
     rows = [(str(rank.stage), str(rank.rank), *map(_size, rank.parts.values()), _size(rank.total))
             for rank in found.stages]
     print_table(("stage", "rank", *found.worst.parts, "total"), rows, labelled=True)
@@ -157,7 +150,7 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / unit:.1f} {name}"
 
 
-def _search(config: RunConfig, text: str, device: str, as_json: bool) -> None:
+def _search(config: Any, text: str, device: str, as_json: bool) -> None:
     from grpo_megatron.plan.search import search
 
     if not (shape := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):

@@ -28,16 +28,15 @@ class ServedTeachers:
         self._k = settings.top_k if settings else 0
         self._teachers = {number: teacher for number, teacher in enumerate(
             settings.teachers if settings else ()) if teacher.url}
-        self._clients = {number: EngineClient(teacher.url, f"the teacher at {teacher.url}",
-                                              rollout.request_timeout_s)
-                         for number, teacher in self._teachers.items()}
-        self._pools = {number: ReplicaPool([client], max_attempts=rollout.max_attempts)
-                       for number, client in self._clients.items()}
+        self._pools = {number: ReplicaPool(
+            [EngineClient(teacher.url, f"the teacher at {teacher.url}", rollout.request_timeout_s)],
+            max_attempts=rollout.max_attempts) for number, teacher in self._teachers.items()}
         self._turn = asyncio.Semaphore(rollout.max_concurrent_requests)
         self._names = [d.name for d in config.domains]
 
     async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        for pool in self._pools.values():
+            await pool.replicas[0].client.close()
 
     async def meet(self, prompts: Sequence[Prompt]) -> None:
         """MismatchError where a teacher has other tokens for a prompt than the student."""
@@ -78,8 +77,8 @@ class ServedTeachers:
             found = np.array(best).reshape(-1, self._k, 2)
             if (np.exp(found[..., 1]).sum(-1) <= 1 + _EXCESS).all():
                 return found
-        raise EngineError(f"{self._clients[number].name} did not answer with log-probs of "
-                          f"{self._k} tokens at every place of {prompt.prompt_id}",
+        raise EngineError(f"a teacher did not answer with log-probs of {self._k} tokens at every "
+                          f"place of {prompt.prompt_id}",
                           where=f"distillation.teachers.{number}.url",
                           remedy="start it with vLLM's defaults and --max-logprobs of top_k")
 

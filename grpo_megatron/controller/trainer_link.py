@@ -31,7 +31,7 @@ class TrainerLink:
     def __init__(self, timeout_s: float):
         self._timeout_s, self._token = timeout_s, secrets.token_hex(16)
         self._connected: asyncio.Future = asyncio.get_running_loop().create_future()
-        self._lock = asyncio.Lock()
+        self._lock, self._unanswered = asyncio.Lock(), 0
 
     async def listen(self, path: Path) -> None:
         host = own_address()
@@ -53,9 +53,12 @@ class TrainerLink:
             try:
                 writer.write(encode({"command": command, "arguments": arguments}))
                 await writer.drain()
-                line = await asyncio.wait_for(reader.readline(), self._timeout_s)
-                if not line:
-                    raise ConnectionError("end of the connection")
+                self._unanswered += 1
+                while self._unanswered:  # also by a call that was cancelled
+                    line = await asyncio.wait_for(reader.readline(), self._timeout_s)
+                    if not line:
+                        raise ConnectionError("end of the connection")
+                    self._unanswered -= 1
             except TimeoutError as error:
                 raise TrainerError(f"no answer to {command!r} within {self._timeout_s:.0f} s",
                                    where="trainer.command_timeout_s") from error

@@ -45,11 +45,8 @@ class DivergenceSettings:
 
 def divergence(hidden: torch.Tensor, weight: torch.Tensor, teacher: TeacherTokens,
                group) -> torch.Tensor:
-    """KL of `teacher.rows`, fp32 [m] (nats), with gradient; equal on all tensor ranks.
-
-    Args:
-        hidden: the student's hidden states of the n policy tokens, [n, H].
-        weight: this rank's rows of the student's output layer, [V / TP, H]."""
+    """KL of `teacher.rows`, fp32 [m] (nats), with gradient; equal on all tensor ranks. The student's
+    are `hidden` [n, H], states of its policy tokens, and `weight` [V / TP, H], its output layer."""
     return _Divergence.apply(hidden.index_select(0, teacher.rows), weight, teacher, group)
 
 

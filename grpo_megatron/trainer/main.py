@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.errors import TrainerError
+from grpo_megatron.errors import TrainerError, TransferError
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import encode, error_reply
@@ -60,7 +60,7 @@ def rendezvous(run_dir: RunDir, info, timeout_s: float) -> dist.TCPStore:
 
 
 def serve(service, link: CommandLink | None, group) -> None:
-    """Execute commands until `stop`. An error is answered, then ends this rank."""
+    """Execute commands until `stop`. An error is answered, then ends this rank, if it is ours."""
     commands = {**service.commands(), "stop": dict}
     while True:
         box = [link.receive(HEARTBEAT_S) if link else None]
@@ -73,6 +73,8 @@ def serve(service, link: CommandLink | None, group) -> None:
         except BaseException as error:
             if link:
                 link.send(error_reply(error))
+            if isinstance(error, TransferError):  # of an engine; the controller says how to go on
+                continue
             raise
         if link:
             link.send({"result": result or {}})

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from grpo_megatron.config.run import PublishConfig
+from grpo_megatron.errors import TransferError
 from grpo_megatron.network import own_address
 from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, shared_out
 from grpo_megatron.weights.transfer import TransferPlan, WeightSender
@@ -48,14 +49,21 @@ class WeightPublisher:
             self.sender.join()
 
     def send(self, version: int) -> dict[str, Any]:
-        """Stream everything once; returns `digests` by Hugging Face name."""
-        digests: dict[str, str] = {}
+        """Stream everything once; returns `digests` by Hugging Face name. TransferError, on every
+        rank, where an engine does not take it; the next `open` begins with new groups."""
+        digests, failure = {}, ""
         for rank, part in self.parts.items():
             # One sender at a time, as workers take them: a sender that went on to gather for the
             # next one before its own last bucket was out would wait for what waits for it.
             tensors = self.model.stream(part, [rank] * len(part))
             if rank == dist.get_rank():
-                digests = self.sender.send(tensors, self.plan, publish=version)
-            for _ in tensors:  # ranks that send nothing still take part in the gathers
+                try:
+                    digests = self.sender.send(tensors, self.plan, publish=version)
+                except TransferError as error:
+                    failure = error.message
+            for _ in tensors:  # ranks that send nothing more still take part in the gathers
                 pass
-        return {"digests": {n: d for part in all_gathered(digests) for n, d in part.items()}}
+        parts, failures = zip(*all_gathered((digests, failure)), strict=True)
+        if any(failures):
+            raise TransferError(max(failures), where="publish")
+        return {"digests": {name: digest for part in parts for name, digest in part.items()}}

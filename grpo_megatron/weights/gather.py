@@ -110,13 +110,9 @@ def shared_out(entries: Sequence[GatherEntry],
     return parts
 
 
-def _checkpoint_order(item: tuple[tuple, list[int]]) -> tuple:
-    name = item[0][0]
-    layer = re.search(r"layers\.(\d+)\.", name)
-    expert = re.search(r"(?:local_experts\.|linear_fc\d\.weight)(\d+)", name)
-    part = 0 if name.startswith("embedding") else 1 if layer else 2
-    return (part, int(layer[1]) if layer else 0, re.sub(r"\d+", "#", name),
-            int(expert[1]) if expert else 0)
+def _checkpoint_order(item: tuple[tuple, list[int]]) -> list[str | int]:
+    """Numbers by size, not by digits: layer by layer, expert by expert."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0][0])]
 
 
 def _gather_parts(parameter: Parameter, held: Shard, source: int) -> torch.Tensor:

@@ -18,15 +18,11 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from grpo_megatron.errors import MismatchError, TrainerError
+from grpo_megatron.errors import MismatchError, TransferError
 from grpo_megatron.weights.transfer_plan import Bucket, TransferPlan, digest_tensor, entry_of
 
 DEFAULT_TIMEOUT_S = 300.0
 _BUCKET, _ABORT = 0, 1
-
-
-class TransferError(TrainerError):
-    """The other side of a weight transfer died, gave up or hung."""
 
 
 class WeightSender:
@@ -74,6 +70,7 @@ class WeightSender:
                     sending = self._group.broadcast(data, 0), data
             self._finish(sending)
         except TransferError:
+            self._group = None  # closed: workers that live wait no longer
             raise
         except BaseException:
             self._abort(publish, sending)

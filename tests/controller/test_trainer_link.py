@@ -77,3 +77,16 @@ def test_strangers_are_turned_away(tmp_path):
         await asyncio.wait_for(trainer(tmp_path / "c.json", lambda m: {}, token="guess"), 10)
         return link._connected.done()
     assert asyncio.run(run()) is False
+
+
+def test_a_cancelled_call_leaves_no_answer_for_the_next_one(tmp_path):
+    """An engine died: the controller goes on before the trainer has found out."""
+    async def use(link):
+        sending = asyncio.create_task(link.call("publish_send"))
+        while not link._unanswered:
+            await asyncio.sleep(0)
+        sending.cancel()
+        return [await link.call(name) for name in ("publish_open", "train")]
+
+    answers = link_with(tmp_path, lambda message: {"result": {"to": message["command"]}}, use)
+    assert answers == [{"to": "publish_open"}, {"to": "train"}]

@@ -14,6 +14,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.trainer.protocol import raise_reply
 from tests.rollout.engines import Server, make_checkpoint, make_config
 from tests.trainer.worker_group import WorkerGroup
 
@@ -73,7 +74,7 @@ class GroupLink:
         self._group, self._lock = group, asyncio.Lock()
 
     async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        return await self.run("command", name=command, arguments=arguments)
+        return raise_reply(await self.run("command", name=command, arguments=arguments))
 
     async def run(self, case: str, **arguments: Any) -> Any:
         async with self._lock:

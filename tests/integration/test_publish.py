@@ -6,15 +6,18 @@ gloo and CPU kernels: this says nothing about NCCL or about the kernels of a GPU
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.types import Prompt
-from tests.integration.conftest import TOLERANCE, publishing
+from tests.integration.conftest import DUMMY, TOLERANCE, publishing
+from tests.rollout.engines import Server
 from tests.trainer.models import write_samples
 
+LAYOUTS = {"world1": {}, "world4": {"pipeline_parallel_size": 2, "expert_parallel_size": 2}}
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 PROMPTS = [Prompt(f"p{i}", "d", "", tuple((7 * j + i) % 256 for j in range(3, 9 + 8 * i)), "")
@@ -142,6 +145,40 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
             await assert_agree(publisher)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("world", ["world1", "world4"])
+def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, checkpoints, world,
+                                                           tmp_path):
+    """The trainer survives, and the engine that is left gets the same version whole."""
+    victim = Server.start("victim", checkpoints.moe, tmp_path, **DUMMY)
+
+    async def run():
+        async with publishing(request.getfixturevalue(world), checkpoints.moe,
+                              [victim, servers.moe], tmp_path, layout=LAYOUTS[world],
+                              ) as (publisher, trainer, clients):
+            await publisher.publish(1)
+            control = clients[0].control
+
+            async def dying(path, *request, **options):
+                if path == "/update_weights":
+                    asyncio.get_running_loop().call_later(0.02, os.killpg, victim.process.pid, 9)
+                return await control(path, *request, **options)
+
+            clients[0].control = dying
+            await trainer.run("slow_down", seconds=0.05)
+            await publisher.publish(2)
+            assert [r.client.name for r in publisher.engines.alive] == ["moe"]
+            assert publisher.version == 2
+            await assert_agree(publisher)
+            await publisher.publish(3)
+            await assert_agree(publisher)
+
+    try:
+        victim.wait()
+        asyncio.run(run())
+    finally:
+        victim.stop()
 
 
 @pytest.mark.parametrize("name", ["mlp.gate.weight", "layers.1.self_attn.q_proj.weight"])

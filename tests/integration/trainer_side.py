@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import TransferError
 from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.protocol import error_reply
 from grpo_megatron.trainer.service import TrainerService
 from tests.trainer.cases import release
 from tests.trainer.worker_group import fresh_store
@@ -27,8 +30,11 @@ def start(config: RunConfig, model: str) -> None:
 
 
 def command(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the controller would ask of it."""
-    return _service.commands()[name](**arguments)
+    """What the controller would ask of it, and the reply that it would get."""
+    try:
+        return {"result": _service.commands()[name](**arguments)}
+    except TransferError as error:
+        return error_reply(error)
 
 
 def flip_a_bit(sender: int) -> None:
@@ -44,6 +50,14 @@ def flip_a_bit(sender: int) -> None:
         mine._pack = pack
         return data
     mine._pack = corrupt
+
+
+def slow_down(seconds: float) -> None:
+    """Every bucket of this rank's sender takes longer."""
+    mine = _service.publisher.sender
+    if mine is not None:
+        pack = mine._pack
+        mine._pack = lambda *arguments: (time.sleep(seconds), pack(*arguments))[1]
 
 
 def routes() -> list[tuple[str, int, tuple[int, ...]]]:

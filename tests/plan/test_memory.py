@@ -32,7 +32,7 @@ BF16 = {"precision": "bfloat16", "recompute": "selective"}
 def recipe(trainer: dict) -> dict:
     rewards = [{"function": "a:b", "name": name} for name in ("first", "second")]
     return {"name": "case", "model": {"preset": "tiny-qwen3-moe"}, "trainer": trainer,
-            "objective": {"preset": "grpo", "monitor_samples": 0},
+            "objective": {"preset": "grpo", "monitor_share": 0},
             "domains": [{"name": "d", "source": "file", "path": "x", "rewards": rewards}]}
 
 
