@@ -45,8 +45,8 @@ class DivergenceSettings:
 
 def divergence(hidden: torch.Tensor, weight: torch.Tensor, teacher: TeacherTokens,
                group) -> torch.Tensor:
-    """KL of `teacher.rows`, fp32 [m] (nats), with gradient; equal on all tensor ranks. The student's
-    are `hidden` [n, H], states of its policy tokens, and `weight` [V / TP, H], its output layer."""
+    """KL of `teacher.rows`, fp32 [m] (nats), with gradient; equal on all tensor ranks. `hidden` are
+    the student's states of n policy tokens, [n, H], `weight` is its output layer, [V / TP, H]."""
     return _Divergence.apply(hidden.index_select(0, teacher.rows), weight, teacher, group)
 
 

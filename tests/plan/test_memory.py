@@ -40,7 +40,7 @@ def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
     """Peak of each pipeline stage, for the fullest micro-batch that is really there."""
     sizes, table = sizes_of(hf, VOCAB, trainer), SampleTable(Path(samples))
     lengths = table.prompt_lengths + table.completion_lengths
-    packing = plan_microbatches(lengths, num_ranks=sizes.layout.data_parallel_size,
+    packing = plan_microbatches(lengths, num_ranks=trainer.num_ranks // trainer.attention_ranks,
                                 max_tokens=trainer.max_tokens_per_microbatch)
     tokens = max(int(lengths[rows].sum()) for rank in packing for rows in rank)
     found = []
