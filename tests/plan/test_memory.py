@@ -81,6 +81,7 @@ def test_predicted_peak(tmp_path, monkeypatch, hf, layout, max_tokens):
         group.close()
     peaks = predicted(hf, trainer, samples)
     per_stage = trainer.num_ranks // trainer.pipeline_parallel_size
-    ratios = [peaks[rank // per_stage] / real for rank, real in enumerate(measured)]
+    ratios = [peak / max(measured[stage * per_stage:][:per_stage])  # of the fullest micro-batch
+              for stage, peak in enumerate(peaks)]
     print({"predicted": [p >> 20 for p in peaks], "measured": [m >> 20 for m in measured]})
     assert all(0.9 < ratio < 1.1 for ratio in ratios), (ratios, peaks, measured)
