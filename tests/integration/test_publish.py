@@ -147,7 +147,7 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("world", ["world1", "world4"])
+@pytest.mark.parametrize("world", ["world1", pytest.param("world4", marks=pytest.mark.matrix)])
 def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, checkpoints, world,
                                                            tmp_path):
     """The trainer survives, and the engine that is left gets the same version whole."""
