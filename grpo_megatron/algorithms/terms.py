@@ -136,8 +136,7 @@ def preference_coefficients(o: ObjectiveConfig, batch: SampleBatch, rewards: Ten
     `-log sigmoid(beta (m_best - m_worst))`, a mean over the groups with spread (of the domain, with
     `denominator = "domain"`), m the sum of `log pi_theta - log pi_old` over a sample. float64 [N]
 
-    The best and the worst sample of a group may lie in different micro-batches, so the gradient
-    goes through fixed coefficients: taken at the weights of this update they are exact."""
+    Fixed coefficients, since both may lie in different micro-batches: exact at these weights."""
     groups = Groups(batch.group_ids, batch.valid & batch.trained)
     live = groups.valid & (groups.spread(rewards) > ZERO_VARIANCE)
     best = live & (groups.rank(-rewards, batch.sample_ids) == 0)

@@ -108,8 +108,7 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
     """Write the training rows and the manifest, then give the directory its final name.
 
     components: rewards by component, float64 [N], NaN where skipped; steps: rewards of single
-    steps, as row, last completion token of the step, reward; taught: what served teachers think
-    (`controller.served_teachers`)."""
+    steps, as row, last completion token of the step, reward; taught: by `served_teachers`."""
     working = directory.with_name(directory.name + ".tmp")
     columns = {**{name: np.array([getattr(r, name) for r in rows], dtype)
                   for name, dtype in _ROW_COLUMNS.items()},

@@ -30,6 +30,7 @@ async def cold_start(session: Session) -> None:
         batches = [sampler.draw(settings.batch_size)
                    for _ in range(max(settings.steps_per_evaluation // often, 1))]
         with session.phase("train"):
+            await session.judges.rest(sleep=config.placement.gpus_per_node > 0)
             record_completions(directory, [
                 (update, prompt, answers.completion(0, prompt.answer))
                 for update, batch in enumerate(batches) for prompt in batch])

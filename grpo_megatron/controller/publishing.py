@@ -12,7 +12,7 @@ from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
@@ -34,11 +34,12 @@ class Publisher:
     async def publish(self, version: int) -> None:
         """Bring `version` into all live engines; raises an EngineError when none is left."""
         while True:
+            before = self.engines.alive
             try:
                 await self._publish(version)
                 break
             except EngineError as error:
-                await self._bury_dead(error)
+                await self._bury_dead(error, before)
         self.version = version
 
     async def reach(self, version: int) -> None:
@@ -73,9 +74,8 @@ class Publisher:
             await publisher.prepare(opened["senders"], lambda: self.trainer.call("publish_join"))
         self._publisher = publisher
 
-    async def _bury_dead(self, error: EngineError) -> None:
+    async def _bury_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
         """Go on with the engines that still answer; without a dead one, the error stands."""
-        before = self.engines.alive
         for replica in before:
             await self.engines.examine(replica, error)
         if len(self.engines.alive) in (0, len(before)):
@@ -95,7 +95,7 @@ class Publisher:
                                                      for p in prompts))
             except EngineError as error:
                 if replica.is_alive:  # else the rollouts found out first
-                    await self._bury_dead(error)
+                    await self._bury_dead(error, self.engines.alive)
                 continue
             directory = self.run_dir.root / "canary"
             record_completions(directory, [

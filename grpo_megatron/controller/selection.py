@@ -12,7 +12,8 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rewards.code_tests import extract
 from grpo_megatron.types import ScoredGroup
 
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+_BOXED = re.compile(
+    r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\})*)\}")
 
 
 class Selection:

@@ -78,7 +78,9 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
         stack.push_async_callback(teachers.close)
         await teachers.meet([domain[0] for domain in splits.train.values() if domain])
         judges = WeightPublisher([await stack.enter_async_context(EngineClient(url))
-                                  for url in config.placement.shared_servers])
+                                  for url in config.placement.shared_servers],
+                                 asleep=config.placement.gpus_per_node > 0)  # as they were left
+        await judges.wake()
         show("phase", name="starting")
         clients = await _connect(config, run_dir, stack)
         engines = ReplicaPool(clients, max_attempts=config.rollout.max_attempts,

@@ -52,8 +52,8 @@ class TrainerLink:
             reader, writer = await self._connected
             try:
                 writer.write(encode({"command": command, "arguments": arguments}))
-                await writer.drain()
                 self._unanswered += 1
+                await writer.drain()
                 while self._unanswered:  # also by a call that was cancelled
                     line = await asyncio.wait_for(reader.readline(), self._timeout_s)
                     if not line:

@@ -1,7 +1,6 @@
 """Which prompts a step trains on: weighted domains, an own order per domain, resumable.
 
-Shuffles sort by a hash of (seed, domain, epoch, prompt id) instead of drawing random numbers: the
-order then depends on no library's generator and not on the order of the data."""
+Shuffles sort by a hash of (seed, domain, epoch, prompt id): no generator, no order of the data."""
 
 import hashlib
 from collections import Counter

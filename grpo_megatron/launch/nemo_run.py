@@ -1,9 +1,7 @@
 """Recipes as tasks of a NeMo-Run experiment (extra `launch`, in an environment without vLLM).
 
-On a SlurmExecutor the task is the supervisor, one process on the job's first node, which starts
-the run's roles as steps; with a container, the image must have srun. On other executors (local,
-Docker, Kubernetes) a run is on one machine. NeMo-Run's own job makes no checkpoint before its time
-limit: `grpo-megatron submit` does."""
+On a SlurmExecutor the task is the supervisor, on the job's first node; a container's image must
+have srun. On other executors a run is on one machine. No checkpoint before the time limit."""
 
 import shlex
 from collections.abc import Sequence

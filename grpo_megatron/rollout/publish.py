@@ -41,6 +41,7 @@ class WeightPublisher:
         `num_workers`. `join` makes the senders wait for the workers; it runs at the same time."""
         info = {"senders": senders, "timeout_s": self._timeout_s,
                 "world_size": 1 + sum(self._world_sizes)}
+        await _all(client.call_workers("abandon_update") for client in self.clients)
         calls, offset = [join()], 1
         for client, workers in zip(self.clients, self._world_sizes, strict=True):
             calls.append(client.control("/init_weight_transfer_engine",
@@ -68,10 +69,11 @@ class WeightPublisher:
     async def rest(self, *, sleep: bool) -> None:
         """Until the next publish engines neither schedule nor, with `sleep`, hold their weights
         and keys and values on the device, which the trainer shares with them."""
-        await self._pause()
-        if sleep:
-            await self._control("/sleep", params={"level": "1"})
-            self.asleep = True
+        if not self.asleep:
+            await self._pause()
+            if sleep:
+                await self._control("/sleep", params={"level": "1"})
+                self.asleep = True
 
     async def wake(self, **tags: str) -> None:
         """After `rest`, by default with the weights as they were."""

@@ -23,13 +23,10 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
                  by_layer: bool) -> dict[str, Any]:
     """Passes over all samples at the present weights; collective.
 
-    Writes columns, fp64 [n] over the completion tokens of the table in order: `rollout` (the
-    engine's), `live` (the trainer's own routing), `unmasked` (the same over the whole vocabulary,
-    where sampling was truncated), `through_N` (engine routes in MoE layers up to number N, for
-    every layer or just the last); `flipped` fp64 [E, L]: how often the engine used an expert that
-    the trainer would not have.
-
-    Returns routing metrics; nothing of routes where the step has none."""
+    Writes columns, fp64 [n] over the table's completion tokens: `rollout` (the engine's), `live`
+    (own routing), `unmasked` (the same without truncation, where there was one), `through_N`
+    (engine routes in MoE layers up to number N, each or just the last); `flipped` fp64 [E, L]: uses
+    of an expert by the engine only. Returns routing metrics; without routes nothing of them."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
     rollouts, replay = sample_batch(config, table), policy.replay
     source = RouteSource(config, replay, table)

@@ -38,9 +38,8 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
     output layer, [V / TP, H]; targets: int64 [n], the tokens that follow; vocab_size: columns above
     it are padding, with probability 0; kept: truncated sampling, the softmax is over these only.
 
-    Returns fp32 [n] log-probs and fp32 [n] entropies (nats), both with gradient, equal on all
-    tensor-parallel ranks. With `kept`, entropies and a third [n], the log-probs over the whole
-    vocabulary, are those of the untruncated policy."""
+    Returns fp32 [n] log-probs and entropies (nats), with gradient, equal on all tensor ranks; with
+    `kept`, entropies and a third [n], log-probs, are those of the untruncated policy."""
     group = parallel_state.get_tensor_model_parallel_group()
     found = _VocabParallelLogProbs.apply(hidden, weight, targets, group, vocab_size,
                                          temperature, chunk_tokens, kept)

@@ -73,9 +73,9 @@ def serve(service, link: CommandLink | None, group) -> None:
         except BaseException as error:
             if link:
                 link.send(error_reply(error))
-            if isinstance(error, TransferError):  # of an engine; the controller says how to go on
-                continue
-            raise
+            if not isinstance(error, TransferError):  # of an engine: the controller decides
+                raise
+            continue
         if link:
             link.send({"result": result or {}})
         if message["command"] == "stop":

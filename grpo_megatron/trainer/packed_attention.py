@@ -66,11 +66,8 @@ class PackedAttention(MegatronModule):
             raise ValueError("sliding windows and learnable softmax need Transformer Engine")
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
 
-    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
-        """q, k, v [T, heads, d] packed -> [T, heads * d_v]; or [s, b, heads, d] -> [s, b, ...]."""
-        if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2).contiguous()
+    def forward(self, query, key, value, attention_mask, packed_seq_params, **_):
+        """q, k, v [T, heads, d] packed -> [T, heads * d_v]."""
         plan = getattr(packed_seq_params, "bucket_plan", None)
         if plan is None:  # the same in every layer: kept on the parameters of the batch
             plan = packed_seq_params.bucket_plan = plan_buckets(packed_seq_params.cu_seqlens_q)

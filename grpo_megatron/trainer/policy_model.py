@@ -13,10 +13,9 @@ from grpo_megatron.trainer.logprobs import Kept, policy_states, token_logprobs
 class PolicyModel(GPTModel):
     """`forward(..., labels=targets, loss_mask=rows)` returns fp32 [2, n]: log-probs, entropies.
 
-    `rows` int64 [n] are the positions whose next token is wanted, `targets` int64 [n] those
-    tokens. With `kept`, log-probs are over the kept sets, and a third row is over everything. With
-    `teachers`, a last row is the weighted sum of their divergences.
-    Overrides Megatron's post-processing because it would make logits for all positions."""
+    `rows` int64 [n] are the positions whose next token is wanted, `targets` int64 [n] those tokens.
+    With `kept`, log-probs are over the kept sets, and a third row is over everything; with
+    `teachers`, a last row sums their divergences. Megatron would make logits for all positions."""
 
     real_vocab_size: int  # without the padding, which gets probability 0
     logprob_chunk_tokens: int

@@ -4,8 +4,7 @@
     <- {"command": "train", "arguments": {…}}
     -> {"result": {…}}   or   {"error": {"type": "TrainerError", "message": "…"}}
 
-The controller listens, rank 0 connects, every command is answered once, in order. Imports neither
-torch nor Megatron, because both sides use it."""
+The controller listens, rank 0 connects, every command is answered once, in order. No torch here."""
 
 import json
 from typing import Any

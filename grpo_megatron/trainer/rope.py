@@ -1,9 +1,8 @@
 """Rotary embedding: frequencies of every scaling that the families use, by transformers' own
 functions, and the rotation of packed sequences.
 
-Megatron-Core 0.16.1 knows Llama 3's scaling with one set of constants only, and YaRN outside latent
-attention only through attributes that its configuration lacks. Angles of packed tokens are gathered
-once per micro-batch; the rotation's gradient is the rotation back, so only they are kept."""
+What Megatron-Core lacks: docs/findings.md. Angles of packed tokens are gathered once per
+micro-batch; the rotation's gradient is the rotation back, so only they are kept."""
 
 from typing import Any
 

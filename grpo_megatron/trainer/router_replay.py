@@ -1,11 +1,9 @@
 """Replayed routes in Megatron's routers, and what is measured and held there.
 
 A `RouterTap` stands where Megatron looks for its own replay object (`TopKRouter.router_replay`),
-one per MoE layer, addressed by layer number. Megatron's own (0.16.1, moe/router_replay.py) keeps
-one process-global list without layer numbers, checks nothing, and with recomputation takes the
-routes of whichever micro-batch was forwarded last. Here a tap asks which micro-batch its chunk is
-working on: `enter` says so for the forward, a hook on the chunk's output for the backward, where
-layers are computed again.
+one per MoE layer. Megatron's (0.16.1, moe/router_replay.py) is one list without layer numbers and
+takes the routes of whichever micro-batch was forwarded last. A tap asks which one its chunk works
+on: `enter` says so for the forward, a hook on the chunk's output for the backward.
 
 Shapes: T tokens of a micro-batch, K experts per token, E experts, R MoE layers; on this rank."""
 

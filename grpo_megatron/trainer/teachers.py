@@ -14,14 +14,13 @@ from megatron.core import parallel_state
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig, TeacherConfig
+from grpo_megatron.errors import DataError
 from grpo_megatron.trainer.divergence import DivergenceSettings, TeacherTokens, likeliest
 from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.policy import Policy, state_tensors
 from grpo_megatron.trainer.policy_model import PolicyModel
 from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, untruncated
 from grpo_megatron.weights.transfer_plan import as_bytes
-
-_RESOLUTION = 1e-7  # of float32 log-probs whose sum is near 1
 
 
 class Teachers:
@@ -72,6 +71,9 @@ class Teachers:
                 taught: np.ndarray) -> None:
         """What a served teacher answered, from the store."""
         starts = np.cumsum([0, *np.where(taught, table.completion_lengths, 0)])
+        if len(table.taught.get(f"{number}/ids", ())) != starts[-1]:
+            raise DataError(f"the step has no answers of teacher {number} for its domains",
+                            where=str(table.directory), remedy="delete it; it is sampled anew")
         for microbatch in batch.microbatches if model.post_process else ():
             index = np.concatenate([np.arange(*starts[row:row + 2])
                                     for row in microbatch.table_rows] or [np.empty(0, np.int64)])
@@ -83,7 +85,7 @@ class Teachers:
                 _rows(microbatch, taught), self.settings.teachers[number].weight, self._kl(model),
                 **{name: value.to(microbatch.tokens.device) for name, value in {
                     "ids": torch.where(known, ids.long(), -1), "logprobs": logprobs,
-                    "tail": rest.clamp(min=_RESOLUTION).log().float()}.items()}))
+                    "tail": rest.clamp(min=1e-7).log().float()}.items()}))
 
     def _ask(self, policy: Policy, batch: PreparedBatch, teacher: TeacherConfig,
              taught: np.ndarray) -> None:

@@ -49,10 +49,8 @@ class WeightSender:
         """Stream this sender's tensors, holding at most two buckets.
 
         tensors: the plan's entries of this sender, in its order; each may be dropped once the next
-        one is asked for. publish: number that both sides must agree on, the weight version.
-
-        Returns the digest of every tensor as it was before packing. Raises MismatchError for a
-        tensor that is not the one that the plan names next, TransferError for dead workers."""
+        one is asked for. publish: weight version, on which both sides must agree. Returns digests
+        from before packing. MismatchError: not the tensor that is next in the plan."""
         self.join()
         stream, digests = iter(tensors), {}
         sending: tuple[Any, torch.Tensor] | None = None  # the work, and what must live until then
@@ -128,11 +126,16 @@ class WeightReceiver:
         `load` may keep them: a bucket's storage is never written again. Returns every tensor's
         digest. Raises TransferError when a sender died, gave up, hung or sends another publish."""
         digests: dict[str, str] = {}
-        for sender, name in enumerate(self._groups):
-            for number, bucket in enumerate(plan.buckets(sender)):
-                views = bucket.views(self._bucket(name, [publish, number, bucket.num_bytes]))
-                digests.update((tensor_name, digest_tensor(t)) for tensor_name, t in views)
-                load(views)
+        try:
+            for sender, name in enumerate(self._groups):
+                for number, bucket in enumerate(plan.buckets(sender)):
+                    views = bucket.views(self._bucket(name, [publish, number, bucket.num_bytes]))
+                    digests.update((tensor_name, digest_tensor(t)) for tensor_name, t in views)
+                    load(views)
+        except TransferError as error:
+            if error.__cause__:  # of gloo: closed, so that nobody waits for this worker
+                self._groups.clear()
+            raise
         return digests
 
     def _bucket(self, name: str, expected: list[int]) -> torch.Tensor:

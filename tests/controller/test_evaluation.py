@@ -49,3 +49,5 @@ def test_the_majority_is_one_of_answers_not_of_thoughts():
     assert answered(thoughts, [0, 1, 1], rewards=[reward])["majority_at_3"] == 1
     boxed = [r"a \boxed{8}", r"b \boxed{7}", r"\boxed{8}, no, \boxed{7} {sic}"]
     assert answered(boxed, [0, 1, 1])["majority_at_3"] == 1
+    nested = r"\boxed{\frac{\sqrt{3}}{2}}"
+    assert answered([r"\boxed{2}", f"a {nested}", f"b {nested}"], [0, 1, 1])["majority_at_3"] == 1

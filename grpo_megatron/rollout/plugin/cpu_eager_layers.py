@@ -1,9 +1,8 @@
 """CPU: less Python between the kernels of an eager forward pass.
 
 Gap (vLLM 0.32.0): without compilation a decode step of a small model on a CPU is mostly Python.
-RMSNorm runs as seven tensor operations though the CPU build has kernels for it (vllm_c.py),
-attention goes through the dispatcher twice (attention.py:548), a plain expert layer through ten
-functions (moe_runner.py, modular_kernel.py). Who needs any of that keeps it."""
+RMSNorm runs as seven operations though there are kernels for it (vllm_c.py), attention passes the
+dispatcher twice (attention.py:548), a plain expert layer ten functions (moe_runner.py)."""
 
 from functools import cache
 

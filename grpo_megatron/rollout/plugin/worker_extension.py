@@ -17,6 +17,16 @@ class WorkerExtension:
         self.vllm_config.load_config.load_format = "auto"
         self.reload_weights(weights_path=path)
 
+    def abandon_update(self) -> None:
+        """After a broken-off update vLLM 0.32 refuses the next one, or finishes layers early."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        self._weight_update_active = False
+        for info in map(get_layerwise_info, self.weight_transfer_engine.model.modules()):
+            if info.can_load():
+                info.load_numel = 0
+                info.loaded_weights.clear()
+
     def sabotage_next_update(self, noise: str) -> None:
         """For tests, see `with_noise`: an error in what follows the transfer (name mapping,
         sharding, repacking), which digests of the wire cannot see and the canary must."""
