@@ -74,7 +74,7 @@ class GroupLink:
         self._group, self._lock = group, asyncio.Lock()
 
     async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        return raise_reply(await self.run("command", name=command, arguments=arguments))
+        return raise_reply(await self.run("reply", name=command, arguments=arguments))
 
     async def run(self, case: str, **arguments: Any) -> Any:
         async with self._lock:

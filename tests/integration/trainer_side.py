@@ -30,9 +30,14 @@ def start(config: RunConfig, model: str) -> None:
 
 
 def command(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the controller would ask of it, and the reply that it would get."""
+    """What the controller would ask of it."""
+    return _service.commands()[name](**arguments)
+
+
+def reply(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The answer that the controller would get: an error may be an engine's."""
     try:
-        return {"result": _service.commands()[name](**arguments)}
+        return {"result": command(name, arguments)}
     except TransferError as error:
         return error_reply(error)
 
