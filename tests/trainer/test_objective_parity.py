@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config.objective import PRESETS
-from tests.trainer.models import write_samples
+from tests.trainer.models import MOE, write_model, write_samples
 from tests.trainer.test_layout_parity import TOLERANCE
 
 pytestmark = pytest.mark.engine
@@ -33,8 +33,9 @@ def objective(name: str) -> dict:
 
 SENSITIVE = ("gtpo_entropy", "grpo_s")
 """Entropies of an untrained model are nearly equal: standardising them amplifies rounding, and
-advantages around 0 change sign. By how much depends on the CPU's kernels."""
+advantages around 0 change sign. They are compared on a model whose entropies differ."""
 OBJECTIVES = {name: objective(name) for name in NAMES}
+ROBUST = [name for name in NAMES if name not in SENSITIVE]
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +45,28 @@ def two_updates(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(world1, moe_model, two_updates):
-    return world1.run(CASE, model=moe_model, samples=two_updates, layout=BIG,
-                      objectives=OBJECTIVES)
+def train(moe_model, tmp_path_factory, two_updates):
+    sharp = write_model(tmp_path_factory.mktemp("sharp") / "model",
+                        MOE | {"initializer_range": 0.25}, 31)
+
+    def run(world, layout):
+        return {name: report for model, names in ((sharp, SENSITIVE), (moe_model, ROBUST))
+                for name, report in world.run(
+                    CASE, model=model, samples=two_updates, layout=layout,
+                    objectives={name: OBJECTIVES[name] for name in names}).items()}
+    return run
+
+
+@pytest.fixture(scope="module")
+def reference(world1, train):
+    return train(world1, BIG)
 
 
 @pytest.fixture(scope="module", params=[
     "tp2_sp", "pp2", "ep2", pytest.param("small_microbatches", marks=pytest.mark.matrix)])
-def found(request, world1, world2, moe_model, two_updates):
+def found(request, world1, world2, train):
     layout = LAYOUTS[request.param]
-    world = world2 if layout else world1
-    return world.run(CASE, model=moe_model, samples=two_updates, objectives=OBJECTIVES,
-                     layout={**BIG, **layout} if layout else {})
+    return train(world2 if layout else world1, {**BIG, **layout} if layout else {})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,7 +77,7 @@ def test_layouts_agree(reference, found, name):
     np.testing.assert_allclose(got["losses"], expected["losses"], rtol=TOLERANCE,
                                atol=TOLERANCE / 2)
     np.testing.assert_allclose(got["grad_norms"], expected["grad_norms"],
-                               rtol=TOLERANCE * (50 if name in SENSITIVE else 1))
+                               rtol=TOLERANCE * (10 if name in SENSITIVE else 1))
     for key, value in expected["metrics"].items():
         if name not in SENSITIVE:
             np.testing.assert_allclose(got["metrics"][key], value, rtol=1e-3, atol=1e-5,
