@@ -37,14 +37,15 @@ def recipe(trainer: dict) -> dict:
 
 
 def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
-    """Peak of each pipeline stage, for the fullest micro-batch that is really there."""
+    """Peak of each rank, for the fullest micro-batch that it really has."""
     sizes, table = sizes_of(hf, VOCAB, trainer), SampleTable(Path(samples))
     lengths = table.prompt_lengths + table.completion_lengths
     packing = plan_microbatches(lengths, num_ranks=trainer.num_ranks // trainer.attention_ranks,
                                 max_tokens=trainer.max_tokens_per_microbatch)
-    tokens = max(int(lengths[rows].sum()) for rank in packing for rows in rank)
-    found = []
-    for stage in range(trainer.pipeline_parallel_size):
+    per_stage, found = trainer.num_ranks // trainer.pipeline_parallel_size, []
+    for rank in range(trainer.num_ranks):
+        stage, mine = rank // per_stage, packing[rank % per_stage // trainer.tensor_parallel_size]
+        tokens = max(int(lengths[rows].sum()) for rows in mine)
         static = static_bytes(sizes, stage, 0)
         moving = step_bytes(sizes, stage, static["gradients"], tokens=tokens, on_gpu=False,
                             sequence=int(lengths.max()), replayed=False,
@@ -80,8 +81,6 @@ def test_predicted_peak(tmp_path, monkeypatch, hf, layout, max_tokens):
     finally:
         group.close()
     peaks = predicted(hf, trainer, samples)
-    per_stage = trainer.num_ranks // trainer.pipeline_parallel_size
-    ratios = [peak / max(measured[stage * per_stage:][:per_stage])  # of the fullest micro-batch
-              for stage, peak in enumerate(peaks)]
+    ratios = [peak / real for peak, real in zip(peaks, measured, strict=True)]
     print({"predicted": [p >> 20 for p in peaks], "measured": [m >> 20 for m in measured]})
     assert all(0.9 < ratio < 1.1 for ratio in ratios), (ratios, peaks, measured)
