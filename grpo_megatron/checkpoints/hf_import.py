@@ -164,7 +164,8 @@ class HFSource:
 
 
 def refuse_unfit(directory: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape],
-                 model: str = "config.json") -> None:
+                 model: str = "config.json",
+               remedy: str = "is config.json of this checkpoint?") -> None:
     """Raises CheckpointError with all differences between a checkpoint and a model."""
     other = [f"{name}: {found[name]}, the model has {shape}" for name, shape in wanted.items()
              if found.get(name, shape) != shape]
@@ -177,7 +178,7 @@ def refuse_unfit(directory: Path, found: Mapping[str, Shape], wanted: Mapping[st
             lines += ["    ..."] * (len(names) > _LISTED)
     if lines:
         raise CheckpointError("\n".join([f"the tensors are not those of {model}:", *lines]),
-                              where=str(directory), remedy=f"is {model} of this checkpoint?")
+                              where=str(directory), remedy=remedy)
 
 
 @torch.no_grad()

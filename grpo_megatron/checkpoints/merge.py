@@ -23,7 +23,7 @@ def merge_checkpoints(weights: Mapping[Path, float], directory: Path, dtype: str
     (source, *paths), (first, *_) = weights, readers
     shapes, *others = ({name: r.shape(name) for name in sorted(r.names())} for r in readers)
     for path, found in zip(paths, others, strict=True):
-        refuse_unfit(path, found, shapes, f"the model in {source}")
+        refuse_unfit(path, found, shapes, f"the model in {source}", "merge models of one shape")
     kinds = {name: dtype or str(first.dtype(name)).removeprefix("torch.") for name in shapes}
     working = empty_directory(durable.working_directory(directory))
     target = HFTarget(working, [[TensorEntry(name, kinds[name], first.shape(name), 0)]

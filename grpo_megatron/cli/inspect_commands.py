@@ -183,5 +183,5 @@ def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: st
         return
     table = Table(*header, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*map(Text, row), style="dim" if row[-1] == dim else None)
+        table.add_row(*map(Text, row), style="dim" if dim and row[-1] == dim else None)
     console.print(table)

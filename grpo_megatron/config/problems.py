@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 from grpo_megatron import assets
 from grpo_megatron.config.keys import value_at
 from grpo_megatron.errors import ConfigError
@@ -63,6 +65,8 @@ class InvalidConfigError(ConfigError):
 
 def as_toml(value: Any) -> str:
     """A value as it would stand in a recipe; `null` where TOML has no word for it."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

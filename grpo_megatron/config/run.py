@@ -79,7 +79,7 @@ class CorrectionConfig(Strict):
 
 class TeacherConfig(Strict):
     path: InputPath | None = None
-    url: str | None = None
+    url: str | None = Field(None, pattern="^https?://")
     domains: tuple[str, ...] = ()
     weight: float = Field(1.0, gt=0)
 

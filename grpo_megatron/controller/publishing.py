@@ -5,7 +5,7 @@ with something else (prepacked copies, stale caches). It is sampled beside the r
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_completions
@@ -33,13 +33,7 @@ class Publisher:
 
     async def publish(self, version: int) -> None:
         """Bring `version` into all live engines; raises an EngineError when none is left."""
-        while True:
-            before = self.engines.alive
-            try:
-                await self._publish(version)
-                break
-            except EngineError as error:
-                await self._bury_dead(error, before)
+        await self._with_the_living(lambda clients: self._publish(clients, version))
         self.version = version
 
     async def reach(self, version: int) -> None:
@@ -50,12 +44,22 @@ class Publisher:
     async def make_room(self) -> None:
         """Colocated: engines give the devices to the trainer until the next publish."""
         if self.config.placement.mode == "colocated":
-            await self._publisher.rest(sleep=self.config.placement.gpus_per_node > 0)
+            await self._with_the_living(self._rest)
 
-    async def _publish(self, version: int) -> None:
-        clients = [replica.client for replica in self.engines.alive]
-        if clients != self._publisher.clients:
-            await self._connect(clients)
+    async def _rest(self, clients: Sequence[EngineClient]) -> None:
+        await self._connect(clients)
+        await self._publisher.rest(sleep=self.config.placement.gpus_per_node > 0)
+
+    async def _with_the_living(self, work: Callable[[list[EngineClient]], Awaitable[None]]) -> None:
+        while True:
+            before = self.engines.alive
+            try:
+                return await work([replica.client for replica in before])
+            except EngineError as error:
+                await self._bury_dead(error, before)
+
+    async def _publish(self, clients: Sequence[EngineClient], version: int) -> None:
+        await self._connect(clients)
         if self._plan is None:
             directory = self.run_dir.root / "publish"
             await self.trainer.call("export", directory=str(directory))
@@ -65,6 +69,8 @@ class Publisher:
                 "publish_send", version=version))
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
+        if clients == self._publisher.clients:
+            return
         publisher = WeightPublisher(clients, pause_mode=self.config.publish.pause,
                                     asleep=self._publisher.asleep)
         if self.config.publish.method == "gloo":

@@ -4,6 +4,7 @@ vLLM scores a prompt whole (`prompt_logprobs`, at temperature 1), so prompt and 
 as one. The answers are stored with the step. A server that would teach nonsense is found out: by
 other tokens for the same text, by scores that are no log-probs."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +27,11 @@ class ServedTeachers:
         self._teachers = {number: teacher for number, teacher in enumerate(
             settings.teachers if settings else ()) if teacher.url}
         self._pools = {number: ReplicaPool(
-            [EngineClient(teacher.url, f"the teacher at {teacher.url}", rollout.request_timeout_s)],
+            [EngineClient(teacher.url, f"the teacher at {teacher.url}")],
             max_attempts=rollout.max_attempts) for number, teacher in self._teachers.items()}
         self._names = [d.name for d in config.domains]
+        self._turn = asyncio.Semaphore(rollout.max_concurrent_requests)
+        self._timeout_s = rollout.request_timeout_s
 
     async def close(self) -> None:
         for pool in self._pools.values():
@@ -36,7 +39,8 @@ class ServedTeachers:
 
     async def meet(self, prompts: Sequence[Prompt]) -> None:
         """MismatchError where a teacher has other tokens for a prompt than the student."""
-        for number, prompt in ((n, p) for n in self._pools for p in prompts):
+        for number, prompt in ((n, p) for n in self._pools for p in prompts
+                               if self._teaches(n, p)):
             told = (await self._post(number, "/tokenize", {
                 "prompt": prompt.text, "add_special_tokens": False}))["tokens"]
             if told != list(prompt.token_ids):
@@ -50,15 +54,18 @@ class ServedTeachers:
         """`N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n completion tokens
         of those groups that it teaches. EngineError: it does not answer, or not with log-probs."""
         found = {}
-        for number, teacher in self._teachers.items():
+        for number in self._teachers:
             parts = await finish_or_cancel([
                 self._ask(number, part.prompt, completion)
-                for group in groups if group.prompt.domain in (teacher.domains or self._names)
+                for group in groups if self._teaches(number, group.prompt)
                 for part in group.by_context() for completion in part.completions])
             flat = np.concatenate([np.empty((0, self._k, 2)), *parts])
             found |= {f"{number}/ids": flat[..., 0].astype(np.int32),
                       f"{number}/logprobs": flat[..., 1].astype(np.float32)}
         return found
+
+    def _teaches(self, number: int, prompt: Prompt) -> bool:
+        return prompt.domain in (self._teachers[number].domains or self._names)
 
     async def _ask(self, number: int, prompt: Prompt, completion: Completion) -> np.ndarray:
         """(id, log-prob) of the k likeliest at every token, float64 [T, k, 2]."""
@@ -79,5 +86,6 @@ class ServedTeachers:
                           remedy="start it with vLLM's defaults and --max-logprobs of top_k")
 
     async def _post(self, number: int, path: str, body: dict[str, Any]) -> Any:
-        return (await self._pools[number].call(
-            lambda replica: replica.client.control(path, body)))[0]
+        async with self._turn:  # what waits here does not run into the time limit
+            return (await self._pools[number].call(lambda replica: replica.client.control(
+                path, body, timeout_s=self._timeout_s)))[0]

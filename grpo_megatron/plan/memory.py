@@ -98,8 +98,7 @@ def _fullest(config: RunConfig, s: Sizes, work: dict[str, int], stage: int) -> R
     static = {rank: static_bytes(s, stage, rank, frozen_routers=frozen, overlaps=work["on_gpu"])
               for rank in (0, count - 1)}  # shards differ by padding only
     rank = max(static, key=lambda rank: sum(static[rank].values()))
-    return RankMemory(stage, stage * count + rank, {
-        **static[rank], **step_bytes(s, stage, static[rank]["gradients"], **work)})
+    return RankMemory(stage, stage * count + rank, static[rank] | step_bytes(s, stage, **work))
 
 
 def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -> dict[str, float]:

@@ -80,14 +80,17 @@ def _buffers(s: Sizes, stage: int) -> int:
     return found
 
 
-def step_bytes(s: Sizes, stage: int, gradients: int, *, tokens: int, sequence: int,
-               num_microbatches: int, on_gpu: bool, replayed: bool) -> dict[str, int]:
-    """`activations`, `logits`, `routing`, `communication` of a rank at their highest, in bytes like
-    its `gradients`; for `tokens` of a full micro-batch and of the longest `sequence`."""
+def step_bytes(s: Sizes, stage: int, *, tokens: int, sequence: int, num_microbatches: int,
+               on_gpu: bool, replayed: bool) -> dict[str, int]:
+    """Bytes of `activations`, `logits`, `routing`, `communication` of a rank at their highest,
+    for `tokens` of a full micro-batch and of the longest `sequence`."""
     t, element = s.trainer, s.symbols["element"]
     tp, pp = t.tensor_parallel_size, t.pipeline_parallel_size
     copies = element if on_gpu else 8  # torch's plain norms keep float32
     own = tokens // (tp if t.sp else 1)
+    chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
+    buffers = [sum(w.numel for w in weights if (w.kind == "expert") == experts)
+               for weights in chunks for experts in (True, False)]
     s = replace(s, symbols={
         **s.symbols, "tokens": tokens, "own": own, "sequence": sequence,
         "norm": copies + element, "qk_copies": copies * bool(s.symbols.get("head_norm")),
@@ -97,7 +100,7 @@ def step_bytes(s: Sizes, stage: int, gradients: int, *, tokens: int, sequence: i
         "is_last": stage == pp - 1, "pipelined": pp > 1, "dispatched": t.expert_parallel_size > 1,
         "nccl_dimensions": on_gpu * sum(
             size > 1 for size in (tp, pp, t.dp, t.expert_parallel_size)),
-        "gloo_copy": gradients * (t.distributed_optimizer and not on_gpu)})
+        "gloo_copy": 4 * max(buffers) * (t.distributed_optimizer and not on_gpu)})
     found = {name: _total(forms, s) for name, forms in FORMS["beside"].items()}
     boundary, layers = own * s.symbols["hidden"] * element, [
         _kept(s, is_moe) for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)]
@@ -106,7 +109,7 @@ def step_bytes(s: Sizes, stage: int, gradients: int, *, tokens: int, sequence: i
     held = sum(held) + 2 * boundary * (pp > 1)
     activations = int(in_flight(s, stage, num_microbatches) * held) + one
     # Adam's two float32 copies of the largest weight's share, when activations have gone
-    largest = max(w.numel for c in range(s.num_chunks) for w in weights_of_chunk(s, stage, c))
+    largest = max(w.numel for weights in chunks for w in weights)
     adam = 8 * largest // (t.dp if t.distributed_optimizer else 1)
     return {**found, "activations": max(activations, adam - found["logits"])}
 

@@ -7,7 +7,7 @@ Whatever goes wrong, engines stay paused: none may sample from weights that nobo
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.errors import MismatchError
+from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.weights.transfer_plan import TransferPlan
@@ -61,9 +61,9 @@ class WeightPublisher:
 
         await self._pause()
         sent, *_ = await _all([send(), *map(receive, self.clients)])
+        reports = await _all(c.call_workers("update_report") for c in self.clients)
+        self._check_reports(plan, sent["digests"], reports)
         await self._control("/finish_weight_update", {"weight_version": str(version)})
-        received = await _all(c.call_workers("received_digests") for c in self.clients)
-        self._check_digests(plan, sent["digests"], received)
         await self._check_and_resume()
 
     async def rest(self, *, sleep: bool) -> None:
@@ -103,11 +103,14 @@ class WeightPublisher:
         else:
             await self._control("/pause", params={"mode": self.pause_mode, "clear_cache": "true"})
 
-    def _check_digests(self, plan: TransferPlan, sent: Mapping[str, str],
-                       received: Sequence[Sequence[Mapping[str, str]]]) -> None:
+    def _check_reports(self, plan: TransferPlan, sent: Mapping[str, str],
+                       reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         names = [entry.name for entry in plan.entries]
-        for client, workers in zip(self.clients, received, strict=True):
-            for number, digests in enumerate(workers):
+        for client, workers in zip(self.clients, reports, strict=True):
+            for number, report in enumerate(workers):
+                if report["failure"]:
+                    raise EngineError(f"worker {number} of {client.name}: {report['failure']}")
+                digests = report["digests"]
                 if wrong := [name for name in names if digests.get(name) != sent[name]]:
                     raise MismatchError(
                         f"{len(wrong)} of {len(names)} tensors reached worker {number} of "

@@ -192,13 +192,14 @@ def _check(source: Source, directory: Path) -> None:
         ", and the digest that was recorded" if recorded else "; no digests were recorded"))
 
 
-def main(path: Path) -> None:
-    """Run the job of `path`; the exit code is that of the error's class."""
+def main(path: str, store: str | None = None) -> None:
+    """Run the job in the file `path`; the exit code is that of the error's class. Ranks meet at
+    the new file `store`, by default where torchrun's variables say."""
     code = 0
     try:
         info = RankInfo.from_environment()
-        run(msgspec.json.decode(path.read_bytes(), type=Job), info,
-            dist.FileStore(str(path.with_name("store")), info.world_size))
+        run(msgspec.json.decode(Path(path).read_bytes(), type=Job), info,
+            store and dist.FileStore(store, info.world_size))
     except Exception as error:
         if not isinstance(error, GrpoMegatronError):
             traceback.print_exc()
@@ -208,4 +209,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*sys.argv[1:])

@@ -75,6 +75,7 @@ def serve(service, link: CommandLink | None, group) -> None:
                 link.send(error_reply(error))
             if not isinstance(error, TransferError):  # of an engine: the controller decides
                 raise
+            traceback.print_exc()
             continue
         if link:
             link.send({"result": result or {}})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -282,6 +284,24 @@ def test_killed_in_the_middle_it_goes_on_with_the_next_file(moe_model, tmp_path)
                           capture_output=True, text=True, check=False)
     assert back.returncode == 0, back.stderr
     assert_same(tmp_path / "back", tensors_of(moe_model))
+
+
+def test_ranks_that_somebody_else_starts_meet_where_torchrun_says(moe_model, tmp_path):
+    """As docs/conversion.md says for several machines; the job of a start before goes on."""
+    job = tmp_path / "job.json"
+    for target in "out", "again":
+        job.write_text(json.dumps({"source": str(moe_model), "target": str(tmp_path / target),
+                                   "to": "megatron", "layout": {"num_ranks": 2}, "probe": False}))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        ranks = [subprocess.Popen(
+            [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job)],
+            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                              "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.DEVNULL) for rank in range(2)]
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+        assert (tmp_path / target).is_dir()
 
 
 def test_the_command_ends_with_the_exit_code_of_the_error(broken, tmp_path, capfd):

@@ -72,11 +72,11 @@ DISTIL = ["kind=distil", "cold_start=null"]
                                  'temperature=0.5}']),
     ("teacher_source", [*DISTIL, 'distillation={teachers=[{}]}']),
     ("teacher_source", [*DISTIL, 'distillation={mode="topk_tail", '
-                                 'teachers=[{path="t", url="u"}]}']),
-    ("served_teacher", [*DISTIL, 'distillation={teachers=[{url="u"}]}']),
-    ("served_teacher", [*DISTIL, 'distillation={mode="topk_tail", teachers=[{url="u"}], '
+                                 'teachers=[{path="t", url="http://u"}]}']),
+    ("served_teacher", [*DISTIL, 'distillation={teachers=[{url="http://u"}]}']),
+    ("served_teacher", [*DISTIL, 'distillation={mode="topk_tail", teachers=[{url="http://u"}], '
                                  'temperature=0.5}']),
-    ("served_teacher", [*DISTIL, 'distillation={mode="topk_tail", teachers=[{url="u"}]}',
+    ("served_teacher", [*DISTIL, 'distillation={mode="topk_tail", teachers=[{url="http://u"}]}',
                         "rollout.temperature=0.5"]),
     ("colocated_staleness", ['placement.shared_servers=["http://judge:8000"]',
                              "batch.max_staleness=1"]),

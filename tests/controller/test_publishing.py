@@ -8,34 +8,74 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.errors import EngineError
+from grpo_megatron.rollout.client import EngineUnreachable
+from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.publish import WeightPublisher
 from tests.controller.cases import recipe
 
 
-def test_a_new_set_of_engines_is_woken_by_whoever_publishes_next():
-    """One of them died asleep; the others hold neither weights nor keys and values."""
-    calls = []
+class Engine:
+    """Notes its control calls; a dead one fails."""
 
-    async def control(path, *args, params=None, **options):
-        calls.append((path, params))
+    def __init__(self):
+        self.calls, self.is_alive, self.cause_of_death = [], True, None
+        self.client = self
+        self.name = self.base_url = "engine"
+        self.call_workers = self.reset_prefix_cache = self.set_weight_version = self._done
 
-    async def done(*args, **options):
+    async def control(self, path, *args, params=None, **options):
+        if not self.is_alive:
+            raise EngineUnreachable("gone")
+        self.calls.append((path, params))
+
+    async def health(self) -> bool:
+        return self.is_alive
+
+    async def _done(self, *args, **options):
         return {}
 
-    client = SimpleNamespace(control=control, call_workers=done, reset_prefix_cache=done,
-                             set_weight_version=done)
-    alive = [SimpleNamespace(client=client)]
+
+def colocated(engines: list[Engine], gpus: int) -> Publisher:
+    return Publisher(recipe(publish={"method": "file"}, placement={
+        "mode": "colocated", "gpus_per_node": gpus}), None, None, ReplicaPool(engines))
+
+
+def test_engines_that_slept_are_woken_by_whoever_publishes_next():
+    """One of them died asleep; the others hold neither weights nor keys and values."""
+    engines = Engine(), Engine()
 
     async def run():
-        publisher = Publisher(recipe(publish={"method": "file"}, placement={
-            "mode": "colocated", "gpus_per_node": 1}), None, None, SimpleNamespace(alive=alive))
+        publisher = colocated(engines, gpus=1)
         await publisher.make_room()
-        await publisher._connect([client])
+        await publisher._connect(engines[:1])
         await publisher._publisher.publish_file(1, "x")
 
     asyncio.run(run())
-    assert calls == [("/wake_up", {"tags": "weights"}), ("/wake_up", {"tags": "kv_cache"}),
-                     ("/resume", None)]
+    rested = [("/pause", {"mode": "wait", "clear_cache": "true"}), ("/sleep", {"level": "1"})]
+    assert engines[1].calls == rested
+    assert engines[0].calls == [*rested, ("/wake_up", {"tags": "weights"}),
+                                ("/wake_up", {"tags": "kv_cache"}), ("/resume", None)]
+
+
+@pytest.mark.parametrize("found_out", ["by rollouts", "at rest"])
+def test_an_engine_that_died_is_not_asked_to_rest(found_out):
+    engines = Engine(), Engine()
+
+    async def run():
+        publisher = colocated(engines, gpus=0)
+        await publisher._connect(engines)
+        engines[1].is_alive = False
+        if found_out == "by rollouts":
+            await publisher.engines.examine(publisher.engines.replicas[1], EngineError("gone"))
+        await publisher.make_room()
+        assert [replica.index for replica in publisher.engines.alive] == [0]
+        engines[0].is_alive = False
+        with pytest.raises(EngineError, match="gone"):
+            await publisher.make_room()
+
+    asyncio.run(run())
+    assert {path for path, _ in engines[0].calls} == {"/pause"}
 
 
 @pytest.mark.parametrize(("sleep", "expected"), [

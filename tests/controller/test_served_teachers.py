@@ -25,10 +25,10 @@ TOP_K = 3
 DOMAIN = {"source": "file", "path": "x", "rewards": [{"function": "a:b"}]}
 
 
-def config_of(*teachers: dict) -> RunConfig:
+def config_of(*teachers: dict, **rollout) -> RunConfig:
     return RunConfig.model_validate({
         "name": "case", "kind": "distil", "model": {"preset": "tiny-qwen3-moe"},
-        "domains": [DOMAIN | {"name": "a"}, DOMAIN | {"name": "b"}],
+        "domains": [DOMAIN | {"name": "a"}, DOMAIN | {"name": "b"}], "rollout": rollout,
         "distillation": {"mode": "topk_tail", "top_k": TOP_K, "teachers": teachers}})
 
 
@@ -44,7 +44,7 @@ def place(token: int, **changes) -> dict:
     return {str(token): {"logprob": -9.0, "rank": 50}, **best, **changes}
 
 
-def served(ask, answer_place=place, status: int = 200):
+def served(ask, answer_place=place, status: int = 200, **rollout):
     """`ask(teachers)` of a recipe whose domain b has a server; also what it was asked."""
     asked = []
 
@@ -71,7 +71,7 @@ def served(ask, answer_place=place, status: int = 200):
         port = site._server.sockets[0].getsockname()[1]
         teachers = ServedTeachers(config_of(
             {"path": "somewhere", "domains": ["a"]},
-            {"url": f"http://127.0.0.1:{port}", "domains": ["b"]}))
+            {"url": f"http://127.0.0.1:{port}", "domains": ["b"]}, **rollout))
         try:
             return await ask(teachers)
         finally:
@@ -93,6 +93,30 @@ def test_answers_are_those_of_its_domains_in_the_order_of_the_table():
     np.testing.assert_array_equal(
         found["1/ids"], [[t + 1, t + 2, t + 3] for t in (30, 40, 50, 31)])
     np.testing.assert_array_equal(found["1/logprobs"], [[-1, -2, -3]] * 4)
+
+
+def test_a_step_is_asked_a_bounded_number_at_a_time():
+    """What waits for its turn costs no file descriptor and no time of its request's limit."""
+    async def ask(teachers):
+        started, most = 0, 0
+        client = teachers._pools[1].replicas[0].client
+        control = client.control
+
+        async def counted(*args, timeout_s, **options):
+            nonlocal started, most
+            assert timeout_s == 77.0
+            started, most = started + 1, max(most, started + 1)
+            try:
+                return await control(*args, timeout_s=timeout_s, **options)
+            finally:
+                started -= 1
+
+        client.control = counted
+        await teachers.answers([group_of("b", (1,), *[(30,)] * 9)])
+        return most
+
+    most, asked = served(ask, max_concurrent_requests=2, request_timeout_s=77.0)
+    assert (most, len(asked)) == (2, 9)
 
 
 def test_a_step_without_its_domains_asks_nothing():
@@ -120,6 +144,7 @@ def test_another_tokenizer_is_found_out():
     same = Prompt("1", "b", "1+2=", tuple(map(ord, "1+2=")), "")
     served(lambda teachers: teachers.meet([same]))
     other = Prompt("1", "b", "1+2=", (5, 6, 7, 8), "")
+    served(lambda teachers: teachers.meet([Prompt("1", "a", "1+2=", (5,), "")]))  # not its domain
     with pytest.raises(MismatchError, match=r"\[49, 43, 50, 61\] for the teacher") as error:
         served(lambda teachers: teachers.meet([other]))
     assert "share their tokenizer" in str(error.value)

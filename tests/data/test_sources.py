@@ -101,6 +101,12 @@ def test_bad_lines_are_named(tmp_path, content, words):
         assert word in str(caught.value)
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"(?s)unreadable: No such file.*gone.jsonl") as caught:
+        load_problems(file(tmp_path / "gone.jsonl"), 0)
+    assert "container" in caught.value.remedy
+
+
 def test_bad_files(tmp_path):
     fake = tmp_path / "fake.parquet"
     fake.write_text("no parquet")

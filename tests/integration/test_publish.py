@@ -84,10 +84,11 @@ def test_tensor_pipeline_and_expert_parallel_trainer_to_tp1_and_tp2(
             await publisher.publish(1)
             await assert_agree(publisher)
             first = [await client.weight_checksums() for client in clients]
-            received = [digests for client in clients for digests in
-                        await client.call_workers("received_digests")]
-            assert len(received) == 3  # one worker and two
-            assert all(digests == received[0] for digests in received)
+            reports = [report for client in clients for report in
+                       await client.call_workers("update_report")]
+            assert len(reports) == 3  # one worker and two
+            assert reports[0]["digests"] and not reports[0]["failure"]
+            assert all(report == reports[0] for report in reports)
             await trainer.call("train", directory=training_samples, first_update=0, num_updates=1,
                                state={})
             await publisher.publish(2)
@@ -147,15 +148,18 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("world", ["world1", pytest.param("world4", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("world", "left"), [
+    ("world1", "moe"), ("world1", "moe_tp2"),
+    pytest.param("world4", "moe", marks=pytest.mark.matrix)])
 def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, checkpoints, world,
-                                                           tmp_path):
+                                                           left, tmp_path):
     """The trainer survives, and the engine that is left, which has a part of it, gets it whole."""
+    survivor = getattr(servers, left)
     victim = Server.start("victim", checkpoints.moe, tmp_path, **DUMMY)
 
     async def run():
         async with publishing(request.getfixturevalue(world), checkpoints.moe,
-                              [victim, servers.moe], tmp_path, layout=LAYOUTS[world],
+                              [victim, survivor], tmp_path, layout=LAYOUTS[world],
                               ) as (publisher, trainer, clients):
             await publisher.publish(1)
             control = clients[0].control
@@ -168,7 +172,7 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, che
             clients[0].control = dying
             await trainer.run("slow_down", seconds=0.05)
             await publisher.publish(2)
-            assert [r.client.name for r in publisher.engines.alive] == ["moe"]
+            assert [r.client.name for r in publisher.engines.alive] == [survivor.name]
             assert publisher.version == 2
             await assert_agree(publisher)
             await publisher.publish(3)

@@ -47,7 +47,7 @@ def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
         stage, mine = rank // per_stage, packing[rank % per_stage // trainer.tensor_parallel_size]
         tokens = max(int(lengths[rows].sum()) for rows in mine)
         static = static_bytes(sizes, stage, 0)
-        moving = step_bytes(sizes, stage, static["gradients"], tokens=tokens, on_gpu=False,
+        moving = step_bytes(sizes, stage, tokens=tokens, on_gpu=False,
                             sequence=int(lengths.max()), replayed=False,
                             num_microbatches=len(packing[0]))
         found.append(sum(static.values()) + sum(moving.values()))

@@ -1,11 +1,14 @@
 """vLLM weight-transfer backend `gloo`: the receiving end of `grpo_megatron.weights.transfer`."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.weight_transfer import base
 
+from grpo_megatron.errors import TransferError
 from grpo_megatron.rollout.plugin.worker_extension import NamedTensors, with_noise
 from grpo_megatron.weights.transfer import WeightReceiver
 from grpo_megatron.weights.transfer_plan import TransferPlan
@@ -38,14 +41,17 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.received: dict[str, str] = {}  # digest of every tensor of the last publish
+        self.failure = ""  # of the transfer, see `_noting`
         self.noise = ""  # of the next update, see `with_noise`
         self._receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver = WeightReceiver(init_info.senders, rank=init_info.rank_offset + worker,
-            world_size=init_info.world_size, timeout_s=init_info.timeout_s)
+        self._receiver, self.failure = None, ""
+        with self._noting():
+            self._receiver = WeightReceiver(init_info.senders, rank=init_info.rank_offset + worker,
+                world_size=init_info.world_size, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -58,10 +64,20 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
         def load(tensors: NamedTensors) -> None:
             self.model.load_weights(with_noise(tensors, self.noise))
 
-        if self._receiver is None:
-            raise RuntimeError("/init_weight_transfer_engine was not called")
         plan = TransferPlan.from_json(update_info.plan)
-        self.received = self._receiver.receive(plan, load, publish=update_info.publish)
+        with self._noting():
+            if self._receiver is None:
+                raise TransferError(self.failure or "/init_weight_transfer_engine was not called")
+            self.received = self._receiver.receive(plan, load, publish=update_info.publish)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """The controller asks for what went wrong: when one of several workers raises, vLLM's
+        executor leaves the answers of the others, and takes them for those of the next call."""
+        try:
+            yield
+        except TransferError as error:
+            self.failure = error.message
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

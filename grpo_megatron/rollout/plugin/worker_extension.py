@@ -1,13 +1,17 @@
 """Methods that `/collective_rpc` reaches in every engine worker (`--worker-extension-cls`)."""
 
+from typing import Any
+
 import torch
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 class WorkerExtension:
-    def received_digests(self) -> dict[str, str]:
-        return self.weight_transfer_engine.received
+    def update_report(self) -> dict[str, Any]:
+        """What came of the last update: `digests` by name, `failure` of the transfer, if any."""
+        engine = self.weight_transfer_engine
+        return {"digests": engine.received, "failure": engine.failure}
 
     def reload_from_path(self, path: str) -> None:
         """Load the Hugging Face checkpoint directory `path` in place.
