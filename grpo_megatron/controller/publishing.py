@@ -42,13 +42,15 @@ class Publisher:
             await self.publish(version)
 
     async def make_room(self) -> None:
-        """Colocated: engines give the devices to the trainer until the next publish."""
-        if self.config.placement.mode == "colocated":
-            await self._with_the_living(self._rest)
+        """Engines pause until the next publish; colocated, the trainer gets their devices."""
+        placement = self.config.placement
 
-    async def _rest(self, clients: Sequence[EngineClient]) -> None:
-        await self._connect(clients)
-        await self._publisher.rest(sleep=self.config.placement.gpus_per_node > 0)
+        async def rest(clients: Sequence[EngineClient]) -> None:
+            await self._connect(clients)
+            await self._publisher.rest(
+                sleep=placement.mode == "colocated" and placement.gpus_per_node > 0)
+
+        await self._with_the_living(rest)
 
     async def _with_the_living(self, work: Callable[[list[EngineClient]], Awaitable[None]]) -> None:
         while True:

@@ -44,9 +44,14 @@ class WeightPublisher:
         return {"senders": [addresses[r] for r in ranks], "plan": self.plan.to_json()}
 
     def join(self) -> None:
-        """Wait until the engines' workers have joined."""
-        if self.sender is not None:
-            self.sender.join()
+        """Wait until the engines' workers have joined; TransferError on every rank if not all."""
+        failure = ""
+        try:
+            if self.sender is not None:
+                self.sender.join()
+        except TransferError as error:
+            failure = error.message
+        _together(None, failure)
 
     def send(self, version: int) -> dict[str, Any]:
         """Stream everything once; returns `digests` by Hugging Face name. TransferError, on every
@@ -63,7 +68,14 @@ class WeightPublisher:
                     failure = error.message
             for _ in tensors:  # ranks that send nothing more still take part in the gathers
                 pass
-        parts, failures = zip(*all_gathered((digests, failure)), strict=True)
-        if any(failures):
-            raise TransferError(max(failures), where="publish")
-        return {"digests": {name: digest for part in parts for name, digest in part.items()}}
+        return {"digests": {name: digest for part in _together(digests, failure)
+                            for name, digest in part.items()}}
+
+
+def _together(found: Any, failure: str) -> tuple[Any, ...]:
+    """Every rank's `found`; TransferError on all where one has a `failure`."""
+    parts, failures = zip(*all_gathered((found, failure)), strict=True)
+    if any(failures):
+        raise TransferError(max(failures), where="publish",
+                            remedy="look for the first error in the logs of the engines")
+    return parts

@@ -70,12 +70,18 @@ def test_an_engine_that_died_is_not_asked_to_rest(found_out):
             await publisher.engines.examine(publisher.engines.replicas[1], EngineError("gone"))
         await publisher.make_room()
         assert [replica.index for replica in publisher.engines.alive] == [0]
-        engines[0].is_alive = False
-        with pytest.raises(EngineError, match="gone"):
-            await publisher.make_room()
+        await publisher.make_room()  # it rests already
 
     asyncio.run(run())
+    assert len(engines[0].calls) <= 2  # the broken-off attempt, and the next
     assert {path for path, _ in engines[0].calls} == {"/pause"}
+
+
+def test_without_a_live_engine_nothing_rests():
+    engine = Engine()
+    engine.is_alive = False
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(colocated([engine], gpus=0).make_room())
 
 
 @pytest.mark.parametrize(("sleep", "expected"), [
