@@ -113,8 +113,7 @@ class SampleBatch:
         index = self.flat_index(rows) if self.tokens else None
         columns = {name: column[index] for name, column in self.tokens.items()}
         columns = {name: c.double() if c.is_floating_point() else c for name, c in columns.items()}
-        return replace(
-            self, group_ids=torch.unique(self.group_ids[rows], return_inverse=True)[1],
+        return replace(self, group_ids=torch.unique(self.group_ids[rows], return_inverse=True)[1],
             **{name: getattr(self, name)[rows] for name in (
                 "rewards", "token_counts", "sample_ids", "domains", "trained")},
             **{table: {name: c[rows] for name, c in getattr(self, table).items()}
@@ -125,8 +124,7 @@ class SampleBatch:
         """Rows (int64) of whole groups, about `CHUNK_TOKENS` tokens at a time."""
         order = torch.argsort(self.group_ids, stable=True)
         sizes = torch.bincount(self.group_ids, self.token_counts).long()
-        chunk_of_group = (sizes.cumsum(0) - sizes) // CHUNK_TOKENS
-        chunks = chunk_of_group[self.group_ids[order]]
+        chunks = ((sizes.cumsum(0) - sizes) // CHUNK_TOKENS)[self.group_ids[order]]
         _, counts = torch.unique_consecutive(chunks, return_counts=True)
         yield from order.split(counts.tolist())
 

@@ -189,9 +189,8 @@ def _case(given: _Document) -> Case:
     rewards, components, weights = _rewards(given, size)
     batch = SampleBatch(
         rewards, groups, torch.tensor([sum(row) for row in mask]), torch.tensor(ids), domains,
-        torch.ones(size, dtype=torch.bool), components, weights,
-        {n: c for n, c in columns.items() if n not in ("logprobs", "rollout_logprobs")},
-        _events(given, mask))
+        torch.ones(size, dtype=torch.bool), components, weights, events=_events(given, mask),
+        tokens={n: c for n, c in columns.items() if n not in ("logprobs", "rollout_logprobs")})
     advantages = given.advantages
     if advantages is not None:
         per_token = isinstance(advantages[0], list)

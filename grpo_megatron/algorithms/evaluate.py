@@ -6,12 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.pipeline import (
-    Advantages,
-    advantages_of,
-    needed_columns,
-    select,
-)
+from grpo_megatron.algorithms.advantages import pipeline
+from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.case import Case
 from grpo_megatron.algorithms.objective import Objective, policy_loss
@@ -36,8 +32,8 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
     objective needs them ref_logprobs and entropies."""
     _require_columns(objective, batch, {*columns, *batch.tokens}, given=advantages is not None)
     logprobs = columns["logprobs"]
-    advantages = advantages or advantages_of(objective, batch)
-    rows = select(objective.config, batch).nonzero()[:, 0]
+    advantages = advantages or pipeline.advantages_of(objective, batch)
+    rows = pipeline.select(objective.config, batch).nonzero()[:, 0]
     longest = int(batch.token_counts.max()) if len(batch) else 1
     terms = step_terms(objective, batch, advantages, rows, constant_length or max(longest, 1))
     if objective.config.preference_weight > 0:
@@ -79,7 +75,7 @@ def batch_metrics(objective: Objective, batch: SampleBatch,
     """Counts and advantages of the whole batch, and by domain where there are several."""
     per_sample = (batch.means(advantages.values) if advantages.per_token
                   else advantages.values).double()
-    trained = select(objective.config, batch)
+    trained = pipeline.select(objective.config, batch)
 
     def of(rows: Tensor) -> dict[str, float]:
         values = per_sample[rows] if rows.any() else torch.zeros(1)
@@ -99,7 +95,7 @@ def batch_metrics(objective: Objective, batch: SampleBatch,
 def _require_columns(objective: Objective, batch: SampleBatch, there: set[str], *,
                      given: bool) -> None:
     o, reference = objective.config, objective.wants_reference
-    needed = set() if given else set(needed_columns(o, reference=reference))
+    needed = set() if given else set(pipeline.needed_columns(o, reference=reference))
     needed |= {name for name, wanted in {
         "components": o.advantage == "components" and not given and not batch.components,
         "ref_logprobs": reference, "entropies": any(objective.by_domain("entropy_weight"))}.items()

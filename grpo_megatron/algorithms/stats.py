@@ -134,8 +134,7 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
     """Effective sample sizes `(sum w)^2 / (n sum w^2)` from the means of w and of w^2."""
     for name in [n for n in metrics if n.partition("@")[0].endswith("/square")]:
         mean, square = metrics[name.replace("/square", "/mean")], metrics.pop(name)
-        fraction = mean**2 / square if square > 0 else 0.0
-        metrics[name.replace("/square", "/ess_fraction")] = fraction
+        metrics[name.replace("/square", "/ess_fraction")] = mean**2 / square if square > 0 else 0.0
     return metrics
 
 

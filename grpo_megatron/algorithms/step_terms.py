@@ -44,14 +44,12 @@ class StepTerms:
         def spread(values: Tensor) -> Tensor:
             return values[rows].to(logprobs).repeat_interleave(counts.to(device))
 
-        turn = None
-        if self.turns is not None:
-            turn = torch.unique_consecutive(self.turns[index], return_inverse=True)[1].to(device)
+        turn = None if self.turns is None else torch.unique_consecutive(
+            self.turns[index], return_inverse=True)[1].to(device)
         preference = None if self.preference is None else self.preference[:, rows].to(logprobs)
         if decisions is not None:
             decisions = {name: flags[index].to(device) for name, flags in decisions.items()}
-        return LossBatch(
-            logprobs, old, rollout, entropies,
+        return LossBatch(logprobs, old, rollout, entropies,
             advantages=values[index].to(logprobs) if per_token else spread(values),
             weights=spread(self.weights), token_counts=counts.to(device), ref_logprobs=ref,
             sample=torch.arange(len(rows)).repeat_interleave(counts).to(device), turn=turn,

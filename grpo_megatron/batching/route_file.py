@@ -126,8 +126,7 @@ class RouteFile:
         group = np.asarray(columns["group"])
         prompt = np.asarray(columns.get("route_prompt", np.zeros(len(group), np.int32)))
         self._num_prompt = np.diff(columns["prompt_offsets"])[group]
-        lengths = np.diff(columns["completion_offsets"])
-        self._num_completion = np.maximum(lengths - 1, 0)
+        self._num_completion = np.maximum(np.diff(columns["completion_offsets"]) - 1, 0)
         of_prompt = self.shape.num_bytes(np.diff(columns["prompt_offsets"]))
         of_sample = self.shape.num_bytes(self._num_completion)
         parts = np.zeros(len(of_prompt), np.int64)

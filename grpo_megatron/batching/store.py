@@ -144,8 +144,7 @@ class SampleTable:
                 raise DataError(f"{name} is missing or its checksum differs from the manifest",
                                 where=str(directory), remedy="delete the step; it is sampled anew")
         self._shards = [read_columns(directory / s["name"]) for s in self.manifest["shards"]]
-        self._routes = [
-            RouteFile((directory / s["name"]).with_suffix(".routes"), columns,
+        self._routes = [RouteFile((directory / s["name"]).with_suffix(".routes"), columns,
                       msgspec.convert(s["routes"], RouteShape)) if s.get("routes") else None
             for s, columns in zip(self.manifest["shards"], self._shards, strict=True)]
         train = read_columns(directory / "train.safetensors")
@@ -241,9 +240,8 @@ def write_decisions(directory: Path, rank: int, num_ranks: int,
         for path in directory.glob("decisions-*.safetensors"):
             if int(path.stem.partition("-")[2]) >= num_ranks:
                 path.unlink()
-    names = dict.fromkeys(name for _, flags in found for name in flags)
     columns = {name: np.packbits(np.concatenate([flags[name] for _, flags in found]))
-               for name in names}
+               for name in dict.fromkeys(name for _, flags in found for name in flags)}
     columns["rows"] = _concatenate([rows for rows, _ in found], np.int64)
     write_columns(directory / f"decisions-{rank}.safetensors", columns)
 

@@ -85,8 +85,7 @@ def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
     Raises CheckpointError: incomplete, or of another model."""
     read_state(directory)
     state = _sharded_state(chunks, optimizer, is_loading=True)
-    loaded = _fill(chunks, state, directory / "weights")
-    optimizer.load_state_dict(loaded["optimizer"])
+    optimizer.load_state_dict(_fill(chunks, state, directory / "weights")["optimizer"])
 
 
 def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:

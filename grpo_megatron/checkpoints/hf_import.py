@@ -56,12 +56,10 @@ class HFReader:
         if index.exists():
             with explained("unreadable index", directory):
                 self.files = dict(json.loads(index.read_text())["weight_map"])
-            missing = {f for f in self.files.values() if not (directory / f).exists()}
-            if missing:
+            if missing := {f for f in self.files.values() if not (directory / f).exists()}:
                 raise CheckpointError(f"missing shards: {sorted(missing)}", where=str(directory))
         elif (directory / "model.safetensors").exists():
-            names = self._open("model.safetensors").keys()
-            self.files = dict.fromkeys(names, "model.safetensors")
+            self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
             raise CheckpointError("no model.safetensors and no index", where=str(directory),
                                   remedy="give a Hugging Face checkpoint in safetensors format")

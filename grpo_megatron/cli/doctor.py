@@ -38,8 +38,7 @@ def run_doctor(*, as_json: bool = False) -> int:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         _print(findings)
-    missing = any(finding.status == "missing" for finding in findings)
-    return SetupError.exit_code if missing else 0
+    return SetupError.exit_code if any(finding.status == "missing" for finding in findings) else 0
 
 
 def _print(findings: list[Finding]) -> None:

@@ -99,8 +99,7 @@ def evaluate(arguments: Annotated[list[str], typer.Argument(
     typer.echo(json.dumps(evaluate_case(Objective(config, case.domains, own), case)))
 
 
-def plan(recipe: Source, overrides: Overrides = None,
-         search: Annotated[str | None, typer.Option(
+def plan(recipe: Source, overrides: Overrides = None, search: Annotated[str | None, typer.Option(
              "--search", metavar="NODESxGPUS", help="Rank trainer layouts that fit.")] = None,
          device: Annotated[str, typer.Option(help="GPU, for example h200.")] = "h100-80g",
          as_json: Json = False) -> None:

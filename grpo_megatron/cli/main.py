@@ -14,10 +14,9 @@ from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError, Setup
 app = typer.Typer(name="grpo-megatron", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
-for _command in (run_commands.train, run_commands.resume, run_commands.submit,
-                 run_commands.status, run_commands.logs, run_commands.cancel,
-                 inspect_commands.plan, run_commands.replay, run_commands.mismatch,
-                 run_commands.report):
+for _command in (run_commands.train, run_commands.resume, run_commands.submit, run_commands.status,
+                 run_commands.logs, run_commands.cancel, inspect_commands.plan, run_commands.replay,
+                 run_commands.mismatch, run_commands.report):
     app.command()(_command)
 app.add_typer(inspect_commands.config_app, name="config")
 app.add_typer(convert_commands.app, name="convert")
@@ -32,8 +31,7 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option(
-        "--version", callback=_print_version, is_eager=True,
+def _root(version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
         help="Print the version and exit.")] = False) -> None:
     pass
 

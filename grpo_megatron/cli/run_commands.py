@@ -156,8 +156,7 @@ def _is_run(path: Path) -> bool:
 
 def runs_beside(path: Path) -> list[str]:
     """Runs in the parent directory and in `runs/`, those with a similar name first."""
-    folders = (path.parent, Path("runs"))
-    found = {str(run): run.name for folder in folders if folder.is_dir()
+    found = {str(run): run.name for folder in (path.parent, Path("runs")) if folder.is_dir()
              for run in sorted(folder.iterdir()) if _is_run(run)}
     near = nearest(path.name, found.values())
     return sorted(found, key=lambda run: found[run] not in near)

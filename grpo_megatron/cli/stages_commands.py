@@ -15,8 +15,7 @@ Graph = Annotated[str, typer.Argument(metavar="GRAPH", help=HELP["graph"])]
 
 @app.command()
 @app.command("resume", help="The same as run: stages that are done and unchanged are not repeated.")
-def run(graph: Graph,
-        only: Annotated[str | None, flag("only")] = None,
+def run(graph: Graph, only: Annotated[str | None, flag("only")] = None,
         in_job: Annotated[bool, typer.Option("--in-job", hidden=True)] = False) -> None:
     """Run what is not done, on this machine. A stage that fails stops what builds on it."""
     from grpo_megatron.stages.graph import load_graph

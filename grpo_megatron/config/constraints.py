@@ -142,8 +142,7 @@ _OF_RUN: Conditions = {
     "domain_weights": lambda c: not any(d.weight for d in c.domains),
     "model_source.both": _made_up_and_read,
     "model_source.neither": lambda c: c.model.preset is None and c.model.path is None,
-    "model_preset": _unknown_preset,
-    "problem_counts": _problem_counts,
+    "model_preset": _unknown_preset, "problem_counts": _problem_counts,
     "keep_routing.weight": lambda c: c.routing.keep_loss != "none" and not _has_keep_weight(c),
     "keep_routing.loss": lambda c: c.routing.keep_loss == "none" and _has_keep_weight(c),
     "routing_replay": _unreplayed,
@@ -191,8 +190,7 @@ _OF_DOMAIN: Conditions = {
     "domain_source.useless": lambda c, d, i: getattr(d, _SOURCE_FIELDS[d.source][1]) and {
         "field": _SOURCE_FIELDS[d.source][1]},
     "template": lambda c, d, i: _refusal(PromptTemplate, d.template),
-    "reward_function": _reward_function,
-    "accuracy_component": _accuracy_component,
+    "reward_function": _reward_function, "accuracy_component": _accuracy_component,
     "length_budget": lambda c, d, i: (d.max_new_tokens or 0) > c.rollout.max_new_tokens,
     "objective.domain_kl_beta": lambda c, d, i: (
         c.objective.kl == "none" and d.objective and d.objective.kl_beta)}

@@ -31,8 +31,7 @@ async def cold_start(session: Session) -> None:
                    for _ in range(max(settings.steps_per_evaluation // often, 1))]
         with session.phase("train"):
             await session.judges.rest(sleep=config.placement.gpus_per_node > 0)
-            record_completions(directory, [
-                (update, prompt, answers.completion(0, prompt.answer))
+            record_completions(directory, [(update, prompt, answers.completion(0, prompt.answer))
                 for update, batch in enumerate(batches) for prompt in batch])
             report = await session.trainer.call("supervise", directory=str(directory),
                                                 first_update=done)

@@ -35,8 +35,7 @@ class Correction:
             return list(groups)
         found = await session.worker.rollouts(step, list(retries.values()), num_samples=1,
                                               max_tokens=self._settings.max_retry_tokens)
-        scored = await session.rewards.score([
-            replace(retry, prompt=groups[number].group.prompt)
+        scored = await session.rewards.score([replace(retry, prompt=groups[number].group.prompt)
             for (number, _), retry in zip(retries, found, strict=True)])
         self._seen += [float(self._selection.correct(retry)[0]) for retry in scored]
         corrected = list(groups)

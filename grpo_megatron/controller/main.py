@@ -26,8 +26,7 @@ def main(run_path: str, attempt: str) -> int:
                         format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_dir = RunDir(Path(run_path), attempt)
     try:
-        config = read_resolved(run_dir.config).config
-        finished = asyncio.run(run(config, run_dir, stop.listen_for))
+        finished = asyncio.run(run(read_resolved(run_dir.config).config, run_dir, stop.listen_for))
     except Exception as error:
         traceback.print_exc()
         known = isinstance(error, GrpoMegatronError)

@@ -39,8 +39,7 @@ class ServedTeachers:
 
     async def meet(self, prompts: Sequence[Prompt]) -> None:
         """MismatchError where a teacher has other tokens for a prompt than the student."""
-        for number, prompt in ((n, p) for n in self._pools for p in prompts
-                               if self._teaches(n, p)):
+        for number, prompt in ((n, p) for n in self._pools for p in prompts if self._teaches(n, p)):
             told = (await self._post(number, "/tokenize", {
                 "prompt": prompt.text, "add_special_tokens": False}))["tokens"]
             if told != list(prompt.token_ids):

@@ -36,8 +36,7 @@ class TrainerLink:
     async def listen(self, path: Path) -> None:
         host = own_address()
         self._server = await asyncio.start_server(self._accept, host, 0, limit=1 << 28)
-        port = self._server.sockets[0].getsockname()[1]
-        Endpoint(host, port, self._token).write(path)
+        Endpoint(host, self._server.sockets[0].getsockname()[1], self._token).write(path)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = json.loads(await reader.readline() or "{}")

@@ -34,8 +34,7 @@ class Curriculum:
         uniform = ((lottery >> np.uint64(11)).astype(float) + 0.5) * 2.0**-53
         p = np.where(np.isnan(self._success), 0.5, self._success)
         order = np.argsort(-np.log(uniform) / (p * (1 - p) + self._settings.floor), kind="stable")
-        taken = [self._index[prompt_id] for prompt_id in exclude]
-        order = order[~np.isin(order, taken)]
+        order = order[~np.isin(order, [self._index[prompt_id] for prompt_id in exclude])]
         is_mastered = self._streak[order] == MASTERED_VISITS
         mastered, others = order[is_mastered], order[~is_mastered]
         # whole prompts only: the fraction is carried in the number drawn so far

@@ -98,8 +98,7 @@ def _needs_sequence_parallel(t: TrainerConfig, f: ModelFacts) -> Details | None:
 
 
 TRAINER_RULES: Conditions = {
-    "attention_world": _attention_world,
-    "expert_world": _expert_world,
+    "attention_world": _attention_world, "expert_world": _expert_world,
     "experts_needed.ep": lambda t, f: t.expert_parallel_size > 1 and not f.num_experts,
     "experts_divide": lambda t, f: f.num_experts and f.num_experts % t.expert_parallel_size,
     "experts_needed.etp": lambda t, f: (t.expert_tensor_parallel_size or 1) > 1 and not f.is_moe,
@@ -109,10 +108,8 @@ TRAINER_RULES: Conditions = {
     "mlp_width": lambda t, f: f.has_dense_layers and f.intermediate_size % t.tensor_parallel_size,
     "shared_expert_width": lambda t, f: f.shared_expert_intermediate_size % t.tensor_parallel_size,
     "virtual_pipeline": lambda t, f: _alone(t),
-    "layers_divide.pp": _stages_divide,
-    "layers_divide.vpp": _chunks_divide,
-    "layers_divide.ends": _ends_leave,
-    "layers_divide.chunks": _uneven_chunks,
+    "layers_divide.pp": _stages_divide, "layers_divide.vpp": _chunks_divide,
+    "layers_divide.ends": _ends_leave, "layers_divide.chunks": _uneven_chunks,
     "sequence_parallel.alone": lambda t, f: t.sequence_parallel and t.tensor_parallel_size == 1,
     "sequence_parallel.needed": _needs_sequence_parallel,
     # it would train every sample several times, silently

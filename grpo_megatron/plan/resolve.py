@@ -63,5 +63,4 @@ def _routing_without_experts(c: RunConfig, facts: ModelFacts) -> list[Details]:
 _RULES: Conditions = {
     "num_replicas": lambda c, facts: c.rollout.num_replicas > c.batch.num_prompts and {
         "idle": c.rollout.num_replicas - c.batch.num_prompts},
-    "routing_experts": _routing_without_experts,
-    "model_mismatch": _other_model}
+    "routing_experts": _routing_without_experts, "model_mismatch": _other_model}

@@ -97,8 +97,7 @@ def whiten(o: ObjectiveConfig, batch: SampleBatch, values: Tensor, valid: Tensor
     """`(A - mean) / (std + eps)` over the valid samples of the scope; [N], or [n] if `per_token`.
     `whiten = "tokens"` counts every policy token once, so that long samples weigh more."""
     def of_samples(found: Tensor) -> Tensor:
-        counts = batch.token_counts.clamp(min=1)
-        return batch.sums(found).double() / counts if per_token else found
+        return batch.sums(found).double() / batch.token_counts.clamp(min=1) if per_token else found
 
     def spread(found: Tensor) -> Tensor:
         return batch.spread(found.to(values.dtype)) if per_token else found
@@ -108,8 +107,7 @@ def whiten(o: ObjectiveConfig, batch: SampleBatch, values: Tensor, valid: Tensor
         mass = mass * batch.token_counts
     total = scope.sum(mass)
     centred = values - spread(scope.sum(mass * of_samples(values)) / total.clamp(min=1))
-    squares = of_samples(centred**2)
     divisor = (total - int(o.std_kind == "sample")).clamp(min=1)
-    std = (scope.sum(mass * squares) / divisor).sqrt() + o.advantage_eps
+    std = (scope.sum(mass * of_samples(centred**2)) / divisor).sqrt() + o.advantage_eps
     scale = torch.where(valid & (std > 0), 1 / std.clamp(min=1e-300), 0.0)
     return centred.mul_(spread(scale))

@@ -26,8 +26,7 @@ def length_switch(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Ten
     z = (lengths - pool.mean(lengths)) / (pool.std(lengths, "population") + o.advantage_eps)
     z = torch.where(pool.spread(lengths) > 0, z, 0.0)
     paid = torch.where(chosen[groups.ids], 1 - o.length_switch_weight * torch.sigmoid(z), 1.0)
-    shaped = torch.where(right, paid, 0.0)
-    return torch.where(torch.isnan(batch.rewards), torch.nan, shaped)
+    return torch.where(torch.isnan(batch.rewards), torch.nan, torch.where(right, paid, 0.0))
 
 
 def per_token(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:

@@ -87,8 +87,7 @@ def pkpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     same expectation over the sets of k without the sample: `k/N rho(N-1, c_others, k)`."""
     right, wrong, n = _counts(o, batch, groups)
     num_right, share = n - wrong, o.passk_k / n.clamp(min=1)
-    with_others = 1 - _choose_ratio(wrong - 1, n - 1, o.passk_k - 1)
-    value = torch.where(right, share, share * with_others)
+    value = torch.where(right, share, share * (1 - _choose_ratio(wrong - 1, n - 1, o.passk_k - 1)))
     if o.pkpo_baseline:
         wrong_others = (n - 1) - (num_right - right.double())
         value = value - share * (1 - _choose_ratio(wrong_others, n - 1, o.passk_k))
@@ -142,8 +141,7 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     of_group, valid = groups.ids[events.sample], groups.valid[events.sample]
     _, visit = torch.stack((of_group, events.state)).unique(dim=1, return_inverse=True)
     value = Groups(visit, valid).mean(returns)
-    following = torch.where(last, 0.0, value.roll(-1))
-    delta = events.reward + o.gagpo_gamma * following - value
+    delta = events.reward + o.gagpo_gamma * torch.where(last, 0.0, value.roll(-1)) - value
     advantage = _discounted(delta, last, o.gagpo_gamma * o.gagpo_lambda)
     values = Groups(of_group, valid).standardised(advantage, o.std_kind, o.advantage_eps)
     return _credit(batch, events, values - torch.where(last, 0.0, values.roll(-1)))
@@ -175,8 +173,7 @@ def shaped_rewards(o: ObjectiveConfig, part: SampleBatch) -> tuple[Tensor, Tenso
     longest = int(part.token_counts.max()) if len(part) else 0
     counts = part.spread(part.valid)
     alive = Groups(part.spread(pools) * longest + positions, counts)
-    entropy = part.tokens["entropies"].clamp(min=MIN_ENTROPY)
-    shaped = _shape(o, entropy, part.spread(right), alive)
+    shaped = _shape(o, part.tokens["entropies"].clamp(min=MIN_ENTROPY), part.spread(right), alive)
     return shaped, part.spread(part.group_ids if o.gtpo_pool == "joint" else pools), counts
 
 

@@ -33,9 +33,7 @@ def needed_columns(o: ObjectiveConfig, *, reference: bool) -> frozenset[str]:
 
 def select(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
     """Samples in the loss and in its denominators, bool [N]: the subset that is trained."""
-    if o.subset == "none":
-        return batch.trained
-    return batch.trained & _rewarded(o, batch)[1].valid
+    return batch.trained if o.subset == "none" else batch.trained & _rewarded(o, batch)[1].valid
 
 
 def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
