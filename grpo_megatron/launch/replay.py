@@ -26,8 +26,7 @@ def replay_step(path: Path, step: int | None, overrides: Sequence[str]) -> Itera
     yield f"replaying step {step} of {path}"
     found, precision = asyncio.run(_replay(run_dir, step, overrides))
     yield from compare(recorded, found)
-    problems = disagreements(recorded, found, TOLERANCE[precision])
-    if problems:
+    if problems := disagreements(recorded, found, TOLERANCE[precision]):
         raise MismatchError("; ".join(problems), where=f"{path}@{step}",
                             remedy="another layout must give the same numbers: look at the "
                                    "metrics above, the first that differs is nearest the cause")
@@ -37,8 +36,7 @@ def replay_step(path: Path, step: int | None, overrides: Sequence[str]) -> Itera
 async def _replay(run_dir: RunDir, step: int,
                   overrides: Sequence[str]) -> tuple[dict[str, float], str]:
     async with offline_trainer(run_dir, overrides, f"replay-{step}") as trainer:
-        state = await trainer.go_to(step)
-        report = await trainer.train(step, state, replayed=True)
+        report = await trainer.train(step, await trainer.go_to(step), replayed=True)
         return report["metrics"], trainer.config.trainer.precision
 
 

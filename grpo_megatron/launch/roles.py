@@ -51,5 +51,4 @@ def rank_variables(rank: int, world: int, num_threads: int | None = None) -> dic
 
 
 def thread_limit(num_processes: int, num_threads: int | None) -> dict[str, str]:
-    threads = num_threads or max((os.cpu_count() or 1) // num_processes, 1)
-    return {"OMP_NUM_THREADS": str(threads)}
+    return {"OMP_NUM_THREADS": str(num_threads or max((os.cpu_count() or 1) // num_processes, 1))}

@@ -20,9 +20,8 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
         fields = unified(hf)
         _refuse_unknown(fields, family)
         _refuse_values(fields, family)
-        for name, value in family.fields.default.items():
-            if fields.get(name) is None:
-                fields[name] = value
+        fields |= {name: value for name, value in family.fields.default.items()
+                   if fields.get(name) is None}
         for name in family.fields.required:
             if fields.get(name) is None:
                 raise ConfigError(f"{name} is missing in the configuration of {family.name}")
@@ -111,8 +110,7 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _refuse_unknown(fields: Mapping[str, Any], family: Family) -> None:
-    unknown = [name for name in fields if name not in family.fields.known]
-    if unknown:
+    if unknown := [name for name in fields if name not in family.fields.known]:
         near = nearest(unknown[0], sorted(family.fields.known))
         raise ConfigError(
             f"{family.name} has no field {unknown[0]!r}; it may change what the model computes",
@@ -125,8 +123,7 @@ def _refuse_values(fields: Mapping[str, Any], family: Family) -> None:
         for key in name.split("."):
             value = value.get(key) if value else None
         values = value if isinstance(value, list) and not isinstance(allowed[0], list) else [value]
-        wrong = [x for x in values if x is not None and x not in allowed]
-        if wrong:
+        if wrong := [x for x in values if x is not None and x not in allowed]:
             raise ConfigError(f"{name} = {wrong[0]!r} is not supported for {family.name}",
                               remedy=f"supported: {', '.join(map(str, allowed))}")
     for name in family.fields.null:

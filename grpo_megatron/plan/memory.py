@@ -125,8 +125,7 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
     per_layer = s.symbols.get("latent_rope") or 2 * max(s.symbols["key"], s.model["kv_channels"])
     cache = int(rollout.kv_cache_gib * _GIB)
     if memory:
-        left = _utilisation(config) * memory - weights - DEVICES["engine"] * _GIB
-        cache = max(int(left), 0)
+        cache = max(int(_utilisation(config) * memory - weights - DEVICES["engine"] * _GIB), 0)
     return {"weights": weights, "kv_cache": cache,
             "kv_tokens": cache // (per_layer * s.model["num_layers"] * element)}
 

@@ -30,8 +30,7 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
         plan = plan_of(config.model_copy(update={
             "trainer": trainer, "placement": placement}), device, worst_only=True)
         if plan.worst.total <= plan.usable_bytes:
-            found.append({
-                "settings": " ".join(f"trainer.{name}={as_toml(value)}" for name, value
+            found.append({"settings": " ".join(f"trainer.{name}={as_toml(value)}" for name, value
                                      in trainer.model_dump().items() if value != old[name]),
                 "bytes": plan.worst.total, "cost": _cost(trainer, plan, gpus_per_node),
                 "bubble_fraction": plan.numbers["bubble_fraction"]})

@@ -129,8 +129,7 @@ def cosine_length(completion: str, answer: str, *, prompt: str, metadata: Mappin
     score = to_float(_bound(accuracy, accuracy_arguments)(
         completion, answer, {"prompt": prompt, "metadata": metadata}))
     start, end = correct if score > 0.5 else wrong
-    progress = min(num_tokens / max_tokens, 1.0)
-    value = end + (start - end) / 2 * (1 + math.cos(math.pi * progress))
+    value = end + (start - end) / 2 * (1 + math.cos(math.pi * min(num_tokens / max_tokens, 1.0)))
     return math.nan if math.isnan(score) else value
 
 
