@@ -44,8 +44,7 @@ class Gate:
 
     def below(self, root: Path) -> Self:
         """The gate of a run whose relative paths start at `root`."""
-        return self if self.against is None else replace(
-            self, against=root / self.against,
+        return self if self.against is None else replace(self, against=root / self.against,
             text=self.text.partition(" against ")[0] + f" against {root / self.against}")
 
 

@@ -54,8 +54,7 @@ class ServedTeachers:
         of those groups that it teaches. EngineError: it does not answer, or not with log-probs."""
         found = {}
         for number in self._teachers:
-            parts = await finish_or_cancel([
-                self._ask(number, part.prompt, completion)
+            parts = await finish_or_cancel([self._ask(number, part.prompt, completion)
                 for group in groups if self._teaches(number, group.prompt)
                 for part in group.by_context() for completion in part.completions])
             flat = np.concatenate([np.empty((0, self._k, 2)), *parts])

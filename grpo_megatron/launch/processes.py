@@ -48,8 +48,7 @@ class ChildProcess:
         number = signal.SIGTERM if self.piped else signal.SIGKILL  # vLLM loses one while it starts
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                self.argv, stderr=log, start_new_session=True,
+            self.process = subprocess.Popen(self.argv, stderr=log, start_new_session=True,
                 stdin=subprocess.PIPE if self.piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self.piped else log, env={**os.environ, **self.env},
                 preexec_fn=partial(die_with_parent, os.getpid(), number))

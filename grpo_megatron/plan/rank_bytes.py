@@ -91,8 +91,7 @@ def step_bytes(s: Sizes, stage: int, *, tokens: int, sequence: int, num_microbat
     chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
     buffers = [sum(w.numel for w in weights if (w.kind == "expert") == experts)
                for weights in chunks for experts in (True, False)]
-    s = replace(s, symbols={
-        **s.symbols, "tokens": tokens, "own": own, "sequence": sequence,
+    s = replace(s, symbols={**s.symbols, "tokens": tokens, "own": own, "sequence": sequence,
         "norm": copies + element, "qk_copies": copies * bool(s.symbols.get("head_norm")),
         "rows": tokens * s.symbols["top_k"] * t.etp // tp, "upcast": 4 - element,
         "chunk": min(t.logprob_chunk_tokens, tokens),

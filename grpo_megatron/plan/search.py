@@ -31,9 +31,9 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
             "trainer": trainer, "placement": placement}), device, worst_only=True)
         if plan.worst.total <= plan.usable_bytes:
             found.append({"settings": " ".join(f"trainer.{name}={as_toml(value)}" for name, value
-                                     in trainer.model_dump().items() if value != old[name]),
-                "bytes": plan.worst.total, "cost": _cost(trainer, plan, gpus_per_node),
-                "bubble_fraction": plan.numbers["bubble_fraction"]})
+                              in trainer.model_dump().items() if value != old[name]),
+                          "bytes": plan.worst.total, "cost": _cost(trainer, plan, gpus_per_node),
+                          "bubble_fraction": plan.numbers["bubble_fraction"]})
     return sorted(found, key=lambda row: (round(row["cost"], 3), row["bytes"]))
 
 

@@ -30,8 +30,7 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         self._request_timeout_s = request_timeout_s
         # The caller bounds concurrency; a second limit here would only hide it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector, auto_decompress=False,
+        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False,
             json_serialize=lambda request: msgspec.json.encode(request).decode())
 
     async def __aexit__(self, *_: object) -> None:

@@ -57,9 +57,8 @@ def _gpus(config: RunConfig, index: int) -> dict[str, str]:
     count = placement.gpus_per_node
     if not count or size >= count:
         return {}
-    first = 0
-    if placement.mode == "separate" and not placement.rollout_nodes:
-        first = config.trainer.num_ranks // placement.trainer_nodes
+    first = (config.trainer.num_ranks // placement.trainer_nodes
+             if placement.mode == "separate" and not placement.rollout_nodes else 0)
     first += index % ((count - first) // size) * size
     there = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(there[first:first + size])}

@@ -43,8 +43,7 @@ class RolloutWorker:
         if rollout.deterministic:
             requests = [_Request(i, g, 1, derive_seed(self.config.seed, step, p.prompt_id, g))
                         for i, p in enumerate(prompts) for g in range(size)]
-        return await self._sample(
-            prompts, requests, size, max_tokens or rollout.max_new_tokens,
+        return await self._sample(prompts, requests, size, max_tokens or rollout.max_new_tokens,
             temperature=rollout.temperature, truncation=rollout.truncation,
             record_routes=self.config.records_routes,
             require_routes=routing.replay != "r3" or routing.on_missing == "fail")

@@ -52,5 +52,4 @@ def recorded_shape(config: RunConfig) -> RouteShape | None:
 def invalid(routes: np.ndarray, num_experts: int) -> np.ndarray:
     """Which rows name an expert that does not exist, or one twice. [..., K] -> bool [...]"""
     ordered = np.sort(routes, axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-    return twice | (ordered[..., -1] >= num_experts)
+    return (ordered[..., 1:] == ordered[..., :-1]).any(-1) | (ordered[..., -1] >= num_experts)

@@ -58,9 +58,8 @@ class Records:
 
     def closed_gates(self, name: str) -> list[str]:
         """Gates that a stage misses, with what was seen; none before its end."""
-        gates = map(parse_gate, self.graph.gates(name))
-        return [f"{gate.text} (seen: {seen})" for gate in gates if (result := self.result(name))
-                and (seen := gate.check(result)) is not None]
+        return [f"{gate.text} (seen: {seen})" for gate in map(parse_gate, self.graph.gates(name))
+                if (result := self.result(name)) and (seen := gate.check(result)) is not None]
 
     def fingerprint(self, name: str) -> str:
         """Of a stage's settings, files and code, and of what it builds on; its gates may change."""

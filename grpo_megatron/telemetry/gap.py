@@ -40,8 +40,7 @@ class GapParts:
 
     def by_position(self) -> dict[str, np.ndarray]:
         """Mean |part| in bins of the completion position, [POSITION_BINS]; NaN: no token."""
-        longest = int(self.position.max(initial=0)) + 1
-        bins = self.position * POSITION_BINS // longest
+        bins = self.position * POSITION_BINS // (int(self.position.max(initial=0)) + 1)
         counts = np.bincount(bins, minlength=POSITION_BINS).astype(float)
         counts[counts == 0] = np.nan
         return {name: np.bincount(bins, np.abs(v), POSITION_BINS) / counts
@@ -59,10 +58,9 @@ def split_gap(run: Mapping[str, np.ndarray], engine_precision: Mapping[str, np.n
     precision, if it differs; at the weights that sampled, if others. lengths: tokens by sample."""
     layers = tuple(sorted(int(n.removeprefix("through_")) for n in run if n.startswith("through_")))
     parts: dict[str, np.ndarray] = {}
-    now = run["live"]
+    now, by_layer = run["live"], {}
     if "unmasked" in run:
         parts["sampling mask"] = run["live"] - run["unmasked"]
-    by_layer = {}
     for layer in layers:
         by_layer[layer] = run[f"through_{layer}"] - now
         now = run[f"through_{layer}"]
@@ -87,8 +85,7 @@ def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Seq
         experts, layers = gap.flipped.shape
         names = gap.layers if len(gap.layers) == layers else range(layers)
         flipped = _heat_map([f"layer {n}" for n in names], range(experts), gap.flipped.T)
-    return _PAGE.render(
-        title=title, notes=notes, causes=gap.table(), flipped=flipped,
+    return _PAGE.render(title=title, notes=notes, causes=gap.table(), flipped=flipped,
         positions=_heat_map(positions, range(len(next(iter(positions.values())))),
                             np.array(list(positions.values())), per_row=True),
         layers=[(f"layer {layer}", *sizes(v)) for layer, v in gap.by_layer.items()],

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_TREND_STEPS = 24
-_BAR_CELLS, _SAMPLE_CHARS = 40, 160
+_TREND_STEPS, _BAR_CELLS, _SAMPLE_CHARS = 24, 40, 160
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {"rollout": "cyan", "reward": "magenta", "train": "green", "publish": "yellow"}
 
@@ -110,8 +109,7 @@ def format_value(value: float | None) -> str:
     """At most four digits that matter; "–" for None."""
     if value is None:
         return "–"
-    whole = isinstance(value, int) or 1000 <= abs(value) < 1e7
-    return f"{value:,.0f}" if whole else f"{value:.4g}"
+    return f"{value:,.0f}" if isinstance(value, int) or 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def sparkline(values: Sequence[float | None]) -> str:

@@ -119,8 +119,7 @@ def _left(target: Target) -> list[shard_files.ShardFile]:
 
 def _prepare(job: Job, target: Target) -> None:
     """Keep what an interrupted conversion of the same files left; start anew after others."""
-    identity = [msgspec.to_builtins(job), [
-        [str(path), path.stat().st_size, path.stat().st_mtime_ns]
+    identity = [msgspec.to_builtins(job), [[str(path), path.stat().st_size, path.stat().st_mtime_ns]
         for path in sorted(Path(job.source).rglob("*")) if path.is_file()]]
     working, plan = target.working, target.working / durable.PROGRESS / "plan.json"
     if plan.exists() and json.loads(plan.read_text()) == identity:

@@ -69,8 +69,7 @@ class Chunk:
 
     def log_normaliser(self) -> torch.Tensor:
         maximum = self.reduce(self.logits.amax(-1), dist.ReduceOp.MAX)
-        total = self.reduce((self.logits - maximum[:, None]).exp_().sum(-1))
-        return maximum + total.log()
+        return maximum + self.reduce((self.logits - maximum[:, None]).exp_().sum(-1)).log()
 
 
 def add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:

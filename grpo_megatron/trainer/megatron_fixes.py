@@ -99,8 +99,7 @@ def rotate_packed_sequences_at_once() -> None:
     def apply(t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False,
               mscale=1.0, cp_group=None):
         by_position = freqs.size(0) != t.size(0) or len(cu_seqlens) == 2
-        whole = cp_group is not None and cp_group.size() == 1
-        if by_position and whole and not rotary_interleaved:
+        if by_position and cp_group is not None and cp_group.size() == 1 and not rotary_interleaved:
             if multi_latent_attention:  # pairs of neighbours become two halves
                 size = freqs.size(-1)
                 t = torch.cat([t[..., :size:2], t[..., 1:size:2], t[..., size:]], -1)

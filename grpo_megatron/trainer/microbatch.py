@@ -85,5 +85,4 @@ def _joined_sets(sets: list[KeptSets | None],
                             for s, t in zip(sets, targets, strict=True)])
     ids = np.concatenate([s.ids for s in sets if s is not None])
     token = np.repeat(np.arange(len(sizes)), sizes)
-    hits = ids == np.concatenate(targets)[token]
-    return token, ids, np.bincount(token, hits, len(sizes)) > 0
+    return token, ids, np.bincount(token, ids == np.concatenate(targets)[token], len(sizes)) > 0
