@@ -30,9 +30,8 @@ def tables(module: str, name: str) -> dict[str, Any]:
 def names(folder: Path) -> list[str]:
     """Names of the TOML files below `folder`: relative, with `/`, without `.toml`; sorted. Graphs
     are no recipes."""
-    return sorted(path.relative_to(folder).with_suffix("").as_posix()
-                  for path in folder.rglob("*.toml")
-                  if "graphs" not in path.relative_to(folder).parts)
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in
+                  folder.rglob("*.toml") if "graphs" not in path.relative_to(folder).parts)
 
 
 def display(path: Path) -> str:

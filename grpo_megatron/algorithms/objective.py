@@ -34,9 +34,8 @@ class Objective:
 
     def deltas(self) -> list[float | None]:
         """OPSM's threshold by domain; None: not calibrated yet."""
-        fixed = self.by_domain("opsm_delta")
         return [self.state.get(f"opsm_delta@{d}") if delta is None else delta
-                for d, delta in zip(self.domains, fixed, strict=True)]
+                for d, delta in zip(self.domains, self.by_domain("opsm_delta"), strict=True)]
 
     @property
     def exponent(self) -> float:

@@ -43,10 +43,9 @@ def _convert(context: typer.Context, source: Source, to: Annotated[Path, flag("t
         raise ConfigError(f"{to} exists", where="command line",
                           remedy="remove it, or choose another --to")
     values = _layout(layout, source)
-    convert({"source": str(source.absolute()), "target": str(to.absolute()),
-             "to": {"from-hf": "megatron", "to-hf": "hf"}[context.info_name],
-             "dtype": dtype, "shard_bytes": int(shard_gb * 1e9), "layout": values,
-             "probe": probe, "carry": mtp}, values["num_ranks"])
+    convert({"source": str(source.absolute()), "target": str(to.absolute()), "dtype": dtype,
+             "to": {"from-hf": "megatron", "to-hf": "hf"}[context.info_name], "layout": values,
+             "shard_bytes": int(shard_gb * 1e9), "probe": probe, "carry": mtp}, values["num_ranks"])
     if not any((source / name).exists() for name in ("tokenizer.json", "tokenizer.model",
                                                      "tokenizer_config.json", "vocab.json")):
         typer.echo(f"warning: {source} has no tokenizer, so {to} has none", err=True)

@@ -78,10 +78,9 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     habit = assets.tables(__file__, "habits.toml").get(plain(key))
     same = [full for name in (plain(key), habit) for full in anywhere.get(name, ())]
     same.sort(key=lambda full: (dotted(tuple(table)) not in full, "*" in full))
-    near = nearest(key, here)
     found = [*([habit] if habit in here else []), *nearest(key, here, cutoff=0.8)]
     found = [dotted((*table, name)) for name in found] + same + [
-        dotted((*table, name)) for name in near]
+        dotted((*table, name)) for name in nearest(key, here)]
     if not found:
         found = [full for name in nearest(key, anywhere, cutoff=0.75) for full in anywhere[name]]
     index = next((part for part in table if part.isdigit()), "0")

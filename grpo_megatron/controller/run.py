@@ -71,9 +71,8 @@ async def _train(session: Session, state: RunState, on_start: Callable) -> RunSt
 def _conclude(session: Session, result: dict[str, Any]) -> None:
     """Write `result.json`; GateError where it misses a gate of the recipe."""
     write_atomically(session.run_dir.result, json.dumps(result, indent=1))
-    closed = [f"{gate.text} (seen: {seen})" for gate in map(parse_gate, session.config.gates)
-              if (seen := gate.check(result)) is not None]
-    if closed:
+    if closed := [f"{gate.text} (seen: {seen})" for gate in map(parse_gate, session.config.gates)
+                  if (seen := gate.check(result)) is not None]:
         raise GateError("; ".join(closed), where="gates", remedy="train more, or lower the gate; "
                         f"the weights are in {session.run_dir.export}")
 

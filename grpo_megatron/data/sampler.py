@@ -45,8 +45,7 @@ class PromptSampler:
             had[turns[-1]] += 1
         drawn = {name: iter(self._draw(name, count, exclude))
                  for name, count in Counter(turns).items()}
-        found = (next(drawn[name], None) for name in turns)
-        return [prompt for prompt in found if prompt is not None]
+        return [prompt for name in turns if (prompt := next(drawn[name], None)) is not None]
 
     def observe(self, prompt: Prompt, success: float) -> None:
         self._orders[prompt.domain].observe(prompt.prompt_id, success)

@@ -48,9 +48,8 @@ class TextTokenizer:
             ids = self._backend.encode(char, add_special_tokens=False).ids
         except Exception:  # the library raises plain Exception
             return True
-        if not ids:
-            return not char.isspace()  # many tokenizers drop white space between words
-        return self._unk_token_id in ids
+        # many tokenizers drop white space between words
+        return self._unk_token_id in ids if ids else not char.isspace()
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:

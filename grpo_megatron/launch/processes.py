@@ -88,8 +88,7 @@ def wait_readable(children: Sequence[ChildProcess], files: Sequence[int],
                   timeout_s: float) -> list[int]:
     """Sleep until a child ends (at once if one has: pass those whose end is still news), a file is
     readable or time is up; returns readable files."""
-    descriptors = [child.pidfd for child in children] + list(files)
-    ready, _, _ = select.select(descriptors, [], [], timeout_s)
+    ready, *_ = select.select([child.pidfd for child in children] + list(files), [], [], timeout_s)
     return [fd for fd in ready if fd in files]
 
 

@@ -83,6 +83,5 @@ def _merge(below: Any, above: Any, path: tuple[str, ...] = ()) -> Any:
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: _merge(below[key], value, (*path, key)) if key in below else value
                         for key, value in above.items()}
-    if path[:1] == ("fields",) and len(path) == 2:  # the lists of names
-        return [*below, *above]
-    return above
+    are_names = path[:1] == ("fields",) and len(path) == 2  # lists of names
+    return [*below, *above] if are_names else above

@@ -71,8 +71,7 @@ def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
     except TypeError as error:
         known = [name for name in signature.parameters if name not in CONTEXT][2:]
         strange = next((key for key in arguments if key not in signature.parameters), None)
-        raise RewardError(
-            f"reward {reference}{signature} cannot be called: {error}",
+        raise RewardError(f"reward {reference}{signature} cannot be called: {error}",
             remedy=f"{strange!r} is not an argument of it. {did_you_mean(strange, known)}"
             if strange else f"a reward is {_SIGNATURE}") from error
     check(**arguments)

@@ -115,8 +115,7 @@ class Graph:
         return tuple(parse_gate(text).below(self.root.absolute()).text for text in gates)
 
     def output(self, name: str) -> Path:
-        run_dir = self.run_dir(name)
-        is_dataset = self.kind(name) == "rejection_sample"
+        run_dir, is_dataset = self.run_dir(name), self.kind(name) == "rejection_sample"
         return (run_dir.dataset if is_dataset else run_dir.export).absolute()
 
     def resolve(self, name: str) -> ResolvedConfig:

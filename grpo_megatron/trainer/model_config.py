@@ -52,8 +52,7 @@ def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
     if rope["mscale_all_dim"] and not both:
         raise ConfigError("rope type 'yarn' with mscale_all_dim needs mscale too",
                           where="config.json")
-    return settings | dict(
-        rope_type="yarn", rotary_scaling_factor=rope["factor"],
+    return settings | dict(rope_type="yarn", rotary_scaling_factor=rope["factor"],
         original_max_position_embeddings=rope["original_max_position_embeddings"],
         beta_fast=rope["beta_fast"], beta_slow=rope["beta_slow"],
         # transformers looks at mscale only where both are set, and scales the softmax by the second

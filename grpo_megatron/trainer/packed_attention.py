@@ -53,8 +53,7 @@ def plan_buckets(cu_seqlens: torch.Tensor,
         adjacent = torch.equal(rows, torch.arange(first, first + len(rows)))
         buckets.append(Bucket(None if adjacent else rows.to(device), first, len(group), length))
         base += real.numel()
-    in_order = torch.equal(order, torch.arange(base))
-    return buckets, None if in_order else order.to(device)
+    return buckets, None if torch.equal(order, torch.arange(base)) else order.to(device)
 
 
 class PackedAttention(MegatronModule):

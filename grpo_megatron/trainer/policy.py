@@ -69,9 +69,8 @@ class Policy:
                 continue
             part.optimizer.state.clear()
             for group in part.optimizer.param_groups:
-                decay = optimizer.weight_decay * group.get("wd_mult", 1.0)
                 group.update(betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps,
-                             weight_decay=decay)
+                             weight_decay=optimizer.weight_decay * group.get("wd_mult", 1.0))
             part.config.clip_grad = optimizer.clip_grad
 
     def set_learning_rate(self, lr: float) -> None:

@@ -45,8 +45,7 @@ class PolicyModel(GPTModel):
         weight = self.output_weight()
         found = token_logprobs(states, weight, labels, vocab_size=self.real_vocab_size,
             temperature=self.temperature, chunk_tokens=self.logprob_chunk_tokens, kept=self._kept)
-        teachers = [t for t in self._teachers if t.is_whole]
-        if teachers:
+        if teachers := [t for t in self._teachers if t.is_whole]:
             total, group = torch.zeros_like(found[0]), get_tensor_model_parallel_group()
             for teacher in teachers:
                 total = total.index_add(0, teacher.rows, teacher.weight * divergence(

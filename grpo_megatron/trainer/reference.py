@@ -103,9 +103,8 @@ class References:
                  objective: Objective, domains: np.ndarray) -> list[list[torch.Tensor]]:
         """Reference log-probs per batch and micro-batch, fp32 [n], each domain by its own
         reference. domains: int [N of the table]."""
-        names = sorted({self._name_of_domain[d] for d in objective.domains})
         found: list[list[torch.Tensor]] = []
-        for name in names:
+        for name in sorted({self._name_of_domain[d] for d in objective.domains}):
             with self.exchanged(policy, name):
                 passes = [[step.untruncated(out) for out in step.logprob_pass(policy, batch)]
                           for batch in batches]

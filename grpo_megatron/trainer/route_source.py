@@ -89,9 +89,8 @@ class RouteSource:
 
     def metrics(self) -> dict[str, float]:
         """Means over the passes, routes by status (a sample's last token has none). Collective."""
-        names = dict.fromkeys(name for found in self._measured for name in found)
         out = {name: float(np.mean([found[name] for found in self._measured if name in found]))
-               for name in names}
+               for name in dict.fromkeys(name for found in self._measured for name in found)}
         counts = summed(torch.from_numpy(self._by_status).double())
         if counts.any():
             out |= {f"routing/{s.name.lower()}_routes": float(counts[s]) for s in RouteStatus if s}

@@ -59,8 +59,7 @@ class Update:
 def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> PreparedBatch:
     """Plan and pack `rows` (int64) for this rank."""
     lengths = (table.prompt_lengths + table.completion_lengths)[rows]
-    plan = plan_microbatches(
-        lengths, num_ranks=parallel_state.get_data_parallel_world_size(),
+    plan = plan_microbatches(lengths, num_ranks=parallel_state.get_data_parallel_world_size(),
         max_tokens=layout.max_tokens_per_microbatch,
         multiple_of=layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size else 1)
     microbatches = tuple(
@@ -139,8 +138,7 @@ def _run_schedule(policy: Policy, batch: PreparedBatch, on_output: Callable,
     for chunk in policy.chunks:
         chunk.train(not forward_only)
     with replay.during(routing, batch.microbatches):
-        get_forward_backward_func()(
-            forward_step_func=forward_step, model=list(policy.chunks),
+        get_forward_backward_func()(forward_step_func=forward_step, model=list(policy.chunks),
             data_iterator=[iter(batch.microbatches) for _ in policy.chunks],
             num_microbatches=len(batch.microbatches), micro_batch_size=1,
             seq_length=max(m.num_tokens for m in batch.microbatches), forward_only=forward_only)

@@ -109,5 +109,4 @@ def whiten(o: ObjectiveConfig, batch: SampleBatch, values: Tensor, valid: Tensor
     centred = values - spread(scope.sum(mass * of_samples(values)) / total.clamp(min=1))
     divisor = (total - int(o.std_kind == "sample")).clamp(min=1)
     std = (scope.sum(mass * of_samples(centred**2)) / divisor).sqrt() + o.advantage_eps
-    scale = torch.where(valid & (std > 0), 1 / std.clamp(min=1e-300), 0.0)
-    return centred.mul_(spread(scale))
+    return centred.mul_(spread(torch.where(valid & (std > 0), 1 / std.clamp(min=1e-300), 0.0)))
