@@ -142,7 +142,8 @@ class Training:
         run = self.source.training_pass(update, terms)
 
         def loss(microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
-            (logprobs, entropies), index = output[:2].unbind(0), microbatch.index
+            logprobs, entropies = output[:2].unbind(0)
+            index = microbatch.index
             value, stats = policy_loss(self.objective, terms.loss_batch(
                 torch.from_numpy(microbatch.table_rows), logprobs,
                 logprobs.detach() if update.old is None else update.old[index][0],
