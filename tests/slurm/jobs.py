@@ -14,7 +14,7 @@ CLUSTER = str(ROOT / "tests/slurm/cluster.sh")
 SITE = str(ROOT / "tests/slurm/site.env")
 NODES = ("placement.trainer_nodes=2", "placement.rollout_nodes=1")
 TIMEOUT_S = 300
-ACTIVE = "PD,CF,R,S,CG"
+ACTIVE = "PD,CF,R,S,CG,RQ,RH,SE"
 
 
 class Cluster:
@@ -54,7 +54,11 @@ class Cluster:
     def wait(self, job: str, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
         """Until the job has left the queue; what Slurm says of it then."""
         deadline = time.monotonic() + timeout_s
-        while self.run("squeue", "-h", "-j", job, "-t", ACTIVE).stdout.strip():
+
+        def active() -> bool:
+            return bool(self.run("squeue", "-h", "-j", job, "-t", ACTIVE).stdout.strip())
+
+        while active() or (time.sleep(2), active())[1]:  # between an end and its requeue it is not
             if self.job(job)["Reason"] == "BeginTime":  # Slurm holds what was requeued for 2 min
                 self.run("scontrol", "update", f"jobid={job}", "starttime=now")
             assert time.monotonic() < deadline, self.job(job)

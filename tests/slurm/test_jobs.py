@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,33 @@ def test_notice_then_checkpoint_requeue_and_resume(cluster, whole):
     assert "resumed after step" in cluster.output(run)
     assert same_metrics(run, whole)
     assert not all_gone(run)
+
+
+@pytest.mark.parametrize("moment", ["before the run", "in its first moment"])
+def test_a_notice_in_the_first_second_is_not_lost(cluster, whole, moment):
+    """Not even before there is a program that could take it."""
+    early = moment == "before the run"
+    job, run = cluster.submit(f"early-{early}", ACTIVATE_S="3" if early else "0")
+    log = run / f"logs/slurm-{job}.out"
+    cluster.wait_until(job, JobState="RUNNING")
+    while not early and "grpo-megatron" not in (log.read_text() if log.exists() else ""):
+        time.sleep(0.01)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    state = cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
+    assert "notice" in cluster.output(run)
+    assert same_metrics(run, whole)
+
+
+def test_the_time_limit_is_no_end(cluster):
+    """Slurm's own notice, at most a minute earlier than asked for, until the steps are done."""
+    job, run = cluster.submit("limited", "num_steps=60", "checkpoint.interval=0",
+                              TIME_LIMIT="2", NOTICE_S="30")
+    state = cluster.wait(job, timeout_s=900)
+    assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) > 0, cluster.output(run)
+    assert state["TimeLimit"] == "00:02:00"
+    assert "notice" in cluster.output(run) and "resumed after step" in cluster.output(run)
+    assert [r["step"] for r in runs.metrics(run)] == list(range(60))
 
 
 def test_preemption_then_checkpoint_and_resume(cluster, whole):
