@@ -34,8 +34,9 @@ def raised_as(kind: type[GrpoMegatronError], what: str, causes: type | tuple = E
     try:
         yield
     except causes as error:
-        raise kind(f"{what}: {getattr(error, 'strerror', None) or str(error) or repr(error)}",
-                   where=where and str(where), remedy=remedy) from error
+        told = next(filter(None, (getattr(error, name, "") for name in ("message", "strerror"))),
+                    str(error) or repr(error))
+        raise kind(f"{what}: {told}", where=where and str(where), remedy=remedy) from error
 
 
 class ConfigError(GrpoMegatronError, ValueError, exit_code=2):

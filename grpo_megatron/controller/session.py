@@ -17,7 +17,7 @@ from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.data.prompts import Splits, load_splits
 from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
-from grpo_megatron.errors import EngineError
+from grpo_megatron.errors import EngineError, raised_as
 from grpo_megatron.network import wait_for_endpoint
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.client import EngineClient
@@ -76,11 +76,16 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
             concurrency=config.data.reward_concurrency, log_path=run_dir.logs / "rewards.log"))
         teachers = ServedTeachers(config)
         stack.push_async_callback(teachers.close)
-        await teachers.meet([domain[0] for domain in splits.train.values() if domain])
+        with raised_as(EngineError, "a teacher does not answer", EngineError,
+                       where="distillation.teachers", remedy="is its server up?"):
+            await teachers.meet([domain[0] for domain in splits.train.values() if domain])
         judges = WeightPublisher([await stack.enter_async_context(EngineClient(url))
                                   for url in config.placement.shared_servers],
                                  asleep=config.placement.gpus_per_node > 0)  # as they were left
-        await judges.wake()
+        with raised_as(EngineError, "a judge cannot be woken", EngineError,
+                       where="placement.shared_servers", remedy="is it up? It needs "
+                       "VLLM_SERVER_DEV_MODE=1, and on GPUs --enable-sleep-mode"):
+            await judges.wake()
         show("phase", name="starting")
         clients = await _connect(config, run_dir, stack)
         engines = ReplicaPool(clients, max_attempts=config.rollout.max_attempts,

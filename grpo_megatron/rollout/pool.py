@@ -40,7 +40,7 @@ class ReplicaPool:
         if not choices:
             *_, last = (replica for replica in self.replicas if not replica.is_alive)
             raise EngineError(
-                f"no rollout engine is alive: all {len(self.replicas)} died, {last.client.name} "
+                f"no engine is alive: all {len(self.replicas)} died, {last.client.name} "
                 f"because {last.cause_of_death.message}", where=last.client.base_url,
                 remedy="look at the end of its log; the run can be resumed")
         return min(choices, key=lambda replica: replica.in_flight)

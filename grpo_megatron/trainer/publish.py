@@ -13,7 +13,7 @@ from grpo_megatron.network import own_address
 from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, shared_out
 from grpo_megatron.weights.transfer import TransferPlan, WeightSender
 
-_MIN_BUCKETS = 8
+_MIN_BUCKETS = 2
 
 
 class WeightPublisher:

@@ -170,7 +170,7 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, che
                 return await control(path, *request, **options)
 
             clients[0].control = dying
-            await trainer.run("slow_down", seconds=0.05)
+            await trainer.run("slow_down", seconds=0.2)
             await publisher.publish(2)
             assert [r.client.name for r in publisher.engines.alive] == [survivor.name]
             assert publisher.version == 2

@@ -328,7 +328,7 @@ def test_killed_server_ends_in_a_clear_error(checkpoints, servers, tmp_path):
 
     children = psutil.Process(server.process.pid).children(recursive=True)
     assert children
-    with pytest.raises(EngineError, match=r"no rollout engine is alive.*dense"):
+    with pytest.raises(EngineError, match=r"no engine is alive.*dense"):
         asyncio.run(run())
     # Not so upstream, see plugin.engine_orphans.
     assert not psutil.wait_procs(children, timeout=10)[1], "engine processes outlive the server"

@@ -143,9 +143,9 @@ def test_the_last_death_is_named():
     async def scenario(started, pool, worker):
         for engine in started:
             engine.generate, engine.healthy = _server_error, False
-        with pytest.raises(EngineError, match="no rollout engine is alive: all 2 died") as caught:
+        with pytest.raises(EngineError, match="no engine is alive: all 2 died") as caught:
             await worker.rollouts(0, PROMPTS)
-        with pytest.raises(EngineError, match="no rollout engine is alive"):
+        with pytest.raises(EngineError, match="no engine is alive"):
             await worker.greedy(PROMPTS, 4)
         return str(caught.value)
 
