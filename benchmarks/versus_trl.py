@@ -5,8 +5,9 @@
 Both train the demo's tiny Qwen3-MoE in fp32 on all cores, with the same prompts, the same number
 of tokens forced per completion, the same group size and learning rate. A step is everything:
 TRL's generation, scoring, forward, backward and optimizer; our rollout through the vLLM server,
-reward, sample store, canary, Megatron step, weight publishing and metrics. Start-up and warm-up
-are left out. TRL gets the fastest of its settings on this machine, tried first. Prints each
+reward, sample store, canary, Megatron step, weight publishing and metrics. Left out are how far
+a step moved the policy (`objective.monitor_share`: two more passes, of which TRL has no like),
+start-up and warm-up. TRL gets the fastest of its settings on this machine, tried first. Prints each
 pair's medians, and the median over pairs of TRL's time / ours; exit code 1 when that misses a
 case's required ratio. For information, it also prints our seconds when rollouts run one step ahead
 of training; the ratio is strictly on-policy.

@@ -40,7 +40,7 @@ num_steps = 1000000
 runs_dir = "{directory}"
 model.preset = "tiny-qwen3-moe"
 data = {{ num_validation = 0, num_heldout = 0 }}
-objective.preset = "grpo"
+objective = {{ preset = "grpo", monitor_share = 0 }}
 batch = {{ num_prompts = {case.num_prompts}, num_samples_per_prompt = {case.num_samples} }}
 optimizer.lr = 1e-6
 checkpoint.interval = 0
