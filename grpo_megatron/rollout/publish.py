@@ -13,6 +13,7 @@ from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.weights.transfer_plan import TransferPlan
 
 _SETTLE_S = 2.0
+_FIRST_ONLY = "of data-parallel engines vLLM passes on the first one's answer: use replicas instead"
 _REMEDY = "the engines stay paused; look at memory and network of that host"
 
 
@@ -108,7 +109,10 @@ class WeightPublisher:
     def _check_reports(self, plan: TransferPlan, sent: Mapping[str, str],
                        reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         names = [entry.name for entry in plan.entries]
-        for client, workers in zip(self.clients, reports, strict=True):
+        for client, size, workers in zip(self.clients, self._world_sizes, reports, strict=True):
+            if len(workers) != size:
+                raise MismatchError(f"{len(workers)} of {size} workers of {client.name} reported",
+                                    where="rollout.engine_arguments", remedy=_FIRST_ONLY)
             for number, report in enumerate(workers):
                 if report["failure"]:
                     raise EngineError(f"worker {number} of {client.name}: {report['failure']}")

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_megatron.controller.publishing import Publisher
-from grpo_megatron.errors import EngineError
+from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineUnreachable
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.publish import WeightPublisher
+from grpo_megatron.weights.transfer_plan import TransferPlan
 from tests.controller.cases import recipe
 
 
@@ -82,6 +83,35 @@ def test_without_a_live_engine_nothing_rests():
     engine.is_alive = False
     with pytest.raises(EngineError, match="gone"):
         asyncio.run(colocated([engine], gpus=0).make_room())
+
+
+@pytest.mark.parametrize(("reports", "error", "told"), [
+    ([{"digests": {}, "failure": ""}], MismatchError, "1 of 2 workers of engine reported"),
+    ([{"digests": {}, "failure": ""}, {"digests": {}, "failure": "sender 0 died"}], EngineError,
+     "worker 1 of engine: sender 0 died")])
+def test_every_worker_answers_for_itself(reports, error, told):
+    """vLLM passes on what the first data-parallel engine says; the others' may have failed."""
+    paths = []
+
+    async def control(path, *args, **options):
+        paths.append(path)
+        return {"world_size": 2}
+
+    async def call_workers(method):
+        return reports
+
+    async def send():
+        return {"digests": {}}
+
+    async def run():
+        publisher = WeightPublisher([SimpleNamespace(
+            name="engine", control=control, call_workers=call_workers)])
+        assert await publisher.num_workers() == 2
+        with pytest.raises(error, match=told):
+            await publisher.publish(1, TransferPlan((), num_senders=1, bucket_bytes=1), send)
+
+    asyncio.run(run())
+    assert "/finish_weight_update" not in paths and "/resume" not in paths
 
 
 @pytest.mark.parametrize(("sleep", "expected"), [
