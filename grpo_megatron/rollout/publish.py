@@ -63,8 +63,9 @@ class WeightPublisher:
         await self._pause()
         sent, *_ = await _all([send(), *map(receive, self.clients)])
         reports = await _all(c.call_workers("update_report") for c in self.clients)
+        if not any(report["failure"] for workers in reports for report in workers):
+            await self._control("/finish_weight_update", {"weight_version": str(version)})
         self._check_reports(plan, sent["digests"], reports)
-        await self._control("/finish_weight_update", {"weight_version": str(version)})
         await self._check_and_resume()
 
     async def rest(self, *, sleep: bool) -> None:

@@ -111,7 +111,8 @@ def test_every_worker_answers_for_itself(reports, error, told):
             await publisher.publish(1, TransferPlan((), num_senders=1, bucket_bytes=1), send)
 
     asyncio.run(run())
-    assert "/finish_weight_update" not in paths and "/resume" not in paths
+    assert "/resume" not in paths
+    assert ("/finish_weight_update" in paths) == (error is MismatchError)
 
 
 @pytest.mark.parametrize(("sleep", "expected"), [
