@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(3600)]
 
 NUM_KILLS = int(os.environ.get("CHAOS_KILLS", 20))
 SEED = int(os.environ.get("CHAOS_SEED", random.randrange(1000)))
-STEPS = ("num_steps=30", "checkpoint.interval=5")
+STEPS = ("num_steps=60", "checkpoint.interval=5")
 
 
 def last_checkpoint(run: Path) -> int:
@@ -27,14 +27,24 @@ def test_kill_9_at_random_moments(tmp_path):
     chance = random.Random(SEED)
     whole = runs.command("train", runs.RECIPE, f"runs_dir={tmp_path}", "name=whole", *STEPS)
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    run = tmp_path / "killed"
-    command = ["train", runs.RECIPE, f"runs_dir={tmp_path}", "name=killed", *STEPS]
-    for _ in range(NUM_KILLS):
+    kills = num_runs = 0
+    while kills < NUM_KILLS:  # a run may finish between two of them: then there is another run
+        num_runs += 1
+        kills += killed_run(tmp_path / f"killed-{num_runs}", chance, NUM_KILLS - kills,
+                            tmp_path / "whole")
+    print(f"{kills} kills in {num_runs} runs")
+
+
+def killed_run(run: Path, chance: random.Random, most: int, whole: Path) -> int:
+    """A run that is killed and resumed until it finishes, at most `most` times; the kills."""
+    command = ["train", runs.RECIPE, f"runs_dir={run.parent}", f"name={run.name}", *STEPS]
+    kills = 0
+    while kills < most:
         process = runs.start(*command)
         command = ["resume", str(run)]
         started = len(runs.events(run, "started"))
         try:  # before it is ready, or while steps run
-            process.wait(chance.uniform(4, 45))
+            process.wait(chance.uniform(4, 30))
             break  # it finished
         except subprocess.TimeoutExpired:
             pass
@@ -47,8 +57,10 @@ def test_kill_9_at_random_moments(tmp_path):
         assert runs.no_survivors(run), runs.survivors(run)
         assert last_checkpoint(run) >= saved
         assert runs.metrics(run)[:len(steps)] == steps
+        kills += 1
     done = runs.command("resume", str(run))
     assert done.returncode == 0, done.stdout + done.stderr
     records = runs.metrics(run)
-    assert [r["step"] for r in records] == list(range(30))
-    assert runs.timeless(records) == runs.timeless(runs.metrics(tmp_path / "whole"))
+    assert [r["step"] for r in records] == list(range(60))
+    assert runs.timeless(records) == runs.timeless(runs.metrics(whole))
+    return kills
