@@ -34,8 +34,8 @@ def raised_as(kind: type[GrpoMegatronError], what: str, causes: type | tuple = E
     try:
         yield
     except causes as error:
-        told = next(filter(None, (getattr(error, name, "") for name in ("message", "strerror"))),
-                    str(error) or repr(error))
+        told = error.message if isinstance(error, GrpoMegatronError) else (
+            getattr(error, "strerror", None) or str(error) or repr(error))
         raise kind(f"{what}: {told}", where=where and str(where), remedy=remedy) from error
 
 

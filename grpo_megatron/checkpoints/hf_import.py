@@ -162,7 +162,8 @@ class HFSource:
 
 
 def refuse_unfit(directory: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape],
-        model: str = "config.json", remedy: str = "is config.json of this checkpoint?") -> None:
+                 model: str = "config.json",
+                 remedy: str = "is config.json of this checkpoint?") -> None:
     """Raises CheckpointError with all differences between a checkpoint and a model."""
     other = [f"{name}: {found[name]}, the model has {shape}" for name, shape in wanted.items()
              if found.get(name, shape) != shape]

@@ -129,15 +129,16 @@ class RLLoop:
             return {"metrics": {}, "updates": 0, "tokens": 0, "old_logprobs_s": 0.0,
                     "state": self.state.objective}
         with self.session.phase("train"):
-            resting = [] if self.ahead or self.config.uses_dataset else [
-                self.session.publisher.make_room()]
-            if resting and self.config.placement.mode == "colocated":
-                await resting.pop()
+            publisher = self.session.publisher
+            engines_rest = not (self.ahead or self.config.uses_dataset)
+            if engines_rest and self.config.placement.mode == "colocated":
+                await publisher.make_room()  # before the training, elsewhere beside it
             await self.session.judges.rest(sleep=self.config.placement.gpus_per_node > 0)
+            beside = [publisher.make_room()] if engines_rest else []
             report, *_ = await finish_or_cancel([self.session.trainer.call(
                 "train", directory=str(recorded.directory), first_update=self.state.updates,
                 num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
-                state=self.state.objective), *resting])
+                state=self.state.objective), *beside])
             return report
 
     async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:

@@ -46,9 +46,9 @@ def _of_file(domain: DomainConfig, where: str) -> list[Problem]:
 
 
 def _jsonl_rows(path: Path) -> _Rows:
-    with raised_as(DataError, "unreadable", OSError, where=path,
-                   remedy="it must be where the controller runs, also in a container"), (
-            path.open("rb")) as lines:
+    with (raised_as(DataError, "unreadable", OSError, where=path,
+                    remedy="it must be where the controller runs, also in a container"),
+          path.open("rb") as lines):
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

@@ -48,8 +48,9 @@ class TextTokenizer:
             ids = self._backend.encode(char, add_special_tokens=False).ids
         except Exception:  # the library raises plain Exception
             return True
-        # many tokenizers drop white space between words
-        return self._unk_token_id in ids if ids else not char.isspace()
+        if not ids:
+            return not char.isspace()  # many tokenizers drop white space between words
+        return self._unk_token_id in ids
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:

@@ -23,6 +23,7 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layer
        "num_attention_heads": 8, "num_experts": 16, "num_experts_per_tok": 2,
        "moe_intermediate_size": 384, "norm_topk_prob": True}
 EP2 = {"num_ranks": 2, "expert_parallel_size": 2, "precision": "float32"}
+DP2 = {"num_ranks": 2, "precision": "float32"}
 TP2 = {"num_ranks": 2, "tensor_parallel_size": 2, "precision": "float32"}
 PP2 = {"num_ranks": 2, "pipeline_parallel_size": 2, "precision": "float32"}
 ALONE = {"precision": "float32", "recompute": "full"}
@@ -63,6 +64,7 @@ def test_the_models_have_about_100_m_parameters(hf):
 @pytest.mark.engine
 @pytest.mark.parametrize(("hf", "layout", "max_tokens"), [
     pytest.param(MOE, EP2, 150, id="experts", marks=pytest.mark.matrix),
+    pytest.param(MOE, DP2, 150, id="replicated", marks=pytest.mark.matrix),
     pytest.param(DENSE, TP2, 300, id="tensor", marks=pytest.mark.matrix),
     pytest.param(DENSE, PP2, 300, id="pipeline", marks=pytest.mark.matrix),
     pytest.param(DENSE, ALONE, 300, id="recomputed", marks=pytest.mark.matrix),
