@@ -18,8 +18,7 @@ def root() -> Path:
         if all((candidate / folder).is_dir() for folder in FOLDERS):
             return candidate
     raise SetupError("the installation carries no models/, recipes/ and slurm/",
-                     where=str(_PACKAGE),
-                     remedy="reinstall grpo-megatron, or run from a complete checkout")
+        where=str(_PACKAGE), remedy="reinstall grpo-megatron, or run from a complete checkout")
 
 
 def tables(module: str, name: str) -> dict[str, Any]:
@@ -28,8 +27,7 @@ def tables(module: str, name: str) -> dict[str, Any]:
 
 
 def names(folder: Path) -> list[str]:
-    """Names of the TOML files below `folder`: relative, with `/`, without `.toml`; sorted. Graphs
-    are no recipes."""
+    """Names of the TOML files below `folder` but graphs: relative, with `/`, without `.toml`."""
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in
                   folder.rglob("*.toml") if "graphs" not in path.relative_to(folder).parts)
 

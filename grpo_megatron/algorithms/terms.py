@@ -123,8 +123,7 @@ KL = {f.__name__: f for f in (k2, k3, is_k3)}
 
 def llds(log_diff: Tensor, advantages: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`1[A >= 0] gate max(0, log pi_old - log pi_theta)`, [n]: against likelihood displacement of
-    right answers (LLDS, arXiv:2512.04220). The gate is open for samples whose summed log-prob
-    fell; it is detached."""
+    right answers (LLDS, arXiv:2512.04220). The gate, detached, is open where the sum fell."""
     drop = -log_diff
     fell = segment_sum(drop.detach(), sample, counts) > 0
     return torch.where((advantages >= 0) & fell[sample], drop.clamp(min=0), 0.0)

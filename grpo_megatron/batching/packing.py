@@ -25,9 +25,8 @@ def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
     micro-batches, a multiple of `multiple_of` (interleaved pipelines)."""
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > max_tokens:
-        raise DataError(f"sample {int(lengths.argmax())} has {int(lengths.max())} tokens, a "
-                        f"micro-batch holds {max_tokens}",
-                        where="trainer.max_tokens_per_microbatch",
+        raise DataError(f"sample {lengths.argmax()} has {lengths.max()} tokens, a micro-batch "
+                        f"holds {max_tokens}", where="trainer.max_tokens_per_microbatch",
                         remedy="raise it to at least rollout.max_model_len")
     order = np.argsort(-lengths, kind="stable")
     step = num_ranks * multiple_of

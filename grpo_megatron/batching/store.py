@@ -27,7 +27,7 @@ from grpo_megatron.types import Completion, KeptSets, RolloutGroup
 
 FORMAT = 2
 _ROW_COLUMNS = {"shard": np.int32, "index": np.int64, "group": np.int32, "update": np.int32,
-                "reward": np.float64, "domain": np.int32}
+                "reward": np.float64, "domain": np.int32, "truncated": np.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,6 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
     working = directory.with_name(directory.name + ".tmp")
     columns = {**{name: np.array([getattr(r, name) for r in rows], dtype)
                   for name, dtype in _ROW_COLUMNS.items()},
-               "truncated": np.array([r.truncated for r in rows], np.uint8),
                **{f"step_{name}": np.array([step[i] for step in steps], dtype) for i, (name, dtype)
                   in enumerate((("row", np.int64), ("end", np.int64), ("reward", np.float64)))},
                **{f"component/{name}": values for name, values in (components or {}).items()},
@@ -149,9 +148,9 @@ class SampleTable:
                       msgspec.convert(s["routes"], RouteShape)) if s.get("routes") else None
             for s, columns in zip(self.manifest["shards"], self._shards, strict=True)]
         train = read_columns(directory / "train.safetensors")
-        self.shard, self.index, self.group, self.update, self.reward, self.domain = (
+        self.shard, self.index, self.group, self.update, self.reward, self.domain, truncated = (
             np.array(train[name]) for name in _ROW_COLUMNS)
-        self.truncated = np.array(train["truncated"], bool)
+        self.truncated = truncated.astype(bool)
         self.steps = tuple(np.array(train[f"step_{name}"]) for name in ("row", "end", "reward"))
         self.components = {name.partition("/")[2]: np.array(values)
                            for name, values in train.items() if name.startswith("component/")}

@@ -134,7 +134,6 @@ def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _metadata() -> dict[str, Any]:
-    return {"distrib_optim_sharding_type": "fully_reshardable",
+    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
             "distrib_optim_fully_reshardable_mem_efficient": False,
-            "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}

@@ -61,9 +61,8 @@ def list_objectives(as_json: Json = False) -> None:
     from grpo_megatron.config.objective import PRESETS
 
     if as_json:
-        fields = {"title", "source", "use", "evidence"}
-        typer.echo(json.dumps({name: p.model_dump(include=fields) for name, p in PRESETS.items()},
-                              indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({name: p.model_dump(include={"title", "source", "use", "evidence"})
+                               for name, p in PRESETS.items()}, indent=2, ensure_ascii=False))
         return
     print_table(("name", "what", "evidence", "when"),
                 [(name, p.title, p.evidence, p.use) for name, p in PRESETS.items()])

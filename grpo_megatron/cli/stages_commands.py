@@ -60,6 +60,5 @@ def status(graph: Graph) -> None:
     print_table(("stage", "kind", "state", "accuracy", "seconds", "gates, job"), rows,
                 labelled=True)
     for level in loaded.levels():
-        typer.echo("   ".join(
-            name + (f" <- {', '.join(parents)}" if (parents := loaded.table.stages[name].parents)
-                    else "") for name in level))
+        typer.echo("   ".join(name + (f" <- {', '.join(parents)}" if (
+            parents := loaded.table.stages[name].parents) else "") for name in level))

@@ -16,8 +16,7 @@ Details = Mapping[str, Any]
 """What the text of a rule needs to know beside the configuration; `nearest` and `related` in it
 take the place of those in the text."""
 Conditions = Mapping[str, Callable[..., Any]]
-"""By name: true where the rule is broken, or its details, or a list with those of each place where
-it is broken."""
+"""By name: true where the rule is broken, or its details, or a list with those of each place."""
 _TEXTS = assets.tables(__file__, "rules.toml")
 
 

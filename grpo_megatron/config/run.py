@@ -242,9 +242,8 @@ class RunConfig(Strict):
     def input_paths(self) -> list[Path]:
         """What a run reads: model, data sets, references, teachers."""
         teachers = self.distillation.teachers if self.distillation else ()
-        found = {self.model.path, *(t.path for t in teachers), *(
-            path for d in self.domains for path in (d.path, d.reference))}
-        return sorted(found - {None})
+        return sorted({self.model.path, *(t.path for t in teachers), *(
+            path for d in self.domains for path in (d.path, d.reference))} - {None})
 
     @property
     def uses_dataset(self) -> bool:

@@ -91,8 +91,7 @@ def _header(tree: Any, sizes: Counter[KeyPath]) -> KeyPath:
 
 
 def find_recipe(recipe: str | Path, shipped: Path | None = None) -> Path:
-    """A path, or a name below `shipped` (default: `recipes/`) with or without `.toml`; ConfigError
-    lists near ones."""
+    """A path, or a name below `shipped` (with or without `.toml`); ConfigError lists near ones."""
     shipped = shipped or assets.root() / "recipes"
     for candidate in (Path(recipe), shipped / recipe, shipped / f"{recipe}.toml"):
         if candidate.is_file():

@@ -18,10 +18,9 @@ class DatasetAnswers:
         self._tokenizer, self._longest = tokenizer, longest
 
     async def rollouts(self, step: int, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        return [RolloutGroup(prompt, tuple(
-            self.completion(step, text)
-            for text in prompt.metadata.get("responses") or [prompt.answer]), 0)
-            for prompt in prompts]
+        return [RolloutGroup(prompt, tuple(self.completion(step, text) for text in
+                             prompt.metadata.get("responses") or [prompt.answer]), 0)
+                for prompt in prompts]
 
     def completion(self, step: int, text: str) -> Completion:
         tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]

@@ -115,8 +115,7 @@ class Publisher:
                     f"trainer disagree about log-probs by {found['abs_mean']:.3g} on average "
                     f"(at most {found['abs_max']:.3g}, {found['tokens']} tokens), tolerance "
                     f"{tolerance:.3g}", where="publish.canary_tolerance",
-                    remedy="the engine computes with other weights than it was sent, or in "
-                           "another precision than the tolerance is for")
+                    remedy="the engine has other weights than it was sent, or another precision")
             worst = {name: max(worst[name], found[name]) for name in worst}
         return {**{f"canary/{name}": value for name, value in worst.items()},
                 "canary/seconds": time.perf_counter() - started}
@@ -125,6 +124,5 @@ class Publisher:
         rollout = self.config.rollout
         tokens = min(CANARY_TOKENS, self.config.max_new_tokens_of(prompt.domain))
         seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)
-        return (await client.generate(
-            prompt.token_ids, max_tokens=tokens, temperature=rollout.temperature,
-            seed=seed if rollout.deterministic else None))[0]
+        return (await client.generate(prompt.token_ids, max_tokens=tokens,
+            temperature=rollout.temperature, seed=seed if rollout.deterministic else None))[0]

@@ -146,11 +146,10 @@ class RLLoop:
         seconds = recorded.seconds | self.session.take_seconds()
         self.phase_seconds.update(seconds)
         version = float(manifest["version"])
+        times = {**seconds, "old_logprobs": report["old_logprobs_s"], "step": sum(seconds.values())}
         metrics = {**manifest["metrics"], **recorded.canary, **report["metrics"],
                    "policy/version": version, "policy/staleness": step - version,
-                   **{f"time/{name}_s": value for name, value in seconds.items()},
-                   "time/old_logprobs_s": report["old_logprobs_s"],
-                   "time/step_s": sum(seconds.values())}
+                   **{f"time/{name}_s": value for name, value in times.items()}}
         for phase, tokens in (("rollout", metrics["batch/num_tokens"]),
                               ("train", report["tokens"])):
             if seconds.get(phase):
@@ -178,9 +177,8 @@ class RLLoop:
         if self._checkpointed == self.state.step:
             return
         with self.session.phase("checkpoint"):
-            directory = self.run_dir.step_checkpoint(self.state.step)
-            await self.session.trainer.call("save", directory=str(directory),
-                                            state=asdict(self.state))
+            await self.session.trainer.call("save", state=asdict(self.state), directory=str(
+                self.run_dir.step_checkpoint(self.state.step)))
         self._checkpointed = self.state.step
         self.session.event("checkpoint", step=self.state.step)
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)

@@ -26,7 +26,7 @@ class Supervisor:
         self.interrupts = 0
         self.remedy = f"grpo-megatron resume {self.run_dir.root}"
         self._buffer = b""
-        self._last_line = self._failure = ""
+        self._words = {"failure": "", "result": ""}  # the controller's last
 
     def run(self) -> int:
         self.roles.check()
@@ -49,8 +49,8 @@ class Supervisor:
             self.screen.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        if self._last_line:
-            print(self._last_line, flush=True)
+        if self._words["result"]:
+            print(self._words["result"], flush=True)
         return code
 
     def _prepare_model(self) -> None:
@@ -87,7 +87,7 @@ class Supervisor:
         self._check_trainers()  # the controller may only be the first to notice
         self._check_replicas()
         end = self.controller.end()
-        error = errors.GrpoMegatronError(self._failure or str(end), where=str(end.log))
+        error = errors.GrpoMegatronError(self._words["failure"] or str(end), where=str(end.log))
         error.exit_code = code
         raise error
 
@@ -133,16 +133,10 @@ class Supervisor:
 
     def _show(self, message: dict) -> None:
         match message:
-            case {"kind": "phase", "name": name}:
-                self.screen.phase(name)
-            case {"kind": "step", "metrics": metrics, "samples": samples}:
-                self.screen.step(metrics, samples)
-            case {"kind": "message", "text": text}:
-                self.screen.message(text)
-            case {"kind": "failure", "text": text}:
-                self._failure = text
-            case {"kind": "result", "text": text}:
-                self._last_line = text
+            case {"kind": "phase" | "step" | "message" as kind, **fields}:
+                getattr(self.screen, kind)(**fields)
+            case {"kind": "failure" | "result" as kind, "text": text}:
+                self._words[kind] = text
 
     def _interrupt(self, number, frame) -> None:
         self.interrupts += 1

@@ -53,8 +53,7 @@ def family_names() -> list[str]:
 
 @cache
 def family_of(model_type: str | None) -> Family:
-    """The family of a `model_type`; ConfigError where there is none, or one that Megatron-Core
-    cannot compute."""
+    """Of a `model_type`; ConfigError where there is none, or Megatron-Core cannot compute it."""
     known = family_names()
     if model_type not in known:
         near = nearest(str(model_type), known) or known

@@ -55,9 +55,8 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
     pp = config.trainer.pipeline_parallel_size
     wanted = {0, min(1, pp - 1), pp - 1} if worst_only else range(pp)
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
-    return Plan(stages, usable, _engine(config, hf, vocab_size, memory),
-                _numbers(config, sizes_of(hf, vocab_size, TrainerConfig()), sizes,
-                         work["num_microbatches"]))
+    return Plan(stages, usable, _engine(config, hf, vocab_size, memory), _numbers(
+        config, sizes_of(hf, vocab_size, TrainerConfig()), sizes, work["num_microbatches"]))
 
 
 def memory_problems(config: RunConfig, plan: Plan) -> list[Violation]:
@@ -69,8 +68,7 @@ def memory_problems(config: RunConfig, plan: Plan) -> list[Violation]:
 
 
 RULES: Conditions = {
-    "trainer_memory": lambda c, plan: (
-        plan.usable_bytes is not None and plan.worst.total > plan.usable_bytes),
+    "trainer_memory": lambda c, plan: plan.worst.total > (plan.usable_bytes or float("inf")),
     "engine_memory": lambda c, plan: plan.engine["kv_tokens"] < c.rollout.max_model_len}
 
 

@@ -132,10 +132,9 @@ class WeightPublisher:
             for index, mine in enumerate(checksums):
                 other = first.setdefault(frozenset(mine), index)
                 if wrong := sorted(k for k in mine if mine[k] != checksums[other][k]):
-                    raise MismatchError(
-                        f"parameter {wrong[0]!r} of {self.clients[index].name} differs from that "
-                        f"of {self.clients[other].name} ({len(wrong)} of {len(mine)} do)",
-                        remedy=_REMEDY)
+                    raise MismatchError(f"parameter {wrong[0]!r} of {self.clients[index].name} "
+                                        f"differs from that of {self.clients[other].name} "
+                                        f"({len(wrong)} of {len(mine)} do)", remedy=_REMEDY)
         await self.wake(tags="kv_cache")
 
 

@@ -71,8 +71,7 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
     control routes have no authentication: `host` is loopback, or in a network of this job only."""
     rollout, on_cpu = config.rollout, is_cpu_engine()
     loopback = host in (LOOPBACK, "::1", "localhost")
-    values = {
-        **rollout.model_dump(), "model": model_path, "host": host, "port": port,
+    values = {**rollout.model_dump(), "model": model_path, "host": host, "port": port,
         "seed": derive_seed(config.seed, "engine", replica), "num_threads": num_threads(config),
         "max_logprobs": rollout.truncation.get("logprobs", 1),
         "kv_cache_bytes": int(rollout.kv_cache_gib * (1 << 30))}

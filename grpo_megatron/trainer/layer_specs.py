@@ -37,8 +37,7 @@ def block_spec(config: TransformerConfig,
                                                           vp_stage=vp_stage)
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = transformer_block.get_num_layers_to_build(config, vp_stage=vp_stage)
-    sparse = moe_layers(config)
-    specs = [_torch_layer_spec(config, config.num_moe_experts if i in sparse else None)
+    specs = [_torch_layer_spec(config, config.num_moe_experts if i in moe_layers(config) else None)
              for i in range(offset, offset + count)]
     return transformer_block.TransformerBlockSubmodules(specs, layer_norm=TorchNorm)
 

@@ -91,15 +91,13 @@ class Training:
         if watch:
             total.add(watch.step(self.batch, advantages))
         skipped = int(self.table.update.max(initial=-1)) + 1 - len(self.updates)
-        metrics = {**derived(total.result()),
+        state = dict(self.objective.state)
+        metrics = {**derived(total.result()), "batch/skipped_updates": float(skipped),
                    **evaluate.batch_metrics(self.objective, self.batch, advantages),
-                   **{f"objective/{name}": v for name, v in self.objective.state.items()},
-                   **self.source.metrics(),
-                   **({"optimizer/lr": float(np.mean(rates))} if rates else {}),
-                   "batch/skipped_updates": float(skipped)}
-        return {"metrics": metrics, "normalisers": total.units,
-                "state": dict(self.objective.state), "updates": len(self.updates),
-                "losses": [found["loss/value"] for found in by_update],
+                   **{f"objective/{name}": v for name, v in state.items()}, **self.source.metrics(),
+                   **({"optimizer/lr": float(np.mean(rates))} if rates else {})}
+        return {"metrics": metrics, "normalisers": total.units, "state": state,
+                "updates": len(self.updates), "losses": [f["loss/value"] for f in by_update],
                 "grad_norms": [found["grad/norm"] for found in by_update],
                 "tokens": sum(u.batch.num_tokens for u in self.updates),
                 "old_logprobs_s": old_s, "train_s": time.perf_counter() - self.started}

@@ -77,8 +77,8 @@ class RouteSource:
                              if s and problems[s])
             shapes = ", ".join(sorted({str(s) for s in self._table.route_shapes}))
             raise DataError(
-                f"{what} of {problems.sum()} expert routes cannot be replayed "
-                f"(recorded: {shapes or 'none'}; model: {self._replay.shape})",
+                f"{what} of {problems.sum()} expert routes cannot be replayed (recorded: "
+                f"{shapes or 'none'}; model: {self._replay.shape})",
                 where=str(self._table.directory),
                 remedy="delete the step to sample it anew, or set routing.on_missing=live")
 

@@ -91,9 +91,8 @@ class TrainerService:
     def supervise(self, directory: str, first_update: int) -> dict[str, Any]:
         """One supervised optimizer step per update of the recorded step."""
         table, settings = _table(directory), self.config.cold_start
-        report = train_tokens(self.config, self.policy, table, settings.optimizer, first_update,
-                              settings.max_steps)
-        return {"nll": report["metrics"]["loss/nll"]}
+        return {"nll": train_tokens(self.config, self.policy, table, settings.optimizer,
+                                    first_update, settings.max_steps)["metrics"]["loss/nll"]}
 
     def logprobs(self, directory: str, cap: float = math.inf) -> dict[str, Any]:
         """Largest and mean |trainer - recorded| log-prob; the mean also with none above `cap`."""
@@ -119,9 +118,8 @@ class TrainerService:
     def save(self, directory: str, state: dict[str, Any]) -> None:
         policy, path = self.policy, Path(directory)
         create_adam_state(policy.optimizer)  # it has none before its first step
-        reference = self.references.save(policy, path)
-        distributed.save_checkpoint(path, policy.chunks, policy.optimizer,
-                                    {**state, "reference": reference}, self.model_path)
+        distributed.save_checkpoint(path, policy.chunks, policy.optimizer, {
+            **state, "reference": self.references.save(policy, path)}, self.model_path)
 
     def damage(self, directory: str) -> dict[str, Any]:
         """`files` of a checkpoint and of the reference that it names which are not as written."""

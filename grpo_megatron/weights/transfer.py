@@ -118,9 +118,8 @@ class WeightReceiver:
                 store = TCPStore(host, port, None, is_master=False, timeout=timeout)
                 self._groups[name] = _group(store, host, rank, world_size, timeout)
 
-    def receive(self, plan: TransferPlan,
-                load: Callable[[list[tuple[str, torch.Tensor]]], object], *,
-                publish: int = 0) -> dict[str, str]:
+    def receive(self, plan: TransferPlan, load: Callable[[list[tuple[str, torch.Tensor]]], object],
+                *, publish: int = 0) -> dict[str, str]:
         """Receive a whole publish, handing each bucket's tensors to `load`.
 
         `load` may keep them: a bucket's storage is never written again. Returns every tensor's

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import queue
 from types import SimpleNamespace
 
@@ -10,7 +12,12 @@ import pytest
 import torch
 
 from grpo_megatron.plan.layout_rules import is_cpu_engine
-from grpo_megatron.rollout.plugin import cpu_eager_layers, whole_outputs
+from grpo_megatron.rollout.plugin import (
+    cpu_eager_layers,
+    lean_logprobs,
+    lean_reload,
+    whole_outputs,
+)
 
 pytestmark = [pytest.mark.engine,
               pytest.mark.skipif(not is_cpu_engine(), reason="fixes of vLLM's CPU build")]
@@ -48,14 +55,13 @@ class Requests:
     abort_requests = whole_outputs._forgetting(abort_requests)
 
 
-def _output(name: str, tokens: list[int], reason=None):
+def _output(name: str, tokens: list[int], reason=None, mask=None):
     from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
+    from vllm.v1.outputs import LogprobsLists
 
     ids = np.array(tokens)
-    kept = SamplingMaskLists(ids.repeat(2), None if len(ids) == 1 else np.arange(len(ids) + 1) * 2)
     return EngineCoreOutput(
-        name, list(tokens), finish_reason=reason, new_sampling_mask=kept,
+        name, list(tokens), finish_reason=reason, new_sampling_mask=mask,
         routed_experts=ids[:, None, None].repeat(2, 1),
         new_logprobs=LogprobsLists(ids[:, None], -ids[:, None] / 8, ids + 1))
 
@@ -76,7 +82,6 @@ def test_a_completion_is_sent_whole():
     (output,) = message.outputs
     assert output.new_token_ids == [1, 2, 3, 4] and output.finish_reason == FinishReason.STOP
     np.testing.assert_array_equal(output.routed_experts[:, 0, 0], [1, 2, 3, 4])
-    assert output.new_sampling_mask.to_nested_list() == [[i, i] for i in (1, 2, 3, 4)]
     ids, logprobs, ranks, _ = output.new_logprobs
     np.testing.assert_array_equal(ids[:, 0], [1, 2, 3, 4])
     np.testing.assert_array_equal(logprobs[:, 0], [-1 / 8, -2 / 8, -3 / 8, -4 / 8])
@@ -112,6 +117,14 @@ def test_streams_and_stop_strings_get_every_token():
         assert [_sent(core.step()[0]) for _ in range(2)] == [[("a", [1], "0")], [("a", [2], "0")]]
 
 
+def test_masks_of_what_could_be_sampled_are_sent_at_once():
+    from vllm.v1.outputs import SamplingMaskLists
+
+    mask = SamplingMaskLists(np.array([1, 2]), None)
+    core = Requests([{"a": ([1], None, mask)}, {"a": ([2], None, mask)}])
+    assert [_sent(core.step()[0]) for _ in range(2)] == [[("a", [1], "0")], [("a", [2], "0")]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_by_kernel(dtype, monkeypatch):
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -132,3 +145,116 @@ def test_norms_by_kernel(dtype, monkeypatch):
     torch.testing.assert_close(norm.forward_cpu(heads), expected[0], **tolerance)
     torch.testing.assert_close(norm.forward_cpu(heads.contiguous(), residual), expected[1],
                                **tolerance)
+
+
+@pytest.fixture
+def lean(monkeypatch):
+    """What `lean_logprobs` and `lean_reload` replace: as it is, and put back afterwards."""
+    from vllm.entrypoints.scale_out.token_in_token_out import protocol, serving
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    for owner, name in ((LogprobsProcessor, "from_new_request"),
+                        (LogprobsProcessor, "_update_sample_logprobs"),
+                        (serving.ServingTokens, "_create_tokens_logprobs"),
+                        (protocol.GenerateTokensResponse, "model_dump"),
+                        (layerwise, "get_numel_loaded")):
+        monkeypatch.setattr(owner, name, owner.__dict__.get(name, getattr(owner, name)))
+
+
+def _answer(tables, **params) -> dict:
+    """What the API server answers where the engine core sends these tables, one after another."""
+    from vllm.entrypoints.scale_out.token_in_token_out import protocol, serving
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
+
+    settings = SamplingParams(**{"output_kind": RequestOutputKind.FINAL_ONLY, **params})
+    processor = LogprobsProcessor.from_new_request(None, SimpleNamespace(sampling_params=settings))
+    for ids, values in tables:
+        processor._update_sample_logprobs(LogprobsLists(ids, values, np.ones(len(ids), int)))
+    tokens = [int(row[0]) for ids, _ in tables for row in ids]
+    logprobs = serving.ServingTokens._create_tokens_logprobs(
+        None, token_ids=tokens, top_logprobs=processor.logprobs,
+        num_output_top_logprobs=settings.logprobs)
+    choice = protocol.GenerateTokensChoice(index=0, token_ids=tokens, logprobs=logprobs)
+    answer = json.loads(json.dumps(protocol.GenerateTokensResponse(
+        request_id="a", choices=[choice]).model_dump(), allow_nan=False))
+    return answer | {"cumulative": processor.cumulative_logprob}
+
+
+@pytest.mark.parametrize("params, columns", [({"logprobs": 0}, 1), ({"logprobs": 0}, 3),
+                                             ({"logprobs": 2}, 3), ({"logprobs": -1}, 5)])
+def test_lean_logprobs_are_the_same(params, columns, lean):
+    random = np.random.default_rng(0)
+    tables = [(np.stack([random.permutation(9)[:columns] for _ in range(n)]),
+               np.log(random.random((n, columns), np.float32))) for n in (1, 4, 2)]
+    odd = [(ids, values.copy()) for ids, values in tables]
+    odd[0][1][0, 0], odd[1][1][2, 0] = np.nan, -np.inf
+    expected = [_answer(some, **params) for some in (tables, odd)]
+    lean_logprobs.apply()
+    found = [_answer(some, **params) for some in (tables, odd)]
+    assert [*map(_told, found)] == [*map(_told, expected)]
+    assert found[0]["cumulative"] == pytest.approx(expected[0]["cumulative"], abs=1e-6)
+    assert _told(found[0]) != _told(found[1])
+
+
+def _told(answer: dict) -> tuple:
+    """Without the ranks, which nobody here reads."""
+    (choice,) = answer["choices"]
+    rest = {name: value for name, value in choice.items() if name != "logprobs"}
+    entries = [(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
+    return rest, {n: v for n, v in answer.items() if n not in ("choices", "cumulative")}, entries
+
+
+def test_who_asks_for_more_than_the_sampled_gets_it(lean):
+    table = [(np.array([[3, 5, 3], [4, 4, 6]]), -np.array([[1.0, 0.5, 1.0], [0.25, 0.25, 2.0]]))]
+    expected = _answer(table, logprobs=2)
+    lean_logprobs.apply()
+    assert _answer(table, logprobs=2) == expected
+    assert len(expected["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+
+
+@pytest.mark.parametrize("how", ["copy", "part", "index", "twice", "scalar"])
+def test_a_reload_counts_what_it_loads(how, lean):
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    def part(param, loaded_weight):
+        param.data.narrow(0, 1, 2).copy_(loaded_weight[:2])
+        return "done"
+
+    def index(param, loaded_weight):
+        param.data[1] = loaded_weight[0]
+
+    def twice(param, loaded_weight):
+        param.data.copy_(loaded_weight)
+        param.data.copy_(loaded_weight * 2)
+
+    loader, source = {
+        "copy": (default_weight_loader, torch.ones(4, 3)), "part": (part, torch.ones(4, 3)),
+        "index": (index, torch.ones(4, 3)), "twice": (twice, torch.ones(4, 3)),
+        "scalar": (default_weight_loader, torch.ones(()))}[how]
+    place = torch.nn.Parameter(torch.empty((1,) if how == "scalar" else (4, 3), device="meta"))
+    bound = inspect.signature(loader).bind(place, source)
+    expected = meta.get_numel_loaded(loader, bound)
+    lean_reload.apply()
+    assert layerwise.get_numel_loaded(loader, bound) == expected
+    assert "copy_" not in torch.Tensor.__dict__, "the counter must be gone"
+    target = torch.zeros(2)
+    target.copy_(torch.ones(2))
+    assert target.sum() == 2
+
+
+def test_a_loader_that_fails_leaves_no_counter(lean):
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    def fails(param, loaded_weight):
+        torch.zeros(1).copy_(torch.ones(1))
+        raise KeyError("broken")
+
+    lean_reload.apply()
+    bound = inspect.signature(fails).bind(torch.empty(2, device="meta"), torch.ones(2))
+    with pytest.raises(KeyError, match="broken"):
+        layerwise.get_numel_loaded(fails, bound)
+    assert "copy_" not in torch.Tensor.__dict__

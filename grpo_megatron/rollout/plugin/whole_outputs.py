@@ -41,7 +41,7 @@ def _held_back(core, output):
         return _joined([*parts, output]) if parts else output
     if not parts:
         request = core.scheduler.requests.get(output.request_id)
-        if request is None or not _wants_end_only(request):
+        if request is None or not _wants_end_only(request) or output.new_sampling_mask is not None:
             return output
         held[output.request_id] = (request.client_index, parts)
     parts.append(output)
@@ -70,19 +70,10 @@ def _joined(parts: list):
         whole.new_logprobs = first.new_logprobs._make([*map(np.concatenate, columns), None])
     routes = [part.routed_experts for part in parts if part.routed_experts is not None]
     whole.routed_experts = np.concatenate(routes) if routes else None
-    masks = [part.new_sampling_mask for part in parts if part.new_sampling_mask is not None]
-    whole.new_sampling_mask = _joined_masks(masks) if masks else None
     whole.events = [event for part in parts for event in part.events or ()] or None
     for name in ("prefill_stats", "new_prompt_logprobs_tensors", "prompt_token_id_logprobs"):
         setattr(whole, name, getattr(first, name))  # of the prompt
     return whole
-
-
-def _joined_masks(masks: list):
-    """The kept token ids of all positions, and where each position's begin."""
-    sizes = [np.diff(m.offsets) if m.offsets is not None else [len(m.token_ids)] for m in masks]
-    return masks[0]._make([np.concatenate([m.token_ids for m in masks]),
-                           np.cumsum([0, *np.concatenate(sizes)]), None])
 
 
 def _releasing(method):
