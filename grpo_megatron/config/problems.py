@@ -1,5 +1,5 @@
-"""What can be wrong with a recipe: rules between keys, a condition in Python for each and what is
-said in `rules.toml`; and how all of it is told at once."""
+"""What can be wrong with a recipe: rules between keys, in `rules.toml` what is said of each and its
+condition, which longer ones have in Python; and how all of it is told at once."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +60,14 @@ class InvalidConfigError(ConfigError):
         numbered = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         super().__init__("\n".join([message, *numbered]), **details)
         self.problems = tuple(problems)
+
+
+def stated(arguments: str) -> Conditions:
+    """The conditions of these arguments that stand with their texts: `broken = "c: c.x > c.y"`."""
+    texts = {f"{rule}.{variant}".rstrip("."): text for rule, variants in _TEXTS.items()
+             for variant, text in ({"": variants} if "key" in variants else variants).items()}
+    return {name: eval(f"lambda {text['broken']}") for name, text in texts.items()
+            if text.get("broken", "").startswith(f"{arguments}:")}
 
 
 def as_toml(value: Any) -> str:

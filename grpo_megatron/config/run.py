@@ -252,6 +252,18 @@ class RunConfig(Strict):
             self.distillation is not None and self.distillation.samples == "dataset")
 
     @property
+    def canary_tolerance(self) -> float:
+        """Mean |trainer - engine| log-prob difference that rounding may explain."""
+        exact = self.trainer.precision == self.rollout.dtype == "float32"
+        return self.publish.canary_tolerance or (1e-4 if exact else 0.1)
+
+    @property
+    def samples_prove(self) -> bool:
+        """Whether a step's samples are its canary: training computes the same, experts and all."""
+        return (self.publish.canary and self.kind == "rl" and self.batch.max_staleness == 0
+                and self.routing.replay != "r3")
+
+    @property
     def records_routes(self) -> bool:
         """Whether engines are asked for the experts of every token."""
         return self.rollout.record_routes or self.routing.replay == "r3"

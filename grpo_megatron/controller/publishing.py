@@ -92,11 +92,8 @@ class Publisher:
     async def check_canary(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Every live engine answers `prompts` and the trainer recomputes the log-probs, no further
         apart than `publish.canary_tolerance`, by default what rounding at that precision gives.
-        Rare tokens may be: rounding moves one that is between two experts to the other."""
-        started, config = time.perf_counter(), self.config
-        exact = config.trainer.precision == config.rollout.dtype == "float32"
-        tolerance = config.publish.canary_tolerance or (1e-4 if exact else 0.1)
-        worst = {"abs_max": 0.0, "abs_mean": 0.0}
+        See `trainer.canary`."""
+        started, worst = time.perf_counter(), {"canary/abs_max": 0.0, "canary/abs_mean": 0.0}
         for replica in self.engines.alive:
             try:
                 completions = await asyncio.gather(*(self._sample(replica.client, p)
@@ -108,17 +105,13 @@ class Publisher:
             directory = self.run_dir.root / "canary"
             record_completions(directory, [
                 (0, p, c) for p, c in zip(prompts, completions, strict=True)])
-            found = await self.trainer.call("logprobs", directory=str(directory), cap=4 * tolerance)
-            if not found["capped_mean"] <= tolerance:
-                raise MismatchError(
-                    f"after publishing version {self.version}, {replica.client.name} and the "
-                    f"trainer disagree about log-probs by {found['abs_mean']:.3g} on average "
-                    f"(at most {found['abs_max']:.3g}, {found['tokens']} tokens), tolerance "
-                    f"{tolerance:.3g}", where="publish.canary_tolerance",
-                    remedy="the engine has other weights than it was sent, or another precision")
+            found = await self.trainer.call("compare", directory=str(directory))
+            if found["problem"]:
+                raise MismatchError(f"{replica.client.name}, weight version {self.version}: "
+                                    f"{found['problem']}", where="publish.canary_tolerance",
+                                    remedy=found["remedy"])
             worst = {name: max(worst[name], found[name]) for name in worst}
-        return {**{f"canary/{name}": value for name, value in worst.items()},
-                "canary/seconds": time.perf_counter() - started}
+        return {**worst, "canary/seconds": time.perf_counter() - started}
 
     async def _sample(self, client: EngineClient, prompt: Prompt) -> Completion:
         rollout = self.config.rollout

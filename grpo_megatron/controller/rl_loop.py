@@ -23,6 +23,8 @@ from grpo_megatron.controller.session import Session
 from grpo_megatron.controller.step_groups import GroupSource
 from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.errors import MismatchError
+from grpo_megatron.files import replace_directory
 from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.telemetry.metrics import MetricsWriter
@@ -37,6 +39,7 @@ class RecordedStep:
     manifest: dict[str, Any]  # see `RLLoop._sample`
     seconds: dict[str, float] = field(default_factory=dict)
     canary: dict[str, float] = field(default_factory=dict)
+    fresh: bool = False  # sampled just now
 
 
 class RLLoop:
@@ -88,6 +91,10 @@ class RLLoop:
         """The step's samples, from the store or from the engines."""
         if self.ahead:  # the trainer is about to have other weights than the engines
             return await self._sample(step)
+        if self.config.samples_prove:
+            recorded = await self._sample(step)
+            return (replace(recorded, canary=await self._canary()) if recorded.manifest["stale"]
+                    else recorded)
         recorded, canary = await finish_or_cancel([self._sample(step), self._canary()])
         return replace(recorded, canary=canary)
 
@@ -121,8 +128,9 @@ class RLLoop:
             manifest, self.session.tokenizer.decode, recorded_shape(config), taught)
         seconds = {"rollout": rollout_s + time.perf_counter() - written_from,
                    "reward": scored_at - started - rollout_s}
-        return RecordedStep(step, directory, manifest, seconds | (
-            {"teachers": written_from - scored_at} if taught else {}))
+        if taught:
+            seconds["teachers"] = written_from - scored_at
+        return RecordedStep(step, directory, manifest, seconds, fresh=True)
 
     async def train(self, recorded: RecordedStep) -> dict[str, Any]:
         if recorded.manifest["metrics"]["sampling/skipped_steps"]:  # no group was kept
@@ -135,10 +143,14 @@ class RLLoop:
                 await publisher.make_room()  # before the training, elsewhere beside it
             await self.session.judges.rest(sleep=self.config.placement.gpus_per_node > 0)
             beside = [publisher.make_room()] if engines_rest else []
-            report, *_ = await finish_or_cancel([self.session.trainer.call(
-                "train", directory=str(recorded.directory), first_update=self.state.updates,
-                num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
-                state=self.state.objective), *beside])
+            try:
+                report, *_ = await finish_or_cancel([self.session.trainer.call(
+                    "train", directory=str(recorded.directory), first_update=self.state.updates,
+                    num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
+                    state=self.state.objective, fresh=recorded.fresh), *beside])
+            except MismatchError:  # nor may a resume train them
+                replace_directory(recorded.directory, recorded.directory.with_suffix(".rejected"))
+                raise
             return report
 
     async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:

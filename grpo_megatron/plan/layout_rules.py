@@ -3,7 +3,7 @@ vLLM refuses or dies of, some only in its CPU build. What is said of each: `conf
 
 import importlib.metadata
 
-from grpo_megatron.config.problems import Conditions, Details
+from grpo_megatron.config.problems import Conditions, Details, stated
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.model_facts import ModelFacts
@@ -97,23 +97,15 @@ def _needs_sequence_parallel(t: TrainerConfig, f: ModelFacts) -> Details | None:
     return {"layers": layers} if f.is_moe or f.is_mla else None
 
 
-TRAINER_RULES: Conditions = {
+TRAINER_RULES: Conditions = stated("t, f") | {
     "attention_world": _attention_world, "expert_world": _expert_world,
-    "experts_needed.ep": lambda t, f: t.expert_parallel_size > 1 and not f.num_experts,
-    "experts_divide": lambda t, f: f.num_experts and f.num_experts % t.expert_parallel_size,
-    "experts_needed.etp": lambda t, f: (t.expert_tensor_parallel_size or 1) > 1 and not f.is_moe,
     "expert_width.etp": lambda t, f: t.expert_tensor_parallel_size and _uneven_experts(t, f),
     "expert_width.tp": lambda t, f: not t.expert_tensor_parallel_size and _uneven_experts(t, f),
     "heads_divide": _heads_divide,
-    "mlp_width": lambda t, f: f.has_dense_layers and f.intermediate_size % t.tensor_parallel_size,
-    "shared_expert_width": lambda t, f: f.shared_expert_intermediate_size % t.tensor_parallel_size,
     "virtual_pipeline": lambda t, f: _alone(t),
     "layers_divide.pp": _stages_divide, "layers_divide.vpp": _chunks_divide,
     "layers_divide.ends": _ends_leave, "layers_divide.chunks": _uneven_chunks,
-    "sequence_parallel.alone": lambda t, f: t.sequence_parallel and t.tensor_parallel_size == 1,
-    "sequence_parallel.needed": _needs_sequence_parallel,
-    # it would train every sample several times, silently
-    "context_parallel": lambda t, f: t.context_parallel_size > 1}
+    "sequence_parallel.needed": _needs_sequence_parallel}
 
 
 def _heads_do_not_fit(r: RolloutConfig, f: ModelFacts, cpu: bool) -> bool:
@@ -150,7 +142,7 @@ def _truncation_unbounded(r: RolloutConfig, f: ModelFacts, cpu: bool) -> Details
     return {"field": "top_p" if "top_p" in truncation else "min_p", "limit": _ALL_LOGPROBS}
 
 
-ROLLOUT_RULES: Conditions = {
+ROLLOUT_RULES: Conditions = stated("r, f, cpu") | {
     "rollout_heads": _heads_do_not_fit,
     "rollout_width": lambda r, f, cpu: [
         w for w in _widths(r, f) if w["width"] % r.tensor_parallel_size],
@@ -159,7 +151,6 @@ ROLLOUT_RULES: Conditions = {
     "cpu_multiples.rank": lambda r, f, cpu: [
         w for w in _cpu_widths(r, f, cpu) if w["width"] % _CPU_MULTIPLE == 0
         and w["width"] % r.tensor_parallel_size == 0 and w["part"] % _CPU_MULTIPLE],
-    "record_routes": lambda r, f, cpu: r.record_routes and not f.is_moe,
     "context_length": lambda r, f, cpu: f.max_position_embeddings and (
         r.max_model_len > f.max_position_embeddings) and {"nearest": [f.max_position_embeddings]},
     "truncation_bound.vocabulary": _truncation_too_wide,

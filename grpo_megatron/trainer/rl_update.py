@@ -20,7 +20,8 @@ from grpo_megatron.algorithms.stats import Stats, derived
 from grpo_megatron.algorithms.step_terms import StepTerms, step_terms
 from grpo_megatron.batching.store import SampleTable, read_decisions, write_decisions
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.trainer import step
+from grpo_megatron.errors import MismatchError
+from grpo_megatron.trainer import canary, step
 from grpo_megatron.trainer.microbatch import MicroBatch
 from grpo_megatron.trainer.policy import Policy
 from grpo_megatron.trainer.reference import References, Watch
@@ -30,11 +31,13 @@ from grpo_megatron.trainer.route_source import RouteSource
 
 class Training:
     """One recorded step while it is trained. `state` is `Objective.state` after the step before;
-    with `replayed`, clip and mask decisions follow the recorded ones, which are not written."""
+    with `replayed`, clip and mask decisions follow the recorded ones, which are not written;
+    `fresh` samples prove that their engines have the policy's weights, if they can."""
 
     def __init__(self, config: RunConfig, policy: Policy, references: References,
-                 table: SampleTable, state: Mapping[str, float], replayed: bool = False):
-        self.started = time.perf_counter()
+                 table: SampleTable, state: Mapping[str, float], replayed: bool = False,
+                 fresh: bool = False):
+        self.started, self.fresh = time.perf_counter(), fresh
         self.config, self.policy, self.references, self.table = config, policy, references, table
         self.objective = objective = objective_of(config, state)
         self.needs = needed_columns(objective.config, reference=objective.wants_reference)
@@ -138,21 +141,30 @@ class Training:
             terms = terms.with_margins(self.objective, self._margins(update))
         self.policy.set_learning_rate(rate)
         run = self.source.training_pass(update, terms)
+        proves = self.config.samples_prove and not self.table.manifest["stale"]
 
         def loss(microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
             logprobs, entropies = output[:2].unbind(0)
             index = microbatch.index
+            old = logprobs.detach() if update.old is None else update.old[index][0]
             value, stats = policy_loss(self.objective, terms.loss_batch(
-                torch.from_numpy(microbatch.table_rows), logprobs,
-                logprobs.detach() if update.old is None else update.old[index][0],
+                torch.from_numpy(microbatch.table_rows), logprobs, old,
                 microbatch.rollout_logprobs, entropies,
                 None if update.ref is None else update.ref[index], step.untruncated(output),
                 self.followed))
+            if proves:
+                stats.add(canary.compare(self.config, self.table, microbatch, old))
             self.decided.append((microbatch.table_rows, {
                 name: flags.cpu().numpy() for name, flags in stats.decisions.items()}))
             return value, stats
 
-        stats = step.train_step(self.policy, update.batch, loss, run)
+        def check(stats: Stats) -> None:
+            problem = canary.disagreement(self.config, self.table, stats)
+            if problem and self.fresh:
+                raise MismatchError(f"in step {self.table.manifest['step']}, {problem}",
+                                    where="publish.canary_tolerance", remedy=canary.REMEDY)
+
+        stats = step.train_step(self.policy, update.batch, loss, run, check)
         self.source.finish(run, update.batch)
         self._learn(stats)
         return stats

@@ -1,6 +1,5 @@
 """The commands a trainer executes. Every rank runs every command; rank 0 answers."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.hf_config import computation
 from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.trainer import canary
 from grpo_megatron.trainer.gaps import logprob_gaps
 from grpo_megatron.trainer.megatron_fixes import create_adam_state
 from grpo_megatron.trainer.platform import peak_memory_bytes
@@ -43,7 +43,7 @@ class TrainerService:
         self.teachers = Teachers(config, self._load_model) if config.distillation else None
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        own = (self.train, self.gaps, self.supervise, self.logprobs, self.reset_optimizer,
+        own = (self.train, self.gaps, self.supervise, self.compare, self.reset_optimizer,
                self.take_reference, self.save, self.damage, self.load, self.export)
         publishing = (self.publisher.open, self.publisher.join, self.publisher.send)
         return {f.__name__: f for f in own} | {f"publish_{f.__name__}": f for f in publishing}
@@ -63,12 +63,13 @@ class TrainerService:
             hf_import.import_weights(self.policy.sharded, directory)
 
     def train(self, directory: str, first_update: int, num_updates: int,
-              state: dict[str, float], replayed: bool = False) -> dict[str, Any]:
+              state: dict[str, float], replayed: bool = False,
+              fresh: bool = False) -> dict[str, Any]:
         """Train all updates of a recorded step (see `Training.run`)."""
         table = _table(directory)
         if self.config.kind == "rl":
             report = Training(self.config, self.policy, self.references, table, state,
-                              replayed).run(first_update, num_updates)
+                              replayed, fresh).run(first_update, num_updates)
         else:
             report = train_tokens(self.config, self.policy, table, self.config.optimizer,
                                   first_update, num_updates, self.teachers)
@@ -94,21 +95,16 @@ class TrainerService:
         return {"nll": train_tokens(self.config, self.policy, table, settings.optimizer,
                                     first_update, settings.max_steps)["metrics"]["loss/nll"]}
 
-    def logprobs(self, directory: str, cap: float = math.inf) -> dict[str, Any]:
-        """Largest and mean |trainer - recorded| log-prob; the mean also with none above `cap`."""
-        table = SampleTable(Path(directory), verify=False)
-        batch, stats = prepare(self.config.trainer, table, np.arange(len(table))), Stats()
+    def compare(self, directory: str) -> dict[str, Any]:
+        """An engine's samples with this policy, see `canary`: its metrics, `problem`, `remedy`."""
+        table, stats = SampleTable(Path(directory), verify=False), Stats()
+        batch = prepare(self.config.trainer, table, np.arange(len(table)))
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
             if output.numel():
-                found, gap = Stats(), (output[0] - part.rollout_logprobs).abs().double()
-                found.mean("gap", gap.sum(), len(gap))
-                found.mean("capped", gap.clamp(max=cap).sum(), len(gap))
-                found.maximum("gap", gap)
-                stats.add(found)
+                stats.add(canary.compare(self.config, table, part, output[0]))
         stats = reduce_stats(stats)
-        total, count = stats.means["gap"].tolist()
-        return {"abs_max": float(stats.maxima["gap"]), "abs_mean": total / count,
-                "capped_mean": float(stats.means["capped"][0]) / count, "tokens": int(count)}
+        return {"problem": canary.disagreement(self.config, table, stats), **stats.result(),
+                "remedy": canary.REMEDY}
 
     def reset_optimizer(self, cold_start: bool) -> None:
         """Drop all moments; take the settings of the cold start or of RL."""

@@ -89,8 +89,10 @@ def logprob_pass(policy: Policy, batch: PreparedBatch,
 
 
 def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction,
-               routing: RoutingPass | None = None) -> Stats:
-    """Forward, backward and one optimizer step; returns metrics, equal on all ranks.
+               routing: RoutingPass | None = None,
+               check: Callable[[Stats], None] = lambda stats: None) -> Stats:
+    """Forward, backward, `check` of what they found, and one optimizer step; returns metrics, equal
+    on all ranks.
 
     Raises TrainerError when the loss or the gradient norm is not finite; weights are lost then."""
     stats = Stats()
@@ -106,6 +108,7 @@ def train_step(policy: Policy, batch: PreparedBatch, loss_function: LossFunction
     policy.optimizer.zero_grad()
     _run_schedule(policy, batch, loss_of, routing, forward_only=False)
     stats = reduce_stats(stats)
+    check(stats)
     _require_finite("loss", stats.result()["loss/value"])
     grad_norm = float(policy.optimizer.step()[1])
     _require_finite("gradient norm", grad_norm)

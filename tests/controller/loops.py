@@ -16,6 +16,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import RunState
+from grpo_megatron.errors import MismatchError
 from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
@@ -54,6 +55,9 @@ class Loop:
                         for d in config.domains}
         self.trained: list[tuple[str, SampleTable]] = []
         self.sampled: list[tuple[int, int]] = []  # (step, prompts)
+        self.fresh: list[bool] = []  # by `train` command
+        self.canaries: list[int] = []  # weight versions
+        self.mismatch_at: int | None = None  # `train` command
         self.states: dict[int, RunState] = {}
 
     def run(self, state: RunState = START) -> RunState:
@@ -106,7 +110,8 @@ class Loop:
         """Nothing is shared."""
 
     async def check_canary(self, prompts) -> dict[str, float]:
-        return {}
+        self.canaries.append(self.version)
+        return {"canary/abs_max": 0.0}
 
     async def call(self, command: str, **arguments):
         if command == "save":
@@ -118,6 +123,9 @@ class Loop:
             return {}
         if len(self.trained) == self.crash_at:
             raise Crash
+        if len(self.fresh) == self.mismatch_at:
+            raise MismatchError("engine and trainer disagree")
+        self.fresh.append(arguments["fresh"])
         table = SampleTable(Path(arguments["directory"]))
         self.trained.append((Path(arguments["directory"]).name, table))
         assert len(table)

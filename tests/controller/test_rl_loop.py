@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grpo_megatron.errors import MismatchError
 from tests.controller.cases import recipe
 from tests.controller.loops import Crash, Loop, chance
 
@@ -141,6 +142,34 @@ def test_rollouts_one_step_ahead_keep_the_cap(tmp_path, surplus):
               for step, (_, t) in enumerate(loop.trained)]
     assert len(loop.trained) == 6 and max(oldest) == 1 + surplus
     assert all(t.manifest["stale"] for _, t in loop.trained[1:])
+
+
+def test_samples_are_their_own_canary_where_they_can_be(tmp_path):
+    """Where the trainer computes what the engines computed, it looks; else prompts are sent."""
+    plain, replayed, ahead = (make(tmp_path / name, num_steps=3, **tables) for name, tables in {
+        "plain": {}, "replayed": {"routing": {"replay": "r3"}},
+        "ahead": {"batch": {"num_prompts": 4, "num_samples_per_prompt": 4, "max_staleness": 1}},
+    }.items())
+    for loop in (plain, replayed, ahead):
+        loop.run()
+        assert loop.fresh == [True] * 3
+    assert (plain.canaries, replayed.canaries, ahead.canaries) == ([], [0, 1, 2], [0, 1, 2, 3])
+    surplus = make(tmp_path / "surplus", lambda step, prompt, sample: sample == 0, num_steps=3,
+                   sampling={"dynamic": True, "surplus_staleness": 1, "max_oversampling": 2.0})
+    surplus.run(RunStateWith(acceptance=0.5))
+    assert surplus.canaries == [1]  # of the step that is trained from older samples
+
+
+def test_samples_that_disagree_are_kept_aside_and_sampled_anew(tmp_path):
+    loop = make(tmp_path, num_steps=3)
+    loop.mismatch_at = 1
+    with pytest.raises(MismatchError):
+        loop.run()
+    store = loop.run_dir.step_store(1)
+    assert not store.exists() and (store.with_suffix(".rejected") / "manifest.json").exists()
+    again = make(tmp_path, num_steps=3)
+    again.run()
+    assert again.fresh == [False, True, True] and [step for step, _ in again.sampled] == [1, 2]
 
 
 def test_truncated_samples_are_recorded_as_they_are(tmp_path):

@@ -154,6 +154,19 @@ def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path, pause):
     assert list((tmp_path / "short").rglob("events.out.tfevents*"))
 
 
+def test_an_engine_that_computes_something_else_trains_nothing(tmp_path):
+    """Its samples are kept aside; without the fault, `resume` goes on from the start."""
+    done = runs.command("train", runs.RECIPE, f"runs_dir={tmp_path}", "name=wrong", "num_steps=2",
+                        environment={"GRPO_MEGATRON_ENGINE_NOISE": "mlp.gate:0.02"})
+    run, said = tmp_path / "wrong", done.stdout + done.stderr
+    assert done.returncode == 7 and "step 0, log-probs of rollout-0 and of" in said, said
+    assert runs.metrics(run) == [] and runs.no_survivors(run)
+    assert [p.name for p in run.rglob("step_000000*")] == ["step_000000.rejected"]
+    done = runs.command("resume", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [record["step"] for record in runs.metrics(run)] == [0, 1]
+
+
 @pytest.mark.parametrize(("role", "code", "message"), [
     ("rollout-0", 5, "rollout-0"),
     pytest.param("trainer-1", 6, "trainer-1 ended with exit code 137", marks=pytest.mark.chaos)])

@@ -30,7 +30,7 @@ async def assert_agree(publisher: Publisher) -> None:
 
 
 async def assert_differ(publisher: Publisher) -> None:
-    with pytest.raises(MismatchError, match="disagree about log-probs"):
+    with pytest.raises(MismatchError, match="log-probs of completions-0 and of the trainer"):
         await publisher.check_canary(PROMPTS)
 
 

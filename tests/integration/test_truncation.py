@@ -40,12 +40,13 @@ def test_the_trainers_logprobs_are_the_engines(servers, checkpoints, world1, tmp
                 assert sizes.min() > 0 and sizes.mean() > 1.5
                 assert sizes.max() <= settings.get("top_k", 255)
                 record_completions(tmp_path / "truncated", [(0, *pair) for pair in pairs])
-                found = await trainer.call("logprobs", directory=str(tmp_path / "truncated"))
-                assert found["tokens"] == len(sizes) and found["abs_max"] < TOLERANCE
+                found = await trainer.call("compare", directory=str(tmp_path / "truncated"))
+                assert not found["problem"] and found["canary/abs_max"] < TOLERANCE
                 record_completions(tmp_path / "without",
                                    [(0, prompt, replace(c, kept=None)) for prompt, c in pairs])
-                without = await trainer.call("logprobs", directory=str(tmp_path / "without"))
-                assert without["abs_mean"] > 0.05
+                without = await trainer.call("compare", directory=str(tmp_path / "without"))
+                assert f"of {len(sizes)} tokens" in without["problem"]
+                assert without["canary/abs_mean"] > 0.05
             await publisher.check_canary(PROMPTS)  # samples from everything
             greedy = await worker.greedy(PROMPTS, 8)
             assert all(group.completions[0].kept is None for group in greedy)
