@@ -37,7 +37,7 @@ def disagreement(config: RunConfig, table: SampleTable, stats: Stats) -> str:
         stats.units.pop(key, None)
         if not mean <= config.canary_tolerance:
             problems.append(
-                f"log-probs of {shard['name'].partition('.')[0]} and of the trainer are {mean:.3g} "
-                f"apart on average of {int(total[1])} tokens, none counted for more than "
-                f"{4 * config.canary_tolerance:.3g} (at most {stats.maxima['canary/abs_max']:.3g})")
+                f"{shard['name'].partition('.')[0]} and the trainer disagree about log-probs of "
+                f"{int(total[1])} tokens: by at most {stats.maxima['canary/abs_max']:.3g}, by "
+                f"{mean:.3g} on average with none above {4 * config.canary_tolerance:.3g}")
     return "; ".join(problems)

@@ -48,7 +48,7 @@ def test_one_wrong_engine_of_four_is_named(splits):
     stats = measured({2: 1.5e-4}, recipe(**EXACT), splits)
     assert stats.result()["canary/abs_mean"] < 1e-4
     problem = canary.disagreement(recipe(**EXACT), TABLE, stats)
-    assert problem.startswith("log-probs of rollout-1 and") and "rollout-2" not in problem
+    assert problem.startswith("rollout-1 and the trainer disagree") and "rollout-2" not in problem
 
 
 def test_a_token_between_two_experts_is_no_problem():
