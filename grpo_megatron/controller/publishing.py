@@ -1,7 +1,6 @@
-"""A new weight version: from the trainer into every live engine, proven, then a canary.
+"""A new weight version: from the trainer into every live engine, proven.
 
-The canary catches what follows loading: an engine may hold the right bytes and still compute
-with something else (prepacked copies, stale caches). It is sampled beside the rollouts."""
+Then a canary (`trainer.canary`), of prompts where the step's samples cannot be it."""
 
 import asyncio
 import time
@@ -90,9 +89,7 @@ class Publisher:
             raise error
 
     async def check_canary(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Every live engine answers `prompts` and the trainer recomputes the log-probs, no further
-        apart than `publish.canary_tolerance`, by default what rounding at that precision gives.
-        See `trainer.canary`."""
+        """Every live engine answers `prompts`; the trainer computes the same (`trainer.canary`)."""
         started, worst = time.perf_counter(), {"canary/abs_max": 0.0, "canary/abs_mean": 0.0}
         for replica in self.engines.alive:
             try:

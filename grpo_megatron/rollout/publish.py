@@ -27,7 +27,7 @@ class WeightPublisher:
     def __init__(self, clients: Sequence[EngineClient], *, timeout_s: float = 300.0,
                  pause_mode: str = "wait", asleep: bool = False):
         self.clients, self.pause_mode, self._timeout_s = list(clients), pause_mode, timeout_s
-        self.asleep, self._paused = asleep, False
+        self.asleep, self._paused, self._started = asleep, False, False
         self._world_sizes: list[int] = []
 
     async def num_workers(self) -> int:
@@ -55,16 +55,14 @@ class WeightPublisher:
         """Bring `version` into every replica and prove that it arrived; `send` makes the trainer
         send and returns `digests` of all tensors. Raises MismatchError: a worker received another
         one, or replicas of equal layout hold different weights; EngineError: a replica died."""
-        async def receive(client: EngineClient) -> None:
-            await client.control("/start_weight_update")
-            await client.control("/update_weights", {
-                "update_info": {"plan": plan.to_json(), "publish": version}})
-
         await self._pause()
-        sent, *_ = await _all([send(), *map(receive, self.clients)])
+        await self._start()
+        body = {"update_info": {"plan": plan.to_json(), "publish": version}}
+        sent, *_ = await _all([send(), *(c.control("/update_weights", body) for c in self.clients)])
         reports = await _all(c.call_workers("update_report") for c in self.clients)
         if not any(report["failure"] for workers in reports for report in workers):
             await self._control("/finish_weight_update", {"weight_version": str(version)})
+        self._started = False
         self._check_reports(plan, sent["digests"], reports)
         await self._check_and_resume()
 
@@ -76,6 +74,8 @@ class WeightPublisher:
             if sleep:
                 await self._control("/sleep", params={"level": "1"})
                 self.asleep = True
+            elif self._world_sizes:  # 10 ms less when the weights come
+                await self._start()
 
     async def wake(self, **tags: str) -> None:
         """After `rest`, by default with the weights as they were."""
@@ -106,6 +106,11 @@ class WeightPublisher:
         elif not self._paused:  # vLLM takes 20 ms for it
             await self._control("/pause", params={"mode": self.pause_mode, "clear_cache": "true"})
             self._paused = True
+
+    async def _start(self) -> None:
+        if not self._started:
+            await self._control("/start_weight_update")
+            self._started = True
 
     def _check_reports(self, plan: TransferPlan, sent: Mapping[str, str],
                        reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:

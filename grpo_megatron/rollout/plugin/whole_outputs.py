@@ -22,29 +22,29 @@ def apply() -> None:
 def _holding(step):
     @functools.wraps(step)
     def holding(self):
-        outputs, executed = step(self)
+        held, (outputs, executed) = _held(self), step(self)
         for message in (outputs or {}).values():
-            message.outputs = [out for output in message.outputs
-                               if (out := _held_back(self, output)) is not None]
+            came, message.outputs = message.outputs, []
+            for output in came:
+                if output.finish_reason is None and (before := held.get(output.request_id)):
+                    before[1].append(output)
+                elif (whole := _begun_or_ended(self, held, output)) is not None:
+                    message.outputs.append(whole)
         return {client: message for client, message in (outputs or {}).items()
                 if message.outputs or message.scheduler_stats or message.finished_requests
                 }, executed
     return holding
 
 
-def _held_back(core, output):
-    """None while the request runs; then all that was held of it as one output."""
-    held = _held(core)
-    _, parts = held.get(output.request_id, (0, []))
+def _begun_or_ended(core, held, output):
+    """Of the end of a request all that was held of it; None of a beginning that is held."""
     if output.finish_reason is not None:
-        held.pop(output.request_id, None)
+        _, parts = held.pop(output.request_id, (0, []))
         return _joined([*parts, output]) if parts else output
-    if not parts:
-        request = core.scheduler.requests.get(output.request_id)
-        if request is None or not _wants_end_only(request) or output.new_sampling_mask is not None:
-            return output
-        held[output.request_id] = (request.client_index, parts)
-    parts.append(output)
+    request = core.scheduler.requests.get(output.request_id)
+    if request is None or not _wants_end_only(request) or output.new_sampling_mask is not None:
+        return output
+    held[output.request_id] = (request.client_index, [output])
     return None
 
 
