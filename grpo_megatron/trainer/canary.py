@@ -10,16 +10,13 @@ import torch
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.trainer.microbatch import MicroBatch
 
 REMEDY = "the engine has other weights than it was sent, or another precision"
 
 
-def compare(config: RunConfig, table: SampleTable, part: MicroBatch, logprobs: torch.Tensor
-            ) -> Stats:
-    """logprobs: the trainer's of a micro-batch, [n]."""
-    stats, gaps = Stats(), (logprobs.detach() - part.rollout_logprobs).abs().double()
-    rows = part.table_rows
+def compare(config: RunConfig, table: SampleTable, rows: np.ndarray, gaps: torch.Tensor) -> Stats:
+    """rows: of a micro-batch. gaps: the trainer's log-probs of their tokens less the engine's."""
+    stats, gaps = Stats(), gaps.detach().abs().double()
     engines = torch.from_numpy(np.repeat(table.shard[rows], table.completion_lengths[rows]))
     for engine in engines.unique().tolist():
         mine = gaps[(engines == engine).to(gaps.device)].clamp(max=4 * config.canary_tolerance)

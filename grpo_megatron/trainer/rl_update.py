@@ -153,7 +153,8 @@ class Training:
                 None if update.ref is None else update.ref[index], step.untruncated(output),
                 self.followed))
             if proves:
-                stats.add(canary.compare(self.config, self.table, microbatch, old))
+                stats.add(canary.compare(self.config, self.table, microbatch.table_rows,
+                                         old - microbatch.rollout_logprobs))
             self.decided.append((microbatch.table_rows, {
                 name: flags.cpu().numpy() for name, flags in stats.decisions.items()}))
             return value, stats

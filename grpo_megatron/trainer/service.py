@@ -101,7 +101,8 @@ class TrainerService:
         batch = prepare(self.config.trainer, table, np.arange(len(table)))
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
             if output.numel():
-                stats.add(canary.compare(self.config, table, part, output[0]))
+                stats.add(canary.compare(self.config, table, part.table_rows,
+                                         output[0] - part.rollout_logprobs))
         stats = reduce_stats(stats)
         return {"problem": canary.disagreement(self.config, table, stats), **stats.result(),
                 "remedy": canary.REMEDY}
