@@ -5,7 +5,8 @@
 Both train the demo's tiny Qwen3-MoE in fp32 on all cores, with the same prompts, the same number
 of tokens forced per completion, the same group size and learning rate. A step is everything:
 TRL's generation, scoring, forward, backward and optimizer; our rollout through the vLLM server,
-reward, sample store, canary, Megatron step, weight publishing and metrics. Left out are how far
+reward, sample store, canary, Megatron step, weight publishing and metrics. Processes of the side
+whose turn it is not are stopped (ours) or wait (TRL). Left out are how far
 a step moved the policy (`objective.monitor_share`: two more passes, of which TRL has no like),
 start-up and warm-up. TRL gets the fastest of its settings on this machine, tried first. Prints each
 pair's medians, and the median over pairs of TRL's time / ours; exit code 1 when that misses a
@@ -98,7 +99,7 @@ def main() -> None:
                         help="Python of an environment with TRL (default: $TRL_PYTHON)")
     parser.add_argument("--case", choices=[*CASES, "all"], default="all")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2, help="steps of a side in each pair")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a side in each pair")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each side before")
     parser.add_argument("--trl-threads", type=int, help="default: the faster of 1 and all cores")
     parser.add_argument("--trl-experts", choices=EXPERTS, help="default: the faster")
@@ -144,7 +145,9 @@ async def compare(case: Case, ours: OurSide, trl: TrlSide,
     ratios, phases = [], {"ours": [], "TRL": []}
     for pair in range(-1, options.pairs):
         steps = options.steps if pair >= 0 else options.warmup
-        found = {"ours": await ours.run(steps), "TRL": await asyncio.to_thread(trl.run, steps)}
+        found = {"ours": await ours.run(steps)}
+        with ours.stopped():
+            found["TRL"] = await asyncio.to_thread(trl.run, steps)
         mine, theirs = (statistics.median(found[side]["seconds"]) for side in phases)
         print(f"pair {pair}: TRL {theirs:.3f}, ours {mine:.3f} s a step, ratio "
               f"{theirs / mine:.2f}, load {os.getloadavg()[0]:.1f}"
@@ -157,7 +160,7 @@ async def compare(case: Case, ours: OurSide, trl: TrlSide,
         medians = {k: statistics.median(p.get(k, 0.0) for p in parts) for k in parts[0]}
         print(f"  {side}, seconds by phase: "
               + ", ".join(f"{k} {v:.3f}" for k, v in medians.items()))
-    ahead = statistics.median((await ours.run_ahead(options.steps + 1))[1:])
+    ahead = statistics.median((await ours.run(options.steps + 1, ahead=True))["seconds"][1:])
     print(f"  ours when rollouts run one step ahead (max_staleness 1): {ahead:.3f} s a step, "
           f"last pair's TRL / that {theirs / ahead:.2f}")
     ratio = statistics.median(ratios)

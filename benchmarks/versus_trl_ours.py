@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections import defaultdict
-from contextlib import AsyncExitStack, closing
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 
 from versus_trl_workload import Case
@@ -18,7 +20,7 @@ from versus_trl_workload import Case
 from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.controller import display
-from grpo_megatron.controller.rl_loop import RLLoop
+from grpo_megatron.controller.rl_loop import RecordedStep, RLLoop
 from grpo_megatron.controller.session import Session, open_session
 from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
@@ -62,6 +64,7 @@ dtype = "float32"
 max_new_tokens = {case.longest}
 max_model_len = {max_model_len}
 max_num_seqs = 128
+num_replicas = 2  # one for each core
 """
 
 
@@ -78,6 +81,15 @@ class ForcedLengthClient(EngineClient):
         parts = [EngineClient.generate(self, prompt_token_ids, max_tokens=length, n=1, **kwargs)
                  for length in lengths]
         return [completion for part in await asyncio.gather(*parts) for completion in part]
+
+
+class _TimedLoop(RLLoop):
+    """Keeps the last step's seconds by phase."""
+
+    async def finish(self, recorded: RecordedStep, report: dict) -> None:
+        self.phases = recorded.seconds | self.session.seconds | {
+            "train (in the trainer)": report["train_s"]}
+        await super().finish(recorded, report)
 
 
 class OurSide:
@@ -103,7 +115,7 @@ class OurSide:
         self._stack = stack = AsyncExitStack()
         self.run_dir = self.run_dir.begin()
         roles = LocalProcesses(self.config, self.run_dir)
-        children = [*roles.replicas(), *roles.trainers()]
+        self.children = children = [*roles.replicas(), *roles.trainers()]
         stack.callback(stop_all, children)
         for child in children:
             child.start()
@@ -114,7 +126,7 @@ class OurSide:
         metrics = stack.enter_context(closing(MetricsWriter(self.run_dir)))
         mirrors = stack.enter_context(closing(make_mirrors(
             self.config.telemetry, self.run_dir, self.config.name, {})))
-        self.loop = RLLoop(session, RunState(0, 0, {}, 0.0, 0.0), metrics, mirrors)
+        self.loop = _TimedLoop(session, RunState(0, 0, {}, 0.0, 0.0), metrics, mirrors)
         return self
 
     async def __aexit__(self, *error) -> None:
@@ -122,63 +134,46 @@ class OurSide:
 
     def _force_lengths(self, session: Session) -> None:
         """Clients that ask for the drawn lengths, and no stop token that could end one early."""
-        self.clients = []
+        self.lengths: dict[tuple[int, ...], list[int]] = {}
         for replica in session.publisher.engines.replicas:
             old, replica.client = replica.client, ForcedLengthClient(replica.client.base_url)
             replica.client.name = old.name
             self._stack.push_async_callback(replica.client.close)
-            self.clients.append(replica.client)
+            replica.client.lengths = self.lengths
         session.worker = RolloutWorker(self.config, session.publisher.engines,
                                        decode=session.tokenizer.decode)
 
-    async def run(self, num_steps: int) -> dict:
-        """Seconds of every step, and seconds by phase over all of them."""
-        seconds, phases = [], defaultdict(float)
-        for _ in range(num_steps):
-            self._set_lengths(self.loop.state.step)  # the benchmark's own work
+    async def run(self, num_steps: int, *, ahead: bool = False) -> dict:
+        """Seconds of every step, and seconds by phase over all of them. `ahead`: the next step's
+        rollout runs while one trains (`max_staleness` 1). The engines are idle at the end."""
+        loop, seconds, phases = self.loop, [], defaultdict(float)
+        loop.ahead = ahead
+        for left in reversed(range(num_steps)):
+            self._set_lengths()  # the benchmark's own work
             started = time.perf_counter()
-            for name, spent in (await self._step()).items():
-                phases[name] += spent
+            await loop.take_step(more=left > 0)
             seconds.append(time.perf_counter() - started)
+            for name, spent in loop.phases.items():
+                phases[name] += spent
         return {"seconds": seconds, "phases": phases}
 
-    async def _step(self) -> dict[str, float]:
-        """What `RLLoop.run` does for one step."""
-        loop, step = self.loop, self.loop.state.step
-        recorded = await loop.collect(step)
-        report = await loop.train(recorded)
-        with self.session.phase("publish"):
-            await self.session.publisher.publish(step + 1)
-        phases = recorded.seconds | self.session.seconds
-        phases["train (in the trainer)"] = report["train_s"]
-        await loop.finish(recorded, report)
-        return phases
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Our processes get no processor: the threads of gloo wake up often, also when idle."""
+        for child in self.children:
+            child.signal_group(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for child in self.children:
+                child.signal_group(signal.SIGCONT)
 
-    async def run_ahead(self, num_steps: int) -> list[float]:
-        """Seconds of steps during which the next step's rollout runs (`max_staleness` 1)."""
-        loop, seconds = self.loop, []
-        loop.ahead = True
-        self._set_lengths(loop.state.step)
-        pending = asyncio.create_task(loop.collect(loop.state.step))
-        for _ in range(num_steps):
-            recorded, started = await pending, time.perf_counter()
-            self._set_lengths(recorded.step + 1)
-            pending = asyncio.create_task(loop.collect(recorded.step + 1))
-            report = await loop.train(recorded)
-            await asyncio.wait([pending])
-            await self.session.publisher.publish(recorded.step + 1)
-            await loop._canary()
-            await loop.finish(recorded, report)
-            seconds.append(time.perf_counter() - started)
-        await pending
-        return seconds
-
-    def _set_lengths(self, step: int) -> None:
-        sampler, size = self.loop.sampler, self.case.num_samples
-        before = sampler.state_dict()
-        prompts = sampler.draw(self.case.num_prompts)
-        sampler.load_state_dict(before)
-        lengths = self.case.lengths(step)
-        table = {p.token_ids: lengths[i * size:(i + 1) * size] for i, p in enumerate(prompts)}
-        for client in self.clients:
-            client.lengths = table
+    def _set_lengths(self) -> None:
+        """Of the prompts of this step and of the next, which may be asked for within this one."""
+        loop, size = self.loop, self.case.num_samples
+        before = loop.sampler.state_dict()
+        for step in range(loop.state.step + (loop.asked is not None), loop.state.step + 2):
+            lengths = self.case.lengths(step)
+            for place, prompt in enumerate(loop.sampler.draw(self.case.num_prompts)):
+                self.lengths[prompt.token_ids] = lengths[place * size : (place + 1) * size]
+        loop.sampler.load_state_dict(before)

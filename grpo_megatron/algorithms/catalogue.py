@@ -18,10 +18,9 @@ from grpo_megatron.algorithms.terms import CLIPS, KL
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 from grpo_megatron.config.problems import as_toml
 
-AXES: dict[str, dict[str, Callable]] = {
-    "reward_shaping": REWARD_SHAPINGS, "subset": SUBSETS, "advantage": ESTIMATORS,
-    "shaping": SHAPINGS, "ratio": RATIOS, "clip": CLIPS, "aggregation": AGGREGATIONS, "kl": KL,
-    "mismatch": MISMATCH}
+AXES: dict[str, dict[str, Callable]] = {"reward_shaping": REWARD_SHAPINGS, "subset": SUBSETS,
+    "advantage": ESTIMATORS, "shaping": SHAPINGS, "ratio": RATIOS, "clip": CLIPS,
+    "aggregation": AGGREGATIONS, "kl": KL, "mismatch": MISMATCH}
 """Choices whose functions are registered; `none` needs no function."""
 
 

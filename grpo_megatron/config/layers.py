@@ -109,8 +109,7 @@ def _misplaced(layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, ra
         rest = keys[len(path) + 1:]
         valid = tuple(dotted((*path, index, *rest)) for index in range(min(len(node), 4)))
         return Problem(key, f"{name} has {len(node)} element(s), counted from 0", str(origin),
-                       nearest=valid, remedy="use an index that exists, or set the whole list: "
-                       f"{name}=[…]")
+            nearest=valid, remedy=f"use an index that exists, or set the whole list: {name}=[…]")
     return Problem(key, f"{name} is a single value, not a table", str(origin), value=raw,
                    nearest=(name,), remedy=f"set {name} itself",
                    related=(f"{name} was set at {layers.origin(path)}",))

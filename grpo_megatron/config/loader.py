@@ -90,8 +90,7 @@ def load_objective(preset: str, overrides: Sequence[str] = (), domains: Sequence
                "rewards": [{"function": "case:rewards"}]} for name in domains]
     layers = Layers()
     layers.merge({"name": "objective", "num_steps": 0, "model": {"preset": preset_names()[0]},
-                  "domains": tables, "objective": {"preset": preset}},
-                 lambda path: Origin("flag", preset))
+        "domains": tables, "objective": {"preset": preset}}, lambda path: Origin("flag", preset))
     problems = apply_overrides(layers, [_full_key(text, domains) for text in overrides])
     config = valid(layers, problems, (), "objective")
     return config.objective, {d.name: d.objective for d in config.domains if d.objective}

@@ -1,6 +1,4 @@
-"""A new weight version: from the trainer into every live engine, proven.
-
-Then a canary (`trainer.canary`), of prompts where the step's samples cannot be it."""
+"""A new weight version, from the trainer into every live engine; canaries (`trainer.canary`)."""
 
 import asyncio
 import time
@@ -26,14 +24,19 @@ class Publisher:
                  engines: ReplicaPool):
         self.config, self.run_dir = config, run_dir
         self.trainer, self.engines = trainer, engines
-        self.version = -1
+        self.version, self.resumed = -1, 0.0  # since when (perf_counter) engines have it
         self._publisher = WeightPublisher([])
         self._plan: TransferPlan | None = None
 
     async def publish(self, version: int) -> None:
         """Bring `version` into all live engines; raises an EngineError when none is left."""
         await self._with_the_living(lambda clients: self._publish(clients, version))
-        self.version = version
+        self.version, self.resumed = version, time.perf_counter()
+
+    @property
+    def resting(self) -> bool:
+        """Engines take requests, and answer them once the next weights have come."""
+        return self._publisher.paused and not self._publisher.asleep
 
     async def reach(self, version: int) -> None:
         """Publish `version` unless the engines have it."""

@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,44 +59,51 @@ class RLLoop:
         self.started = time.monotonic() - state.seconds
         self.phase_seconds: Counter[str] = Counter()
         self._checkpointed = -1
+        self.asked: asyncio.Task[RecordedStep] | None = None  # the next step's samples
+        self._canary_found: dict[str, float] = {}  # ahead: of the weights that sample
 
     async def run(self) -> RunState:
         """Returns the state after the last step; it is checkpointed."""
-        pending, canary = None, await self._canary() if self.ahead else {}
         try:
+            self._canary_found = await self._canary() if self.ahead else {}
             while self.state.step < self.config.num_steps and not self.session.stopping.is_set():
-                step = self.state.step
-                recorded = await (pending or self.collect(step))
-                pending = None
-                if self.ahead:
-                    recorded.canary = canary
-                    if step + 1 < self.config.num_steps:
-                        pending = asyncio.create_task(self.collect(step + 1))
-                report = await self.train(recorded)
-                if pending and self.config.publish.pause == "wait":
-                    await asyncio.wait([pending])  # engines finish before their weights change
-                if not self.config.uses_dataset:
-                    with self.session.phase("publish"):
-                        await self.session.publisher.publish(step + 1)
-                        if self.ahead:
-                            canary = await self._canary()
-                await self.finish(recorded, report)
+                await self.take_step(more=self.state.step + 1 < self.config.num_steps)
         finally:
-            if pending:
-                pending.cancel()
-                await asyncio.gather(pending, return_exceptions=True)
+            if self.asked:
+                self.asked.cancel()
+                await asyncio.gather(self.asked, return_exceptions=True)
         await self.checkpoint()
         return self.state
 
-    async def collect(self, step: int) -> RecordedStep:
-        """The step's samples, from the store or from the engines."""
+    async def take_step(self, *, more: bool) -> None:
+        """Step `state.step`. With `more`, the next one's samples are asked for as soon as may be:
+        ahead, while this one trains; else of engines that rest until they have its weights."""
+        step, publisher = self.state.step, self.session.publisher
+        recorded = await self.collect(step, self.asked or self._sample(step))
+        self.asked = asyncio.create_task(self._sample(step + 1)) if self.ahead and more else None
+        report = await self.train(recorded)
+        if self.asked and self.config.publish.pause == "wait":
+            await asyncio.wait([self.asked])  # engines finish before their weights change
+        if not self.config.uses_dataset:
+            with self.session.phase("publish"):
+                if more and publisher.resting and not (
+                        self.session.stopping.is_set() or self.config.placement.shared_servers
+                        or _is_due(self.config.evaluation.interval, step)):
+                    self.asked = asyncio.create_task(self._sample(step + 1))
+                await publisher.publish(step + 1)
+                if self.ahead:
+                    self._canary_found = await self._canary()
+        await self.finish(recorded, report)
+
+    async def collect(self, step: int, sampling: Awaitable[RecordedStep]) -> RecordedStep:
+        """The step's samples, from the store or from the engines, with its canary."""
         if self.ahead:  # the trainer is about to have other weights than the engines
-            return await self._sample(step)
+            return replace(await sampling, canary=self._canary_found)
         if self.config.samples_prove:
-            recorded = await self._sample(step)
+            recorded = await sampling
             return (replace(recorded, canary=await self._canary()) if recorded.manifest["stale"]
                     else recorded)
-        recorded, canary = await finish_or_cancel([self._sample(step), self._canary()])
+        recorded, canary = await finish_or_cancel([sampling, self._canary()])
         return replace(recorded, canary=canary)
 
     async def _canary(self) -> dict[str, float]:
@@ -110,10 +118,9 @@ class RLLoop:
             manifest = json.loads(file.read_text())
             self.sampler.load_state_dict(manifest["sampler"])  # its draws depended on its answers
             return RecordedStep(step, directory, manifest)
-        config, started = self.config, time.perf_counter()
+        config, publisher, started = self.config, self.session.publisher, time.perf_counter()
         await self.session.judges.wake()
-        # of the weights that sample; a data set is as it is
-        version = step if config.uses_dataset else self.session.publisher.version
+        version = publisher.version if self.ahead else step  # of the weights that sample
         groups, metrics, rollout_s = await self.source.groups_of(step)
         stale = version < step or len(not_older(groups, step)) < len(groups)
         manifest = {"kind": "rl", "step": step, "version": version, "stale": stale,
@@ -126,7 +133,8 @@ class RLLoop:
         await asyncio.to_thread(
             record_step, directory, groups, config.batch.updates_per_rollout, list(self.weights),
             manifest, self.session.tokenizer.decode, recorded_shape(config), taught)
-        seconds = {"rollout": rollout_s + time.perf_counter() - written_from,
+        waited = 0.0 if self.ahead else max(0.0, publisher.resumed - started)  # for the weights
+        seconds = {"rollout": rollout_s - waited + time.perf_counter() - written_from,
                    "reward": scored_at - started - rollout_s}
         if taught:
             seconds["teachers"] = written_from - scored_at
@@ -173,7 +181,7 @@ class RLLoop:
             metrics[f"alarm/{alarm}"] = float(bool(text))
             if text:
                 show("message", text=f"step {step}: {text}")
-        if (every := self.config.evaluation.interval) and (step + 1) % every == 0:
+        if _is_due(self.config.evaluation.interval, step):
             await self.session.publisher.reach(step + 1)
             metrics["evaluation/accuracy"] = await greedy_accuracy(
                 self.session, self.session.splits.validation)
@@ -182,7 +190,7 @@ class RLLoop:
         self.mirrors.log(record)
         write_samples(self.run_dir, step, manifest["extremes"])
         show("step", metrics=record, samples=manifest["extremes"])
-        if (every := self.config.checkpoint.interval) and (step + 1) % every == 0:
+        if _is_due(self.config.checkpoint.interval, step):
             await self.checkpoint()
 
     async def checkpoint(self) -> None:
@@ -196,3 +204,7 @@ class RLLoop:
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
         prune_store(self.run_dir.store, complete_steps(self.run_dir.checkpoints),
                     self.config.checkpoint.keep_steps)
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and (step + 1) % every == 0

@@ -46,9 +46,8 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
         results = await evaluate(session, session.splits.heldout, config.evaluation.num_samples)
         seconds, after = time.monotonic() - began, results["all"].get("accuracy", float("nan"))
         _conclude(session, {"eval": results, "dataset": made, "seconds": seconds,
-                            "before": state.heldout_before if config.trains else None,
-                            "steps": state.step,
-                            "accelerator_hours": config.num_devices * seconds / 3600})
+            "before": state.heldout_before if config.trains else None, "steps": state.step,
+            "accelerator_hours": config.num_devices * seconds / 3600})
         session.event("finished", before=state.heldout_before, after=after, seconds=seconds)
         before = f"before {state.heldout_before:.2f} after " if config.trains else ""
         show("result", text=f"held-out accuracy {before}{after:.2f} in {seconds:.0f} s")

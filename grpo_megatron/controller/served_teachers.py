@@ -67,9 +67,8 @@ class ServedTeachers:
 
     async def _ask(self, number: int, prompt: Prompt, completion: Completion) -> np.ndarray:
         """(id, log-prob) of the k likeliest at every token, float64 [T, k, 2]."""
-        answer = await self._post(number, "/v1/completions", {
-            "prompt": [*prompt.token_ids, *completion.token_ids.tolist()], "max_tokens": 1,
-            "prompt_logprobs": self._k})
+        answer = await self._post(number, "/v1/completions", {"prompt": [*prompt.token_ids,
+            *completion.token_ids.tolist()], "max_tokens": 1, "prompt_logprobs": self._k})
         places = (answer["choices"][0]["prompt_logprobs"] or [])[len(prompt.token_ids):]
         # the prompt's own token comes besides, where it is not among the likeliest
         best = [sorted(((int(token), entry["logprob"]) for token, entry in place.items()),

@@ -13,8 +13,6 @@ from grpo_megatron.launch.offline import choose_step, offline_trainer, recorded_
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.gap import GapParts, gap_page, split_gap
 
-Columns = dict[str, np.ndarray]
-
 
 def report_mismatch(path: Path, step: int | None, overrides: Sequence[str], page: Path | None, *,
                     by_layer: bool) -> Iterator[str]:

@@ -82,9 +82,9 @@ def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
     """Submit the kept script, to begin when the jobs `after` have succeeded; returns the job's id.
     RunLockedError where its job has not ended, ConfigError where Slurm does not take the job."""
     if job := active_job(run_dir):
-        raise RunLockedError(f"{run_dir.root} is being written by Slurm job {job}",
-                             where=str(run_dir.slurm / "job"),
-                             remedy=f"wait for it, or grpo-megatron cancel {run_dir.root}")
+        raise RunLockedError(
+            f"{run_dir.root} is being written by Slurm job {job}", where=str(run_dir.slurm / "job"),
+            remedy=f"wait for it, or grpo-megatron cancel {run_dir.root}")
     script = str(run_dir.slurm / "train.sbatch")
     flags = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"]
     try:

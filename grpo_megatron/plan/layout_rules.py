@@ -101,8 +101,7 @@ TRAINER_RULES: Conditions = stated("t, f") | {
     "attention_world": _attention_world, "expert_world": _expert_world,
     "expert_width.etp": lambda t, f: t.expert_tensor_parallel_size and _uneven_experts(t, f),
     "expert_width.tp": lambda t, f: not t.expert_tensor_parallel_size and _uneven_experts(t, f),
-    "heads_divide": _heads_divide,
-    "virtual_pipeline": lambda t, f: _alone(t),
+    "heads_divide": _heads_divide, "virtual_pipeline": lambda t, f: _alone(t),
     "layers_divide.pp": _stages_divide, "layers_divide.vpp": _chunks_divide,
     "layers_divide.ends": _ends_leave, "layers_divide.chunks": _uneven_chunks,
     "sequence_parallel.needed": _needs_sequence_parallel}

@@ -27,7 +27,7 @@ class WeightPublisher:
     def __init__(self, clients: Sequence[EngineClient], *, timeout_s: float = 300.0,
                  pause_mode: str = "wait", asleep: bool = False):
         self.clients, self.pause_mode, self._timeout_s = list(clients), pause_mode, timeout_s
-        self.asleep, self._paused, self._started = asleep, False, False
+        self.asleep, self.paused, self._started = asleep, False, False
         self._world_sizes: list[int] = []
 
     async def num_workers(self) -> int:
@@ -83,7 +83,7 @@ class WeightPublisher:
             await self._control("/wake_up", params=tags)
             self.asleep = False
         await self._control("/resume")
-        self._paused = False
+        self.paused = False
 
     async def publish_file(self, version: int, path: str) -> None:
         """The fallback: every replica reloads the checkpoint directory `path`."""
@@ -103,9 +103,9 @@ class WeightPublisher:
         """Stop scheduling and drop all cached keys and values; who sleeps gets its weights back."""
         if self.asleep:
             await self._control("/wake_up", params={"tags": "weights"})
-        elif not self._paused:  # vLLM takes 20 ms for it
+        elif not self.paused:  # vLLM takes 20 ms for it
             await self._control("/pause", params={"mode": self.pause_mode, "clear_cache": "true"})
-            self._paused = True
+            self.paused = True
 
     async def _start(self) -> None:
         if not self._started:

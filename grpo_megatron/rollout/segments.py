@@ -86,9 +86,8 @@ def _merged_routes(head: Completion, tail: Completion, num_prompt: int) -> np.nd
     if not known:
         return None
     if len({(routes.shape[1:], routes.dtype) for routes in known}) > 1:
-        raise EngineError(f"segments of one completion have routes of shapes "
-                          f"{[routes.shape[1:] for routes in known]}",
-                          remedy="all engines must serve the same model")
+        raise EngineError("segments of one completion have routes of shapes " + str(
+            [routes.shape[1:] for routes in known]), remedy="all engines must serve the same model")
     num_rows = num_prompt + len(head.token_ids) - 1, len(tail.token_ids)
     return np.concatenate([
         np.zeros((count, *known[0].shape[1:]), known[0].dtype) if part.routes is None

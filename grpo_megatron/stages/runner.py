@@ -117,8 +117,7 @@ def _submit(graph: Graph, records: Records, name: str, site: str, after: list[st
         return slurm.submit(graph.resolve(name), site, after)
     for folder in (run_dir.slurm, run_dir.root / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
-    script = slurm.render(graph.resolve(name), site) if goes_on else slurm.render_job(
-        run_dir.root, site, (1, 0, 0), ["stages", "run", str(graph.file.path.resolve()),
-                                        "--only", name])
+    script = slurm.render(graph.resolve(name), site) if goes_on else slurm.render_job(run_dir.root,
+        site, (1, 0, 0), ["stages", "run", str(graph.file.path.resolve()), "--only", name])
     write_atomically(run_dir.slurm / "train.sbatch", script)
     return slurm.submit_again(run_dir, after)

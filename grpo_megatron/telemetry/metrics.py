@@ -40,9 +40,8 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Append one step; returns exactly what was written, for the mirrors."""
         if self.last_step is not None and step <= self.last_step:
-            raise DataError(f"step {step} after step {self.last_step}",
-                            where=str(self._run_dir.metrics),
-                            remedy="call truncate_after with the step that a run resumes from")
+            raise DataError(f"step {step} after step {self.last_step}", where=str(
+                self._run_dir.metrics), remedy="call truncate_after with the step to resume from")
         numbers = {name: _number(value) for name, value in metrics.items()}
         bad = [name for name, number in numbers.items() if number is None]
         for name in (name for name in bad if name not in self.nonfinite):

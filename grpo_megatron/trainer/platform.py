@@ -13,10 +13,12 @@ import torch
 HAS_CUDA = torch.cuda.is_available()
 torch.set_flush_denormal(True)  # gradients hold many; a CPU takes 50 times as long for each
 
+from grpo_megatron import gloo_device  # noqa: E402
 from grpo_megatron.trainer import megatron_cpu, megatron_fixes  # noqa: E402
 
 megatron_cpu.install()
 megatron_fixes.install()
+gloo_device.apply()
 
 HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
 BACKEND = "nccl" if HAS_CUDA else "gloo"

@@ -85,9 +85,9 @@ def state_tensors(policy: Policy) -> list[torch.Tensor]:
 
 
 def tensor_map(hf: dict[str, Any], config: TransformerConfig) -> TensorMap:
-    return TensorMap(rules_for(hf["model_type"]), config.num_attention_heads,
-                     config.num_query_groups, config.kv_channels, hf["vocab_size"],
-                     hf.get("tie_word_embeddings", False))
+    return TensorMap(
+        rules_for(hf["model_type"]), config.num_attention_heads, config.num_query_groups,
+        config.kv_channels, hf["vocab_size"], hf.get("tie_word_embeddings", False))
 
 
 def build_policy(hf: dict[str, Any], layout: TrainerConfig, optimizer: OptimizerConfig,

@@ -67,9 +67,8 @@ def _probe_ids(hf: dict[str, Any], directory: Path) -> list[int]:
 
 def _by_transformers(directory: Path, ids: list[int], dtype: torch.dtype | None) -> torch.Tensor:
     name = str(dtype or torch.float32).removeprefix("torch.")
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_megatron.trainer.transformers_logprobs", str(directory), name],
-        input=json.dumps(ids), capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "grpo_megatron.trainer.transformers_logprobs",
+        str(directory), name], input=json.dumps(ids), capture_output=True, text=True, check=False)
     if done.returncode:
         raise MismatchError("transformers cannot compute with the checkpoint: "
                             + (done.stderr.strip().splitlines() or ["it died"])[-1],

@@ -155,8 +155,7 @@ class RouteSource:
             weights.append(local_part(at_tokens))
         balance = self._balance(batch, replayed) if settings.balance_weight > 0 else None
         return router_replay.KeepTerms(settings.keep_loss, weights,
-                                       old.recorded_log_probs if old else {}, balance,
-                                       batch.loss_scale)
+            old.recorded_log_probs if old else {}, balance, batch.loss_scale)
 
     def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
         replay = self._replay

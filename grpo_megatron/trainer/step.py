@@ -62,9 +62,8 @@ def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> Prep
     plan = plan_microbatches(lengths, num_ranks=parallel_state.get_data_parallel_world_size(),
         max_tokens=layout.max_tokens_per_microbatch,
         multiple_of=layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size else 1)
-    microbatches = tuple(
-        build_microbatch(i, table, rows[part], pad_to=layout.tensor_parallel_size, device=device())
-        for i, part in enumerate(plan[parallel_state.get_data_parallel_rank()]))
+    microbatches = tuple(build_microbatch(i, table, rows[part], pad_to=layout.tensor_parallel_size,
+        device=device()) for i, part in enumerate(plan[parallel_state.get_data_parallel_rank()]))
     return PreparedBatch(microbatches, int(lengths.sum()))
 
 

@@ -46,9 +46,8 @@ def train_tokens(config: RunConfig, policy: Policy, table: SampleTable, optimize
 
         rate = optimizer.rate(first_update + update, num_updates)
         policy.set_learning_rate(rate)
-        stats = train_step(policy, batch, loss, source.margin_pass(
-            Update(torch.from_numpy(rows), batch,
-                   routes=source.from_store(batch) if table.route_shapes else None)))
+        stats = train_step(policy, batch, loss, source.margin_pass(Update(torch.from_numpy(rows),
+            batch, routes=source.from_store(batch) if table.route_shapes else None)))
         by_update.append(stats.result())
         total.add(stats)
         tokens += batch.num_tokens

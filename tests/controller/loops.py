@@ -16,7 +16,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import RunState
-from grpo_megatron.errors import MismatchError
+from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
@@ -55,6 +55,9 @@ class Loop:
                         for d in config.domains}
         self.trained: list[tuple[str, SampleTable]] = []
         self.sampled: list[tuple[int, int]] = []  # (step, prompts)
+        self.asked: list[tuple[int, int]] = []  # (step, weight version when it was asked for)
+        self.dropped: list[int] = []  # steps that were asked for in vain
+        self.publish_fails_at: int | None = None  # weight version
         self.fresh: list[bool] = []  # by `train` command
         self.canaries: list[int] = []  # weight versions
         self.mismatch_at: int | None = None  # `train` command
@@ -70,9 +73,11 @@ class Loop:
                 tokenizer=SimpleNamespace(
                     decode=str, stop_token_ids=(0,),
                     encode=lambda text, where=None: [ord(c) for c in text]),
-                splits=SimpleNamespace(train=self.prompts), event=lambda *_, **__: None,
-                phase=lambda name: contextlib.nullcontext())
-            self.version = state.step
+                splits=SimpleNamespace(train=self.prompts, validation=[]),
+                event=lambda *_, **__: None, phase=lambda name: contextlib.nullcontext())
+            self.version, self.resumed, self.resting = state.step, 0.0, False
+            self.weights_came = asyncio.Event()
+            self.weights_came.set()
             writer = MetricsWriter(self.run_dir)
             writer.truncate_after(state.step - 1)
             with contextlib.closing(writer):
@@ -89,6 +94,12 @@ class Loop:
     async def rollouts(self, step: int, prompts, *, num_samples: int | None = None,
                        max_tokens: int | None = None) -> list[RolloutGroup]:
         self.sampled.append((step, len(prompts)))
+        self.asked.append((step, self.version))
+        try:
+            await self.weights_came.wait()
+        except asyncio.CancelledError:
+            self.dropped.append(step)
+            raise
         size = num_samples or self.config.batch.num_samples_per_prompt
         return [RolloutGroup(p, tuple(
             completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3)
@@ -104,10 +115,18 @@ class Loop:
         return scored
 
     async def publish(self, version: int) -> None:
-        self.version = version
+        await asyncio.sleep(0.01)  # what is asked for meanwhile waits
+        if version == self.publish_fails_at:
+            raise EngineError("no engine is alive")
+        self.version, self.resting = version, False
+        self.weights_came.set()
+
+    async def reach(self, version: int) -> None:
+        assert self.version == version
 
     async def make_room(self) -> None:
-        """Nothing is shared."""
+        self.resting = True
+        self.weights_came.clear()
 
     async def check_canary(self, prompts) -> dict[str, float]:
         self.canaries.append(self.version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_megatron.errors import MismatchError
+from grpo_megatron.errors import EngineError, MismatchError
 from tests.controller.cases import recipe
 from tests.controller.loops import Crash, Loop, chance
 
@@ -144,12 +144,46 @@ def test_rollouts_one_step_ahead_keep_the_cap(tmp_path, surplus):
     assert all(t.manifest["stale"] for _, t in loop.trained[1:])
 
 
+AHEAD = {"batch": {"num_prompts": 4, "num_samples_per_prompt": 4, "max_staleness": 1}}
+
+
+def test_the_next_samples_are_asked_for_before_their_weights_have_come(tmp_path):
+    """Of engines that rest: they are of the new weights all the same, and say so."""
+    loop = make(tmp_path)
+    loop.run()
+    assert loop.asked == [(0, 0)] + [(step, step - 1) for step in range(1, 6)]
+    for step, (_, table) in enumerate(loop.trained):
+        assert not table.manifest["stale"] and table.manifest["version"] == step
+        assert {int(table.versions(row)[0]) for row in range(len(table))} == {step}
+
+
+@pytest.mark.parametrize(("tables", "late"), [
+    ({"evaluation": {"interval": 2}}, {2, 4}),  # which has the engines for itself
+    ({"placement": {"shared_servers": ["http://127.0.0.1:1"]}}, {1, 2, 3, 4, 5}),
+    (AHEAD, set())])
+def test_when_the_next_samples_are_not_asked_for_early(tmp_path, tables, late, monkeypatch):
+    async def nothing(*_, **__):
+        return 0.5
+
+    monkeypatch.setattr("grpo_megatron.controller.rl_loop.greedy_accuracy", nothing)
+    loop = make(tmp_path, **tables)
+    loop.run()
+    assert loop.asked == [(step, step if step in late else max(step - 1, 0)) for step in range(6)]
+
+
+def test_what_was_asked_for_ends_with_a_publish_that_fails(tmp_path):
+    loop = make(tmp_path)
+    loop.publish_fails_at = 2
+    with pytest.raises(EngineError, match="no engine is alive"):
+        loop.run()
+    assert loop.dropped == [2] and not loop.run_dir.step_store(2).exists()
+
+
 def test_samples_are_their_own_canary_where_they_can_be(tmp_path):
     """Where the trainer computes what the engines computed, it looks; else prompts are sent."""
     plain, replayed, ahead = (make(tmp_path / name, num_steps=3, **tables) for name, tables in {
         "plain": {}, "replayed": {"routing": {"replay": "r3"}},
-        "ahead": {"batch": {"num_prompts": 4, "num_samples_per_prompt": 4, "max_staleness": 1}},
-    }.items())
+        "ahead": AHEAD}.items())
     for loop in (plain, replayed, ahead):
         loop.run()
         assert loop.fresh == [True] * 3

@@ -11,6 +11,7 @@ import os
 import pytest
 
 from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.types import Prompt
 from tests.integration.conftest import DUMMY, TOLERANCE, publishing
@@ -56,6 +57,35 @@ def test_logprobs_are_the_engines_before_and_after_training(
             await assert_agree(publisher)
             completion, = await clients[0].generate(PROMPTS[0].token_ids, max_tokens=4)
             assert [span.version for span in completion.versions] == [2]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pause", ["wait", "abort", "keep"])
+def test_engines_that_rest_answer_with_the_weights_that_come(
+        servers, checkpoints, world1, training_samples, tmp_path, pause):
+    """They take requests, and every token is the new weights': by its span and its log-prob."""
+    async def run():
+        async with publishing(world1, checkpoints.moe, [servers.moe], tmp_path,
+                              publish={"pause": pause}) as (publisher, trainer, clients):
+            await publisher.publish(1)
+            assert not publisher.resting
+            await publisher.make_room()
+            assert publisher.resting
+            asked = asyncio.gather(*(clients[0].generate(prompt.token_ids, max_tokens=8)
+                                     for prompt in PROMPTS))
+            await trainer.call("train", directory=training_samples, first_update=0, num_updates=1,
+                               state={})
+            assert not asked.done()
+            await publisher.publish(2)
+            assert not publisher.resting
+            completions = [completion for completion, in await asked]
+            assert {span.version for c in completions for span in c.versions} == {2}
+            directory = tmp_path / "asked"
+            record_completions(directory, [
+                (0, p, c) for p, c in zip(PROMPTS, completions, strict=True)])
+            found = await trainer.call("compare", directory=str(directory))
+            assert not found["problem"] and 0 < found["canary/abs_max"] <= TOLERANCE
 
     asyncio.run(run())
 
@@ -153,7 +183,9 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
     pytest.param("world4", "moe", marks=pytest.mark.matrix)])
 def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, checkpoints, world,
                                                            left, tmp_path):
-    """The trainer survives, and the engine that is left, which has a part of it, gets it whole."""
+    """The trainer survives, and the engine that is left, which has a part of it, gets it whole.
+
+    So do requests for these weights: those of the dead engine go to the other, which is paused."""
     survivor = getattr(servers, left)
     victim = Server.start("victim", checkpoints.moe, tmp_path, **DUMMY)
 
@@ -171,7 +203,15 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, che
 
             clients[0].control = dying
             await trainer.run("slow_down", seconds=0.2)
+            await publisher.make_room()
+            asked = asyncio.gather(*(publisher.engines.call(
+                lambda replica: replica.client.generate(PROMPTS[0].token_ids, max_tokens=8),
+                first=replica) for replica in publisher.engines.replicas))
             await publisher.publish(2)
+            answers = await asyncio.wait_for(asked, 60)
+            assert [replica.client.name for _, replica in answers] == [survivor.name] * 2
+            assert {span.version for completions, _ in answers
+                    for completion in completions for span in completion.versions} == {2}
             assert [r.client.name for r in publisher.engines.alive] == [survivor.name]
             assert publisher.version == 2
             await assert_agree(publisher)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import queue
 from types import SimpleNamespace
@@ -12,12 +11,7 @@ import pytest
 import torch
 
 from grpo_megatron.plan.layout_rules import is_cpu_engine
-from grpo_megatron.rollout.plugin import (
-    cpu_eager_layers,
-    lean_logprobs,
-    lean_reload,
-    whole_outputs,
-)
+from grpo_megatron.rollout.plugin import cpu_eager_layers, lean_logprobs, whole_outputs
 
 pytestmark = [pytest.mark.engine,
               pytest.mark.skipif(not is_cpu_engine(), reason="fixes of vLLM's CPU build")]
@@ -149,16 +143,14 @@ def test_norms_by_kernel(dtype, monkeypatch):
 
 @pytest.fixture
 def lean(monkeypatch):
-    """What `lean_logprobs` and `lean_reload` replace: as it is, and put back afterwards."""
+    """What `lean_logprobs` replaces: as it is, and put back afterwards."""
     from vllm.entrypoints.scale_out.token_in_token_out import protocol, serving
-    from vllm.model_executor.model_loader.reload import layerwise
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     for owner, name in ((LogprobsProcessor, "from_new_request"),
                         (LogprobsProcessor, "_update_sample_logprobs"),
                         (serving.ServingTokens, "_create_tokens_logprobs"),
-                        (protocol.GenerateTokensResponse, "model_dump"),
-                        (layerwise, "get_numel_loaded")):
+                        (protocol.GenerateTokensResponse, "model_dump")):
         monkeypatch.setattr(owner, name, owner.__dict__.get(name, getattr(owner, name)))
 
 
@@ -213,48 +205,3 @@ def test_who_asks_for_more_than_the_sampled_gets_it(lean):
     lean_logprobs.apply()
     assert _answer(table, logprobs=2) == expected
     assert len(expected["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
-
-
-@pytest.mark.parametrize("how", ["copy", "part", "index", "twice", "scalar"])
-def test_a_reload_counts_what_it_loads(how, lean):
-    from vllm.model_executor.model_loader.reload import layerwise, meta
-    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-
-    def part(param, loaded_weight):
-        param.data.narrow(0, 1, 2).copy_(loaded_weight[:2])
-        return "done"
-
-    def index(param, loaded_weight):
-        param.data[1] = loaded_weight[0]
-
-    def twice(param, loaded_weight):
-        param.data.copy_(loaded_weight)
-        param.data.copy_(loaded_weight * 2)
-
-    loader, source = {
-        "copy": (default_weight_loader, torch.ones(4, 3)), "part": (part, torch.ones(4, 3)),
-        "index": (index, torch.ones(4, 3)), "twice": (twice, torch.ones(4, 3)),
-        "scalar": (default_weight_loader, torch.ones(()))}[how]
-    place = torch.nn.Parameter(torch.empty((1,) if how == "scalar" else (4, 3), device="meta"))
-    bound = inspect.signature(loader).bind(place, source)
-    expected = meta.get_numel_loaded(loader, bound)
-    lean_reload.apply()
-    assert layerwise.get_numel_loaded(loader, bound) == expected
-    assert "copy_" not in torch.Tensor.__dict__, "the counter must be gone"
-    target = torch.zeros(2)
-    target.copy_(torch.ones(2))
-    assert target.sum() == 2
-
-
-def test_a_loader_that_fails_leaves_no_counter(lean):
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    def fails(param, loaded_weight):
-        torch.zeros(1).copy_(torch.ones(1))
-        raise KeyError("broken")
-
-    lean_reload.apply()
-    bound = inspect.signature(fails).bind(torch.empty(2, device="meta"), torch.ones(2))
-    with pytest.raises(KeyError, match="broken"):
-        layerwise.get_numel_loaded(fails, bound)
-    assert "copy_" not in torch.Tensor.__dict__

@@ -147,9 +147,8 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return _credit(batch, events, values - torch.where(last, 0.0, values.roll(-1)))
 
 
-ESTIMATORS = {f.__name__: f for f in (
-    gtpo_entropy, grpo_s, reward, group, rloo, maxrl, components, best_minus_second, passk, pkpo,
-    process, gagpo)}
+ESTIMATORS = {f.__name__: f for f in (gtpo_entropy, grpo_s, reward, group, rloo, maxrl, components,
+    best_minus_second, passk, pkpo, process, gagpo)}
 
 
 def _counts(o: ObjectiveConfig, batch: SampleBatch, groups: Groups):

@@ -6,16 +6,18 @@ every worker. Each run-time fix has its own module, which says where the defect 
 from functools import cache
 from importlib import import_module
 
+from grpo_megatron import gloo_device
 from grpo_megatron.errors import SetupError
 
 TESTED = "0.32."
-_FIXES = ("engine_orphans", "lean_reload", "whole_outputs")
+_FIXES = ("engine_orphans", "whole_outputs")
 _CPU_FIXES = ("cpu_eager_layers", "cpu_moe_update", "cpu_routed_experts")
 
 
 @cache
 def register() -> None:
     require_supported_vllm()
+    gloo_device.apply()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
