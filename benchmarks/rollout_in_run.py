@@ -4,8 +4,8 @@
 
 Starts one server on the run's exported weights and lets a raw asyncio client (same endpoint, token
 ids, group size, stop tokens, concurrency; it parses the JSON and checks nothing) sample batches of
-the run's own prompts. Prints both medians of tokens/s and the ratio. The run's figures include its
-canary, its reward processes' start and samples durable on disk.
+the run's own prompts. Prints both medians of tokens/s and the ratio. The run's figures end when
+samples are durable on disk, and begin when the weights have come: requests went out before.
 """
 
 from __future__ import annotations

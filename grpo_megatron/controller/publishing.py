@@ -24,19 +24,22 @@ class Publisher:
                  engines: ReplicaPool):
         self.config, self.run_dir = config, run_dir
         self.trainer, self.engines = trainer, engines
-        self.version, self.resumed = -1, 0.0  # since when (perf_counter) engines have it
+        self.version, self.resumed, self._seconds = -1, 0.0, 0.0  # when it came, how long it took
         self._publisher = WeightPublisher([])
         self._plan: TransferPlan | None = None
 
     async def publish(self, version: int) -> None:
         """Bring `version` into all live engines; raises an EngineError when none is left."""
+        started = time.perf_counter()
         await self._with_the_living(lambda clients: self._publish(clients, version))
         self.version, self.resumed = version, time.perf_counter()
+        self._seconds = self.resumed - started
 
     @property
     def resting(self) -> bool:
-        """Engines take requests, and answer them once the next weights have come."""
-        return self._publisher.paused and not self._publisher.asleep
+        """Engines take requests and answer them once the next weights have come, which is soon."""
+        return (self._publisher.paused and not self._publisher.asleep
+                and self._seconds < 0.1 * self.config.rollout.request_timeout_s)
 
     async def reach(self, version: int) -> None:
         """Publish `version` unless the engines have it."""

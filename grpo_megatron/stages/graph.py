@@ -166,9 +166,8 @@ def load_graph(path: str | Path) -> Graph:
         graph = Graph(file, GraphFile.model_validate(file.values))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ConfigError(f"{dotted(first['loc'])}: {first['msg']}",
-                          where=file.where(tuple(first["loc"])),
-                          remedy="a stage has " + ", ".join(Stage.model_fields)) from None
+        raise ConfigError(f"{dotted(first['loc'])}: {first['msg']}", where=file.where(
+            tuple(first["loc"])), remedy="a stage has " + ", ".join(Stage.model_fields)) from None
     for name, stage in graph.table.stages.items():
         _check_stage(graph, name, stage)
     for name in graph.order:

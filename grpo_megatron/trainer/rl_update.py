@@ -125,9 +125,8 @@ class Training:
         columns = {}
         if "token_ids" in self.needs:
             columns["token_ids"] = torch.from_numpy(self.table.all_completion_ids()).long()
-        sources = {"entropies": lambda u: [found[1] for found in u.old],
-                   "old_logprobs": lambda u: [step.untruncated(found) for found in u.old],
-                   "ref_logprobs": lambda u: u.ref}
+        sources = {"old_logprobs": lambda u: [step.untruncated(found) for found in u.old],
+            "entropies": lambda u: [found[1] for found in u.old], "ref_logprobs": lambda u: u.ref}
         batches = [update.batch for update in self.updates]
         for name, source in sources.items():
             if name in self.needs:

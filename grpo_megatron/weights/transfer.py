@@ -167,9 +167,8 @@ def _group(store: TCPStore, host: str, rank: int, world_size: int,
     options._timeout = timeout
     # A loopback store means that every member is on this machine: then no other interface listens.
     # Otherwise gloo takes the host's own address, or what GLOO_SOCKET_IFNAME says.
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)
-                        if ipaddress.ip_address(host).is_loopback
-                        else ProcessGroupGloo.create_default_device()]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host) if ipaddress.ip_address(
+        host).is_loopback else ProcessGroupGloo.create_default_device()]
     return ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, options)
 
 

@@ -129,3 +129,14 @@ def test_a_judge_rests_between_uses(sleep, expected):
 
     asyncio.run(run())
     assert calls == expected
+
+
+@pytest.mark.parametrize(("seconds", "asleep", "resting"), [
+    (1.0, False, True), (1.0, True, False), (90.0, False, False)])
+def test_resting_engines_take_requests_unless_weights_take_long(seconds, asleep, resting):
+    """A request's time limit begins when it is sent."""
+    publisher = Publisher(recipe(rollout={"request_timeout_s": 600.0}), None, None, None)
+    publisher._seconds = seconds
+    assert not publisher.resting
+    publisher._publisher.paused, publisher._publisher.asleep = True, asleep
+    assert publisher.resting == resting
