@@ -87,7 +87,7 @@ class _TimedLoop(RLLoop):
     """Keeps the last step's seconds by phase."""
 
     async def finish(self, recorded: RecordedStep, report: dict) -> None:
-        self.phases = recorded.seconds | self.session.seconds | {
+        self.phases = recorded.seconds | self.session.phase.seconds | {
             "train (in the trainer)": report["train_s"]}
         await super().finish(recorded, report)
 

@@ -1,8 +1,7 @@
 """All gloo groups of a process share one thread.
 
-torch 2.13 (distributed/distributed_c10d.py:2169) gives each a device of its own, whose thread wakes
-up 100 times a second for ever. A trainer rank has twenty groups, an engine fifteen: on a CPU an RL
-step took 14 % longer."""
+torch 2.13 (distributed/distributed_c10d.py:2169) gives each one that wakes up 100 times a second.
+A trainer rank has twenty groups, an engine fifteen: on a CPU an RL step took 14 % longer."""
 
 import functools
 import os

@@ -65,8 +65,7 @@ class Completion:
     """uint8/uint16 [T_p + T - 1, all layers, K]; None: not recorded. Row p is the forward of
     position p, which sampled token p + 1; the last token has none."""
     route_versions: tuple[VersionSpan, ...] = ()
-    """Rows `[start, end)` of `routes` were computed with weight version `version`; rows not
-    covered have no route."""
+    """Rows `[start, end)` of `routes` are of weight version `version`; others have no route."""
     kept: KeptSets | None = None
     """What truncated sampling could have chosen at every token; None: anything."""
 

@@ -143,9 +143,8 @@ class SampleTable:
                 raise DataError(f"{name} is missing or its checksum differs from the manifest",
                                 where=str(directory), remedy="delete the step; it is sampled anew")
         self._shards = [read_columns(directory / s["name"]) for s in self.manifest["shards"]]
-        self._routes = [
-            RouteFile((directory / s["name"]).with_suffix(".routes"), columns,
-                      msgspec.convert(s["routes"], RouteShape)) if s.get("routes") else None
+        self._routes = [RouteFile((directory / s["name"]).with_suffix(".routes"), columns,
+            msgspec.convert(s["routes"], RouteShape)) if s.get("routes") else None
             for s, columns in zip(self.manifest["shards"], self._shards, strict=True)]
         train = read_columns(directory / "train.safetensors")
         self.shard, self.index, self.group, self.update, self.reward, self.domain, truncated = (

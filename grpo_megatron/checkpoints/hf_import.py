@@ -28,9 +28,8 @@ def scale_name(name: str) -> str:
 
 def dequantise(weight: torch.Tensor, scale_inv: torch.Tensor,
                dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Weight times the scale of its block, in fp32, rounded once. Extra memory: one block row.
-    weight: float8_e4m3fn [rows, columns]; scale_inv: fp32 [ceil(rows / 128), ceil(columns / 128)],
-    ValueError for others."""
+    """float8_e4m3fn [rows, columns] times fp32 [ceil(rows / 128), ceil(columns / 128)], rounded
+    once, one row of blocks at a time. ValueError for other shapes."""
     rows, columns = weight.shape
     wanted = (-(-rows // BLOCK), -(-columns // BLOCK))
     if tuple(scale_inv.shape) != wanted:

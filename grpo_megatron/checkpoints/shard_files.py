@@ -117,8 +117,7 @@ class Target:
         copy_side_files(source, self.working)
 
     def read_back(self, file: ShardFile) -> list[str]:
-        """Names of tensors that are not on the disk as they were given; if any, the file is no
-        longer taken for finished."""
+        """Tensors that are not on the disk as they were given: with any, no finished file."""
         found = {name: digest_tensor(tensor) for name, tensor in self.read(file)}
         recorded = (self.record(file) or {"tensors": {}})["tensors"]
         bad = sorted(e.name for e in file.entries if found.get(e.name) != recorded.get(e.name, ""))

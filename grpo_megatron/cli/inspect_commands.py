@@ -168,8 +168,7 @@ def _search(config: Any, text: str, device: str, as_json: bool) -> None:
 
 def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "",
                 labelled: bool = False) -> None:
-    """A table on a terminal; elsewhere tab-separated lines, easy to grep and cut, without the
-    header unless `labelled`."""
+    """A table on a terminal; elsewhere tab-separated lines, with a header where `labelled`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

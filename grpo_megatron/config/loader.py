@@ -125,9 +125,8 @@ def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
 def _finish(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
             recipe: str) -> ResolvedConfig:
     config = valid(layers, problems, checks, recipe)
-    preset = config.objective.preset
+    preset, values = config.objective.preset, leaves(config.model_dump(mode="json"))
     origins = {("objective", key): Origin("preset", f"objective preset {preset}")
                for key in PRESETS[preset].values} | layers.origins
     return ResolvedConfig(recipe=recipe, config=config, provenance={
-        dotted(path): origins.get(path, DEFAULT)
-        for path, _ in leaves(config.model_dump(mode="json"))})
+        dotted(path): origins.get(path, DEFAULT) for path, _ in values})

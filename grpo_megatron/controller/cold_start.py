@@ -44,4 +44,4 @@ async def cold_start(session: Session) -> None:
                              f"validation accuracy {accuracy:.3f}")
     await session.trainer.call("reset_optimizer", cold_start=False)
     session.event("cold_start_done", steps=done, accuracy=accuracy)
-    session.take_seconds()
+    session.phase.take_seconds()

@@ -43,8 +43,7 @@ def _by_domain(session: Session, scored: Sequence[ScoredGroup],
                measure: Callable[[ScoredGroup, Selection], Mapping[str, float]]) -> Results:
     selection, results = Selection(session.config), {}
     for domain in dict.fromkeys(group.group.prompt.domain for group in scored):
-        rows = [measure(group, selection) for group in scored
-                if group.group.prompt.domain == domain]
+        rows = [measure(g, selection) for g in scored if g.group.prompt.domain == domain]
         results[domain] = {"prompts": float(len(rows))}
         for name in rows[0]:
             mean = float(np.mean([row[name] for row in rows]))

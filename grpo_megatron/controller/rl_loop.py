@@ -79,6 +79,8 @@ class RLLoop:
         """Step `state.step`. With `more`, the next one's samples are asked for as soon as may be:
         ahead, while this one trains; else of engines that rest until they have its weights."""
         step, publisher = self.state.step, self.session.publisher
+        if self.asked:
+            self.session.phase.sampling()
         recorded = await self.collect(step, self.asked or self._sample(step))
         self.asked = asyncio.create_task(self._sample(step + 1)) if self.ahead and more else None
         report = await self.train(recorded)
@@ -163,7 +165,7 @@ class RLLoop:
 
     async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:
         step, manifest = recorded.step, recorded.manifest
-        seconds = recorded.seconds | self.session.take_seconds()
+        seconds = recorded.seconds | self.session.phase.take_seconds()
         self.phase_seconds.update(seconds)
         version = float(manifest["version"])
         times = {**seconds, "old_logprobs": report["old_logprobs_s"], "step": sum(seconds.values())}

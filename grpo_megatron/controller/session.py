@@ -3,14 +3,12 @@
 import asyncio
 import contextlib
 import logging
-import time
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import show
+from grpo_megatron.controller.phases import Phases
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import TrainerLink
@@ -41,26 +39,13 @@ class Session:
     teachers: ServedTeachers
     judges: WeightPublisher  # those that rest while the trainer works
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    seconds: Counter[str] = field(default_factory=Counter)
-
-    @contextlib.contextmanager
-    def phase(self, name: str):
-        show("phase", name=name)
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - started
-
-    def take_seconds(self) -> dict[str, float]:
-        seconds, self.seconds = self.seconds, Counter()
-        return seconds
+    phase: Phases = field(default_factory=Phases)
 
     def event(self, kind: str, **fields) -> None:
         append_event(self.run_dir.events, kind, **fields)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Session]:
     """Wait for engines and trainer; close everything at the end."""
     async with contextlib.AsyncExitStack() as stack:

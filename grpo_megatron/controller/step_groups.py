@@ -9,7 +9,6 @@ import numpy as np
 from grpo_megatron.config.run import SamplingConfig
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.dataset import DatasetAnswers
-from grpo_megatron.controller.display import show
 from grpo_megatron.controller.selection import Selection, by_domain, not_older, rollout_metrics
 from grpo_megatron.controller.session import Session
 from grpo_megatron.data.sampler import PromptSampler
@@ -41,11 +40,11 @@ class GroupSource:
 
         async def score(prompts: Sequence[Prompt]) -> list[ScoredGroup]:
             nonlocal rollout_s
-            show("phase", name="rollout")
+            session.phase.sampling("rollout")
             started = time.perf_counter()
             groups = await self._answers.rollouts(step, prompts)
             rollout_s += time.perf_counter() - started
-            show("phase", name="reward")
+            session.phase.sampling("reward")
             scored = await session.rewards.score(groups)
             first_tries.extend(scored)
             return await self._correction(step, scored) if self._correction else scored

@@ -38,9 +38,8 @@ def convert(job: dict[str, Any], num_ranks: int) -> None:
 
 def _ranks(job: Path, num_ranks: int) -> list[ChildProcess]:
     """On the CPU, whatever the machine has: bytes are moved, not computed with."""
-    return [ChildProcess(
-        f"rank-{rank}", [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job),
-                         str(job.with_name("store"))], job.with_name(f"rank-{rank}.log"),
+    return [ChildProcess(f"rank-{rank}", [sys.executable, "-m", "grpo_megatron.trainer.convert",
+        str(job), str(job.with_name("store"))], job.with_name(f"rank-{rank}.log"),
         QUIET | rank_variables(rank, num_ranks) | {"CUDA_VISIBLE_DEVICES": ""}, piped=True)
         for rank in range(num_ranks)]
 

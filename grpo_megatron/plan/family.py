@@ -68,8 +68,7 @@ def family_of(model_type: str | None) -> Family:
 
 @cache
 def tables_of(name: str) -> dict[str, Any]:
-    """Of a family, or `base`, what all start from: over those of the parts that it extends, later
-    parts over earlier ones."""
+    """Of a family, or `base`: its own over those of the parts that it extends, the last first."""
     file = _FOLDER / f"{name}.toml"
     own = dict(read_toml(file if file.exists() else _FOLDER / "parts" / f"{name}.toml").values)
     merged: dict[str, Any] = {}

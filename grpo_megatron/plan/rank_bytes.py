@@ -114,8 +114,7 @@ def step_bytes(s: Sizes, stage: int, *, tokens: int, sequence: int, num_microbat
 
 
 def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
-    """Micro-batches whose activations a stage holds at one time; interleaved stages hold chunks,
-    counted in whole stages."""
+    """Micro-batches whose activations a stage holds at one time; its chunks are parts of one."""
     later = s.trainer.pipeline_parallel_size - stage - 1
     if s.num_chunks == 1:
         return min(later + 1, num_microbatches)

@@ -66,8 +66,7 @@ def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
     if not len(tail.token_ids):
         return replace(head, finish_reason=tail.finish_reason)
     shifted = [VersionSpan(s.version, s.start + done, s.end + done) for s in tail.versions]
-    return Completion(
-        np.concatenate([head.token_ids, tail.token_ids]),
+    return Completion(np.concatenate([head.token_ids, tail.token_ids]),
         np.concatenate([head.logprobs, tail.logprobs]),
         _joined([*head.versions, *shifted]), tail.finish_reason, text="",
         routes=_merged_routes(head, tail, num_prompt), kept=_merged_kept(head.kept, tail.kept),

@@ -67,9 +67,8 @@ def build_microbatch(index: int, table: SampleTable, table_rows: np.ndarray, *, 
         kept = Kept(flat([token], torch.int64), flat([ids], torch.int64),
                     flat([~known], torch.bool))
     cumulative = flat([np.array([0]), np.cumsum(lengths)], torch.int32)
-    return MicroBatch(
-        kept=kept, index=index, table_rows=table_rows, lengths=tuple(lengths[:len(table_rows)]),
-        tokens=flat(sequences, torch.int64)[None],
+    return MicroBatch(kept=kept, index=index, table_rows=table_rows,
+        lengths=tuple(lengths[:len(table_rows)]), tokens=flat(sequences, torch.int64)[None],
         position_ids=flat([np.arange(n) for n in lengths], torch.int64)[None],
         packed=PackedSeqParams(qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative,
                                max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)),

@@ -13,6 +13,7 @@ import numpy as np
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.phases import Phases
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import RunState
@@ -69,12 +70,12 @@ class Loop:
                 config=self.config, run_dir=self.run_dir, worker=self,
                 rewards=SimpleNamespace(score=self.score, take_metrics=dict),
                 publisher=self, trainer=self, teachers=ServedTeachers(self.config),
-                judges=WeightPublisher([]), stopping=asyncio.Event(), take_seconds=dict,
+                judges=WeightPublisher([]), stopping=asyncio.Event(), phase=Phases(),
                 tokenizer=SimpleNamespace(
                     decode=str, stop_token_ids=(0,),
                     encode=lambda text, where=None: [ord(c) for c in text]),
                 splits=SimpleNamespace(train=self.prompts, validation=[]),
-                event=lambda *_, **__: None, phase=lambda name: contextlib.nullcontext())
+                event=lambda *_, **__: None)
             self.version, self.resumed, self.resting = state.step, 0.0, False
             self.weights_came = asyncio.Event()
             self.weights_came.set()

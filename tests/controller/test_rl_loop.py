@@ -171,6 +171,20 @@ def test_when_the_next_samples_are_not_asked_for_early(tmp_path, tables, late, m
     assert loop.asked == [(step, step if step in late else max(step - 1, 0)) for step in range(6)]
 
 
+@pytest.mark.parametrize("tables", [{}, AHEAD])
+def test_what_runs_beside_a_phase_is_shown_after_it(tmp_path, tables, monkeypatch):
+    """Else the screen calls a publish `rollout`, and the rollout that follows nothing at all."""
+    shown = []
+    for module in ("phases", "rl_loop"):
+        monkeypatch.setattr(f"grpo_megatron.controller.{module}.show", lambda kind, **fields:
+                            shown.append(fields["name"] if kind == "phase" else kind))
+    make(tmp_path, **tables, num_steps=3, checkpoint={"interval": 9}).run()
+    first, *others = " ".join(shown).split(" step ")
+    assert first == "rollout reward train publish"
+    waiting = "reward" if tables else "rollout reward"
+    assert others == [f"{waiting} train publish"] * 2 + ["checkpoint"]
+
+
 def test_what_was_asked_for_ends_with_a_publish_that_fails(tmp_path):
     loop = make(tmp_path)
     loop.publish_fails_at = 2

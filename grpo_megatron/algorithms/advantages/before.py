@@ -46,9 +46,8 @@ def token_efficiency(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> 
 
 
 def adaptive(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
-    """GFPO, adaptive difficulty: the shortest k samples, k by the quartile of the group's mean
-    reward in this batch: the easiest quartile keeps 1/2 of `subset_size`, the next 3/4, the
-    harder half all. bool [N]"""
+    """GFPO, adaptive difficulty: the shortest k samples, by quartiles of groups' mean rewards: the
+    easiest keeps 1/2 of `subset_size`, the next 3/4, the harder half of groups all. bool [N]"""
     success = groups.mean(batch.rewards)
     scope = batch.scopes(o.statistics_scope)
     size = torch.empty_like(success)
