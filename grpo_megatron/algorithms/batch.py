@@ -213,8 +213,7 @@ def suffix_sums(values: Tensor, batch: SampleBatch) -> Tensor:
 
 
 def by_groups(batch: SampleBatch, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-    """Apply `function(part, *columns of part) -> [n of part]`, local to groups, chunk by chunk;
-    columns: [N]; float64 -> [n]."""
+    """`function(part, *columns of part) -> [n of part]` chunk by chunk of groups, float64 [n]."""
     floats = [c.dtype for c in batch.tokens.values() if c.is_floating_point()]
     out = torch.empty(batch.num_tokens, dtype=(*floats, torch.float32)[0])
     for rows in batch.group_chunks():

@@ -50,8 +50,7 @@ def gmpo(o: ObjectiveConfig, u: Update) -> Tensor:
 
 
 def cispo(o: ObjectiveConfig, u: Update) -> Tensor:
-    """`sg(clip(r, ratio_min, ratio_max)) A log pi`: bounds are absolute, every token keeps its
-    gradient (CISPO, arXiv:2506.13585)."""
+    """CISPO (arXiv:2506.13585), no gradient cut: `sg(clip(r, ratio_min, ratio_max)) A log pi`."""
     return u.log_ratio.detach().exp().clamp(o.ratio_min, o.ratio_max) * u.advantages * u.logprobs
 
 

@@ -259,9 +259,13 @@ class RunConfig(Strict):
 
     @property
     def samples_prove(self) -> bool:
-        """Whether a step's samples are its canary: training computes the same, experts and all."""
+        """Whether a step's samples can be its canary: each is trained, the engine recorded for it
+        sampled it, and training computes what that engine did, experts and all."""
         return (self.publish.canary and self.kind == "rl" and self.batch.max_staleness == 0
-                and self.routing.replay != "r3")
+                and self.routing.replay != "r3" and not self.rollout.truncation
+                and self.objective.overlong == self.objective.subset == "none"
+                and not self.correction
+                and (self.rollout.num_replicas == 1 or not self.rollout.deterministic))
 
     @property
     def records_routes(self) -> bool:

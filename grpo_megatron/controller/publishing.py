@@ -106,13 +106,12 @@ class Publisher:
                     await self._bury_dead(error, self.engines.alive)
                 continue
             directory = self.run_dir.root / "canary"
-            record_completions(directory, [
-                (0, p, c) for p, c in zip(prompts, completions, strict=True)])
+            record_completions(directory, [(0, p, c) for p, c in zip(
+                prompts, completions, strict=True)], replica.client.name)
             found = await self.trainer.call("compare", directory=str(directory))
             if found["problem"]:
-                raise MismatchError(f"{replica.client.name}, weight version {self.version}: "
-                                    f"{found['problem']}", where="publish.canary_tolerance",
-                                    remedy=found["remedy"])
+                raise MismatchError(f"weight version {self.version}: {found['problem']}",
+                                    where="publish.canary_tolerance", remedy=found["remedy"])
             worst = {name: max(worst[name], found[name]) for name in worst}
         return {**worst, "canary/seconds": time.perf_counter() - started}
 

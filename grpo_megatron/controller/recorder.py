@@ -62,11 +62,12 @@ def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
     return min(found, len(token_ids) - 1)
 
 
-def record_completions(directory: Path, samples: Sequence[tuple[int, Prompt, Completion]]) -> None:
+def record_completions(directory: Path, samples: Sequence[tuple[int, Prompt, Completion]],
+                       name: str = "completions") -> None:
     """(optimizer step, prompt, completion) for the trainer to compute, one sample each."""
     groups = [RolloutGroup(prompt, (completion,), 0) for _, prompt, completion in samples]
     rows = [SampleRow(0, i, i, update, 0.0) for i, (update, _, _) in enumerate(samples)]
-    shard = write_shard(begin_step(directory) / "completions-0.safetensors", groups)
+    shard = write_shard(begin_step(directory) / f"{name}.safetensors", groups)
     finish_step(directory, [shard], rows, {"stale": False})
 
 

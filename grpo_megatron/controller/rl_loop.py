@@ -58,7 +58,7 @@ class RLLoop:
         self.alarms = Alarms(self.config.routing.load_alarm)
         self.started = time.monotonic() - state.seconds
         self.phase_seconds: Counter[str] = Counter()
-        self._checkpointed = -1
+        self.first, self._checkpointed = state.step, -1
         self.asked: asyncio.Task[RecordedStep] | None = None  # the next step's samples
         self._canary_found: dict[str, float] = {}  # ahead: of the weights that sample
 
@@ -103,8 +103,10 @@ class RLLoop:
             return replace(await sampling, canary=self._canary_found)
         if self.config.samples_prove:
             recorded = await sampling
-            return (replace(recorded, canary=await self._canary()) if recorded.manifest["stale"]
-                    else recorded)
+            living = {replica.index for replica in self.session.publisher.engines.alive}
+            if recorded.fresh and living <= {*recorded.manifest["proven"]}:
+                return recorded
+            return replace(recorded, canary=await self._canary())
         recorded, canary = await finish_or_cancel([sampling, self._canary()])
         return replace(recorded, canary=canary)
 
@@ -126,6 +128,7 @@ class RLLoop:
         groups, metrics, rollout_s = await self.source.groups_of(step)
         stale = version < step or len(not_older(groups, step)) < len(groups)
         manifest = {"kind": "rl", "step": step, "version": version, "stale": stale,
+                    "proven": sorted({g.group.replica for g in groups if not stale}),  # replicas
                     "sampler": self.sampler.state_dict(),  # after the step's draws
                     "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
                     "extremes": extremes(step, groups, config.telemetry.samples_per_step)}
@@ -147,19 +150,19 @@ class RLLoop:
             return {"metrics": {}, "updates": 0, "tokens": 0, "old_logprobs_s": 0.0,
                     "state": self.state.objective}
         with self.session.phase("train"):
-            publisher = self.session.publisher
-            engines_rest = not (self.ahead or self.config.uses_dataset)
-            if engines_rest and self.config.placement.mode == "colocated":
+            config, publisher, directory = self.config, self.session.publisher, recorded.directory
+            engines_rest = not (self.ahead or config.uses_dataset)
+            if engines_rest and config.placement.mode == "colocated":
                 await publisher.make_room()  # before the training, elsewhere beside it
-            await self.session.judges.rest(sleep=self.config.placement.gpus_per_node > 0)
+            await self.session.judges.rest(sleep=config.placement.gpus_per_node > 0)
             beside = [publisher.make_room()] if engines_rest else []
             try:
                 report, *_ = await finish_or_cancel([self.session.trainer.call(
-                    "train", directory=str(recorded.directory), first_update=self.state.updates,
-                    num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
-                    state=self.state.objective, fresh=recorded.fresh), *beside])
+                    "train", directory=str(directory), first_update=self.state.updates,
+                    state=self.state.objective, exact=recorded.fresh or recorded.step == self.first,
+                    num_updates=config.num_steps * config.batch.updates_per_rollout), *beside])
             except MismatchError:  # nor may a resume train them
-                replace_directory(recorded.directory, recorded.directory.with_suffix(".rejected"))
+                replace_directory(directory, directory.with_name(f"rejected_{directory.name}"))
                 raise
             return report
 

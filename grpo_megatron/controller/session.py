@@ -82,8 +82,8 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
 
 
 async def _connect(config: RunConfig, run_dir: RunDir,
-                   stack: contextlib.AsyncExitStack) -> list[EngineClient]:
-    """Clients of the engines that came up; the others are named. EngineError where none did."""
+                   stack: contextlib.AsyncExitStack) -> list[EngineClient | None]:
+    """By replica, None for those that did not come up; they are named. EngineError: none did."""
     async def connect(name: str) -> EngineClient:
         def is_alive() -> bool:  # the supervisor knows
             return not (run_dir.endpoints / f"{name}.dead").exists()
@@ -103,7 +103,7 @@ async def _connect(config: RunConfig, run_dir: RunDir,
         if not isinstance(error, EngineError) or len(failed) == len(found):
             raise error
         show("message", text=f"going on without an engine: {error.message}")
-    return [result for result in found if isinstance(result, EngineClient)]
+    return [result if isinstance(result, EngineClient) else None for result in found]
 
 
 def _mourn(run_dir: RunDir, replica: Replica) -> None:

@@ -22,12 +22,12 @@ class Replica:
 
 
 class ReplicaPool:
-    """Replicas with health, and retries on another one, `max_attempts` in all. `on_death` is
-    called once with a replica that was found dead."""
+    """Replicas (None: one that never was) with health, and retries on another one, `max_attempts`
+    in all. `on_death` is called once with a replica that was found dead."""
 
-    def __init__(self, clients: Sequence[EngineClient], *, max_attempts: int = 3,
+    def __init__(self, clients: Sequence[EngineClient | None], *, max_attempts: int = 3,
                  on_death: Callable[[Replica], None] = lambda replica: None):
-        self.replicas = [Replica(i, client) for i, client in enumerate(clients)]
+        self.replicas = [Replica(i, client) for i, client in enumerate(clients) if client]
         self._max_attempts, self._on_death = max_attempts, on_death
 
     @property

@@ -35,6 +35,7 @@ def disagreement(config: RunConfig, table: SampleTable, stats: Stats) -> str:
         if not mean <= config.canary_tolerance:
             problems.append(
                 f"{shard['name'].partition('.')[0]} and the trainer disagree about log-probs of "
-                f"{int(total[1])} tokens: by at most {stats.maxima['canary/abs_max']:.3g}, by "
-                f"{mean:.3g} on average with none above {4 * config.canary_tolerance:.3g}")
+                f"{int(total[1])} tokens, by {mean:.3g} on average with none above "
+                f"{4 * config.canary_tolerance:.3g} (any engine's most is "
+                f"{stats.maxima['canary/abs_max']:.3g})")
     return "; ".join(problems)

@@ -52,8 +52,7 @@ class References:
         self._saved = self._saved if name != START else None
 
     def save(self, policy: Policy, checkpoint: Path) -> str | None:
-        """Write `START` beside `checkpoint`, unless an earlier checkpoint has it; returns the
-        directory's name, for `load`. Collective."""
+        """Write `START` beside `checkpoint` unless it is there; its name for `load`. Collective."""
         if START in self._weights and self._saved is None:
             name = f"reference_{checkpoint.name}"
             with self.exchanged(policy):
@@ -101,8 +100,7 @@ class References:
 
     def logprobs(self, policy: Policy, batches: Sequence[step.PreparedBatch],
                  objective: Objective, domains: np.ndarray) -> list[list[torch.Tensor]]:
-        """Reference log-probs per batch and micro-batch, fp32 [n], each domain by its own
-        reference. domains: int [N of the table]."""
+        """By batch and micro-batch, fp32 [n], each domain by its reference. domains: int [N]."""
         found: list[list[torch.Tensor]] = []
         for name in sorted({self._name_of_domain[d] for d in objective.domains}):
             with self.exchanged(policy, name):

@@ -32,12 +32,12 @@ from grpo_megatron.trainer.route_source import RouteSource
 class Training:
     """One recorded step while it is trained. `state` is `Objective.state` after the step before;
     with `replayed`, clip and mask decisions follow the recorded ones, which are not written;
-    `fresh` samples prove that their engines have the policy's weights, if they can."""
+    `exact`: these very weights sampled it, so it proves that the engines have them, if it can."""
 
     def __init__(self, config: RunConfig, policy: Policy, references: References,
                  table: SampleTable, state: Mapping[str, float], replayed: bool = False,
-                 fresh: bool = False):
-        self.started, self.fresh = time.perf_counter(), fresh
+                 exact: bool = False):
+        self.started, self.exact = time.perf_counter(), exact
         self.config, self.policy, self.references, self.table = config, policy, references, table
         self.objective = objective = objective_of(config, state)
         self.needs = needed_columns(objective.config, reference=objective.wants_reference)
@@ -160,7 +160,7 @@ class Training:
 
         def check(stats: Stats) -> None:
             problem = canary.disagreement(self.config, self.table, stats)
-            if problem and self.fresh:
+            if problem and self.exact:
                 raise MismatchError(f"in step {self.table.manifest['step']}, {problem}",
                                     where="publish.canary_tolerance", remedy=canary.REMEDY)
 

@@ -10,8 +10,7 @@ import torch
 
 
 def rotary(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, fp32 [rotated size / 2], and factor of cosines and sines. rope: of
-    `plan.hf_config.rope_fields`."""
+    """Inverse frequencies, fp32 [rotated size / 2]; factor of cos and sin. rope: `rope_fields`."""
     if rope["type"] == "default":
         size = int(head_dim * rope["percent"])
         return 1.0 / rope["theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0

@@ -64,12 +64,12 @@ class TrainerService:
 
     def train(self, directory: str, first_update: int, num_updates: int,
               state: dict[str, float], replayed: bool = False,
-              fresh: bool = False) -> dict[str, Any]:
+              exact: bool = False) -> dict[str, Any]:
         """Train all updates of a recorded step (see `Training.run`)."""
         table = _table(directory)
         if self.config.kind == "rl":
             report = Training(self.config, self.policy, self.references, table, state,
-                              replayed, fresh).run(first_update, num_updates)
+                              replayed, exact).run(first_update, num_updates)
         else:
             report = train_tokens(self.config, self.policy, table, self.config.optimizer,
                                   first_update, num_updates, self.teachers)

@@ -168,8 +168,7 @@ def reduce_stats(stats: Stats) -> Stats:
 
 def gather_tokens(batch: SampleBatch, prepared: Sequence[PreparedBatch],
                   values: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Tokens in the order of the table, fp32 [n], on every rank. Collective. values: of every
-    micro-batch of every prepared batch."""
+    """fp32 [n] in the table's order, on every rank; collective. values: by batch, micro-batch."""
     flat = torch.zeros(batch.num_tokens)
     for part, found in zip(prepared, values, strict=True) if speaks_for_samples() else ():
         for microbatch, tokens in zip(part.microbatches, found, strict=True):

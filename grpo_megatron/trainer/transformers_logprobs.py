@@ -1,7 +1,6 @@
 """Log-probs as transformers computes them: `python -m … DIR DTYPE < ids > logprobs` (JSON).
 
-A process of its own: with `megatron_cpu` installed, transformers leaves rotary frequencies
-uninitialised when it loads a model."""
+A process of its own: beside `megatron_cpu` transformers leaves rotary frequencies uninitialised."""
 
 import json
 import sys

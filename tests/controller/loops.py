@@ -59,8 +59,9 @@ class Loop:
         self.asked: list[tuple[int, int]] = []  # (step, weight version when it was asked for)
         self.dropped: list[int] = []  # steps that were asked for in vain
         self.publish_fails_at: int | None = None  # weight version
-        self.fresh: list[bool] = []  # by `train` command
+        self.exact: list[bool] = []  # by `train` command
         self.canaries: list[int] = []  # weight versions
+        self.num_engines = 1  # p8 is asked of the one after that of p7
         self.mismatch_at: int | None = None  # `train` command
         self.states: dict[int, RunState] = {}
 
@@ -88,9 +89,13 @@ class Loop:
         return asyncio.run(main())
 
     def metrics(self) -> list[dict]:
-        return [{name: value for name, value in record.items() if not name.startswith("time")
-                 and not name.startswith("throughput")}
+        return [{name: value for name, value in record.items() if not name.startswith(
+                     ("time", "throughput", "canary/seconds"))}
                 for record in read_metrics(self.run_dir.metrics)]
+
+    @property
+    def engines(self) -> SimpleNamespace:
+        return SimpleNamespace(alive=[SimpleNamespace(index=i) for i in range(self.num_engines)])
 
     async def rollouts(self, step: int, prompts, *, num_samples: int | None = None,
                        max_tokens: int | None = None) -> list[RolloutGroup]:
@@ -104,7 +109,7 @@ class Loop:
         size = num_samples or self.config.batch.num_samples_per_prompt
         return [RolloutGroup(p, tuple(
             completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3)
-            for g in range(size)), 0) for p in prompts]
+            for g in range(size)), sum(p.prompt_id.encode()) % self.num_engines) for p in prompts]
 
     async def score(self, groups) -> list[ScoredGroup]:
         step = self.sampled[-1][0]
@@ -131,7 +136,7 @@ class Loop:
 
     async def check_canary(self, prompts) -> dict[str, float]:
         self.canaries.append(self.version)
-        return {"canary/abs_max": 0.0}
+        return {"canary/seconds": 0.0}
 
     async def call(self, command: str, **arguments):
         if command == "save":
@@ -143,9 +148,9 @@ class Loop:
             return {}
         if len(self.trained) == self.crash_at:
             raise Crash
-        if len(self.fresh) == self.mismatch_at:
+        if len(self.exact) == self.mismatch_at:
             raise MismatchError("engine and trainer disagree")
-        self.fresh.append(arguments["fresh"])
+        self.exact.append(arguments["exact"])
         table = SampleTable(Path(arguments["directory"]))
         self.trained.append((Path(arguments["directory"]).name, table))
         assert len(table)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.launch.offline import recorded_steps
 from tests.controller.cases import recipe
 from tests.controller.loops import Crash, Loop, chance
 
@@ -200,12 +201,31 @@ def test_samples_are_their_own_canary_where_they_can_be(tmp_path):
         "ahead": AHEAD}.items())
     for loop in (plain, replayed, ahead):
         loop.run()
-        assert loop.fresh == [True] * 3
+        assert loop.exact == [True] * 3
     assert (plain.canaries, replayed.canaries, ahead.canaries) == ([], [0, 1, 2], [0, 1, 2, 3])
     surplus = make(tmp_path / "surplus", lambda step, prompt, sample: sample == 0, num_steps=3,
                    sampling={"dynamic": True, "surplus_staleness": 1, "max_oversampling": 2.0})
     surplus.run(RunStateWith(acceptance=0.5))
     assert surplus.canaries == [1]  # of the step that is trained from older samples
+
+
+def test_engines_whose_groups_are_not_trained_get_a_canary(tmp_path):
+    """What is wrong with an engine may be why its groups are dropped."""
+    def wrong(step, prompt, sample):  # engine 1 answers nothing right
+        return sample % 2 * float(sum(prompt.prompt_id.encode()) % 2 == 0)
+
+    dropped = make(tmp_path / "dropped", wrong, num_steps=3, sampling={"zero_variance": "drop"})
+    dropped.num_engines = 2
+    dropped.run()
+    assert dropped.canaries == [0, 1, 2] and len(dropped.trained) == 3
+    kept = make(tmp_path / "kept", wrong, num_steps=3)
+    kept.num_engines = 2
+    kept.run()
+    assert kept.canaries == []
+    nothing = make(tmp_path / "nothing", lambda *_: 1.0, num_steps=2,
+                   sampling={"zero_variance": "drop"})
+    nothing.run()
+    assert nothing.canaries == [0, 1] and nothing.trained == []
 
 
 def test_samples_that_disagree_are_kept_aside_and_sampled_anew(tmp_path):
@@ -214,10 +234,21 @@ def test_samples_that_disagree_are_kept_aside_and_sampled_anew(tmp_path):
     with pytest.raises(MismatchError):
         loop.run()
     store = loop.run_dir.step_store(1)
-    assert not store.exists() and (store.with_suffix(".rejected") / "manifest.json").exists()
+    assert not store.exists() and recorded_steps(loop.run_dir) == []
+    assert (loop.run_dir.store / "rejected_step_000001" / "manifest.json").exists()
     again = make(tmp_path, num_steps=3)
     again.run()
-    assert again.fresh == [False, True, True] and [step for step, _ in again.sampled] == [1, 2]
+    assert [step for step, _ in again.sampled] == [1, 2] and again.canaries == [0]
+
+
+def test_which_recorded_samples_are_of_the_weights_that_train_them(tmp_path):
+    """The first ones after a resume; the next ones' may have come out a little different."""
+    with pytest.raises(Crash):
+        make(tmp_path, crash_at=3, checkpoint={"interval": 9}).run()
+    again = make(tmp_path)
+    again.run()
+    assert again.exact == [True, False, False, False, True, True]
+    assert again.canaries == [0, 1, 2, 3]  # of engines that sampled nothing yet
 
 
 def test_truncated_samples_are_recorded_as_they_are(tmp_path):

@@ -72,9 +72,14 @@ def test_what_is_no_number_is_a_problem():
 
 @pytest.mark.parametrize(("tables", "prove"), [
     ({}, True), ({"publish": {"canary": False}}, False), ({"routing": {"replay": "r2"}}, True),
-    ({"routing": {"replay": "r3"}}, False), ({"batch": {"max_staleness": 1}}, False)])
+    ({"routing": {"replay": "r3"}}, False), ({"batch": {"max_staleness": 1}}, False),
+    ({"objective": {"overlong": "loss"}}, False), ({"objective": {"subset": "shortest"}}, False),
+    ({"rollout": {"top_k": 8}}, False), ({"rollout": {"num_replicas": 2}}, True),
+    ({"rollout": {"num_replicas": 2, "deterministic": True}}, False),
+    ({"rollout": {"deterministic": True}}, True)])
 def test_when_samples_prove(tables, prove):
-    """With replayed experts the trainer computes what the engine chose, right or wrong."""
+    """Not where the trainer computes what the engine chose, right or wrong (replayed experts), or
+    nothing for some samples; nor where a group's samples come from several engines."""
     config = recipe()
     for table, values in tables.items():
         config = config.model_copy(update={table: getattr(config, table).model_copy(update=values)})
