@@ -10,23 +10,44 @@ site=$1 run=$2 name=$3 trainer_nodes=$4 rollout_nodes=$5 gpus=$6
 arguments=("${@:7}")
 ((${#arguments[@]})) || arguments=("$run")
 # shellcheck source=/dev/null
-source "$site"
+source "$site" >&2  # what it prints is no part of the script
+refuse() { echo "$1" >&2; exit 1; }
+declare -F activate >/dev/null || refuse "activate() is missing: what a shell on a node needs first"
+
+# seconds LIMIT: of a time as sbatch takes it: D-H[:M[:S]], H:M:S, M:S or M
+seconds() {
+    local days=0 hours=0 minutes=0 rest=$1 s=0
+    if [[ $rest == *-* ]]; then
+        days=${rest%%-*}
+        IFS=: read -r hours minutes s <<<"${rest#*-}"
+    elif [[ $rest == *:*:* ]]; then
+        IFS=: read -r hours minutes s <<<"$rest"
+    else
+        IFS=: read -r minutes s <<<"$rest"
+    fi
+    echo $((10#$days * 86400 + 10#$hours * 3600 + 10#${minutes:-0} * 60 + 10#${s:-0}))
+}
+
+limit=${TIME_LIMIT:-60} notice=${NOTICE_S:-600}
+if [[ $limit =~ ^[0-9][0-9:-]*$ ]] && (($(seconds "$limit") <= notice)); then
+    refuse "NOTICE_S=$notice seconds are the whole TIME_LIMIT=$limit: a job would only be requeued"
+fi
 
 directives() { printf '#SBATCH %q\n' "$@"; }
 
 # component PARTITION NODES: of the job; all of it, or of a hetjob one of two
 component() {
     local flags
-    read -ra flags <<<"${SBATCH_FLAGS:-}"
-    directives --job-name="$name" --partition="$1" --nodes="$2" --time="${TIME_LIMIT:-60}" \
+    read -ra flags <<<"${SBATCH_FLAGS:+${SBATCH_FLAGS//$'\n'/ }}"
+    directives --job-name="$name" --partition="$1" --nodes="$2" --time="$limit" \
         ${ACCOUNT:+"--account=$ACCOUNT"} "${flags[@]}"
     if ((gpus)); then directives --gpus-per-node="$gpus"; fi
 }
 
 echo '#!/usr/bin/env bash'
 sed -n '2,/^#$/{/^#$/!p}' "${BASH_SOURCE[0]%/*}/train.sbatch"
-directives --requeue --open-mode=append --signal="B:USR1@${NOTICE_S:-600}" \
-    --output="$run/logs/slurm-%j.out"
+directives --requeue --open-mode=append --signal="B:USR1@$notice" \
+    --output="${run//%/%%}/logs/slurm-%j.out"
 if [[ ${ROLLOUT_PARTITION:-} ]] && ((rollout_nodes)); then
     component "${PARTITION:?the partition to submit to}" "$trainer_nodes"
     echo '#SBATCH hetjob'

@@ -25,7 +25,7 @@ def check(script: Path) -> None:
     """It parses, and shellcheck, where it is installed, finds nothing."""
     subprocess.run(["bash", "-n", script], check=True)
     if SHELLCHECK:
-        done = subprocess.run([SHELLCHECK, "--shell=bash", "--exclude=SC1091", script],
+        done = subprocess.run([SHELLCHECK, "--shell=bash", script],
                               capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
 
