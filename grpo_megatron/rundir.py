@@ -1,10 +1,11 @@
 """The layout of a run directory: the one place that knows its file names."""
 
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_megatron.errors import ConfigError
+from grpo_megatron.errors import ConfigError, SetupError, raised_as
 
 
 class _Entry:
@@ -51,15 +52,24 @@ class RunDir:
                      self.endpoints):
             path.mkdir(parents=True, exist_ok=True)
 
-    def refuse_existing(self) -> None:
-        if self.config.exists():
+    def written(self) -> AbstractContextManager[None]:
+        """SetupError where the block cannot."""
+        return raised_as(SetupError, "cannot write the run's directory", OSError, where=self.root,
+                         remedy="choose another runs_dir=…")
+
+    def refuse_existing(self, *, overwrite: bool = False) -> None:
+        """ConfigError where a run is, unless it is to be replaced, or what no run has written."""
+        for path in self.root.iterdir() if self.root.is_dir() and not self.config.exists() else ():
+            if path not in (self.lock, self.slurm) and (path.is_file() or any(path.iterdir())):
+                raise ConfigError(f"{self.root} is no run's directory: it has {path.name!r}",
+                    where=str(self.root.absolute()), remedy="choose another name=… or runs_dir=…")
+        if self.config.exists() and not overwrite:
             raise ConfigError(f"run {self.root.name!r} exists", where=str(self.root),
                               remedy=f"continue it with `grpo-megatron resume {self.root}`, choose "
                                      "another name=…, or replace it: train --overwrite")
 
     def begin(self, attempt: str = "") -> "RunDir":
-        """The directory as a new attempt sees it, called `attempt`, by default the number after
-        that of the last; earlier attempts keep their logs."""
+        """As attempt `attempt` sees it, else the next number; earlier ones keep their logs."""
         folder = self.root / "logs"
         started = [int(p.name) for p in folder.glob("*") if p.name.isdecimal()]
         run_dir = RunDir(self.root, attempt or str(max(started, default=0) + 1))

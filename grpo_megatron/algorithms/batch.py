@@ -1,8 +1,7 @@
 """Samples of one rollout batch, as estimators see them, and statistics within groups.
 
 Shape legend: N samples in Q groups and D domains; n policy tokens of all samples, flat, sample
-after sample; `token_counts` sums to n. Nothing here depends on the order of the samples: ties
-are broken by `sample_ids`."""
+after sample; `token_counts` sums to n. Ties are broken by `sample_ids`: no order matters."""
 
 from __future__ import annotations
 
@@ -201,8 +200,7 @@ class LossBatch:
     weight_slopes: Tensor | None = None  # [n], by the exponent of lambda_grpo
     preference: Tensor | None = None  # [2, S]: coefficient of the margin, loss
     decisions: Mapping[str, Tensor] | None = None
-    """Who was clipped or rejected when this batch was trained, bool [n] by name: to be followed,
-    because rounding decides otherwise at a bound."""
+    """Who was clipped or rejected, bool [n] by name: followed, as rounding may decide otherwise."""
 
 
 def suffix_sums(values: Tensor, batch: SampleBatch) -> Tensor:

@@ -28,8 +28,7 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
              advantages: Advantages | None = None, parts: Sequence[Tensor] | None = None,
              constant_length: int | None = None) -> Evaluation:
     """Loss and gradient of all samples as one optimizer step, in micro-batches of the rows `parts`.
-    `columns` are [n] of one float type: logprobs, old_logprobs, rollout_logprobs, and where the
-    objective needs them ref_logprobs and entropies."""
+    columns, [n]: logprobs, old_logprobs, rollout_logprobs; if needed ref_logprobs, entropies."""
     _require_columns(objective, batch, {*columns, *batch.tokens}, given=advantages is not None)
     logprobs = columns["logprobs"]
     advantages = advantages or pipeline.advantages_of(objective, batch)

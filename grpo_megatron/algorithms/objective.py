@@ -141,8 +141,7 @@ def _off_policy_factor(objective: Objective, batch: LossBatch,
 
 
 def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
-    """Tokens with an infinite log-prob take no part; returns which, bool [n]. NaN stays: the
-    model or the engine is broken, and the trainer stops."""
+    """Tokens with an infinite log-prob, left out, bool [n]. NaN stays: the trainer stops at it."""
     columns = {name: column for name in ("logprobs", "old_logprobs", "rollout_logprobs",
         "untruncated_logprobs", "ref_logprobs") if (column := getattr(batch, name)) is not None}
     infinite = torch.stack([torch.isinf(column.detach()) for column in columns.values()]).any(0)

@@ -1,8 +1,7 @@
 """Metrics that stay exact when they are added over micro-batches and ranks, and what is measured of
 every micro-batch beside its loss. Names are `area/name`.
 
-A mean is carried as (sum, count), a maximum as itself; they become numbers only at the end.
-With several domains every one also exists as `name@domain`."""
+A mean is carried as (sum, count), a maximum as itself; domains have `name@domain` beside them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,8 +84,7 @@ class Meter:
 def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor, *,
             clipped: Mapping[str, Tensor], rejected: Mapping[str, Tensor], infinite: Tensor,
             factor: Tensor | None) -> None:
-    """Fill `meter`. ratio, log_diff: [n], detached; factor: [n], what weighs the surrogate term;
-    who was clipped, rejected, left out: bool [n]."""
+    """Fill `meter`. ratio, log_diff, factor of the surrogate term: [n], detached; masks: bool."""
     if clipped:
         clipped = {**clipped, "region": torch.stack(list(clipped.values())).any(0)}
     causes = {f"clip/{side}": mask for side, mask in clipped.items()}
@@ -113,8 +111,7 @@ def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor, *,
 
 
 def measure_kl(meter: Meter, area: str, logprobs: Tensor, other: Tensor) -> None:
-    """KL(policy || other) from the policy's samples, [n]. In float64: k3 of a rounding difference
-    is far below fp32's resolution of e^d."""
+    """KL(policy || other) of the policy's samples, [n]; fp32 could not resolve a small k3."""
     difference = (other - logprobs).double()
     meter.mean(f"{area}/k1", -difference)
     meter.mean(f"{area}/k3", torch.expm1(bounded(difference)) - difference)

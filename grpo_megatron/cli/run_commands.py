@@ -1,5 +1,4 @@
-"""`train`, `resume`; `submit`, `status`, `logs`, `cancel`: the same as Slurm jobs; `replay`,
-`mismatch`: recorded steps again, at any layout; `report`."""
+"""`train`, `resume`, `replay`, `mismatch`, `report`; jobs: `submit`, `status`, `logs`, `cancel`."""
 
 import os
 from pathlib import Path
@@ -70,7 +69,7 @@ def submit(recipe: Recipe, site: Site, overrides: Overrides = None,
     if dry_run:
         typer.echo(slurm.render(resolved, site))
         return
-    refuse_missing(resolved.config)
+    refuse_missing(resolved.config, coming=bool(after))
     typer.echo(slurm.submit(resolved, site, [after] if after else []))
     typer.echo(f"submitted; grpo-megatron logs -f {resolved.run_path}", err=True)
 
@@ -82,15 +81,23 @@ def status(runs: Annotated[list[Path] | None, typer.Argument(
 
     for path in runs or map(Path, runs_beside(Path("runs/any"))):
         check_run(path)
-        typer.echo(status_line(path))
+        try:
+            typer.echo(status_line(path))
+        except ConfigError as error:  # of one run, in its line
+            typer.echo(f"{path}  {error.message}")
 
 
 def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = False) -> None:
     """Last lines of every process of a run's newest attempt, and of its job."""
     check_run(run)
-    folder = RunDir(run).logs
-    files = [*sorted(folder.glob("slurm-*.out"))[-1:], *sorted(folder.glob("latest/*.log"))]
-    os.execvp("tail", ["tail", *(["-F"] if follow else []), "-n", "20", *map(str, files)])
+    from grpo_megatron.launch import slurm
+
+    folder, job = RunDir(run).logs, slurm.job_of(RunDir(run))
+    files = [folder / f"slurm-{job}.out"] if job else []
+    files = [p for p in (*files, *sorted(folder.glob("latest/*.log"))) if p.exists()] or files
+    if (follow and files) or any(file.exists() for file in files):
+        os.execvp("tail", ["tail", *(["-F"] if follow else []), "-n", "20", *map(str, files)])
+    typer.echo(slurm.status_line(run))
 
 
 def cancel(run: Run, now: Annotated[bool, flag("now")] = False) -> None:

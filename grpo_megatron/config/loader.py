@@ -1,5 +1,4 @@
-"""Recipes to resolved configurations: preset defaults < recipe chain < flags, then validation; and
-their file, `config.json` in the run directory."""
+"""Recipes to resolved configurations (defaults < recipes < flags), and their `config.json`."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -13,8 +13,7 @@ from grpo_megatron.config.keys import value_at
 from grpo_megatron.errors import ConfigError
 
 Details = Mapping[str, Any]
-"""What the text of a rule needs to know beside the configuration; `nearest` and `related` in it
-take the place of those in the text."""
+"""What a rule's text needs beside the configuration; `nearest` and `related` replace its own."""
 Conditions = Mapping[str, Callable[..., Any]]
 """By name: true where the rule is broken, or its details, or a list with those of each place."""
 _TEXTS = assets.tables(__file__, "rules.toml")

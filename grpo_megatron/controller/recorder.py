@@ -18,9 +18,8 @@ def record_step(directory: Path, groups: Sequence[ScoredGroup], num_updates: int
                 domains: Sequence[str], manifest: dict, decode: Decode,
                 route_shape: RouteShape | None = None,
                 taught: Mapping[str, np.ndarray] | None = None) -> None:
-    """Write a step, one shard a replica. In prompt order within each shard: equal rollouts give
-    equal files. Each of `num_updates` optimizer steps trains a contiguous part of the groups, of
-    nearly equal size; `domains` are the recipe's, in order."""
+    """Write a step, one shard a replica, in prompt order: equal rollouts give equal files. Each of
+    `num_updates` optimizer steps trains a contiguous, nearly equal part. `domains`: in order."""
     working = begin_step(directory)
     replicas = sorted({scored.group.replica for scored in groups})
     of_shards: list[list[RolloutGroup]] = [[] for _ in replicas]

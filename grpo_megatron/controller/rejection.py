@@ -19,8 +19,7 @@ _PROMPTS_AT_ONCE = 256
 
 
 async def sample_dataset(session: Session) -> dict[str, float]:
-    """Write `dataset.jsonl`: question (the whole prompt), answer, domain, responses. Returns how
-    many prompts and samples were asked for and kept."""
+    """Write `dataset.jsonl`: question, answer, domain, responses. Returns asked and kept counts."""
     settings, selection = session.config.rejection, Selection(session.config)
     check_scripts(scripts=settings.scripts)
     prompts = [prompt for domain in session.config.domains if domain.weight

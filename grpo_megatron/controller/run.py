@@ -26,8 +26,7 @@ from grpo_megatron.telemetry.mirrors import make_mirrors
 
 
 async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
-    """Returns whether the run is finished; False: it was told to stop and can be resumed.
-    `on_start` gets the event that stops RL, when it begins."""
+    """False: it was told to stop and can be resumed. `on_start` gets the event that stops RL."""
     started = time.monotonic()
     async with open_session(config, run_dir) as session:
         state = await _restore(session) or await _begin(session, started)

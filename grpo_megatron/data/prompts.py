@@ -104,8 +104,7 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
 
 
 def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Split `total` over names in proportion to `sizes`: largest remainder, at least one each
-    where `total` is large enough. The parts sum to `total`."""
+    """Parts of `total` in proportion to `sizes`: largest remainder, each at least one if it can."""
     floor = 1 if total >= len(sizes) else 0
     rest, size = total - floor * len(sizes), max(1, sum(sizes.values()))
     parts = {name: floor + rest * count // size for name, count in sizes.items()}

@@ -21,8 +21,7 @@ from grpo_megatron.trainer.protocol import raise_reply
 
 
 def convert(job: dict[str, Any], num_ranks: int) -> None:
-    """Run `job`, a `trainer.convert.Job`. Raises what the first rank that failed said;
-    RunLockedError where another process writes the target."""
+    """Run `job`, a `trainer.convert.Job`; raises what a rank said, or RunLockedError."""
     screen = _Screen()
     with tempfile.TemporaryDirectory() as folder, _claimed(job["target"]), screen.bar:
         file = Path(folder, "job.json")

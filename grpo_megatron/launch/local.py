@@ -17,8 +17,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     """Returns the exit code. ConfigError where the run exists, unless told to `overwrite` it."""
     run_dir = RunDir(resolved.run_path)
     refuse_missing(resolved.config)
-    if not overwrite:
-        run_dir.refuse_existing()
+    run_dir.refuse_existing(overwrite=overwrite)
     with run_lock(run_dir):
         for path in run_dir.root.iterdir():  # what an earlier run of this name left
             if path != run_dir.lock:

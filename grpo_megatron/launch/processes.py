@@ -86,8 +86,7 @@ class ChildProcess:
 
 def wait_readable(children: Sequence[ChildProcess], files: Sequence[int],
                   timeout_s: float) -> list[int]:
-    """Sleep until a child ends (at once if one has: pass those whose end is still news), a file is
-    readable or time is up; returns readable files."""
+    """Until a child (whose end is news) ends, a file is readable, time is up; readable files."""
     ready, *_ = select.select([child.pidfd for child in children] + list(files), [], [], timeout_s)
     return [fd for fd in ready if fd in files]
 

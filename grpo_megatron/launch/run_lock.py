@@ -16,7 +16,8 @@ def run_lock(run_dir: RunDir) -> Iterator[None]:
     """Hold the directory's lock; the kernel drops it when the process ends. RunLockedError where
     another has it, or its Slurm job has not ended: some locks do not reach beyond a node."""
     job = os.environ.get("SLURM_JOB_ID", "")
-    run_dir.root.mkdir(parents=True, exist_ok=True)
+    with run_dir.written():
+        run_dir.root.mkdir(parents=True, exist_ok=True)
     with open(run_dir.lock, "a+") as file:
         file.seek(0)
         owner = file.read().strip()

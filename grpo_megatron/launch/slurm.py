@@ -28,8 +28,7 @@ def render(resolved: ResolvedConfig, site: str) -> str:
 
 def render_job(directory: Path, site: str, sizes: tuple[int, int, int],
                arguments: Sequence[str] = ()) -> str:
-    """See `slurm/render.sh`. ConfigError for a `site` (a file, or the name of a shipped example)
-    that is not there or not bash, or lacks a setting."""
+    """See `slurm/render.sh`. ConfigError: `site`, a file or a shipped one's name, is no good."""
     folder = assets.root() / "slurm"
     shipped = folder / "sites"
     path = next((p for p in (Path(site), shipped / f"{site}.env") if p.is_file()), None)
@@ -51,20 +50,20 @@ def render_job(directory: Path, site: str, sizes: tuple[int, int, int],
 
 
 def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> str:
-    """As `submit_again`, for a new run; ConfigError also where it exists or the site is wrong."""
+    """As `submit_again`, for a run that never began. RunLockedError where its job waits."""
     run_dir = RunDir(resolved.run_path)
-    run_dir.refuse_existing()
+    refuse_active(run_dir)
+    if not run_dir.slurm.exists() or (run_dir.logs / "latest").exists():
+        run_dir.refuse_existing()  # else its job never began
     script = render(resolved, site)
     is_new = not run_dir.root.exists()
     try:
-        run_dir.create()
-        run_dir.slurm.mkdir(exist_ok=True)
-        write_atomically(run_dir.slurm / "train.sbatch", script)
-        write_resolved(run_dir.config, resolved)
+        with run_dir.written():
+            run_dir.create()
+            run_dir.slurm.mkdir(exist_ok=True)
+            write_atomically(run_dir.slurm / "train.sbatch", script)
+            write_resolved(run_dir.config, resolved)
         return submit_again(run_dir, after)
-    except OSError as error:
-        raise SetupError(f"cannot write the run's directory: {error.strerror}",
-                         where=str(run_dir.root), remedy="choose another runs_dir=…") from None
     except ConfigError:
         if is_new:
             shutil.rmtree(run_dir.root)
@@ -72,28 +71,43 @@ def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> st
 
 
 def resume(path: Path, overrides: Sequence[str]) -> str:
+    """As `submit_again`; ConfigError for a finished run, or overrides that its script lacks."""
     run_dir = RunDir(path)
-    if overrides and not active_job(run_dir):
-        write_resolved(run_dir.config, resolve_run(run_dir.config, overrides))
+    refuse_active(run_dir)
+    if run_dir.result.exists() and not overrides:
+        raise ConfigError("the run is finished", where=str(run_dir.result),
+                          remedy="num_steps=… trains it further")
+    if overrides:
+        old, resolved = read_resolved(run_dir.config).config, resolve_run(run_dir.config, overrides)
+        if any(getattr(old, key) != getattr(resolved.config, key)
+               for key in ("name", "runs_dir", "placement")):
+            raise ConfigError("a resumed job keeps name, runs_dir and placement", where="overrides",
+                              remedy=f"submit another run with model.path={run_dir.export}")
+        write_resolved(run_dir.config, resolved)
     return submit_again(run_dir)
 
 
-def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
-    """Submit the kept script, to begin when the jobs `after` have succeeded; returns the job's id.
-    RunLockedError where its job has not ended, ConfigError where Slurm does not take the job."""
+def refuse_active(run_dir: RunDir) -> None:
+    """RunLockedError where the run's job has not ended."""
     if job := active_job(run_dir):
         raise RunLockedError(
             f"{run_dir.root} is being written by Slurm job {job}", where=str(run_dir.slurm / "job"),
             remedy=f"wait for it, or grpo-megatron cancel {run_dir.root}")
+
+
+def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
+    """Submit the kept script, after the jobs `after`; its id. ConfigError: Slurm refuses it."""
     script = str(run_dir.slurm / "train.sbatch")
     flags = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"]
     try:
         job = slurm("sbatch", "--parsable", *(flags if after else ()), script).partition(";")[0]
     except SetupError as error:
+        if error.where == "PATH":
+            raise
         remedy = error.remedy or "change the site's file; submit --dry-run prints the script"
         if "partition" in error.message:
             known = sorted(set(slurm("sinfo", "--noheader", "--format=%R").split()))
-            remedy = f"set PARTITION in the site's file; partitions here: {', '.join(known)}"
+            remedy = f"set (ROLLOUT_)PARTITION in the site's file to one of {', '.join(known)}"
         raise ConfigError(error.message, where=error.where, remedy=remedy) from None
     write_atomically(run_dir.slurm / "job", job + "\n")
     return job
@@ -160,6 +174,6 @@ def slurm(*command: str) -> str:
         raise SetupError(f"{command[0]} is not here", where="PATH",
                          remedy="run this on a login node of the cluster") from None
     if done.returncode:
-        raise SetupError(done.stderr.strip().removeprefix("sbatch: ").removeprefix("error: "),
-                         where=" ".join(command))
+        lines = re.sub(r"(?m)^sbatch: (error: )?", "", done.stderr).strip().splitlines()
+        raise SetupError("; ".join(lines), where=" ".join(command))
     return done.stdout.strip()

@@ -66,9 +66,11 @@ class SlurmSteps:
                                   text=True, check=False, capture_output=True)
             if done.returncode:
                 blind = sorted(set(re.findall(r"error: (\S+): tasks? ", done.stderr)))
+                if not (said := re.findall("^.*cat: (.*)", done.stderr, re.MULTILINE)):
+                    raise SetupError(f"srun starts no step: {done.stderr.strip()[-500:]}",
+                        where=" ".join(done.args), remedy="look at the flags of job and site")
                 raise SetupError(f"{', '.join(blind) or 'a node'} cannot read what another wrote: "
-                                 f"{done.stderr.strip().splitlines()[0]}",
-                                 where=str(self.run_dir.root),
+                                 f"{said[0]}", where=str(self.run_dir.root),
                                  remedy="set runs_dir to a file system that all nodes share; "
                                         "containers must mount it")
 

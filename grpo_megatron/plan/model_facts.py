@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.errors import ConfigError, raised_as
@@ -52,6 +53,9 @@ def model_facts(model: ModelConfig) -> ModelFacts:
 def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
     """The configured model's `config.json`, and what messages call it. Raises ConfigError."""
     if model.path is not None:
+        run = model.path.parent / "config.json"
+        if model.path.name == "export" and run.exists() and not model.path.exists():
+            return configuration_of(read_resolved(run).config.model)  # what will be exported
         return read_config(model.path), str(model.path / "config.json")
     preset = load_preset(model.preset)
     return preset.hf, preset.file.display

@@ -23,10 +23,10 @@ def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
     return read_resolved(path, overrides, checks=(check_plan,))
 
 
-def refuse_missing(config: RunConfig) -> None:
-    """DataError where something that the run reads is not there."""
+def refuse_missing(config: RunConfig, *, coming: bool = False) -> None:
+    """DataError for inputs that are not there, nor `coming`: to be written by a submitted run."""
     for path in config.input_paths:
-        if not path.exists():
+        if not path.exists() and not (coming and (path.parent / "config.json").exists()):
             raise DataError("no such file or directory", where=str(path.absolute()),
                             remedy="paths are relative to the directory the command runs in")
 

@@ -35,8 +35,7 @@ async def judge(completion: str, answer: str, *, prompt: str, url: str, model: s
 
 async def reward_model(completion: str, answer: str, *, prompt: str, url: str, model: str,
                        scale: float = 1.0, shift: float = 0.0, timeout_s: float = 60.0) -> float:
-    """`(score - shift) * scale` of a reward model's scalar for prompt and completion, by the
-    `/pooling` route of a vLLM server that runs it."""
+    """`(score - shift) * scale` of a reward model's scalar, by a vLLM server's `/pooling` route."""
     reply = await _post(f"{url}/pooling", {"model": model, "input": prompt + completion}, timeout_s)
     score = reply["data"][0]["data"]
     while isinstance(score, list):

@@ -63,8 +63,7 @@ class Component:
                            "traceback:\n%s", self.name, self.domain, self.trace)
 
     def check(self, failures: Sequence[str]) -> None:
-        """A function that failed on every sample is broken. One bad group is no proof of that
-        once the function has worked; many samples are."""
+        """Broken: every sample failed, and it never worked or they are many."""
         if failures and all(failures) and (
                 self.num_scored == 0 or len(failures) >= _MIN_SAMPLES_TO_GIVE_UP):
             told = ", ".join(f"{number} {cause.replace('_', ' ')}"
@@ -78,8 +77,7 @@ class Component:
 
 
 def components_of(domain: DomainConfig) -> tuple[Component, ...]:
-    """The domain's components, imported and checked. RewardError where a function cannot be
-    imported or called, or two have the same name."""
+    """The domain's components, imported. RewardError: one cannot be called, or comes twice."""
     components: dict[str, Component] = {}
     for reward in domain.rewards:
         name = reward.component

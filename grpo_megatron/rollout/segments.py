@@ -105,8 +105,7 @@ def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 
 async def finish_or_cancel(coroutines: Iterable[Awaitable[Result]], settle_s: float = 0.0
                            ) -> list[Result]:
-    """Run all; on an error or cancellation, cancel the rest (which aborts their requests). What
-    else fails within `settle_s` is noted on the error."""
+    """Run all; at an error or cancellation cancel the rest; errors in `settle_s` become notes."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -1,7 +1,6 @@
 """Rollouts of one step over all replicas.
 
-Replicas draw from one queue of requests, so a slow one takes fewer. Results are ordered by prompt
-and sample, whoever sampled them and whenever."""
+Replicas draw from one queue, so a slow one takes fewer; results are in order of the prompts."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -12,8 +12,7 @@ AGREEMENT = ("slot_flip_rate", "token_flip_rate", "jaccard")
 
 
 def agreement(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Per token: the share of `a`'s slots that `b` lacks and the Jaccard index, fp32 [n] each.
-    a, b: expert ids [n, K] in any order, without repeats."""
+    """fp32 [n]: the share of `a`'s slots that `b` lacks; Jaccard index. a, b: unlike ids [n, K]."""
     common = (a[:, :, None] == b[:, None, :]).any(-1).sum(-1).float()
     size = a.size(-1)
     return 1 - common / size, common / (2 * size - common)

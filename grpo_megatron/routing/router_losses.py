@@ -12,8 +12,7 @@ _TINY = 1e-20
 def log_probs(scores: Tensor, kind: str, bias: Tensor | None = None) -> Tensor:
     """Log-probabilities of the experts, at least fp32 [n, E]; sigmoid scores are normalised.
 
-    kind: "logits", "softmax" or "sigmoid"; bias: what was added to sigmoid scores for the
-    selection, [E], which is no probability."""
+    kind: "logits", "softmax" or "sigmoid"; bias, [E]: added to sigmoid scores for the selection."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if kind == "logits":
         return scores.log_softmax(-1)

@@ -70,8 +70,7 @@ def _wandb_mirror(run_dir: RunDir, run_name: str, config: TelemetryConfig,
                   settings: dict[str, Any] | None) -> SimpleNamespace:
     """Weights & Biases; a resumed run continues under the id kept in `wandb/run_id`.
 
-    Records go in without wandb's own step, which would refuse the steps that a resumed run
-    repeats; charts use the record's `step` instead."""
+    Records go in without wandb's own step, which refuses steps that a resumed run repeats."""
     import wandb
 
     id_file = run_dir.root / "wandb" / "run_id"

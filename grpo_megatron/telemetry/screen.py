@@ -159,8 +159,7 @@ def _sample(name: str, sample: Mapping[str, Any]) -> Text:
 
 
 def _one_line(text: str) -> str:
-    """Without line breaks and control characters (a sample must not steer the terminal); long
-    texts keep both ends, since answers come last."""
+    """One line without control characters (samples must not steer the terminal), both ends kept."""
     shown = "".join(c if c.isprintable() else "⏎" if c == "\n" else "�" for c in str(text))
     if len(shown) <= _SAMPLE_CHARS:
         return shown

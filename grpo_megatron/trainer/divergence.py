@@ -5,8 +5,7 @@ gradient `p_v (r_v - KL)` on the student's logits, forward KL `-sum_v q_v r_v` w
 `topk_tail` joins all tokens but the teacher's k likeliest into one: their ratio is that of the
 tails, and both formulas stay (without the tail, reverse KL is biased and may be negative).
 
-As for log-probs, logits exist for one chunk of tokens at a time: a teacher is its last hidden
-states and its output layer, never its logits."""
+Logits exist for one chunk of tokens at a time: a teacher is hidden states and an output layer."""
 
 from dataclasses import dataclass
 

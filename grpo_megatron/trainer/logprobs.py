@@ -22,8 +22,7 @@ class Kept:
 
 def policy_states(hidden: torch.Tensor, rows: torch.Tensor, *,
                   sequence_parallel: bool) -> torch.Tensor:
-    """`hidden` [T (or T / TP with sequence parallelism), 1, H] at `rows` int64 [n], for an output
-    layer that is split over tensor ranks: [n, H]."""
+    """`hidden` [T or T / TP, 1, H] at `rows` int64 [n], for a split output layer: [n, H]."""
     gather = (mappings.gather_from_sequence_parallel_region if sequence_parallel
               else mappings.copy_to_tensor_model_parallel_region)
     return gather(hidden).squeeze(1).index_select(0, rows)

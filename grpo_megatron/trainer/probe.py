@@ -46,8 +46,7 @@ def why_not(hf: dict[str, Any], num_elements: int, layout: TrainerConfig) -> str
 
 def largest_difference(hf: dict[str, Any], hf_directory: Path, weights: Path,
                        layout: TrainerConfig, dtype: torch.dtype | None) -> float:
-    """Max |log-prob difference| between both checkpoints. Collective, at `layout`. weights: of
-    Megatron; dtype: what the conversion rounded to."""
+    """Max |log-prob difference| of both checkpoints at `layout`; collective. dtype: of rounding."""
     ids = _probe_ids(hf, hf_directory)
     expected = [_by_transformers(hf_directory, ids, dtype) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(expected)

@@ -63,9 +63,8 @@ class Training:
         return updates
 
     def run(self, first_update: int, num_updates: int) -> dict[str, Any]:
-        """All optimizer steps of the batch, after the first `first_update` of the run's
-        `num_updates`. Returns `metrics`, their `normalisers`, the new `state`, `losses` and
-        pre-clip `grad_norms` by update, counts and seconds."""
+        """All optimizer steps of the batch, after `first_update` of the run's `num_updates`. Returns
+        metrics, `normalisers`, `state`, `losses`, pre-clip `grad_norms` by update, counts, times."""
         config, objective = self.config, self.objective
         self._passes()
         old_s = time.perf_counter() - self.started

@@ -26,8 +26,7 @@ from grpo_megatron.trainer.teachers import Teachers
 def train_tokens(config: RunConfig, policy: Policy, table: SampleTable, optimizer: OptimizerConfig,
                  first_update: int, num_updates: int, teachers: Teachers | None = None,
                  ) -> dict[str, Any]:
-    """One optimizer step per update of a recorded step; every completion token weighs the same.
-    Returns what `rl_update.Training.run` does."""
+    """One optimizer step per update; all completion tokens weigh the same. Returns as RL does."""
     started, total, tokens, by_update = time.perf_counter(), Stats(), 0, []
     source = RouteSource(config, policy.replay, table)
     for update in range(int(table.update.max(initial=-1)) + 1):

@@ -105,8 +105,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """An engine worker's end of all groups, as rank 1 or higher of each, of one sender and all
-    workers. senders: (host, port), in plan order."""
+    """An engine worker's end of all groups, as rank 1 or higher. senders: (host, port) in order."""
 
     def __init__(self, senders: Sequence[tuple[str, int]], *, rank: int, world_size: int,
                  timeout_s: float = DEFAULT_TIMEOUT_S):

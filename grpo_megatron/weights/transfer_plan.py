@@ -80,8 +80,7 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
 
 def grouped(sizes: Iterable[int], limit: int, alignment: int = 1) -> list[dict[int, int]]:
-    """Numbers of consecutive items with where each starts in its group; a group is closed before
-    the item that would take it over `limit`."""
+    """Numbers of consecutive items with their starts; a group ends before it would pass `limit`."""
     groups: list[dict[int, int]] = []
     end = 0
     for index, size in enumerate(sizes):

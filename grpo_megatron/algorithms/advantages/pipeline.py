@@ -66,8 +66,7 @@ def _rewarded(o: ObjectiveConfig, batch: SampleBatch) -> tuple[SampleBatch, Grou
 
 
 def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
-    """`beta sum_{u >= t} (log pi_old - log pi_ref)_u`: KL in the reward, credited to every
-    earlier token (REINFORCE++, arXiv:2501.03262). [n]"""
+    """KL in the reward: `beta sum_{u >= t} (log pi_old - log pi_ref)_u` (arXiv:2501.03262). [n]"""
     def of_groups(part: SampleBatch, beta: Tensor) -> Tensor:
         k1 = part.tokens["old_logprobs"] - part.tokens["ref_logprobs"]
         k1 = torch.where(torch.isfinite(k1), k1, 0.0)
