@@ -64,7 +64,7 @@ def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> st
             write_atomically(run_dir.slurm / "train.sbatch", script)
             write_resolved(run_dir.config, resolved)
         return submit_again(run_dir, after)
-    except ConfigError:
+    except (ConfigError, SetupError):
         if is_new:
             shutil.rmtree(run_dir.root)
         raise

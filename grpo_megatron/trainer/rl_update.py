@@ -63,8 +63,8 @@ class Training:
         return updates
 
     def run(self, first_update: int, num_updates: int) -> dict[str, Any]:
-        """All optimizer steps of the batch, after `first_update` of the run's `num_updates`. Returns
-        metrics, `normalisers`, `state`, `losses`, pre-clip `grad_norms` by update, counts, times."""
+        """All optimizer steps of the batch, after `first_update` of the run's `num_updates`; gives
+        metrics, `normalisers`, `state`, `losses`, pre-clip `grad_norms` of updates, counts."""
         config, objective = self.config, self.objective
         self._passes()
         old_s = time.perf_counter() - self.started

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,14 +75,81 @@ def test_a_rendered_script_is_complete(given, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--site", "bare"], ["VENV is not set: ", "slurm/sites/bare.env"]),
     (["--site", "baer"], ["did you mean 'bare'"]),
+    (["--site", "{own}"], ["activate() is missing"]),
     ([], ["--site"]),
 ])
-def test_a_wrong_site_is_one_message(tmp_path, monkeypatch, capsys, arguments, words):
+def test_a_wrong_site_is_one_message(tmp_path_factory, tmp_path, monkeypatch, capsys, arguments,
+                                     words):
     monkeypatch.delenv("VENV", raising=False)
+    own = tmp_path_factory.mktemp("sites") / "own.env"
+    own.write_text("PARTITION=gpu\necho loaded\n")
+    arguments = [word.format(own=own) for word in arguments]
     assert main(["submit", "demo/gspo-moe-cpu", *arguments, f"runs_dir={tmp_path}"]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words) and "Traceback" not in error
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_site_prints_is_no_part_of_the_script(tmp_path, capsys):
+    site = tmp_path / "own.env"
+    site.write_text("PARTITION=gpu\necho loaded\nactivate() { :; }\n")
+    assert main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("#!/usr/bin/env bash\n")
+
+
+@pytest.mark.parametrize(("limit", "is_longer"), [
+    ("10", False), ("11", True), ("10:00", False), ("00:10:01", True), ("0-0:10", False),
+    ("1-0", True), ("UNLIMITED", True)])
+def test_a_notice_is_shorter_than_the_limit(given, monkeypatch, capsys, limit, is_longer):
+    """Else the job is told to end when it begins, until it is out of restarts."""
+    monkeypatch.setenv("TIME_LIMIT", limit)
+    code = main(["submit", "demo/gspo-moe-cpu", "--site", "bare", "--dry-run"])
+    assert code == (0 if is_longer else 2)
+    assert is_longer or f"TIME_LIMIT={limit}" in capsys.readouterr().err
+
+
+RUN = """#!/usr/bin/env bash
+told=0
+trap 'told=$((told + 1)); echo "told $told" >> "$0.log"; ((told < 2)) || exit 130' USR1
+echo started >> "$0.log"
+while [[ ! -e $0.end ]]; do sleep 0.05; done
+((told)) && exit 130
+"""
+
+
+@pytest.mark.parametrize(("signals", "told", "is_requeued"), [
+    ("USR1", 1, True), ("USR1 USR1", 1, True), ("USR1 INT", 1, False), ("INT USR1", 1, False),
+    ("INT", 1, False), ("INT INT", 2, False)])
+def test_what_a_job_makes_of_signals(tmp_path, signals, told, is_requeued):
+    """The run ends at once at a second one: of several notices it gets one; a cancel holds."""
+    run, site = tmp_path / "grpo-megatron", tmp_path / "site.env"
+    run.write_text(RUN)
+    (tmp_path / "scontrol").write_text('#!/bin/sh\nkill -TERM $PPID\n')
+    site.write_text('activate() { : "$NEVER_SET"; }\n')
+    for tool in (run, tmp_path / "scontrol"):
+        tool.chmod(0o755)
+    job = subprocess.Popen(
+        ["bash", assets.root() / "slurm" / "train.sbatch", "demo"], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SITE": str(site), "SLURM_JOB_ID": "7",
+             "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"})
+    log = tmp_path / "grpo-megatron.log"
+    _wait_for(lambda: log.exists())
+    said = job.stdout.readline()
+    for name in signals.split():
+        job.send_signal(getattr(signal, f"SIG{name}"))
+        _wait_for(lambda: "told" in log.read_text())
+        time.sleep(0.3)  # bash may lose a signal that comes while its trap for the last runs
+    _wait_for(lambda: f"told {told}" in log.read_text())
+    (tmp_path / "grpo-megatron.end").touch()
+    said += job.communicate(timeout=30)[0]
+    assert job.returncode == 130 and log.read_text().count("told") == told, said
+    assert ("job 7.0: requeue\n" in said) is is_requeued
+
+
+def _wait_for(condition) -> None:
+    while not condition():
+        time.sleep(0.02)
 
 
 def test_without_slurm_nothing_is_left_behind(given, tmp_path, monkeypatch, capsys):
