@@ -66,7 +66,7 @@ def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> st
         return submit_again(run_dir, after)
     except (ConfigError, SetupError):
         if is_new:
-            shutil.rmtree(run_dir.root)
+            shutil.rmtree(run_dir.root, ignore_errors=True)
         raise
 
 

@@ -117,3 +117,18 @@ def test_an_existing_run_is_not_overwritten(tmp_path):
         train(resolved)
     assert "resume" in caught.value.remedy and "--overwrite" in caught.value.remedy
     assert (tmp_path / "taken" / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["thesis.txt", "checkpoints/step_000001"])
+def test_a_directory_of_something_else_is_not_replaced(tmp_path, name, overwrite):
+    from grpo_megatron.launch.local import train
+    from grpo_megatron.plan.resolve import resolve
+
+    resolved = resolve("demo/gspo-moe-cpu", [f"runs_dir={tmp_path}", "name=mydata"])
+    mine = tmp_path / "mydata" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("years of work")
+    with pytest.raises(ConfigError, match="is no run's directory: it has"):
+        train(resolved, overwrite=overwrite)
+    assert mine.read_text() == "years of work"

@@ -15,7 +15,8 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.errors import SetupError
 from grpo_megatron.launch.slurm import is_active
-from grpo_megatron.launch.steps import Step
+from grpo_megatron.launch.steps import SlurmSteps, Step
+from grpo_megatron.rundir import RunDir
 
 RECIPES = assets.names(assets.root() / "recipes")
 SITES = sorted(p.stem for p in (assets.root() / "slurm" / "sites").glob("*.env"))
@@ -198,3 +199,97 @@ def test_recorded_steps_after_a_gap_are_dropped(tmp_path):
         (tmp_path / f"step_{step:06d}" / "manifest.json").touch()
     drop_disconnected(tmp_path, 4)
     assert sorted(int(p.name[5:]) for p in tmp_path.iterdir()) == [3, 4, 5]
+
+
+@pytest.fixture
+def job_state(given, tmp_path, monkeypatch) -> Path:
+    """A file with the state of every job, for stand-ins of `sbatch` and `scontrol`."""
+    tools, state = tmp_path / "tools", tmp_path / "tools" / "state"
+    tools.mkdir()
+    state.write_text("PENDING")
+    (tools / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (tools / "scontrol").write_text(f"#!/bin/sh\necho JobId=7 JobState=$(cat {state})\n")
+    for tool in ("sbatch", "scontrol"):
+        (tools / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return state
+
+
+def submit(*flags: str) -> int:
+    return main(["submit", "demo/gspo-moe-cpu", "--site", "bare", *flags])
+
+
+def test_a_stage_starts_from_what_the_one_before_will_export(job_state, capsys):
+    flags = ["name=second", "model.preset=null", "model.path=runs/first/export"]
+    assert submit(*flags) != 0
+    assert submit("name=first") == 0
+    assert submit(*flags) == 4 and "no such file" in capsys.readouterr().err  # nobody waits for it
+    assert submit("--after", "7", *flags) == 0
+    assert submit("--after", "7", *flags[:2], "model.path=runs/frist/export", "name=third") == 2
+    assert not Path("runs/third").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_one_message(job_state, capsys):
+    assert submit("runs_dir=/proc/runs") == 3
+    assert "error: cannot write the run's directory" in capsys.readouterr().err
+
+
+def test_a_run_whose_job_never_began_is_submitted_anew(job_state, capsys):
+    assert submit() == 0
+    assert submit("seed=1") == 9 and "grpo-megatron cancel" in capsys.readouterr().err
+    job_state.write_text("CANCELLED")
+    assert submit("seed=2") == 0
+    Path("runs/demo/logs/1").mkdir()
+    Path("runs/demo/logs/latest").symlink_to("1")
+    assert submit("seed=3") == 2 and "exists" in capsys.readouterr().err
+    assert '"seed": 2' in Path("runs/demo/config.json").read_text()
+
+
+def test_a_resumed_job_is_the_one_of_its_script(job_state, capsys):
+    assert submit() == 0
+    job_state.write_text("FAILED")
+    assert main(["resume", "runs/demo", "optimizer.lr=1e-5"]) == 0
+    assert main(["resume", "runs/demo", "placement.trainer_nodes=2"]) == 2
+    assert main(["resume", "runs/demo", "name=other"]) == 2
+    Path("runs/demo/result.json").write_text("{}")
+    assert main(["resume", "runs/demo"]) == 2
+    assert "num_steps=" in capsys.readouterr().err
+    assert main(["resume", "runs/demo", "num_steps=500"]) == 0
+
+
+def test_a_waiting_job_has_no_logs_yet(job_state, capfd):
+    assert submit() == 0
+    assert main(["logs", "runs/demo"]) == 0
+    assert "job 7 PENDING" in capfd.readouterr().out
+
+
+def test_one_bad_run_does_not_hide_the_others(job_state, capsys):
+    assert submit() == 0
+    Path("runs/bad").mkdir()
+    Path("runs/bad/config.json").write_text("{")
+    assert main(["status"]) == 0
+    said = capsys.readouterr().out
+    assert "job 7 PENDING" in said and "runs/bad  " in said
+
+
+@pytest.mark.parametrize(("says", "words"), [
+    ("srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification",
+     "srun starts no step: srun: error: Unable to create step"),
+    ("pyxis: importing docker image\n/usr/bin/cat: /x/canary: No such file or directory\n"
+     "srun: error: node2: task 0: Exited with exit code 1",
+     "node2 cannot read what another wrote: /x/canary: No such file"),
+    ("", "srun starts no step")])
+def test_not_every_failure_is_the_file_systems(tmp_path, monkeypatch, says, words):
+    (tmp_path / "says").write_text(says)
+    (tmp_path / "srun").write_text(f"#!/bin/sh\ncat {tmp_path}/says >&2; exit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(SlurmSteps, "__init__", lambda self: None)
+    monkeypatch.setattr(SlurmSteps, "_components", lambda self: [["node1", "node2"]])
+    monkeypatch.setattr(SlurmSteps, "_srun", lambda self, *_: ["srun"])
+    steps = SlurmSteps()
+    steps.run_dir = RunDir(tmp_path, "1")
+    steps.run_dir.endpoints.mkdir(parents=True)
+    with pytest.raises(SetupError, match=words):
+        steps.check()
