@@ -56,10 +56,12 @@ else
     component "${PARTITION:?the partition to submit to}" $((trainer_nodes + rollout_nodes))
 fi
 
-# What the site's file sets or takes from the environment has the values that it has now.
+# What the site's file sets or takes from the environment has the values that it has now; secrets
+# stay there, from where sbatch passes them on.
 printf '\n# --- the site: %s\n' "$site"
 names='s/^(export )?([A-Z][A-Z0-9_]*)=.*/\2/p; s/.*\$\{([A-Z][A-Z0-9_]*):[-?].*/\1/p'
 sed -nE "$names" "$site" | sort -u | while read -r setting; do
+    if [[ $setting == *@(KEY|TOKEN|SECRET|PASSWORD)* ]]; then continue; fi
     if [[ ${!setting+set} ]]; then printf '%s=%q\n' "$setting" "${!setting}"; fi
 done
 cat "$site"

@@ -91,11 +91,16 @@ def test_a_wrong_site_is_one_message(tmp_path_factory, tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_site_prints_is_no_part_of_the_script(tmp_path, capsys):
+def test_what_a_site_prints_or_hides_is_no_part_of_the_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    monkeypatch.setenv("COLOUR", "blue")
     site = tmp_path / "own.env"
-    site.write_text("PARTITION=gpu\necho loaded\nactivate() { :; }\n")
+    site.write_text("PARTITION=gpu\nexport WANDB_API_KEY=${WANDB_API_KEY:?}\nCOLOUR=${COLOUR:?}\n"
+                    "echo loaded\nactivate() { :; }\n")
     assert main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("#!/usr/bin/env bash\n")
+    script = capsys.readouterr().out
+    assert script.startswith("#!/usr/bin/env bash\n") and "COLOUR=blue" in script
+    assert "hush" not in script and "${WANDB_API_KEY:?}" in script
 
 
 @pytest.mark.parametrize(("limit", "is_longer"), [
