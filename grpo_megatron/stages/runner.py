@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
-from grpo_megatron.checkpoints.merge import merge_checkpoints
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, ConfigError, GateError, GrpoMegatronError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import slurm
@@ -66,6 +65,8 @@ def _run_stage(graph: Graph, records: Records, name: str, *, resume: bool) -> in
 
 
 def _merge(graph: Graph, name: str) -> int:
+    from grpo_megatron.checkpoints.merge import merge_checkpoints  # a login node may lack torch
+
     started, stage, run_dir = time.monotonic(), graph.table.stages[name], graph.run_dir(name)
     try:
         merge_checkpoints({graph.output(part): weight for part, weight in stage.parts.items()},

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_megatron import assets
+from grpo_megatron.checkpoints import merge
 from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.errors import ConfigError, GateError, RunLockedError
 from grpo_megatron.launch.run_lock import run_lock
@@ -202,7 +203,7 @@ def test_a_merge_leaves_its_job_alone(graph_file, monkeypatch):
     job = graph.run_dir("soup").slurm / "job"
     job.parent.mkdir(parents=True)
     job.write_text("7")
-    monkeypatch.setattr(runner, "merge_checkpoints", lambda *_: None)
+    monkeypatch.setattr(merge, "merge_checkpoints", lambda *_: None)
     assert run_graph(graph, print, only="soup") == 0
     assert job.exists() and graph.run_dir("soup").result.exists()
 
