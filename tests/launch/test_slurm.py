@@ -137,24 +137,32 @@ def test_what_a_job_makes_of_signals(tmp_path, signals, told, is_requeued):
     job = subprocess.Popen(
         ["bash", assets.root() / "slurm" / "train.sbatch", "demo"], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        # ignored by whatever a shell runs in the background, as `make test` may run this
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SITE": str(site), "SLURM_JOB_ID": "7",
              "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"})
     log = tmp_path / "grpo-megatron.log"
-    _wait_for(lambda: log.exists())
-    said = job.stdout.readline()
-    for name in signals.split():
-        job.send_signal(getattr(signal, f"SIG{name}"))
-        _wait_for(lambda: "told" in log.read_text())
-        time.sleep(0.3)  # bash may lose a signal that comes while its trap for the last runs
-    _wait_for(lambda: f"told {told}" in log.read_text())
-    (tmp_path / "grpo-megatron.end").touch()
-    said += job.communicate(timeout=30)[0]
+    try:
+        _wait_for(log.exists)
+        said = job.stdout.readline()
+        for name in signals.split():
+            time.sleep(0.3)  # bash may lose a signal that comes while its trap for the last runs
+            job.send_signal(getattr(signal, f"SIG{name}"))
+            _wait_for(lambda: "told" in log.read_text())
+        _wait_for(lambda: f"told {told}" in log.read_text())
+        (tmp_path / "grpo-megatron.end").touch()
+        said += job.communicate(timeout=30)[0]
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode == 130 and log.read_text().count("told") == told, said
     assert ("job 7.0: requeue\n" in said) is is_requeued
 
 
 def _wait_for(condition) -> None:
+    end = time.monotonic() + 60
     while not condition():
+        assert time.monotonic() < end
         time.sleep(0.02)
 
 
