@@ -52,7 +52,8 @@ else:
         os._exit(0)
     os.waitpid(child, 0)
     found["forked"] = int(os.read(read, 9))
-print(json.dumps(found))
+print(json.dumps(found), flush=True)
+os._exit(0)  # what is left of torch's threads may abort a normal exit
 """
 
 

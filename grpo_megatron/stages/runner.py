@@ -108,9 +108,7 @@ def submit_graph(graph: Graph, site: str, say: Callable[[str], object]) -> dict[
 
 def _submit(graph: Graph, records: Records, name: str, site: str, after: list[str]) -> str:
     run_dir, stage = graph.run_dir(name), graph.table.stages[name]
-    if slurm.active_job(run_dir):
-        raise ConfigError(f"stage {name} has a job already", where=str(run_dir.root),
-                          remedy=f"grpo-megatron cancel {run_dir.root}")
+    slurm.refuse_active(run_dir)
     if not (goes_on := records.is_unchanged(name) and run_dir.config.exists()):
         shutil.rmtree(run_dir.root, ignore_errors=True)
     records.begin(name)

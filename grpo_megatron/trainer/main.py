@@ -105,10 +105,12 @@ def main(run_path: str, attempt: str = "") -> None:
 
 
 if __name__ == "__main__":
+    code = 0
     try:
         main(*sys.argv[1:])
     except Exception as error:
         traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
-        # other ranks may be inside a collective: do not wait
-        os._exit(getattr(error, "exit_code", TrainerError.exit_code))
+        code = getattr(error, "exit_code", TrainerError.exit_code)
+    sys.stdout.flush()
+    os._exit(code)  # other ranks may be inside a collective; torch's threads may abort an exit
