@@ -94,9 +94,13 @@ def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = Fal
 
     folder, job = RunDir(run).logs, slurm.job_of(RunDir(run))
     files = [folder / f"slurm-{job}.out"] if job else []
-    files = [p for p in (*files, *sorted(folder.glob("latest/*.log"))) if p.exists()] or files
-    if (follow and files) or any(file.exists() for file in files):
-        os.execvp("tail", ["tail", *(["-F"] if follow else []), "-n", "20", *map(str, files)])
+    roles = sorted(folder.glob("latest/*.log"))
+    if follow:  # also what is yet to appear; inotify would miss a new `latest` and other nodes
+        begun = roles or [folder / "latest" / f"{r}.log" for r in ("controller", "trainer-0")]
+        os.execvp("tail", ["tail", "-n", "20", "-F", "---disable-inotify",
+                           *map(str, [*files, *begun])])
+    if files := [p for p in (*files, *roles) if p.exists()]:
+        os.execvp("tail", ["tail", "-n", "20", *map(str, files)])
     typer.echo(slurm.status_line(run))
 
 

@@ -6,7 +6,7 @@ settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe.
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from grpo_megatron import assets
@@ -38,6 +38,7 @@ def render_job(directory: Path, site: str, sizes: tuple[int, int, int],
         raise ConfigError(f"no site {site!r}" + (f", did you mean {near[0]!r}?" if near else ""),
                           where="--site", remedy="give the path of your own file; examples in "
                                                  f"{assets.display(shipped)}: {', '.join(known)}")
+    _refuse_mistyped(path, shipped.glob("*.env"))
     words = (path.resolve(), directory.resolve(), directory.name, *sizes, *arguments)
     done = subprocess.run(["bash", folder / "render.sh", *map(str, words)],
                           capture_output=True, text=True, check=False)
@@ -47,6 +48,16 @@ def render_job(directory: Path, site: str, sizes: tuple[int, int, int],
         raise ConfigError(said or "the file failed", where=assets.display(path),
                           remedy="set it in the file, or in the environment of this command")
     return done.stdout
+
+
+def _refuse_mistyped(site: Path, examples: Iterable[Path]) -> None:
+    """ConfigError for a name that no example sets and that is nearly one that `site` lacks."""
+    found, known = (set(re.findall(r"(?m)^(?:export )?(\w+)=", "\n".join(
+        path.read_text() for path in paths))) for paths in ([site], examples))
+    for name in sorted(found - known):
+        if near := nearest(name, known - found, cutoff=0.8):
+            raise ConfigError(f"{name} is no setting, did you mean {near[0]}?",
+                              where=assets.display(site), remedy="rename it")
 
 
 def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> str:

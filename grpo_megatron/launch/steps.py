@@ -110,9 +110,9 @@ class SlurmSteps:
     def _step(self, name: str, module: str, *arguments: str, nodes: Sequence[str], log: str,
               tasks_per_node: int = 1, env: dict[str, str] | None = None,
               piped: bool = False) -> Step:
-        logs = self.run_dir.logs
+        logs, plain = self.run_dir.logs, str(self.run_dir.logs).replace("%", "%%")
         srun = self._srun(nodes, tasks_per_node, f"--job-name={name}", "--open-mode=append",
-                          f"--{'error' if piped else 'output'}={logs / log}")
+                          f"--{'error' if piped else 'output'}={plain}/{log}")
         python = os.environ.get("GRPO_MEGATRON_PYTHON", sys.executable)
         argv = [*srun, python, "-m", module, str(self.run_dir.root), self.run_dir.attempt,
                 *arguments]

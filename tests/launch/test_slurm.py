@@ -91,6 +91,18 @@ def test_a_wrong_site_is_one_message(tmp_path_factory, tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("line", "meant"), [
+    ("TIME_LIMTI=60", "TIME_LIMIT"), ("export NOTICE=300", "NOTICE_S"), ("max_restarts=3", "MAX_R"),
+    ("GRPO_MEGATRON_INTREFACE=ib0", "GRPO_MEGATRON_INTERFACE"), ("SBATCH_FLAG=-C", "SBATCH_FLAGS"),
+    ("NCCL_SOCKET_IFNAME=ib0", None), ("TIME_LIMIT=60\nTIME_LIMITS=9", None), ("JOB=x", None)])
+def test_a_mistyped_setting_of_a_site_is_named(tmp_path, capsys, line, meant):
+    site = tmp_path / "own.env"
+    site.write_text(f"PARTITION=gpu\nactivate() {{ :; }}\n{line}\n")
+    code = main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run"])
+    said = capsys.readouterr().err
+    assert code == (2 if meant else 0) and (f"did you mean {meant}" in said) == bool(meant)
+
+
 def test_what_a_site_prints_or_hides_is_no_part_of_the_script(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "hush")
     monkeypatch.setenv("COLOUR", "blue")
@@ -275,6 +287,25 @@ def test_a_waiting_job_has_no_logs_yet(job_state, capfd):
     assert submit() == 0
     assert main(["logs", "runs/demo"]) == 0
     assert "job 7 PENDING" in capfd.readouterr().out
+
+
+def test_followed_logs_go_on_in_the_next_attempt(tmp_path):
+    """Of a run that has not begun, and with a `latest` that points elsewhere after a requeue."""
+    logs = tmp_path / "logs"
+    (tmp_path / "config.json").touch()
+    tail = subprocess.Popen([sys.executable, "-m", "grpo_megatron.cli.main", "logs", "-f",
+                             str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        for attempt in ("7.0", "7.1"):
+            (logs / attempt).mkdir(parents=True)
+            (logs / attempt / "trainer-0.log").write_text(f"attempt {attempt}\n")
+            (logs / "next").symlink_to(attempt)
+            (logs / "next").rename(logs / "latest")
+            while f"attempt {attempt}" not in tail.stdout.readline():
+                pass
+    finally:
+        tail.kill()
+        tail.wait()
 
 
 def test_one_bad_run_does_not_hide_the_others(job_state, capsys):

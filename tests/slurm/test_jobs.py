@@ -26,6 +26,10 @@ def same_metrics(run: Path, other: Path) -> bool:
     return runs.timeless(runs.metrics(run)) == runs.timeless(runs.metrics(other))
 
 
+def last_checkpoint(run: Path) -> int:
+    return int(max(p.name for p in (run / "checkpoints").iterdir()).removeprefix("step_"))
+
+
 def test_a_run_is_a_job(cluster, whole):
     job = (whole / "slurm/job").read_text().strip()
     assert [r["step"] for r in runs.metrics(whole)] == list(range(6))
@@ -41,9 +45,14 @@ def test_a_run_is_a_job(cluster, whole):
     assert "trainer-1.log" in cluster.command("logs", str(whole)).stdout
 
 
-def test_notice_then_checkpoint_requeue_and_resume(cluster, whole):
+HETJOB = {"ROLLOUT_PARTITION": "main"}  # the rollout nodes are a component of their own
+FORMS = pytest.mark.parametrize("form", [{}, HETJOB], ids=["allocation", "hetjob"])
+
+
+@FORMS
+def test_notice_then_checkpoint_requeue_and_resume(cluster, whole, form):
     """USR1, as Slurm sends it before the time limit."""
-    job, run = cluster.submit("noticed")
+    job, run = cluster.submit(f"noticed-{len(form)}", **form)
     cluster.wait_for_steps(run, 3, job)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     state = cluster.wait(job)
@@ -94,9 +103,12 @@ def test_preemption_then_checkpoint_and_resume(cluster, whole):
     assert same_metrics(run, whole)
 
 
-@pytest.mark.parametrize("node", ["node1", "node2"])  # that of the batch script; another trainer's
-def test_a_crashed_node_costs_no_recorded_step(cluster, whole, node):
-    job, run = cluster.submit(f"crashed-{node}")
+@pytest.mark.parametrize(("node", "form"), [
+    ("node1", {}), ("node2", {}),  # that of the batch script; another trainer's
+    ("node1", HETJOB), ("node3", HETJOB),  # of either component
+])
+def test_a_crashed_node_costs_no_recorded_step(cluster, whole, node, form):
+    job, run = cluster.submit(f"crashed-{node}-{len(form)}", **form)
     cluster.wait_for_steps(run, 3, job)
     subprocess.run([CLUSTER, "crash", node], check=True)
     try:
@@ -149,12 +161,44 @@ def test_cancel_keeps_the_last_step_and_resume_submits_again(cluster, whole):
     assert cluster.command("cancel", str(run)).returncode == 0
     state = cluster.wait(job)
     assert state["JobState"] == "FAILED" and state["ExitCode"] == "130:0"
-    assert len(runs.metrics(run)) == int(
-        max(p.name for p in (run / "checkpoints").iterdir()).removeprefix("step_"))
+    assert len(runs.metrics(run)) == last_checkpoint(run)
     done = cluster.command("resume", str(run))
     again = done.stdout.strip()
     assert cluster.wait(again)["JobState"] == "COMPLETED", cluster.output(run)
     assert same_metrics(run, whole)
+
+
+def test_a_cancel_within_a_notice_is_obeyed(cluster):
+    """Whichever of the two signals the run takes first. Its path has what srun would expand."""
+    job, _ = cluster.submit("changed-mind", "num_steps=5000", "runs_dir=100%t")
+    run = cluster.shared / "100%t/changed-mind"
+    cluster.wait_for_steps(run, 2, job)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.command("cancel", str(run)).returncode == 0
+    state = cluster.wait(job)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "130:0", "0")
+    assert len(runs.metrics(run)) == last_checkpoint(run)
+    assert not all_gone(run)
+
+
+def test_a_stage_starts_from_the_export_of_the_one_before(cluster, tmp_path):
+    """The second is submitted before the first has exported anything."""
+    second, text = tmp_path / "second.toml", Path(runs.RECIPE).read_text()
+    for old, new in (("short", "second"), ("num_steps = 6", "num_steps = 0"),
+                     ('preset = "tiny-qwen3-moe"', 'path = "runs/short/export"')):
+        assert old in text
+        text = text.replace(old, new)
+    second.write_text(text)
+    path = f"{cluster.environment['TEST_BIN']}:{cluster.environment['PATH']}"
+    done = cluster.run(str(ROOT / "slurm/stage_chain.sh"), SITE, runs.RECIPE, str(second), "--",
+                       *NODES, PATH=path)
+    assert done.returncode == 0, done.stderr
+    weights = []
+    for line, name in zip(done.stdout.splitlines(), ("short", "second"), strict=True):
+        run = cluster.shared / "runs" / name
+        assert cluster.wait(line.split()[0])["JobState"] == "COMPLETED", cluster.output(run)
+        weights.append((run / "export/model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
 
 
 def test_an_export_is_converted_and_evaluated_by_jobs(cluster, whole):
