@@ -137,14 +137,16 @@ while [[ ! -e $0.end ]]; do sleep 0.05; done
 
 @pytest.mark.parametrize(("signals", "told", "is_requeued"), [
     ("USR1", 1, True), ("USR1 USR1", 1, True), ("USR1 INT", 1, False), ("INT USR1", 1, False),
-    ("INT", 1, False), ("INT INT", 2, False)])
+    ("INT", 1, False), ("INT INT", 2, False), ("", 1, True)])
 def test_what_a_job_makes_of_signals(tmp_path, signals, told, is_requeued):
-    """The run ends at once at a second one: of several notices it gets one; a cancel holds."""
+    """The run ends at once at a second one: of several notices it gets one; a cancel holds.
+    Without any the time limit is near."""
     run, site = tmp_path / "grpo-megatron", tmp_path / "site.env"
     run.write_text(RUN)
     (tmp_path / "scontrol").write_text('#!/bin/sh\nkill -TERM $PPID\n')
     site.write_text('activate() { : "$NEVER_SET"; }\n')
-    for tool in (run, tmp_path / "scontrol"):
+    (tmp_path / "squeue").write_text("#!/bin/sh\n" + ("" if signals else "date -Is -d '+3 sec'"))
+    for tool in (run, tmp_path / "scontrol", tmp_path / "squeue"):
         tool.chmod(0o755)
     job = subprocess.Popen(
         ["bash", assets.root() / "slurm" / "train.sbatch", "demo"], text=True,
