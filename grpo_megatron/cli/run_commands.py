@@ -168,6 +168,7 @@ def _is_run(path: Path) -> bool:
 def runs_beside(path: Path) -> list[str]:
     """Runs in the parent directory and in `runs/`, those with a similar name first."""
     found = {str(run): run.name for folder in (path.parent, Path("runs")) if folder.is_dir()
-             for run in sorted(folder.iterdir()) if _is_run(run)}
+             for run in sorted(folder.iterdir())
+             if _is_run(run) and RunDir(run).logs.is_dir()}  # checkpoints have no logs
     near = nearest(path.name, found.values())
     return sorted(found, key=lambda run: found[run] not in near)

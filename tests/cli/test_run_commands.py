@@ -12,6 +12,7 @@ import grpo_megatron.launch
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rundir import RunDir
 
 RECIPE = "demo/gspo-moe-cpu"
 
@@ -39,7 +40,7 @@ def calls(monkeypatch, tmp_path) -> list[tuple]:
 
 def make_run(name: str) -> None:
     path = Path("runs") / name
-    path.mkdir(parents=True)
+    RunDir(path).create()
     write_resolved(path / "config.json", resolve(RECIPE))
 
 

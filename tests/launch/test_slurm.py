@@ -312,11 +312,13 @@ def test_followed_logs_go_on_in_the_next_attempt(tmp_path):
 
 def test_one_bad_run_does_not_hide_the_others(job_state, capsys):
     assert submit() == 0
-    Path("runs/bad").mkdir()
-    Path("runs/bad/config.json").write_text("{")
+    for name in ("bad/logs", "converted"):
+        Path("runs", name).mkdir(parents=True)
+    for name in ("bad", "converted"):
+        Path(f"runs/{name}/config.json").write_text("{")
     assert main(["status"]) == 0
     said = capsys.readouterr().out
-    assert "job 7 PENDING" in said and "runs/bad  " in said
+    assert "job 7 PENDING" in said and "runs/bad  " in said and "converted" not in said
 
 
 @pytest.mark.parametrize(("says", "words"), [
