@@ -3,7 +3,6 @@ A message says what is wrong, where it was set, the nearest valid value and the 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 
 class GrpoMegatronError(Exception):
@@ -17,9 +16,6 @@ class GrpoMegatronError(Exception):
     def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None):
         super().__init__(message)
         self.message, self.where, self.remedy = message, where, remedy
-
-    def __reduce__(self):
-        return partial(type(self), where=self.where, remedy=self.remedy), (self.message,)
 
     def __str__(self) -> str:
         where = f"\n  where:  {self.where}" if self.where else ""

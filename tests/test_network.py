@@ -1,7 +1,9 @@
 """How processes find each other."""
 
+import shutil
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +76,11 @@ def test_every_attempt_has_logs_of_its_own(tmp_path):
     assert (tmp_path / "logs/latest").resolve() == job.logs
     assert not list(tmp_path.rglob("old.json"))  # addresses of an earlier attempt mislead
     assert RunDir(tmp_path).begin().attempt == "3"
+
+
+def test_a_copied_run_begins_again(tmp_path):
+    """`cp -rL`, or copies by way of an object store, make a folder of the link."""
+    RunDir(tmp_path / "run").begin()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    again = RunDir(tmp_path / "copy").begin()
+    assert again.attempt == "2" and (tmp_path / "copy/logs/latest").readlink() == Path("2")

@@ -211,7 +211,10 @@ def suffix_sums(values: Tensor, batch: SampleBatch) -> Tensor:
 
 
 def by_groups(batch: SampleBatch, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-    """`function(part, *columns of part) -> [n of part]` chunk by chunk of groups, float64 [n]."""
+    """Call `function` on whole groups, about CHUNK_TOKENS tokens at a time, and put the results
+    together. `function(part, *columns)` gets a sub-batch, with token columns in float64, and the
+    rows of `columns` ([N] each) for its samples; it returns [n of part]. Returns [n] in the order
+    of `batch`, in the dtype of its first floating token column; fp32 where it has none."""
     floats = [c.dtype for c in batch.tokens.values() if c.is_floating_point()]
     out = torch.empty(batch.num_tokens, dtype=(*floats, torch.float32)[0])
     for rows in batch.group_chunks():

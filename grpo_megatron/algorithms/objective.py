@@ -47,7 +47,8 @@ class Objective:
 
 
 def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
-    """Sum over micro-batches and ranks is the loss of the optimizer step; see `step_terms`."""
+    """Loss of one micro-batch, a scalar with gradient, and its metrics. The weights hold the global
+    denominators (`step_terms`): losses of all micro-batches and ranks add up to the step's."""
     o = objective.config
     batch, infinite = _without_infinite(batch)
     old = batch.rollout_logprobs if o.proximal == "rollout" else batch.old_logprobs
@@ -88,13 +89,6 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     if batch.weight_slopes is not None:
         meter.stats.mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
     return loss, meter.stats
-
-
-def supervised_loss(logprobs: Tensor, weight: float) -> tuple[Tensor, Stats]:
-    """Negative log-likelihood of the completions, every token weighing the same. logprobs: [n]"""
-    stats = Stats()
-    stats.mean("loss/nll", -logprobs.sum(), float(len(logprobs)))
-    return -weight * logprobs.sum(), stats
 
 
 def _log_ratio(o: ObjectiveConfig, tokens: terms.Update, batch: LossBatch) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,19 +31,11 @@ _ROW_COLUMNS = {"shard": np.int32, "index": np.int64, "group": np.int32, "update
                 "reward": np.float64, "domain": np.int32, "truncated": np.uint8}
 
 
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """A finished shard, as the manifest has it."""
-
-    name: str
-    checksum: str
-    routes: dict | None = None  # shape of `<shard>.routes`, fields of RouteShape
-
-
 def write_shard(path: Path, groups: Sequence[RolloutGroup],
-                route_shape: RouteShape | None = None) -> ShardInfo:
+                route_shape: RouteShape | None = None) -> dict[str, Any]:
     """Columns of many groups in one file, durably; a prompt is stored once per group. With
-    `route_shape`, routes are recorded too.
+    `route_shape`, routes are recorded too. Returns the shard's entry of the manifest: `name`,
+    `checksum`, `routes` (fields of RouteShape).
 
     Columns (N samples, Q groups): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
     `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
@@ -63,8 +56,8 @@ def write_shard(path: Path, groups: Sequence[RolloutGroup],
                **_kept_columns([c for _, c in samples])}
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape)
-    return ShardInfo(path.name, write_columns(path, columns),
-                     asdict(route_shape) if route_shape else None)
+    return {"name": path.name, "checksum": write_columns(path, columns),
+            "routes": asdict(route_shape) if route_shape else None}
 
 
 def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
@@ -101,7 +94,7 @@ def begin_step(directory: Path) -> Path:
     return empty_directory(directory.with_name(directory.name + ".tmp"))
 
 
-def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[SampleRow],
+def finish_step(directory: Path, shards: Sequence[dict], rows: Sequence[SampleRow],
                 manifest: dict, components: Mapping[str, np.ndarray] | None = None,
                 steps: Sequence[tuple[int, int, float]] = (),
                 taught: Mapping[str, np.ndarray] | None = None) -> None:
@@ -118,7 +111,7 @@ def finish_step(directory: Path, shards: Sequence[ShardInfo], rows: Sequence[Sam
                **{f"taught/{name}": values for name, values in (taught or {}).items()}}
     document = {"format": FORMAT, **manifest,
                 "train_checksum": write_columns(working / "train.safetensors", columns),
-                "shards": [asdict(s) for s in shards]}
+                "shards": list(shards)}
     write_atomically(working / "manifest.json", json.dumps(document, indent=1))
     replace_directory(working, directory)
 

@@ -27,7 +27,8 @@ def sizes_match(directory: Path) -> bool:
 
 
 def prune(directory: Path, keep: int) -> list[int]:
-    """Remove checkpoints but the newest `keep` whole ones, and references that none names."""
+    """Remove checkpoints older than the newest `keep` whole ones, and references that no remaining
+    checkpoint names; returns the steps that were removed."""
     steps = {step: directory / f"step_{step:06d}" for step in complete_steps(directory)}
     whole = [step for step, path in steps.items() if sizes_match(path)]
     removed = [step for step in steps if len(whole) >= keep and step < whole[-keep]]

@@ -53,7 +53,8 @@ class OutputFile:
             self.file = open(path, "wb")  # noqa: SIM115
 
     def start_writing(self, begin: int) -> int:
-        """What lies after `begin` leaves for the disk; returns the end."""
+        """Let the kernel begin to write what lies after byte `begin` to the disk, without waiting
+        for it. Returns the byte at which the next write goes."""
         self.file.flush()
         end = self.file.tell()
         # on dirty pages this only starts their writing, so that the last sync is short
@@ -117,7 +118,8 @@ class Target:
         copy_side_files(source, self.working)
 
     def read_back(self, file: ShardFile) -> list[str]:
-        """Tensors that are not on the disk as they were given: with any, no finished file."""
+        """Names of tensors that are not on the disk as they were given. If there are any, the file
+        no longer counts as finished and is written again."""
         found = {name: digest_tensor(tensor) for name, tensor in self.read(file)}
         recorded = (self.record(file) or {"tensors": {}})["tensors"]
         bad = sorted(e.name for e in file.entries if found.get(e.name) != recorded.get(e.name, ""))

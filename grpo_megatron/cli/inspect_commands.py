@@ -20,13 +20,16 @@ Source = Annotated[str, typer.Argument(help="Recipe or run directory.")]
 @config_app.command()
 def show(recipe: Source, overrides: Overrides = None, as_json: Json = False) -> None:
     """Every value of a recipe or a run, and where it comes from."""
+    from grpo_megatron.config.keys import dotted, leaves
     from grpo_megatron.config.loader import to_json
+    from grpo_megatron.config.problems import as_toml
 
     resolved = resolve_any(recipe, overrides or [])
     if as_json:
         typer.echo(to_json(resolved), nl=False)
         return
-    rows = [(key, value, str(resolved.provenance[key])) for key, value in _values(resolved).items()]
+    rows = [(key := dotted(path), as_toml(value), str(resolved.provenance[key]))
+            for path, value in leaves(resolved.config.model_dump(mode="json"))]
     print_table(("key", "value", "set at"), rows, dim="default")
 
 
@@ -45,14 +48,6 @@ def resolve_any(source: str, overrides: list[str]) -> Any:
     path = Path(source)
     is_run = path.is_dir() or path.suffix == ".json"
     return resolve_run(path, overrides) if is_run else resolve(source, overrides)
-
-
-def _values(resolved: Any) -> dict[str, str]:
-    from grpo_megatron.config.keys import dotted, leaves
-    from grpo_megatron.config.problems import as_toml
-
-    tree: dict[str, Any] = resolved.config.model_dump(mode="json")
-    return {dotted(path): as_toml(value) for path, value in leaves(tree)}
 
 
 @objective_app.command("list")

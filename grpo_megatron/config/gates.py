@@ -49,7 +49,8 @@ class Gate:
 
 
 def parse_gate(text: str, domains: Sequence[str] = ()) -> Gate:
-    """ConfigError for anything else; with `domains`, also for what no run with these measures."""
+    """The gate that `text` says (see SYNTAX). ConfigError for other text and, with `domains`, for a
+    value that no run with these domains has in its `result.json`."""
     if found := _DROP.fullmatch(text.strip()):
         return Gate(text, "", "<=", float(found[1]), Path(found[2]))
     if found := _VALUE.fullmatch(text.strip()):

@@ -87,6 +87,8 @@ def broken(conditions: Conditions, known: Details, *subject: Any) -> Iterator[Vi
 
 
 def cases_of(conditions: Conditions, *subject: Any) -> Iterator[tuple[str, Details]]:
+    """(name, details) of each rule that does not hold for `subject`, once for every place where it
+    is broken; the details are empty where the condition gives no more than true."""
     for name, is_broken in conditions.items():
         found = is_broken(*subject)
         for details in found if isinstance(found, list) else [found] if found else []:

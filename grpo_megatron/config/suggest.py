@@ -9,14 +9,13 @@ def nearest(word: str, known: Iterable[str], *, count: int = 3, cutoff: float = 
     if len(word) <= 3:  # one wrong letter of two is half of the word
         cutoff = min(cutoff, 0.5)
     matcher = difflib.SequenceMatcher(b=plain(word), autojunk=False)
-    scored = []
-    for candidate in known:
+
+    def likeness(candidate: str) -> tuple[float, float]:
         matcher.set_seq1(plain(candidate))
-        same_letters = matcher.quick_ratio()  # in any order: decides `bet1a` for beta1
-        if same_letters >= cutoff and matcher.ratio() >= cutoff:
-            scored.append((matcher.ratio(), same_letters, candidate))
-    scored.sort(key=lambda entry: entry[:2], reverse=True)  # stable: ties keep their order
-    return [candidate for _, _, candidate in scored[:count]]
+        return matcher.ratio(), matcher.quick_ratio()  # the second decides `bet1a` for beta1
+
+    close = [candidate for candidate in known if likeness(candidate)[0] >= cutoff]
+    return sorted(close, key=likeness, reverse=True)[:count]  # stable: ties keep their order
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -23,7 +23,8 @@ class Phases:
             self.seconds[name] += time.perf_counter() - started
 
     def sampling(self, name: str | None = None) -> None:
-        """Samples are at `name`, or still where they were: shown unless a phase is entered."""
+        """Samples are now in phase `name`, "rollout" or "reward" (None: still in the last one),
+        which is shown unless the loop is inside a phase of its own."""
         self._sampling = name or self._sampling
         if not self._entered:
             show("phase", name=self._sampling)

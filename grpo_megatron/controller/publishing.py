@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.trainer_link import TrainerLink
@@ -83,7 +85,7 @@ class Publisher:
         if self.config.publish.method == "gloo":
             workers = await publisher.num_workers()
             opened = await self.trainer.call("publish_open", num_workers=workers)
-            self._plan = TransferPlan.from_json(opened["plan"])
+            self._plan = msgspec.convert(opened["plan"], TransferPlan)
             await publisher.prepare(opened["senders"], lambda: self.trainer.call("publish_join"))
         self._publisher = publisher
 

@@ -66,12 +66,11 @@ class ChildProcess:
 
     def signal_group(self, number: int) -> bool:
         """Signal the process and everything it started; False where nothing of it is left."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             if self.process is not None:
                 os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return False
-        return self.process is not None
+                return True
+        return False
 
     def end(self) -> End:
         return End(self.name, self.exit_code or 0, self.log)
@@ -82,11 +81,10 @@ class ChildProcess:
             os.write(self.process.stdin.fileno(), line.encode() + b"\n")
 
 
-
-
 def wait_readable(children: Sequence[ChildProcess], files: Sequence[int],
                   timeout_s: float) -> list[int]:
-    """Until a child (whose end is news) ends, a file is readable, time is up; readable files."""
+    """Wait until a child ends, one of `files` is readable or the time is up; returns which of
+    `files` are readable. That a child has ended is for the caller to see (`alive`)."""
     ready, *_ = select.select([child.pidfd for child in children] + list(files), [], [], timeout_s)
     return [fd for fd in ready if fd in files]
 

@@ -61,7 +61,9 @@ def _refuse_mistyped(site: Path, examples: Iterable[Path]) -> None:
 
 
 def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> str:
-    """As `submit_again`, for a run that never began. RunLockedError where its job waits."""
+    """Write the script and configuration of a new run and submit it, after the jobs `after`;
+    returns the job's id. RunLockedError where its job waits or runs; ConfigError where the run
+    exists, `site` is no good, or Slurm refuses it (a directory made for it is removed then)."""
     run_dir = RunDir(resolved.run_path)
     refuse_active(run_dir)
     if not run_dir.slurm.exists() or (run_dir.logs / "latest").exists():

@@ -47,10 +47,9 @@ class Step(ChildProcess):
 class SlurmSteps:
     def __init__(self, config: RunConfig, run_dir: RunDir):
         self.config, self.run_dir, self.placement = config, run_dir, config.placement
-        groups = [_nodes(os.environ[name]) for suffix in ("_HET_GROUP_0", "_HET_GROUP_1", "")
-                  if (name := f"SLURM_JOB_NODELIST{suffix}") in os.environ]
-        self.nodes = groups[0] + groups[1] if len(groups) > 1 else groups[0]
-        self.is_hetjob = len(groups) > 1
+        names = [f"SLURM_JOB_NODELIST{suffix}" for suffix in ("_HET_GROUP_0", "_HET_GROUP_1", "")]
+        self.components = [_nodes(os.environ[name]) for name in names if name in os.environ][:2]
+        self.nodes = [node for component in self.components for node in component]
         if len(self.nodes) != (wanted := self.placement.num_nodes):
             raise SetupError(f"the job has {len(self.nodes)} nodes, the recipe is for "
                              f"{self.placement.trainer_nodes} that train and "
@@ -61,7 +60,7 @@ class SlurmSteps:
         """SetupError with the nodes that do not see the run's directory, but none or another."""
         canary = self.run_dir.endpoints / "canary"
         canary.touch()
-        for nodes in self._components():
+        for nodes in self.components:
             done = subprocess.run([*self._srun(nodes, 1, "--job-name=canary"), "cat", str(canary)],
                                   text=True, check=False, capture_output=True)
             if done.returncode:
@@ -125,14 +124,10 @@ class SlurmSteps:
                 "--overlap", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=1", *flags]
         if self.placement.gpus_per_node:
             argv.append(f"--gpus-per-node={self.placement.gpus_per_node}")
-        if self.is_hetjob:
-            argv.append(f"--het-group={int(nodes[0] not in self._components()[0])}")
+        if len(self.components) > 1:
+            argv.append(f"--het-group={int(nodes[0] not in self.components[0])}")
         return [*argv, *shlex.split(os.environ.get("GRPO_MEGATRON_SRUN_FLAGS", "")),
                 *shlex.split(os.environ.get("GRPO_MEGATRON_ENTER", ""))]
-
-    def _components(self) -> list[Sequence[str]]:
-        split = self.placement.trainer_nodes
-        return [self.nodes[:split], self.nodes[split:]] if self.is_hetjob else [self.nodes]
 
 
 def _nodes(compressed: str) -> list[str]:

@@ -68,7 +68,8 @@ def family_of(model_type: str | None) -> Family:
 
 @cache
 def tables_of(name: str) -> dict[str, Any]:
-    """Of a family, or `base`: its own over those of the parts that it extends, the last first."""
+    """The tables of a family or a part: its own, over those of the parts that it extends, of which
+    a later one overrides an earlier."""
     file = _FOLDER / f"{name}.toml"
     own = dict(read_toml(file if file.exists() else _FOLDER / "parts" / f"{name}.toml").values)
     merged: dict[str, Any] = {}

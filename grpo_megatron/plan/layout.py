@@ -40,10 +40,6 @@ def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
                           where="command line", remedy=found[0].remedy)
 
 
-def obeys_trainer_rules(trainer: TrainerConfig, facts: ModelFacts) -> bool:
-    return not any(cases_of(TRAINER_RULES, trainer, facts))
-
-
 def _broken_rules(case: Case) -> set[str]:
     found = (*cases_of(TRAINER_RULES, case.trainer, case.facts),
              *cases_of(ROLLOUT_RULES, case.rollout, case.facts, case.cpu))

@@ -24,7 +24,8 @@ def resolve_run(path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
 
 
 def refuse_missing(config: RunConfig, *, coming: bool = False) -> None:
-    """DataError for inputs that are not there, nor `coming`: to be written by a submitted run."""
+    """DataError for the first input of `config` that does not exist. `coming`: one whose directory
+    holds a run's config.json will do, because a submitted run is to write it."""
     for path in config.input_paths:
         if not path.exists() and not (coming and (path.parent / "config.json").exists()):
             raise DataError("no such file or directory", where=str(path.absolute()),

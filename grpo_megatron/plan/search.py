@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_megatron.config.problems import as_toml
+from grpo_megatron.config.problems import as_toml, cases_of
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.layout import obeys_trainer_rules
+from grpo_megatron.plan.layout_rules import TRAINER_RULES
 from grpo_megatron.plan.memory import DEVICES, Plan, plan_of
 from grpo_megatron.plan.model_facts import ModelFacts, model_facts
 
@@ -25,7 +25,7 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
         "trainer_nodes": nodes, "gpus_per_node": gpus_per_node})
     for trainer in _layouts(config.trainer, facts, nodes * gpus_per_node, gpus_per_node):
         hopeless = _expert_bytes(facts, trainer) > DEVICES["memory"][device] * 2**30
-        if hopeless or not obeys_trainer_rules(trainer, facts):
+        if hopeless or any(cases_of(TRAINER_RULES, trainer, facts)):
             continue
         plan = plan_of(config.model_copy(update={
             "trainer": trainer, "placement": placement}), device, worst_only=True)

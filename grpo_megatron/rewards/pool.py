@@ -63,7 +63,8 @@ class Component:
                            "traceback:\n%s", self.name, self.domain, self.trace)
 
     def check(self, failures: Sequence[str]) -> None:
-        """Broken: every sample failed, and it never worked or they are many."""
+        """RewardError for a broken function: of a batch, whose `failures` these are, every sample
+        failed, and no sample ever succeeded or the batch is large."""
         if failures and all(failures) and (
                 self.num_scored == 0 or len(failures) >= _MIN_SAMPLES_TO_GIVE_UP):
             told = ", ".join(f"{number} {cause.replace('_', ' ')}"

@@ -56,8 +56,9 @@ class RewardProcess:
                 raise RewardError(f"a reward process cannot start: {failure}")
 
     async def run(self, calls: Sequence[Call], limit_s: float) -> tuple[dict[int, Outcome], str]:
-        """Outcomes of a chunk by index; and why the process ended before the others, "" where there
-        are none: "died", or "timed_out" where none came for `limit_s` and it was killed."""
+        """Give the process `calls`. Returns (outcomes by index in `calls`, why the others have
+        none): "" where all have one, "died" where the process ended, "timed_out" where no outcome
+        came for `limit_s` seconds and it was killed. RewardError where no process takes calls."""
         await self._give(calls)
         found: dict[int, Outcome] = {}
         try:

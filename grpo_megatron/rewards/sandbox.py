@@ -29,7 +29,8 @@ _MAX_THREADS = _MAX_FILES = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use: /tmp in all and any one file; either stream of output."""
+    """Limits of one program: seconds of wall time, bytes of address space, bytes of /tmp (all of
+    it, and any one file), bytes of standard output and of standard error (each)."""
 
     wall_s: float = 4.0
     memory_bytes: int = 512 * MIB

@@ -7,8 +7,8 @@ an attack on the kernel needs. Threads and files stay possible."""
 import errno
 import platform
 import struct
-import tomllib
-from pathlib import Path
+
+from grpo_megatron import assets
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
@@ -20,7 +20,7 @@ _CLONE_THREAD = 0x10000
 # ENOSYS makes C libraries fall back to the calls from before Linux 5.1.
 _FIRST_NEW_CALL = 424
 
-ARCHITECTURES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ARCHITECTURES = assets.tables(__file__, "seccomp.toml")
 
 
 def program() -> bytes:

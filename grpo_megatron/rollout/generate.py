@@ -3,7 +3,6 @@
 JSON becomes typed records (fields not listed cost no object), then one array per column."""
 
 import base64
-import binascii
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from grpo_megatron.errors import EngineError
+from grpo_megatron.errors import EngineError, raised_as
 from grpo_megatron.types import Completion, KeptSets, VersionSpan
 
 _NO_PROBABILITY = -9999.0  # vLLM's for NaN and for minus infinity, which JSON cannot carry
@@ -176,10 +175,8 @@ def _with_routes(completion: Completion, request: GenerateRequest,
     if encoded is None:
         raise EngineError("expert routes were asked for and are missing",
                           remedy="start the engine with --enable-return-routed-experts")
-    try:
+    with raised_as(EngineError, "unreadable expert routes", (ValueError, EOFError, OSError)):
         routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-    except (binascii.Error, ValueError, EOFError, OSError) as error:
-        raise EngineError(f"unreadable expert routes: {error}") from error
     before, first = len(request.prompt_token_ids) - 1, request.routes_from
     num_rows = before + len(completion.token_ids) - first
     if routes.ndim != 3 or routes.shape[0] != num_rows or routes.dtype not in (np.uint8, np.uint16):

@@ -57,7 +57,7 @@ class WeightPublisher:
         one, or replicas of equal layout hold different weights; EngineError: a replica died."""
         await self._pause()
         await self._start()
-        body = {"update_info": {"plan": plan.to_json(), "publish": version}}
+        body = {"update_info": {"plan": plan, "publish": version}}
         sent, *_ = await _all([send(), *(c.control("/update_weights", body) for c in self.clients)])
         reports = await _all(c.call_workers("update_report") for c in self.clients)
         if not any(report["failure"] for workers in reports for report in workers):

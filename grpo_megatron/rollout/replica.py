@@ -6,9 +6,9 @@ tensor parallelism over several nodes it is started once on each of them; the fi
 import os
 import socket
 import sys
-import tomllib
 from pathlib import Path
 
+from grpo_megatron import assets
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError
@@ -81,7 +81,7 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
                   "gpu_deterministic": rollout.deterministic and not on_cpu,
                   "gpu_colocated": config.placement.mode == "colocated" and not on_cpu,
                   "loopback": loopback, "cpu_loopback": on_cpu and loopback}
-    tables = tomllib.loads(Path(__file__).with_name("engine.toml").read_text(encoding="utf-8"))
+    tables = assets.tables(__file__, "engine.toml")
     argv, environment = [sys.executable, "-m", "grpo_megatron.rollout.serve"], {}
     for name in (name for name, holds in conditions.items() if holds):
         argv += [word.format(**values) for word in tables[name].pop("arguments", ())]

@@ -105,7 +105,9 @@ def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 
 async def finish_or_cancel(coroutines: Iterable[Awaitable[Result]], settle_s: float = 0.0
                            ) -> list[Result]:
-    """Run all; at an error or cancellation cancel the rest; errors in `settle_s` become notes."""
+    """The results of `coroutines`, run together, in order. When one fails, or this is cancelled,
+    the others have `settle_s` seconds to end, are cancelled, and the error is raised; what they
+    raised within that time is added to it as notes."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -107,7 +107,8 @@ class Graph:
         return self._config(name).kind
 
     def gates(self, name: str) -> tuple[str, ...]:
-        """Of a stage or of its recipe; stages that they compare with are whole paths."""
+        """The stage's own gates, or else those of its recipe; in its own, the stages to compare
+        with are absolute paths of run directories."""
         stage = self.table.stages[name]
         return self._config(name).gates if stage.recipe else self._below(stage.gates)
 

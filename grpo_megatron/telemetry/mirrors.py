@@ -22,7 +22,8 @@ _WANDB_TIMEOUT_S = 60
 
 
 class Mirrors:
-    """All mirrors of a run; no method raises. Given by name is how to start each, now."""
+    """The running mirrors of a run. `mirrors` says by name how to start each, which happens here.
+    No method raises: a mirror that fails is logged once and then left out."""
 
     def __init__(self, mirrors: Mapping[str, Callable[[], Any]]):
         self.running: dict[str, Any] = {}  # those that work, by name

@@ -2,10 +2,8 @@
 
 import threading
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -13,7 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+from grpo_megatron import assets
+
+ROWS = assets.tables(__file__, "screen.toml")
 _TREND_STEPS, _BAR_CELLS, _SAMPLE_CHARS = 24, 40, 160
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {"rollout": "cyan", "reward": "magenta", "train": "green", "publish": "yellow"}

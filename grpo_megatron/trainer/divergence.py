@@ -112,13 +112,11 @@ class _Divergence(torch.autograd.Function):
         for part in _parts(len(hidden), settings):
             chunk = _chunk(hidden[part], weight, group, settings)
             log_p, ratio = _log_ratio(chunk, teacher, part, group)
-            forward = (log_p - ratio).exp_() if settings.forward_weight else None
+            q = (log_p - ratio).exp_() if settings.forward_weight else None
             p = log_p.exp_()
-            if forward is not None:
-                forward = torch.sub(p, forward, out=forward)
             grad = ratio.sub_(reverse[part, None]).mul_(p)
-            if forward is not None:
-                grad.lerp_(forward, settings.forward_weight)
+            if q is not None:
+                grad.lerp_(torch.sub(p, q, out=q), settings.forward_weight)
             grad = grad.mul_(grad_values[part, None] / settings.temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             add_product(grad_weight, grad, hidden[part])

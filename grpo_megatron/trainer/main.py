@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 
 from grpo_megatron.config.loader import read_resolved
-from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import TrainerError, TransferError
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
@@ -86,7 +85,7 @@ def serve(service, link: CommandLink | None, group) -> None:
 def main(run_path: str, attempt: str = "") -> None:
     run_dir = RunDir(Path(run_path), attempt)
     bind_gloo(own_address())
-    config: RunConfig = read_resolved(run_dir.config).config
+    config = read_resolved(run_dir.config).config
     from grpo_megatron.trainer import platform  # before Megatron
     from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
     from grpo_megatron.trainer.service import TrainerService

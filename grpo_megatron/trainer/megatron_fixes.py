@@ -65,8 +65,7 @@ def score_groups_as_deepseek() -> None:
     DeepSeek-V3 (sigmoid) takes the best two, DeepSeek-V2 (softmax) the best, whatever top-k is."""
     from megatron.core.transformer.moe import moe_utils, router
 
-    original_route, original_topk = (moe_utils.topk_routing_with_score_function,
-                                     moe_utils.group_limited_topk)
+    original = moe_utils.topk_routing_with_score_function
 
     def route(*args, score_function="softmax", **kwargs):
         best = 1 if score_function == "softmax" else 2
@@ -78,11 +77,8 @@ def score_groups_as_deepseek() -> None:
                 1, totals.topk(group_topk, dim=-1)[1], True)
             return groups.masked_fill(~chosen[..., None], -torch.inf).flatten(1).topk(topk, dim=-1)
 
-        moe_utils.group_limited_topk = group_limited_topk
-        try:
-            return original_route(*args, score_function=score_function, **kwargs)
-        finally:
-            moe_utils.group_limited_topk = original_topk
+        moe_utils.group_limited_topk = group_limited_topk  # only `original` calls it
+        return original(*args, score_function=score_function, **kwargs)
     router.topk_routing_with_score_function = route
 
 

@@ -73,11 +73,8 @@ class PackedAttention(MegatronModule):
         (buckets, order), outputs = plan, []
         for bucket in buckets:
             q, k, v = (bucket.take(x) for x in (query, key, value))
-            outputs.append(self._attend(q, k, v).transpose(1, 2).flatten(0, 1))
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale,
+                                                   enable_gqa=q.size(1) != k.size(1))
+            outputs.append(found.transpose(1, 2).flatten(0, 1))  # from [b, heads, s, d_v]
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return (output if order is None else output.index_select(0, order)).flatten(1)
-
-    def _attend(self, q, k, v):
-        """[b, heads, s, d] -> [b, heads, s, d_v], causal."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale,
-                                              enable_gqa=q.size(1) != k.size(1))

@@ -5,6 +5,7 @@ weights need not pass through rank 0; what no sender holds travels to one point 
 
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from grpo_megatron.config.run import PublishConfig
@@ -41,7 +42,7 @@ class WeightPublisher:
         if rank in ranks:
             self.sender = WeightSender(own_address(), num_workers, index=ranks.index(rank))
         addresses = all_gathered(self.sender and [self.sender.host, self.sender.port])
-        return {"senders": [addresses[r] for r in ranks], "plan": self.plan.to_json()}
+        return {"senders": [addresses[r] for r in ranks], "plan": msgspec.to_builtins(self.plan)}
 
     def join(self) -> None:
         """Wait until the engines' workers have joined; TransferError on every rank if not all."""

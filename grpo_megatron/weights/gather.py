@@ -100,7 +100,8 @@ def on_rank_0(action: Callable[..., object], *arguments: Any) -> None:
 
 def shared_out(entries: Sequence[GatherEntry],
                senders: Sequence[int]) -> dict[int, list[GatherEntry]]:
-    """Entries by sender: one that holds it, else the one with the fewest bytes so far."""
+    """The entries that each of `senders` (global ranks) sends: an entry goes to one that holds it,
+    or to any where none does; of several, to the one with the fewest bytes so far."""
     load, parts = dict.fromkeys(senders, 0), {sender: [] for sender in senders}
     for entry in entries:
         candidates = [s for s in senders if s in entry.holders] or senders

@@ -82,7 +82,8 @@ class Parameter:
         return [TensorEntry(name, text, shape, sender) for name, shape in self.hf]
 
     def merge(self, tensors: Sequence[torch.Tensor], parts: int = 1) -> torch.Tensor:
-        """The parameter; of equal `parts` of all tensors, that part of it."""
+        """Megatron's tensor made of `tensors`, one for each of `hf` in that order. With `parts`,
+        each is the same one of so many equal slices of its rows, and so is the result."""
         if len(tensors) == 1:
             return tensors[0]
         groups = max(self.groups // parts, 1)
@@ -96,7 +97,8 @@ class Parameter:
         return [part.flatten(0, 1) for part in parts[: len(rows)]]
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The parameter of its tensor-parallel parts, which have a part of each tensor."""
+        """The full parameter, of its tensor-parallel parts along `dim`, by rank. A part of gate and
+        up holds a slice of both; here all slices of gate come first, then those of up."""
         if dim == 0 and self.groups == 1:
             halves = [part.chunk(len(self.hf)) for part in parts]  # gate and up are alike
             parts = list(chain.from_iterable(zip(*halves, strict=True)))

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self
 
 import msgspec
 import torch
@@ -71,16 +70,10 @@ class TransferPlan(msgspec.Struct, frozen=True):
         return [Bucket(tuple(mine[i] for i in group), tuple(group.values())) for group in
                 grouped((e.num_bytes for e in mine), self.bucket_bytes, ALIGNMENT)]
 
-    def to_json(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        return msgspec.convert(value, cls)
-
 
 def grouped(sizes: Iterable[int], limit: int, alignment: int = 1) -> list[dict[int, int]]:
-    """Numbers of consecutive items with their starts; a group ends before it would pass `limit`."""
+    """Consecutive items in groups of at most `limit` (a larger item is alone). A group maps the
+    numbers of its items to where each starts, a multiple of `alignment`."""
     groups: list[dict[int, int]] = []
     end = 0
     for index, size in enumerate(sizes):

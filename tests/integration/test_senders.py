@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -42,7 +43,7 @@ def test_everything_arrives_from_two_senders(request, models, layout):
     config = trainer_config(num_ranks, parallel, {"num_senders": 2, "bucket_mib": 1}, 1.0)
     group.run(CASES + "start", config=config, model=models[kind])
     opened = group.run(CASES + "command", name="publish_open", arguments={"num_workers": 1})
-    plan = TransferPlan.from_json(opened["plan"])
+    plan = msgspec.convert(opened["plan"], TransferPlan)
     assert all(len(plan.buckets(sender)) > 3 for sender in range(2))
     received: dict[str, torch.Tensor] = {}
 

@@ -334,9 +334,9 @@ def test_not_every_failure_is_the_file_systems(tmp_path, monkeypatch, says, word
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(SlurmSteps, "__init__", lambda self: None)
-    monkeypatch.setattr(SlurmSteps, "_components", lambda self: [["node1", "node2"]])
     monkeypatch.setattr(SlurmSteps, "_srun", lambda self, *_: ["srun"])
     steps = SlurmSteps()
+    steps.components = [["node1", "node2"]]
     steps.run_dir = RunDir(tmp_path, "1")
     steps.run_dir.endpoints.mkdir(parents=True)
     with pytest.raises(SetupError, match=words):

@@ -37,7 +37,8 @@ def select(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
 
 
 def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
-    """Of a whole rollout batch, without gradient."""
+    """Advantages of a whole rollout batch, without gradient, by the steps of this module; 0 for
+    samples without a reward or outside of the subset. DataError: steps or turns are missing."""
     o = objective.config
     batch, groups = _rewarded(o, batch)
     values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.distributed.weight_transfer import base
 
 from grpo_megatron.errors import TransferError
@@ -64,7 +65,7 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
         def load(tensors: NamedTensors) -> None:
             self.model.load_weights(with_noise(tensors, self.noise))
 
-        plan = TransferPlan.from_json(update_info.plan)
+        plan = msgspec.convert(update_info.plan, TransferPlan)
         with self._noting():
             if self._receiver is None:
                 raise TransferError(self.failure or "/init_weight_transfer_engine was not called")
