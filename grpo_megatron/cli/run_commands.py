@@ -96,9 +96,9 @@ def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = Fal
     files = [folder / f"slurm-{job}.out"] if job else []
     roles = sorted(folder.glob("latest/*.log"))
     if follow:  # also what is yet to appear; inotify would miss a new `latest` and other nodes
-        begun = roles or [folder / "latest" / f"{r}.log" for r in ("controller", "trainer-0")]
+        roles += [folder / "latest" / f"{role}.log" for role in ("controller", "trainer-0")]
         os.execvp("tail", ["tail", "-n", "20", "-F", "---disable-inotify",
-                           *map(str, [*files, *begun])])
+                           *map(str, dict.fromkeys([*files, *roles]))])
     if files := [p for p in (*files, *roles) if p.exists()]:
         os.execvp("tail", ["tail", "-n", "20", *map(str, files)])
     typer.echo(slurm.status_line(run))

@@ -21,9 +21,6 @@ class LocalProcesses:
     def __init__(self, config: RunConfig, run_dir: RunDir):
         self.config, self.run_dir = config, run_dir
 
-    def check(self) -> None:
-        """Only this machine uses the run directory."""
-
     def trainers(self) -> list[ChildProcess]:
         layout = self.config.trainer
         return [self._child(f"trainer-{rank}", TRAINER, env=rank_variables(

@@ -6,18 +6,22 @@ settings in it, `slurm/job` with the id, and `config.json`, the resolved recipe.
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_megatron import assets
 from grpo_megatron.config.loader import ResolvedConfig, read_resolved, write_resolved
 from grpo_megatron.config.suggest import nearest
-from grpo_megatron.errors import ConfigError, RunLockedError, SetupError
+from grpo_megatron.errors import ConfigError, RunLockedError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
 from grpo_megatron.telemetry.metrics import read_metrics
+
+_SETTINGS = ("PARTITION", "ROLLOUT_PARTITION", "ACCOUNT", "TIME_LIMIT", "NOTICE_S", "MAX_RESTARTS",
+             "SBATCH_FLAGS", *(f"GRPO_MEGATRON_{name}" for name in (
+                 "INTERFACE", "PYTHON", "ENTER", "SRUN_FLAGS")))
 
 
 def render(resolved: ResolvedConfig, site: str) -> str:
@@ -38,7 +42,7 @@ def render_job(directory: Path, site: str, sizes: tuple[int, int, int],
         raise ConfigError(f"no site {site!r}" + (f", did you mean {near[0]!r}?" if near else ""),
                           where="--site", remedy="give the path of your own file; examples in "
                                                  f"{assets.display(shipped)}: {', '.join(known)}")
-    _refuse_mistyped(path, shipped.glob("*.env"))
+    _refuse_mistyped(path)
     words = (path.resolve(), directory.resolve(), directory.name, *sizes, *arguments)
     done = subprocess.run(["bash", folder / "render.sh", *map(str, words)],
                           capture_output=True, text=True, check=False)
@@ -50,14 +54,15 @@ def render_job(directory: Path, site: str, sizes: tuple[int, int, int],
     return done.stdout
 
 
-def _refuse_mistyped(site: Path, examples: Iterable[Path]) -> None:
-    """ConfigError for a name that no example sets and that is nearly one that `site` lacks."""
-    found, known = (set(re.findall(r"(?m)^(?:export )?(\w+)=", "\n".join(
-        path.read_text() for path in paths))) for paths in ([site], examples))
-    for name in sorted(found - known):
-        if near := nearest(name, known - found, cutoff=0.8):
+def _refuse_mistyped(site: Path) -> None:
+    """ConfigError for a name that is nearly that of a setting, which the file lacks."""
+    with raised_as(ConfigError, "not UTF-8", UnicodeDecodeError, where=site):
+        text = site.read_text(encoding="utf-8")
+    found = set(re.findall(r"(?m)^(?:export )?(\w{4,})=", text))
+    for name in sorted(found.difference(_SETTINGS)):
+        if near := nearest(name, set(_SETTINGS) - found, cutoff=0.88):
             raise ConfigError(f"{name} is no setting, did you mean {near[0]}?",
-                              where=assets.display(site), remedy="rename it")
+                              where=assets.display(site), remedy=f"rename it, or set {near[0]} too")
 
 
 def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> str:

@@ -55,6 +55,7 @@ class SlurmSteps:
                              f"{self.placement.trainer_nodes} that train and "
                              f"{self.placement.rollout_nodes} that generate", where="placement",
                              remedy=f"sbatch --nodes={wanted}")
+        self.check()
 
     def check(self) -> None:
         """SetupError with the nodes that do not see the run's directory, but none or another."""

@@ -29,7 +29,6 @@ class Supervisor:
         self._words = {"failure": "", "result": ""}  # the controller's last
 
     def run(self) -> int:
-        self.roles.check()
         self._prepare_model()
         self.replicas, self.trainers = self.roles.replicas(), self.roles.trainers()
         self.controller = self.roles.controller()

@@ -53,12 +53,10 @@ async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
     """Run a Python program, the first of `files` (content by path), to its end or until cancelled;
     nothing of it is left. `give_fds`, sockets for it, keep their numbers and are closed here."""
     outcome = Outcome()
-    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-        for fd in give_fds:
+    status, status_fd = os.pipe()
+    with open(status, "rb", 0) as report, contextlib.ExitStack() as theirs:
+        for fd in (status_fd, *give_fds):
             theirs.callback(os.close, fd)
-        status, status_fd = os.pipe()
-        ours.callback(os.close, status)
-        theirs.callback(os.close, status_fd)
         data = {path: _memory_file(theirs, content.encode(errors="replace"))
                 for path, content in files.items()}
         filter_fd = _memory_file(theirs, seccomp.program())
@@ -83,7 +81,7 @@ async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
         if max(len(outcome.stdout), len(outcome.stderr)) == limits.output_bytes:
             outcome.ending = "flooded"
         # bubblewrap reports the exit of what it could start, and nothing where it could not.
-        if outcome.ending == "failed" and b"exit-code" in os.read(status, 4096):
+        if outcome.ending == "failed" and b"exit-code" in report.read(4096):
             outcome.ending, outcome.exit_code = "exited", process.returncode
     return outcome
 

@@ -80,7 +80,7 @@ def _merge(graph: Graph, name: str) -> int:
 
 def submit_graph(graph: Graph, site: str, say: Callable[[str], object]) -> dict[str, str]:
     """One job a stage that is not done, after its parents' jobs; returns job ids by stage. Jobs of
-    stages that build on a failed one are cancelled by Slurm. ConfigError as by `slurm.submit`."""
+    stages that build on a failed one are cancelled by Slurm. Errors as by `slurm.submit`."""
     records, jobs, closed = Records(graph), {}, set()
     slurm.render_job(graph.root, site, (1, 0, 0))  # a wrong site must not cost earlier results
     with run_lock(records.directory):

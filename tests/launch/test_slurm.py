@@ -77,6 +77,7 @@ def test_a_rendered_script_is_complete(given, tmp_path, capsys, monkeypatch):
     (["--site", "bare"], ["VENV is not set: ", "slurm/sites/bare.env"]),
     (["--site", "baer"], ["did you mean 'bare'"]),
     (["--site", "{own}"], ["activate() is missing"]),
+    (["--site", "{latin}"], ["not UTF-8", "latin.env"]),
     ([], ["--site"]),
 ])
 def test_a_wrong_site_is_one_message(tmp_path_factory, tmp_path, monkeypatch, capsys, arguments,
@@ -84,7 +85,9 @@ def test_a_wrong_site_is_one_message(tmp_path_factory, tmp_path, monkeypatch, ca
     monkeypatch.delenv("VENV", raising=False)
     own = tmp_path_factory.mktemp("sites") / "own.env"
     own.write_text("PARTITION=gpu\necho loaded\n")
-    arguments = [word.format(own=own) for word in arguments]
+    latin = own.with_name("latin.env")
+    latin.write_text("PARTITION=gpu  # für\n", encoding="latin-1")
+    arguments = [word.format(own=own, latin=latin) for word in arguments]
     assert main(["submit", "demo/gspo-moe-cpu", *arguments, f"runs_dir={tmp_path}"]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words) and "Traceback" not in error
@@ -92,12 +95,16 @@ def test_a_wrong_site_is_one_message(tmp_path_factory, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize(("line", "meant"), [
-    ("TIME_LIMTI=60", "TIME_LIMIT"), ("export NOTICE=300", "NOTICE_S"), ("max_restarts=3", "MAX_R"),
+    ("TIME_LIMTI=60", "TIME_LIMIT"), ("export NOTICES_S=300", "NOTICE_S"),
+    ("max_restarts=3", "MAX_RESTARTS"),
     ("GRPO_MEGATRON_INTREFACE=ib0", "GRPO_MEGATRON_INTERFACE"), ("SBATCH_FLAG=-C", "SBATCH_FLAGS"),
-    ("NCCL_SOCKET_IFNAME=ib0", None), ("TIME_LIMIT=60\nTIME_LIMITS=9", None), ("JOB=x", None)])
+    ("NCCL_SOCKET_IFNAME=ib0", None), ("TIME_LIMIT=60\nTIME_LIMITS=9", None), ("JOB=x", None),
+    ("IFS=:", None), ("IMG=x", None), ("MOUNT=/scratch", None), ("HF_HOME=/x", None),
+    ("export GRPO_MEGATRON_TRACEBACK=1", None), ("export GRPO_MEGATRON_HOME=/x", None),
+    ("export GRPO_MEGATRON_VENV=/x", None), ("MASTER_PORT=1", None), ("SBATCH_QOS=x", None)])
 def test_a_mistyped_setting_of_a_site_is_named(tmp_path, capsys, line, meant):
     site = tmp_path / "own.env"
-    site.write_text(f"PARTITION=gpu\nactivate() {{ :; }}\n{line}\n")
+    site.write_text(f"PARTITION=gpu  # main\nactivate() {{ :; }}\n{line}\n")
     code = main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run"])
     said = capsys.readouterr().err
     assert code == (2 if meant else 0) and (f"did you mean {meant}" in said) == bool(meant)
@@ -145,7 +152,8 @@ def test_what_a_job_makes_of_signals(tmp_path, signals, told, is_requeued):
     run.write_text(RUN)
     (tmp_path / "scontrol").write_text('#!/bin/sh\nkill -TERM $PPID\n')
     site.write_text('activate() { : "$NEVER_SET"; }\n')
-    (tmp_path / "squeue").write_text("#!/bin/sh\n" + ("" if signals else "date -Is -d '+3 sec'"))
+    end = "" if signals else time.strftime("%FT%T", time.localtime(time.time() + 3))
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {end}\n")
     for tool in (run, tmp_path / "scontrol", tmp_path / "squeue"):
         tool.chmod(0o755)
     job = subprocess.Popen(
