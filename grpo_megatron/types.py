@@ -86,7 +86,7 @@ class RolloutGroup:
     replica: int
 
     def by_context(self) -> list["RolloutGroup"]:
-        """Runs of completions that continue the same tokens, which become their prompt."""
+        """In parts: neighbours with the same `context`, which ends the prompt of their part."""
         return [RolloutGroup(replace(self.prompt, token_ids=self.prompt.token_ids + context),
                              tuple(run), self.replica)
                 for context, run in groupby(self.completions, lambda c: c.context)]

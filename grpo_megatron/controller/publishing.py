@@ -39,7 +39,7 @@ class Publisher:
 
     @property
     def resting(self) -> bool:
-        """Engines take requests and answer them once the next weights have come, which is soon."""
+        """Whether engines keep requests that come now until the next weights have come, soon."""
         return (self._publisher.paused and not self._publisher.asleep
                 and self._seconds < 0.1 * self.config.rollout.request_timeout_s)
 

@@ -37,8 +37,8 @@ class PromptSampler:
                 ("prompts", f"{len(prompts)} prompts (fingerprint {_fingerprint(prompts)})"))}}
 
     def draw(self, n: int, exclude: Collection[str] | None = None) -> list[Prompt]:
-        """The next `n` distinct prompts, none of the ids in `exclude`. A domain short of prompts
-        gives fewer where that is given, else it is a DataError."""
+        """The next `n` distinct prompts, none with an id in `exclude`. A domain that has too few
+        gives fewer where `exclude` is given; without it that is a DataError."""
         turns, had = [], dict(self._num_drawn)
         for _ in range(n):
             turns.append(self._next_domain(had))
