@@ -187,7 +187,7 @@ class RouteReplay:
         self.position[self._chunk_of[id(model)]] = (index, True)
 
     def leave(self, model: torch.nn.Module, index: int, output: Tensor) -> None:
-        """After the forward of micro-batch `index`; its backward may have layers compute it again."""
+        """After the forward of micro-batch `index`; in its backward layers may compute it again."""
         chunk = self._chunk_of[id(model)]
 
         def back(gradient: Tensor) -> None:
