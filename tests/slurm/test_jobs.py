@@ -63,6 +63,16 @@ def test_notice_then_checkpoint_requeue_and_resume(cluster, whole, form):
     assert not all_gone(run)
 
 
+def test_a_requeue_without_notice_trains_recorded_steps_again(cluster, whole):
+    job, run = cluster.submit("requeued", "checkpoint.interval=4")
+    cluster.wait_for_steps(run, 3, job)  # recorded, in no checkpoint
+    cluster.run("scontrol", "requeue", job)
+    state = cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
+    assert same_metrics(run, whole)
+    assert not all_gone(run)
+
+
 @pytest.mark.parametrize("moment", ["before the run", "in its first moment"])
 def test_a_notice_in_the_first_second_is_not_lost(cluster, whole, moment):
     """Not even before there is a program that could take it."""
