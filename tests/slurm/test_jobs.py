@@ -46,10 +46,9 @@ def test_a_run_is_a_job(cluster, whole):
 
 
 HETJOB = {"ROLLOUT_PARTITION": "main"}  # the rollout nodes are a component of their own
-FORMS = pytest.mark.parametrize("form", [{}, HETJOB], ids=["allocation", "hetjob"])
 
 
-@FORMS
+@pytest.mark.parametrize("form", [{}, HETJOB], ids=["allocation", "hetjob"])
 def test_notice_then_checkpoint_requeue_and_resume(cluster, whole, form):
     """USR1, as Slurm sends it before the time limit."""
     job, run = cluster.submit(f"noticed-{len(form)}", **form)
