@@ -1,35 +1,13 @@
-"""What can be wrong with a recipe: rules between keys, in `rules.toml` what is said of each and its
-condition, which longer ones have in Python; and how all of it is told at once."""
+"""How everything that is wrong with a recipe is told at once: key, value, place, fix."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
-from grpo_megatron import assets
-from grpo_megatron.config.keys import value_at
 from grpo_megatron.errors import ConfigError
-
-Details = Mapping[str, Any]
-"""What a rule's text needs beside the configuration; `nearest` and `related` replace its own."""
-Conditions = Mapping[str, Callable[..., Any]]
-"""By name: true where the rule is broken, or its details, or a list with those of each place."""
-_TEXTS = assets.tables(__file__, "rules.toml")
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """A rule between keys that does not hold. Knows nothing of files and flags."""
-
-    rule: str  # its short fixed name
-    key: str  # dotted, to change
-    value: Any  # of the key now
-    message: str  # the rule in words, with every number that takes part
-    nearest: tuple[Any, ...] = ()  # valid values of the key close to its value
-    remedy: str = ""  # empty: use a nearest value
-    related: tuple[str, ...] = ()  # other keys that take part
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +39,6 @@ class InvalidConfigError(ConfigError):
         self.problems = tuple(problems)
 
 
-def stated(arguments: str) -> Conditions:
-    """The conditions of these arguments that stand with their texts: `broken = "c: c.x > c.y"`."""
-    texts = {f"{rule}.{variant}".rstrip("."): text for rule, variants in _TEXTS.items()
-             for variant, text in ({"": variants} if "key" in variants else variants).items()}
-    return {name: eval(f"lambda {text['broken']}") for name, text in texts.items()
-            if text.get("broken", "").startswith(f"{arguments}:")}
-
-
 def as_toml(value: Any) -> str:
     """A value as it would stand in a recipe; `null` where TOML has no word for it."""
     if isinstance(value, BaseModel):
@@ -78,32 +48,3 @@ def as_toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def broken(conditions: Conditions, known: Details, *subject: Any) -> Iterator[Violation]:
-    """The rules that do not hold for `subject`; `known` are the values of fields."""
-    for name, details in cases_of(conditions, *subject):
-        yield _violation(name, {**known, **details})
-
-
-def cases_of(conditions: Conditions, *subject: Any) -> Iterator[tuple[str, Details]]:
-    """(name, details) of each rule that does not hold for `subject`, once for every place where it
-    is broken; the details are empty where the condition gives no more than true."""
-    for name, is_broken in conditions.items():
-        found = is_broken(*subject)
-        for details in found if isinstance(found, list) else [found] if found else []:
-            yield name, details if isinstance(details, Mapping) else {}
-
-
-def _violation(name: str, known: dict[str, Any]) -> Violation:
-    rule, _, variant = name.partition(".")
-    text = _TEXTS[rule][variant] if variant else _TEXTS[rule]
-
-    def filled(name: str) -> tuple[Any, ...]:
-        parts = known.get(name) or text.get(name, ())
-        return tuple(part.format(**known) if isinstance(part, str) else part for part in parts)
-
-    key = text["key"].format(**known)
-    remedy = "" if known.get("nearest") else text.get("remedy", "").format(**known)
-    return Violation(rule, key, value_at(known["c"], key), text["message"].format(**known),
-                     filled("nearest"), remedy, filled("related"))

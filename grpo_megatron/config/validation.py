@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from grpo_megatron import assets
 from grpo_megatron.config import schema
-from grpo_megatron.config.constraints import check_constraints
 from grpo_megatron.config.keys import KeyPath, dotted, value_at
 from grpo_megatron.config.layers import DEFAULT, Layers, Origin
-from grpo_megatron.config.problems import InvalidConfigError, Problem, Violation, as_toml
+from grpo_megatron.config.problems import InvalidConfigError, Problem, as_toml
+from grpo_megatron.config.rules.check import check_rules
+from grpo_megatron.config.rules.rule_set import Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest
 
@@ -39,7 +40,7 @@ def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
             key for error in errors if error["type"] == "extra_forbidden"
             for key in schema.nearest_keys(error["loc"])}
         found += [_problem_of_violation(violation, config, layers)
-                  for check in (check_constraints, *checks) for violation in check(config)
+                  for check in (check_rules, *checks) for violation in check(config)
                   if not any(f"{key}.".startswith(f"{wrong}.") for wrong in unsure
                              for key in (violation.key, *violation.related))]
     if found:

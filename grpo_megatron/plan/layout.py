@@ -6,12 +6,13 @@ data parallel size. Ranks are TP x PP x CP x DP for attention, ETP x EP x PP x E
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from grpo_megatron.config.problems import Violation, broken, cases_of
+from grpo_megatron.config.rules.rule_set import Violation
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
-from grpo_megatron.plan.layout_rules import ROLLOUT_RULES, TRAINER_RULES, is_cpu_engine
+from grpo_megatron.plan.engine_rules import ENGINE_RULES, is_cpu_engine
 from grpo_megatron.plan.model_facts import ModelFacts
+from grpo_megatron.plan.trainer_rules import TRAINER_RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +27,24 @@ class Case:
 
 def check_layout(case: Case) -> list[Violation]:
     """All violated layout rules of trainer and engine, each with the nearest valid values."""
-    known = {"c": case, "t": case.trainer, "f": case.facts}
-    found = [*broken(TRAINER_RULES, known, case.trainer, case.facts),
-             *broken(ROLLOUT_RULES, known, case.rollout, case.facts, case.cpu)]
+    found = list(TRAINER_RULES.violations(case.trainer, case.facts, config=case))
+    found += ENGINE_RULES.violations(case.rollout, case.facts, case.cpu, config=case)
     return [_with_nearest(case, violation) for violation in found]
 
 
 def refuse_layout(trainer: TrainerConfig, facts: ModelFacts) -> None:
     """For commands without rollout. Raises ConfigError with every rule that is violated."""
-    known = {"c": Case(trainer, facts), "t": trainer, "f": facts}
-    if found := list(broken(TRAINER_RULES, known, trainer, facts)):
-        raise ConfigError("\n".join(f"{v.key}: {v.message}" for v in found),
-                          where="command line", remedy=found[0].remedy)
+    case = Case(trainer, facts)
+    found = list(TRAINER_RULES.violations(trainer, facts, config=case))
+    if found:
+        messages = [f"{violation.key}: {violation.message}" for violation in found]
+        raise ConfigError("\n".join(messages), where="command line", remedy=found[0].remedy)
 
 
 def _broken_rules(case: Case) -> set[str]:
-    found = (*cases_of(TRAINER_RULES, case.trainer, case.facts),
-             *cases_of(ROLLOUT_RULES, case.rollout, case.facts, case.cpu))
-    return {name.partition(".")[0] for name, _ in found}
+    names = set(TRAINER_RULES.broken_names(case.trainer, case.facts))
+    names.update(ENGINE_RULES.broken_names(case.rollout, case.facts, case.cpu))
+    return names
 
 
 def _with_nearest(case: Case, violation: Violation) -> Violation:
@@ -51,21 +52,27 @@ def _with_nearest(case: Case, violation: Violation) -> Violation:
     if violation.nearest or type(violation.value) is not int:
         return violation
     others = _broken_rules(case) - {violation.rule}
-    found = _search(case, violation, lambda broken: broken <= others) or _search(
-        case, violation, lambda broken: violation.rule not in broken)
+    found = _search(case, violation, lambda broken: broken <= others)
+    if not found:
+        found = _search(case, violation, lambda broken: violation.rule not in broken)
     return replace(violation, nearest=found)
 
 
 def _search(case: Case, violation: Violation,
             accepts: Callable[[set[str]], bool]) -> tuple[int, ...]:
     """The closest accepted value below and the closest above, closest first."""
-    value, found, (table, name) = violation.value, [], violation.key.split(".")
+    value = violation.value
+    table, name = violation.key.split(".")
     reach = max(value, case.trainer.num_ranks, 64)
 
-    def broken_with(size: int) -> set[str]:
+    def is_accepted(size: int) -> bool:
         layout = getattr(case, table).model_copy(update={name: size})
-        return _broken_rules(replace(case, **{table: layout}))
+        changed = replace(case, **{table: layout})
+        return accepts(_broken_rules(changed))
 
+    found = []
     for sizes in (range(value - 1, 0, -1), range(value + 1, value + reach + 1)):
-        found += [next((size for size in sizes if accepts(broken_with(size))), None)]
-    return tuple(sorted(filter(None, found), key=lambda size: (abs(size - value), size)))
+        closest = next(filter(is_accepted, sizes), None)
+        if closest is not None:
+            found.append(closest)
+    return tuple(sorted(found, key=lambda size: (abs(size - value), size)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.config.problems import Conditions, Violation, broken
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.model_facts import configuration_of
@@ -59,17 +59,43 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
         config, sizes_of(hf, vocab_size, TrainerConfig()), sizes, work["num_microbatches"]))
 
 
+MEMORY_RULES = RuleSet()
+"""Their checks take the run and its plan."""
+
+
 def memory_problems(config: RunConfig, plan: Plan) -> list[Violation]:
     """What does not fit; nothing is known of a CPU's memory."""
-    worst, usable = plan.worst, plan.usable_bytes
-    known = {"c": config, "r": worst, "needed": worst.total / _GIB, "has": (usable or 0) / _GIB,
-             "kv": plan.engine["kv_tokens"], "weights": plan.engine["weights"] / _GIB}
-    return list(broken(RULES, known, config, plan))
+    return list(MEMORY_RULES.violations(config, plan, config=config))
 
 
-RULES: Conditions = {
-    "trainer_memory": lambda c, plan: plan.worst.total > (plan.usable_bytes or float("inf")),
-    "engine_memory": lambda c, plan: plan.engine["kv_tokens"] < c.rollout.max_model_len}
+@MEMORY_RULES.rule("trainer_memory")
+def the_fullest_rank_fits(config: RunConfig, plan: Plan) -> Violation | None:
+    worst = plan.worst
+    if plan.usable_bytes is None or worst.total <= plan.usable_bytes:
+        return None
+    return Violation(
+        "trainer.num_ranks",
+        f"rank {worst.rank} (pipeline stage {worst.stage}) needs {worst.total / _GIB:.1f} GiB and "
+        f"has {plan.usable_bytes / _GIB:.1f} GiB",
+        remedy="use a layout that fits, more trainer nodes, or fewer "
+        "trainer.max_tokens_per_microbatch",
+        related=("trainer.max_tokens_per_microbatch", "trainer.recompute", "placement.mode"),
+    )
+
+
+@MEMORY_RULES.rule("engine_memory")
+def a_sequence_fits_into_the_cache(config: RunConfig, plan: Plan) -> Violation | None:
+    kv_tokens = plan.engine["kv_tokens"]
+    longest = config.rollout.max_model_len
+    if kv_tokens >= longest:
+        return None
+    return Violation(
+        "rollout.tensor_parallel_size",
+        f"{plan.engine['weights'] / _GIB:.1f} GiB of weights a GPU leave room for the keys and "
+        f"values of {kv_tokens} tokens, and a sequence may have {longest}",
+        remedy="raise rollout.tensor_parallel_size or lower rollout.max_model_len",
+        related=("rollout.max_model_len", "rollout.engine_arguments"),
+    )
 
 
 def _made_vocabulary(model: ModelConfig) -> int:

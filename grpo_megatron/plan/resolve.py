@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grpo_megatron.config.loader import ResolvedConfig, load_recipe, read_resolved
 from grpo_megatron.config.presets import load_preset, preset_names
-from grpo_megatron.config.problems import Conditions, Details, Violation, broken
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, DataError
 from grpo_megatron.plan.layout import Case, check_layout
@@ -35,33 +35,73 @@ def refuse_missing(config: RunConfig, *, coming: bool = False) -> None:
 def check_plan(config: RunConfig) -> list[Violation]:
     model = config.model
     if model.preset not in (None, *preset_names()) or not (model.path or model.preset):
-        return []  # told by the constraints of the schema
+        return []  # told by the rules of the schema
     try:
         facts = model_facts(model)
     except ConfigError as error:
         key = "model.preset" if model.path is None else "model.path"
-        return [Violation("model_unreadable", key, str(model.preset or model.path),
-                          f"{error.message} ({error.where})", remedy=error.remedy or "")]
-    return [*broken(_RULES, {"c": config, "f": facts}, config, facts),
-            *check_layout(Case(config.trainer, facts, config.rollout))]
+        unreadable = Violation(
+            key,
+            f"{error.message} ({error.where})",
+            remedy=error.remedy or "",
+            rule="model_unreadable",
+            value=str(model.preset or model.path),
+        )
+        return [unreadable]
+    found = list(MODEL_RULES.violations(config, facts, config=config))
+    found += check_layout(Case(config.trainer, facts, config.rollout))
+    return found
 
 
-def _other_model(c: RunConfig, facts: ModelFacts) -> Details | None:
-    """The first size in which the checkpoint is not what the preset says."""
-    if c.model.path is None or c.model.preset is None:
+MODEL_RULES = RuleSet()
+"""Their checks take the run and the facts of its model."""
+
+
+@MODEL_RULES.rule("num_replicas")
+def replicas_have_prompts(config: RunConfig, model: ModelFacts) -> Violation | None:
+    num_prompts = config.batch.num_prompts
+    idle = config.rollout.num_replicas - num_prompts
+    if idle <= 0:
         return None
-    ours, theirs = asdict(facts_from_hf(load_preset(c.model.preset).hf)), asdict(facts)
-    return next(({"field": name, "ours": ours[name], "theirs": theirs[name]}
-                 for name in ours if ours[name] != theirs[name]), None)
+    return Violation(
+        "rollout.num_replicas",
+        f"{num_prompts} prompts a step leave {idle} replica(s) without work",
+        nearest=(num_prompts,),
+        related=("batch.num_prompts",),
+    )
 
 
-def _routing_without_experts(c: RunConfig, facts: ModelFacts) -> list[Details]:
+@MODEL_RULES.rule("routing_experts")
+def routing_has_experts(config: RunConfig, model: ModelFacts) -> list[Violation]:
+    if model.is_moe:
+        return []
     off = {"replay": "none", "keep_loss": "none", "balance_weight": 0.0}
-    return [{"field": field, "nearest": [value]} for field, value in off.items()
-            if getattr(c.routing, field) != value and not facts.is_moe]
+    found = []
+    for field, value in off.items():
+        if getattr(config.routing, field) != value:
+            violation = Violation(
+                f"routing.{field}",
+                f"the model ({model.model_type}) has no experts",
+                nearest=(value,),
+            )
+            found.append(violation)
+    return found
 
 
-_RULES: Conditions = {
-    "num_replicas": lambda c, facts: c.rollout.num_replicas > c.batch.num_prompts and {
-        "idle": c.rollout.num_replicas - c.batch.num_prompts},
-    "routing_experts": _routing_without_experts, "model_mismatch": _other_model}
+@MODEL_RULES.rule("model_mismatch")
+def checkpoint_is_of_the_preset(config: RunConfig, model: ModelFacts) -> Violation | None:
+    """The first size in which the checkpoint is not what the preset says."""
+    preset = config.model.preset
+    if config.model.path is None or preset is None:
+        return None
+    ours = asdict(facts_from_hf(load_preset(preset).hf))
+    theirs = asdict(model)
+    for field, value in ours.items():
+        if theirs[field] != value:
+            return Violation(
+                "model.path",
+                f"{field} of its config.json is {theirs[field]}, of the preset {preset} {value}",
+                remedy="remove model.preset, or name the preset of this checkpoint",
+                related=("model.preset",),
+            )
+    return None

@@ -5,12 +5,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_megatron.config.problems import as_toml, cases_of
+from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.layout_rules import TRAINER_RULES
 from grpo_megatron.plan.memory import DEVICES, Plan, plan_of
 from grpo_megatron.plan.model_facts import ModelFacts, model_facts
+from grpo_megatron.plan.trainer_rules import TRAINER_RULES
 
 _RECOMPUTE_COST, _TENSOR_COST, _FAR_COST = 1 / 3, 0.08, 0.15
 """Time lost by full recomputation, every doubling of TP, EP over nodes: rules of thumb."""
@@ -25,7 +25,7 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
         "trainer_nodes": nodes, "gpus_per_node": gpus_per_node})
     for trainer in _layouts(config.trainer, facts, nodes * gpus_per_node, gpus_per_node):
         hopeless = _expert_bytes(facts, trainer) > DEVICES["memory"][device] * 2**30
-        if hopeless or any(cases_of(TRAINER_RULES, trainer, facts)):
+        if hopeless or any(TRAINER_RULES.broken_names(trainer, facts)):
             continue
         plan = plan_of(config.model_copy(update={
             "trainer": trainer, "placement": placement}), device, worst_only=True)

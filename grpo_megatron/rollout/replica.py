@@ -13,7 +13,7 @@ from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError
 from grpo_megatron.network import LOOPBACK, Endpoint, bind_gloo, own_address, wait_for_endpoint
-from grpo_megatron.plan.layout_rules import is_cpu_engine
+from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_megatron.errors import SetupError
-from grpo_megatron.plan.layout_rules import is_cpu_engine
+from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.rollout.plugin import (
     cpu_fork_start,
     cpu_moe_update,

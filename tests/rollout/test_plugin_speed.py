@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.plan.layout_rules import is_cpu_engine
+from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.rollout.plugin import cpu_eager_layers, lean_logprobs, whole_outputs
 
 pytestmark = [pytest.mark.engine,

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
 import pytest
 
-from grpo_megatron.config import constraints, problems
-from grpo_megatron.config.constraints import (
-    OBJECTIVE_AND_BATCH,
-    WITHIN_OBJECTIVE,
-    check_constraints,
-)
-from grpo_megatron.plan import layout, memory, resolve
+from grpo_megatron.config.rules.check import check_rules
+from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
+from grpo_megatron.config.rules.domain import DOMAIN_RULES
+from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
+from grpo_megatron.config.rules.placement import PLACEMENT_RULES
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.rules.run import RUN_RULES
 from tests.config.conftest import unchecked_config
 
 DISTIL = ["kind=distil", "cold_start=null"]
+ALL_RULES = (RUN_RULES, DISTILLATION_RULES, PLACEMENT_RULES, DOMAIN_RULES, OBJECTIVE_RULES,
+             BATCH_RULES)
 
-
-@pytest.mark.parametrize(("rule", "overrides"), [
+BROKEN = [
     ("model_source", ["model.path=/x"]),
     ("model_source", ["model.preset=null"]),
     ("model_preset", ["model.preset=other"]),
@@ -86,21 +84,73 @@ DISTIL = ["kind=distil", "cold_start=null"]
     ("untaught_domain", [*DISTIL, 'distillation={teachers=[{path="t", domains=["b"]}]}',
                          'domains=[{name="a", source="file", path="x", rewards=[{function="m:f"}]},'
                          '{name="b", source="file", path="x", rewards=[{function="m:f"}]}]']),
-])
+    ("kind_steps", ["kind=eval", "cold_start=null"]),
+    ("dataset_staleness", ["kind=sft", "cold_start=null", "batch.max_staleness=1"]),
+    ("domain_weights", ["domains.0.weight=0"]),
+    ("keep_routing", ["routing.keep_loss=kl"]),
+    ("keep_routing", ["routing.keep_weight=0.1"]),
+    ("routing_replay", ["routing.keep_loss=set_mass", "routing.keep_weight=0.1"]),
+    ("routing_replay", ["routing.balance_weight=0.1"]),
+    ("objective", ["objective.preset=gspoo"]),
+    ("objective", ["objective.kl=k1"]),
+    ("objective", ["objective.reference_ema=0.9", "objective.kl=is_k3"]),
+    ("objective", ["objective.aggregation=token_mean"]),
+    ("objective", ["objective.preset=grpo", "objective.shaping=eda",
+                   "objective.advantage=process", "objective.advantage_std=none"]),
+    ("objective", ["objective.preset=gspo", "objective.advantage=process",
+                   "objective.advantage_std=none"]),
+    ("objective", ["objective.preset=gspo", "objective.clip=gmpo", "objective.ratio=token"]),
+    ("objective", ["objective.clip=cispo"]),
+    ("objective", ["objective.preset=cispo", "objective.ratio_min=9"]),
+    ("objective", ["objective.preset=cispo", "objective.dual_clip=3"]),
+    ("objective", ["objective.proximal=rollout", "objective.mismatch=tis"]),
+    ("objective", ["objective.mismatch=icepop", "objective.mismatch_min=3"]),
+    ("objective", ["objective.advantage=rloo"]),
+    ("objective", ["objective.advantage=components", "objective.advantage_std=none"]),
+    ("objective", ["objective.ratio=turn_geo"]),
+    ("objective", ["objective.preset=grpo", "objective.shuffle_advantages=true",
+                   "objective.advantage=process", "objective.advantage_std=none"]),
+    ("objective", ["objective.advantage=passk", "objective.advantage_std=none",
+                   "objective.passk_k=17"]),
+]
+
+
+@pytest.mark.parametrize(("rule", "overrides"), BROKEN)
 def test_each_rule(rule, overrides):
-    violations = check_constraints(unchecked_config(*overrides))
+    violations = check_rules(unchecked_config(*overrides))
     assert [violation.rule for violation in violations] == [rule]
     assert all(violation.remedy or violation.nearest for violation in violations)
 
 
-def test_every_rule_has_its_text_and_every_text_its_rule():
-    named = {*constraints._OF_RUN, *constraints._OF_DOMAIN, *WITHIN_OBJECTIVE,
-             *OBJECTIVE_AND_BATCH, *layout.TRAINER_RULES, *layout.ROLLOUT_RULES,
-             *resolve._RULES, *memory.RULES}
-    texts = tomllib.loads(Path(problems.__file__).with_name("rules.toml").read_text())
-    assert named == {name if "key" in table else f"{name}.{variant}"
-                     for name, table in texts.items()
-                     for variant in (table if "key" not in table else [""])}
+def test_every_rule_is_broken_by_a_case_above():
+    named = {name for rules in ALL_RULES for name in rules.names}
+    assert named == {rule for rule, _ in BROKEN}
+
+
+def test_every_check_finds_something_in_a_case_above():
+    unbroken = {check for rules in ALL_RULES for _, check in rules._checks}
+    for _, overrides in BROKEN:
+        run = unchecked_config(*overrides)
+        subjects = [(rules, (run,)) for rules in (RUN_RULES, DISTILLATION_RULES, PLACEMENT_RULES)]
+        subjects += [(DOMAIN_RULES, (run, domain, index))
+                     for index, domain in enumerate(run.domains)]
+        subjects += [(OBJECTIVE_RULES, (run.objective,)), (BATCH_RULES, (run.objective, run.batch))]
+        for rules, subject in subjects:
+            unbroken -= {check for _, check in rules._checks if check(*subject)}
+    assert unbroken == set()
+
+
+def test_a_rule_set_fills_in_names_and_values():
+    rules = RuleSet()
+
+    @rules.rule("few_prompts")
+    def few_prompts(run):
+        return Violation("batch.num_prompts", "too few", nearest=(64,))
+
+    run = unchecked_config("batch.num_prompts=7")
+    (violation,) = rules.violations(run, config=run)
+    assert (violation.rule, violation.value) == ("few_prompts", 7)
+    assert list(rules.broken_names(run)) == ["few_prompts"]
 
 
 @pytest.mark.parametrize("overrides", [
@@ -120,4 +170,4 @@ def test_every_rule_has_its_text_and_every_text_its_rule():
     ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
 ])
 def test_valid_settings(overrides):
-    assert check_constraints(unchecked_config(*overrides)) == []
+    assert check_rules(unchecked_config(*overrides)) == []

@@ -1,0 +1,22 @@
+"""Every rule that needs a recipe only, applied to one."""
+
+from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
+from grpo_megatron.config.rules.domain import DOMAIN_RULES
+from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
+from grpo_megatron.config.rules.placement import PLACEMENT_RULES
+from grpo_megatron.config.rules.rule_set import Violation
+from grpo_megatron.config.rules.run import RUN_RULES
+from grpo_megatron.config.run import RunConfig
+
+
+def check_rules(run: RunConfig) -> list[Violation]:
+    """Everything in which the tables of `run` contradict one another."""
+    found: list[Violation] = []
+    for rules in (RUN_RULES, DISTILLATION_RULES, PLACEMENT_RULES):
+        found += rules.violations(run, config=run)
+    for index, domain in enumerate(run.domains):
+        found += DOMAIN_RULES.violations(run, domain, index, config=run)
+    found += OBJECTIVE_RULES.violations(run.objective, config=run)
+    if run.num_steps:
+        found += BATCH_RULES.violations(run.objective, run.batch, config=run)
+    return found

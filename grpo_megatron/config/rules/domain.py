@@ -1,0 +1,122 @@
+"""Rules of one `[[domains]]` table."""
+
+import re
+from collections.abc import Iterator
+
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.config.templates import PromptTemplate
+from grpo_megatron.errors import DataError
+
+DOMAIN_RULES = RuleSet()
+"""Their checks take the run, the domain and its index."""
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_FIELD_OF_SOURCE = {"reasoning_gym": "dataset", "file": "path"}
+
+
+@DOMAIN_RULES.rule("length_budget")
+def budget_within_completions(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    longest = run.rollout.max_new_tokens
+    if domain.max_new_tokens is None or domain.max_new_tokens <= longest:
+        return None
+    return Violation(
+        f"domains.{index}.max_new_tokens",
+        f"a domain's budget cannot exceed rollout.max_new_tokens ({longest})",
+        nearest=(longest,),
+        related=("rollout.max_new_tokens",),
+    )
+
+
+@DOMAIN_RULES.rule("objective")
+def domain_kl_needs_an_estimator(
+    run: RunConfig, domain: DomainConfig, index: int
+) -> Violation | None:
+    own = domain.objective
+    if run.objective.kl != "none" or own is None or not own.kl_beta:
+        return None
+    return Violation(
+        f"domains.{index}.objective.kl_beta",
+        "there is no KL estimator to weigh",
+        remedy="set objective.kl, for example is_k3",
+        related=("objective.kl",),
+    )
+
+
+@DOMAIN_RULES.rule("domain_names")
+def names_differ(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    names = [other.name for other in run.domains]
+    first = names.index(domain.name)
+    if first == index:
+        return None
+    return Violation(
+        f"domains.{index}.name",
+        "two domains have the same name",
+        remedy="rename one of them",
+        related=(f"domains.{first}.name",),
+    )
+
+
+@DOMAIN_RULES.rule("domain_source")
+def source_has_what_it_needs(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    field = _FIELD_OF_SOURCE[domain.source]
+    if getattr(domain, field) is not None:
+        return None
+    return Violation(
+        f"domains.{index}.{field}",
+        f"source {domain.source} needs {field}",
+        remedy=f"set domains.{index}.{field}",
+        related=(f"domains.{index}.source",),
+    )
+
+
+@DOMAIN_RULES.rule("domain_source")
+def source_uses_what_is_set(run: RunConfig, domain: DomainConfig, index: int) -> list[Violation]:
+    return list(_unused_source_fields(domain, index))
+
+
+def _unused_source_fields(domain: DomainConfig, index: int) -> Iterator[Violation]:
+    for source, field in _FIELD_OF_SOURCE.items():
+        if source != domain.source and getattr(domain, field):
+            yield Violation(
+                f"domains.{index}.{field}",
+                f"source {domain.source} does not use {field}",
+                remedy=f"remove domains.{index}.{field}",
+                related=(f"domains.{index}.source",),
+            )
+
+
+@DOMAIN_RULES.rule("template")
+def template_can_be_read(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    try:
+        PromptTemplate(domain.template)
+    except DataError as error:
+        return Violation(f"domains.{index}.template", error.message, remedy=error.remedy or "")
+    return None
+
+
+@DOMAIN_RULES.rule("reward_function")
+def rewards_are_named(run: RunConfig, domain: DomainConfig, index: int) -> list[Violation]:
+    found = []
+    for number, reward in enumerate(domain.rewards):
+        if not _FUNCTION.fullmatch(reward.function):
+            violation = Violation(
+                f"domains.{index}.rewards.{number}.function",
+                "a reward is named module:function",
+                remedy="for example grpo_megatron.rewards.functions:exact_match",
+            )
+            found.append(violation)
+    return found
+
+
+@DOMAIN_RULES.rule("accuracy_component")
+def accuracy_is_a_reward(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    names = [reward.component for reward in domain.rewards]
+    if domain.accuracy is None or domain.accuracy in names:
+        return None
+    return Violation(
+        f"domains.{index}.accuracy",
+        f"no reward of domain {domain.name} is called {domain.accuracy!r}",
+        nearest=nearest(domain.accuracy, names, count=1) or names[:1],
+    )

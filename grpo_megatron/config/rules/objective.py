@@ -1,0 +1,323 @@
+"""Rules between the choices of `[objective]`, and between `[objective]` and `[batch]`."""
+
+from grpo_megatron.config.objective import PRESETS, TOKEN_LEVEL, BatchConfig, ObjectiveConfig
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.suggest import nearest
+
+OBJECTIVE_RULES = RuleSet()
+"""Their checks take the objective."""
+BATCH_RULES = RuleSet()
+"""Of runs that take steps; their checks take the objective and the batch."""
+
+_ONE_TERM_A_SEQUENCE = ("sequence_geo", "sequence_product", "sequence_mean")
+_GROUPS_OF_ONE = ("reward", "gagpo", "process")
+"""Advantages that compare a sample with more than the rest of its group."""
+
+
+@OBJECTIVE_RULES.rule("objective")
+def the_preset_exists(objective: ObjectiveConfig) -> Violation | None:
+    if objective.preset in PRESETS:
+        return None
+    close = nearest(objective.preset, PRESETS)
+    return Violation(
+        "objective.preset",
+        f"no objective preset is called {objective.preset!r}",
+        nearest=close,
+        remedy="" if close else "see grpo-megatron objective list",
+    )
+
+
+# --- advantages
+
+
+@OBJECTIVE_RULES.rule("objective")
+def advantage_is_divided_by_a_deviation(objective: ObjectiveConfig) -> Violation | None:
+    if objective.advantage_std == "none" or objective.advantage in ("group", "components"):
+        return None
+    return Violation(
+        "objective.advantage_std",
+        f"advantage {objective.advantage} is not divided by a deviation",
+        remedy='set advantage_std = "none"',
+        related=("objective.advantage",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def components_are_standardised(objective: ObjectiveConfig) -> Violation | None:
+    if objective.advantage != "components" or objective.advantage_std == "group":
+        return None
+    return Violation(
+        "objective.advantage_std",
+        "components are standardised in their group",
+        remedy='set advantage_std = "group"',
+        related=("objective.advantage",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def shaping_needs_advantages_of_samples(objective: ObjectiveConfig) -> Violation | None:
+    of_tokens = objective.advantage in TOKEN_LEVEL or objective.kl == "reward_k1"
+    if objective.shaping == "none" or not of_tokens:
+        return None
+    return Violation(
+        "objective.shaping",
+        f"{objective.shaping} reweights sample-level advantages",
+        remedy="set it to none",
+        related=("objective.advantage", "objective.kl"),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def only_advantages_of_samples_are_shuffled(objective: ObjectiveConfig) -> Violation | None:
+    if not objective.shuffle_advantages or not objective.token_level:
+        return None
+    return Violation(
+        "objective.shuffle_advantages",
+        "advantages differ within a sample, they cannot be permuted over samples",
+        remedy="use the control with sample-level advantages",
+    )
+
+
+# --- ratios and clips
+
+
+@OBJECTIVE_RULES.rule("objective")
+def a_sequence_ratio_has_one_advantage(objective: ObjectiveConfig) -> Violation | None:
+    if objective.ratio not in _ONE_TERM_A_SEQUENCE or not objective.token_level:
+        return None
+    return Violation(
+        "objective.ratio",
+        "advantages differ from token to token, one sequence ratio cannot carry them",
+        remedy="use sequence_token or token",
+        related=("objective.advantage", "objective.shaping", "objective.kl"),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def a_sequence_ratio_has_one_term(objective: ObjectiveConfig) -> Violation | None:
+    if objective.ratio not in _ONE_TERM_A_SEQUENCE:
+        return None
+    if objective.aggregation == "seq_mean_token_mean":
+        return None
+    if "sequence_ratio_aggregation" in objective.allow:
+        return None
+    return Violation(
+        "objective.aggregation",
+        f"a {objective.ratio} ratio gives one term per sequence; {objective.aggregation} weighs "
+        "sequences by length or group",
+        remedy='use seq_mean_token_mean, or say allow = ["sequence_ratio_aggregation"]',
+        related=("objective.ratio",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def turn_ratios_need_turns(objective: ObjectiveConfig) -> Violation | None:
+    if objective.ratio != "turn_geo" or objective.advantage == "gagpo":
+        return None
+    return Violation(
+        "objective.ratio",
+        "turn ratios need turns (gagpo)",
+        remedy='set ratio = "sequence_geo"',
+        related=("objective.advantage",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def token_clips_have_token_ratios(objective: ObjectiveConfig) -> Violation | None:
+    if objective.clip not in ("cispo", "sapo") or objective.ratio == "token":
+        return None
+    return Violation(
+        "objective.clip",
+        f"{objective.clip} is defined on token ratios",
+        remedy='set ratio = "token"',
+        related=("objective.ratio",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def gmpo_has_geometric_means(objective: ObjectiveConfig) -> Violation | None:
+    if objective.clip != "gmpo" or objective.ratio == "sequence_geo":
+        return None
+    return Violation(
+        "objective.clip",
+        "gmpo clips tokens before their geometric mean",
+        remedy='set ratio = "sequence_geo"',
+        related=("objective.ratio",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def dual_clip_belongs_to_ppo(objective: ObjectiveConfig) -> Violation | None:
+    if not objective.dual_clip or objective.clip == "ppo":
+        return None
+    return Violation(
+        "objective.dual_clip",
+        f"{objective.clip} has no dual clip",
+        remedy='set clip = "ppo"',
+        related=("objective.clip",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def cispo_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None:
+    if objective.clip != "cispo" or objective.ratio_min <= objective.ratio_max:
+        return None
+    return Violation(
+        "objective.ratio_min",
+        f"is above ratio_max {objective.ratio_max:g}",
+        remedy="swap them",
+        related=("objective.ratio_max",),
+    )
+
+
+# --- KL and the reference
+
+
+@OBJECTIVE_RULES.rule("objective")
+def k1_is_no_loss(objective: ObjectiveConfig) -> Violation | None:
+    if objective.kl != "k1":
+        return None
+    return Violation(
+        "objective.kl",
+        "k1 as a loss has an expected gradient of zero: it regularises nothing",
+        remedy="use is_k3 or k2 in the loss, or reward_k1",
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def a_kl_weight_has_an_estimator(objective: ObjectiveConfig) -> Violation | None:
+    if objective.kl != "none" or objective.kl_beta == 0:
+        return None
+    return Violation(
+        "objective.kl_beta",
+        "there is no KL estimator to weigh",
+        remedy="set kl, for example is_k3",
+        related=("objective.kl",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def a_moving_reference_is_refreshed(objective: ObjectiveConfig) -> Violation | None:
+    if not objective.reference_ema or objective.reference_interval:
+        return None
+    return Violation(
+        "objective.reference_ema",
+        "the reference is never refreshed",
+        remedy="set reference_interval",
+        related=("objective.reference_interval",),
+    )
+
+
+# --- the mismatch of trainer and engine
+
+
+@OBJECTIVE_RULES.rule("objective")
+def mismatch_is_corrected_once(objective: ObjectiveConfig) -> Violation | None:
+    if objective.proximal != "rollout" or objective.mismatch == "none":
+        return None
+    return Violation(
+        "objective.mismatch",
+        "the ratio to the engine's log-probs already corrects the mismatch: it would be corrected "
+        "twice",
+        remedy='set mismatch = "none" or proximal = "recompute"',
+        related=("objective.proximal",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def mismatch_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None:
+    if objective.mismatch not in ("icepop", "geometric_mask"):
+        return None
+    if objective.mismatch_min <= objective.mismatch_max:
+        return None
+    return Violation(
+        "objective.mismatch_min",
+        f"is above mismatch_max {objective.mismatch_max:g}",
+        remedy="swap them",
+        related=("objective.mismatch_max",),
+    )
+
+
+# --- objective and batch
+
+
+@BATCH_RULES.rule("group_size")
+def groups_of_one_have_an_advantage(
+    objective: ObjectiveConfig, batch: BatchConfig
+) -> Violation | None:
+    if batch.num_samples_per_prompt > 1 or objective.advantage in _GROUPS_OF_ONE:
+        return None
+    return Violation(
+        "batch.num_samples_per_prompt",
+        f"advantage {objective.advantage} of a group of one is always 0: nothing would be learned",
+        nearest=(2,),
+        related=("objective.advantage",),
+    )
+
+
+@BATCH_RULES.rule("objective")
+def the_preset_has_its_group_size(
+    objective: ObjectiveConfig, batch: BatchConfig
+) -> Violation | None:
+    preset = PRESETS.get(objective.preset)
+    if preset is None or preset.group_size in (None, batch.num_samples_per_prompt):
+        return None
+    return Violation(
+        "batch.num_samples_per_prompt",
+        f"{objective.preset} is defined for groups of {preset.group_size}",
+        nearest=(preset.group_size,),
+        related=("objective.preset",),
+    )
+
+
+@BATCH_RULES.rule("objective")
+def rollouts_have_one_turn(objective: ObjectiveConfig, batch: BatchConfig) -> Violation | None:
+    if objective.advantage != "gagpo":
+        return None
+    return Violation(
+        "objective.advantage",
+        "rollouts have one turn: there are no states to compute it from (objective eval computes "
+        "it on a case)",
+        nearest=("group",),
+        related=("objective.preset",),
+    )
+
+
+def _more_than_a_group(key: str, batch: BatchConfig) -> Violation:
+    size = batch.num_samples_per_prompt
+    return Violation(
+        key,
+        f"a group has {size} samples",
+        nearest=(size,),
+        related=("batch.num_samples_per_prompt",),
+    )
+
+
+@BATCH_RULES.rule("objective")
+def subsets_are_of_a_group(objective: ObjectiveConfig, batch: BatchConfig) -> Violation | None:
+    if objective.subset == "none" or objective.subset_size <= batch.num_samples_per_prompt:
+        return None
+    return _more_than_a_group("objective.subset_size", batch)
+
+
+@BATCH_RULES.rule("objective")
+def passk_is_of_a_group(objective: ObjectiveConfig, batch: BatchConfig) -> Violation | None:
+    uses_k = objective.advantage in ("passk", "pkpo")
+    if not uses_k or objective.passk_k <= batch.num_samples_per_prompt:
+        return None
+    return _more_than_a_group("objective.passk_k", batch)
+
+
+@BATCH_RULES.rule("objective")
+def displaced_likelihood_needs_updates(
+    objective: ObjectiveConfig, batch: BatchConfig
+) -> Violation | None:
+    on_policy = batch.updates_per_rollout == 1 and batch.max_staleness == 0
+    if objective.llds_weight == 0 or not on_policy:
+        return None
+    return Violation(
+        "objective.llds_weight",
+        "the only update of an on-policy batch has displaced nothing yet",
+        remedy="set batch.updates_per_rollout to 2 or more",
+        related=("batch.updates_per_rollout",),
+    )

@@ -1,0 +1,92 @@
+"""Rules of `[placement]`: nodes, GPUs, and who shares them."""
+
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.run import RunConfig
+
+PLACEMENT_RULES = RuleSet()
+"""Their checks take the run."""
+
+
+@PLACEMENT_RULES.rule("placement")
+def nodes_have_equally_many_ranks(run: RunConfig) -> Violation | None:
+    ranks = run.trainer.num_ranks
+    nodes = run.placement.trainer_nodes
+    if ranks % nodes == 0:
+        return None
+    return Violation(
+        "placement.trainer_nodes",
+        f"every node trains with equally many ranks: trainer.num_ranks = {ranks} cannot be split "
+        f"over {nodes} nodes",
+        remedy="set placement.trainer_nodes to a divisor of trainer.num_ranks",
+        related=("trainer.num_ranks",),
+    )
+
+
+@PLACEMENT_RULES.rule("placement")
+def ranks_have_gpus(run: RunConfig) -> Violation | None:
+    placement = run.placement
+    gpus = placement.num_trainer_gpus
+    if placement.gpus_per_node == 0 or run.trainer.num_ranks <= gpus:
+        return None
+    return Violation(
+        "trainer.num_ranks",
+        f"{placement.trainer_nodes} trainer node(s) of {placement.gpus_per_node} GPUs have {gpus}, "
+        "and every rank needs one",
+        nearest=(gpus,),
+        related=("placement.trainer_nodes", "placement.gpus_per_node"),
+    )
+
+
+@PLACEMENT_RULES.rule("placement")
+def engines_have_gpus(run: RunConfig) -> Violation | None:
+    if not run.placement.gpus_per_node:
+        return None
+    room = _room_for_engines(run)
+    if run.rollout.num_replicas <= room:
+        return None
+    size = run.rollout.tensor_parallel_size
+    remedy = ""
+    if room == 0:
+        remedy = "raise placement.rollout_nodes or lower rollout.tensor_parallel_size"
+    return Violation(
+        "rollout.num_replicas",
+        f"the nodes that generate have room for {room} engine(s) of {size} GPU(s)",
+        nearest=(room,) if room else (),
+        remedy=remedy,
+        related=(
+            "placement.mode",
+            "placement.rollout_nodes",
+            "placement.gpus_per_node",
+            "rollout.tensor_parallel_size",
+        ),
+    )
+
+
+def _room_for_engines(run: RunConfig) -> int:
+    """Engines fill nodes one by one; one that is wider than a node takes whole nodes."""
+    placement = run.placement
+    size = run.rollout.tensor_parallel_size
+    gpus = placement.gpus_per_node
+    shares_nodes = placement.rollout_nodes == 0
+    if shares_nodes and placement.mode == "separate":
+        gpus -= run.trainer.num_ranks // placement.trainer_nodes
+    if gpus <= 0:
+        return 0
+    nodes = placement.trainer_nodes if shares_nodes else placement.rollout_nodes
+    if size <= gpus:
+        return nodes * (gpus // size)
+    return nodes * gpus // size
+
+
+@PLACEMENT_RULES.rule("colocated_staleness")
+def shared_devices_take_turns(run: RunConfig) -> Violation | None:
+    shared = run.placement.mode == "colocated" or bool(run.placement.shared_servers)
+    if not shared or run.batch.max_staleness == 0:
+        return None
+    return Violation(
+        "batch.max_staleness",
+        "trainer and engines, or judges, take turns on the same devices: no rollout runs while "
+        "training",
+        nearest=(0,),
+        related=("placement.mode", "placement.shared_servers"),
+    )

