@@ -4,8 +4,6 @@ Distillation (MiniLLM, arXiv:2306.08543; on-policy: GKD, arXiv:2306.13649; sever
 each domain: DeepSeek-V4) goes by the student's own samples or by a fixed data set. `sampled` is the
 policy gradient with `log q - log p` of the sampled tokens as advantages, weighed by IcePop."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -19,64 +17,116 @@ from grpo_megatron.trainer.policy import Policy
 from grpo_megatron.trainer.route_source import RouteSource
 from grpo_megatron.trainer.step import Update, prepare, train_step
 from grpo_megatron.trainer.teachers import Teachers
+from grpo_megatron.trainer.train_report import TrainReport, losses_and_norms
 
 
-def train_tokens(config: RunConfig, policy: Policy, table: SampleTable, optimizer: OptimizerConfig,
-                 first_update: int, num_updates: int, teachers: Teachers | None = None,
-                 ) -> dict[str, Any]:
-    """One optimizer step for each update of `table`; all completion tokens weigh the same. Without
-    `teachers` the loss is the negative log-likelihood. Returns what `Training.run` does."""
-    total, tokens, by_update = Stats(), 0, []
+class TokenLoss:
+    """A `LossFunction` in which every completion token has the weight `weight`.
+
+    Without teachers it is the negative log-likelihood, else the divergence from them."""
+
+    def __init__(self, config: RunConfig, table: SampleTable, weight: float, *, distils: bool):
+        self.config = config
+        self.table = table
+        self.weight = weight
+        self.distils = distils
+        self.domains = [domain.name for domain in config.domains]
+
+    def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        """Return the micro-batch's loss and metrics. output: fp32 [2 to 4, n]."""
+        if not self.distils:
+            return self._likelihood_loss(output)
+        domain = torch.from_numpy(self.table.domain[microbatch.table_rows]).to(output.device)
+        meter = Meter(domain[microbatch.sample], domain, self.domains)
+        loss = _distillation_loss(self.config, microbatch, output, self.weight, meter)
+        return loss, meter.stats
+
+    def _likelihood_loss(self, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        stats = Stats()
+        total_nll = -output[0].sum()
+        stats.mean("loss/nll", total_nll, float(output.size(1)))
+        return self.weight * total_nll, stats
+
+
+def train_tokens(
+    config: RunConfig,
+    policy: Policy,
+    table: SampleTable,
+    optimizer: OptimizerConfig,
+    first_update: int,
+    num_updates: int,
+    teachers: Teachers | None = None,
+) -> TrainReport:
+    """Take one optimizer step for each update of `table`; all completion tokens weigh the same.
+
+    Without `teachers` the loss is the negative log-likelihood. Collective."""
+    total = Stats()
+    by_update = []
+    num_tokens = 0
     source = RouteSource(config, policy.replay, table)
-    for update in range(int(table.update.max(initial=-1)) + 1):
-        rows = np.flatnonzero(table.update == update)
+    for number in range(int(table.update.max(initial=-1)) + 1):
+        rows = np.flatnonzero(table.update == number)
         batch = prepare(config.trainer, table, rows)
         if teachers is not None:
             teachers.look_at(policy, batch, table, rows)
-        weight = 1.0 / max(int(table.completion_lengths[rows].sum()), 1)
-
-        def loss(part: MicroBatch, output: torch.Tensor, weight=weight):
-            if teachers is None:
-                stats, total_nll = Stats(), -output[0].sum()
-                stats.mean("loss/nll", total_nll, float(output.size(1)))
-                return weight * total_nll, stats
-            domain = torch.from_numpy(table.domain[part.table_rows]).to(output.device)
-            meter = Meter(domain[part.sample], domain, [d.name for d in config.domains])
-            return _distillation_loss(config, part, output, weight, meter), meter.stats
-
-        rate = optimizer.rate(first_update + update, num_updates)
+        routes = source.from_store(batch) if table.route_shapes else None
+        update = Update(torch.from_numpy(rows), batch, routes=routes)
+        num_completion_tokens = int(table.completion_lengths[rows].sum())
+        weight = 1.0 / max(num_completion_tokens, 1)
+        loss = TokenLoss(config, table, weight, distils=teachers is not None)
+        rate = optimizer.rate(first_update + number, num_updates)
         policy.set_learning_rate(rate)
-        stats = train_step(policy, batch, loss, source.margin_pass(Update(torch.from_numpy(rows),
-            batch, routes=source.from_store(batch) if table.route_shapes else None)))
-        by_update.append(stats.result())
+        stats = train_step(policy, batch, loss, source.margin_pass(update))
+        by_update.append(stats)
         total.add(stats)
-        tokens += batch.num_tokens
-    metrics = {**total.result(), **source.metrics(), "optimizer/lr": rate}
-    return {"metrics": metrics, "normalisers": total.units, "state": {}, "updates": len(by_update),
-            "losses": [found["loss/value"] for found in by_update],
-            "grad_norms": [found["grad/norm"] for found in by_update], "tokens": tokens,
-            "old_logprobs_s": 0.0}
+        num_tokens += batch.num_tokens
+    losses, grad_norms = losses_and_norms(by_update)
+    return TrainReport(
+        metrics={**total.result(), **source.metrics(), "optimizer/lr": rate},
+        normalisers=total.units,
+        state={},
+        updates=len(by_update),
+        losses=losses,
+        grad_norms=grad_norms,
+        tokens=num_tokens,
+        old_logprobs_s=0.0,
+    )
 
 
-def _distillation_loss(config: RunConfig, part: MicroBatch, output: torch.Tensor, weight: float,
-                       meter: Meter) -> torch.Tensor:
-    if not part.teachers:  # the last row of the output would be another quantity
+def _distillation_loss(
+    config: RunConfig,
+    microbatch: MicroBatch,
+    output: torch.Tensor,
+    weight: float,
+    meter: Meter,
+) -> torch.Tensor:
+    if not microbatch.teachers:  # the last row of the output would be another quantity
         raise TrainerError("these samples have no teacher", where="distillation.teachers")
     logprobs, entropies = output[:2].unbind(0)
-    gap = logprobs.detach() - part.rollout_logprobs
+    difference = logprobs.detach() - microbatch.rollout_logprobs
+    is_known = torch.isfinite(difference)
     meter.mean("policy/entropy", entropies)
-    known = torch.isfinite(gap)
     if config.distillation.samples == "policy":
-        meter.mean("mismatch/abs_mean", gap.abs(), where=known)
+        meter.mean("mismatch/abs_mean", difference.abs(), where=is_known)
     if config.distillation.mode != "sampled":
-        meter.mean("distillation/kl", output[-1])
-        return weight * output[-1].sum()
-    advantages = torch.zeros_like(gap)
-    for teacher in part.teachers:
-        advantages.index_add_(0, teacher.rows, teacher.weight * (
-            teacher.logprobs - logprobs.detach()[teacher.rows]))
-    o, ratio = config.objective, gap.exp()
-    inside = known & (ratio >= o.mismatch_min) & (ratio <= o.mismatch_max)
+        divergences = output[-1]
+        meter.mean("distillation/kl", divergences)
+        return weight * divergences.sum()
+    advantages = _teacher_advantages(microbatch, logprobs.detach())
+    ratio = difference.exp()
+    inside = ratio >= config.objective.mismatch_min
+    inside &= ratio <= config.objective.mismatch_max
+    inside &= is_known
     meter.mean("distillation/kl", -advantages)
     meter.mean("mismatch/rejected", (~inside).float())
-    return -weight * (torch.where(inside, ratio * advantages, 0.0) * logprobs).sum()
+    weighed = torch.where(inside, ratio * advantages, 0.0)
+    return -weight * (weighed * logprobs).sum()
+
+
+def _teacher_advantages(microbatch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+    """`log q - log p` of the sampled tokens, over teachers by weight. logprobs: [n]."""
+    advantages = torch.zeros_like(logprobs)
+    for teacher in microbatch.teachers:
+        gain = teacher.logprobs - logprobs[teacher.rows]
+        advantages.index_add_(0, teacher.rows, teacher.weight * gain)
+    return advantages
