@@ -19,8 +19,9 @@ from grpo_megatron.trainer.router_replay import Routes, RoutingPass
 from grpo_megatron.trainer.step import gather_tokens, logprob_pass, prepare, untruncated
 
 
-def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path, *,
-                 by_layer: bool) -> dict[str, Any]:
+def logprob_gaps(
+    config: RunConfig, policy: Policy, table: SampleTable, to: Path, *, by_layer: bool
+) -> dict[str, Any]:
     """Passes over all samples at the present weights; collective.
 
     Writes columns, fp64 [n] over the table's completion tokens: `rollout` (the engine's), `live`
@@ -28,34 +29,44 @@ def logprob_gaps(config: RunConfig, policy: Policy, table: SampleTable, to: Path
     (engine routes in MoE layers up to number N, each or just the last); `flipped` fp64 [E, L]: uses
     of an expert by the engine only. Returns routing metrics; without routes nothing of them."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
-    rollouts, replay = sample_batch(config, table), policy.replay
-    source = RouteSource(config, replay, table)
+    samples = sample_batch(config, table)
+    source = RouteSource(config, policy.replay, table)
     routes = source.from_store(batch) if table.route_shapes else None
-    run = routes and RoutingPass(compared={"rollout": routes}, record=True, measure=True)
+    live_routing = None
+    if routes is not None:
+        live_routing = RoutingPass(compared={"rollout": routes}, record=True, measure=True)
 
     def gathered(values: list[Tensor]) -> np.ndarray:
-        return gather_tokens(rollouts, [batch], [values]).double().numpy()
+        return gather_tokens(samples, [batch], [values]).double().numpy()
 
-    live = logprob_pass(policy, batch, run)
-    columns = {"live": gathered([out[0] for out in live]), "rollout": np.concatenate(
-        [table.completion(row)[1] for row in range(len(table))]).astype(np.float64)}
+    live = logprob_pass(policy, batch, live_routing)
+    engines = [table.completion(row)[1] for row in range(len(table))]
+    columns = {
+        "live": gathered([output[0] for output in live]),
+        "rollout": np.concatenate(engines).astype(np.float64),
+    }
     if config.rollout.truncation:
-        columns["unmasked"] = gathered([untruncated(out) for out in live])
+        columns["unmasked"] = gathered([untruncated(output) for output in live])
     metrics = {}
-    if run is not None:
-        source.finish(run, batch)
+    if live_routing is not None:
+        source.finish(live_routing, batch)
         metrics = source.metrics()
-        columns["flipped"] = replay.count_experts(_absent_experts(routes, run)).T.numpy()
-        layers = replay.shape.layers
+        absent = _absent_experts(routes, live_routing)
+        columns["flipped"] = policy.replay.count_experts(absent).T.numpy()
+        layers = policy.replay.shape.layers
         for layer in layers if by_layer else layers[-1:]:
-            # the engine's routes up to this layer, the live router above
-            below = torch.tensor([number <= layer for number in replay.layers], dtype=torch.bool)
-            columns[f"through_{layer}"] = gathered([out[0] for out in logprob_pass(
-                policy, batch, RoutingPass(replayed=[
-                    Routes(part.ids, part.known & below[:, None]) for part in routes]))])
+            routing = RoutingPass(replayed=_routes_up_to(layer, routes, policy.replay.layers))
+            through = logprob_pass(policy, batch, routing)
+            columns[f"through_{layer}"] = gathered([output[0] for output in through])
     if dist.get_rank() == 0:
         write_columns(to, columns)
     return metrics
+
+
+def _routes_up_to(layer: int, routes: Sequence[Routes], own_layers: Sequence[int]) -> list[Routes]:
+    """The engine's routes in MoE layers up to number `layer`; the live router decides above."""
+    is_below = torch.tensor([number <= layer for number in own_layers], dtype=torch.bool)
+    return [Routes(part.ids, part.known & is_below[:, None]) for part in routes]
 
 
 def _absent_experts(routes: Sequence[Routes], run: RoutingPass) -> Iterator[tuple[int, Tensor]]:

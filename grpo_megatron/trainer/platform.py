@@ -11,7 +11,6 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
-torch.set_flush_denormal(True)  # gradients hold many; a CPU takes 50 times as long for each
 
 from grpo_megatron import gloo_device  # noqa: E402
 from grpo_megatron.trainer import megatron_cpu, megatron_fixes  # noqa: E402
@@ -29,7 +28,12 @@ def device() -> torch.device:
 
 
 def bind_device(local_rank: int, num_threads: int | None) -> None:
-    """Claim this rank's GPU, or its share of the CPU's threads."""
+    """Claim this rank's GPU, or its share of the CPU's threads.
+
+    Denormal numbers become zero from here on, in this thread and those that it starts: gradients
+    hold many, and a CPU takes 50 times as long for each. A process that only imports this module
+    keeps them."""
+    torch.set_flush_denormal(True)
     if HAS_CUDA:
         torch.cuda.set_device(local_rank)
     elif num_threads is not None:
@@ -38,5 +42,6 @@ def bind_device(local_rank: int, num_threads: int | None) -> None:
 
 def peak_memory_bytes() -> int:
     """Highest device memory (CUDA) or resident memory (CPU) of this process so far."""
-    return (torch.cuda.max_memory_allocated() if HAS_CUDA
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    if HAS_CUDA:
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -15,13 +15,15 @@ from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered
 from grpo_megatron.weights.transfer import TransferPlan, WeightSender
 
 _MIN_BUCKETS = 2
+_MIN_BUCKET_BYTES = 1 << 20
 
 
 class WeightPublisher:
     """Streams the model of all ranks under Hugging Face names. Every method is collective."""
 
     def __init__(self, model: ShardedModel, config: PublishConfig):
-        self.model, self.config = model, config
+        self.model = model
+        self.config = config
         self.sender: WeightSender | None = None
         self.plan: TransferPlan | None = None
         self.parts: dict[int, list[GatherEntry]] = {}
@@ -30,19 +32,34 @@ class WeightPublisher:
     def open(self, num_workers: int) -> dict[str, Any]:
         """Make this publish's plan and listen for `num_workers` engine workers per sender. Returns
         `senders`, [host, port] each, and `plan`, the transfer plan as JSON."""
-        rank, world, count = dist.get_rank(), dist.get_world_size(), self.config.num_senders
-        ranks = [i * world // count for i in range(count)]
-        self.parts = shared_out(self.model.entries, ranks)
-        wire = tuple(tensor for index, part in enumerate(self.parts.values()) for entry in part
-                     for tensor in entry.parameter.entries(entry.dtype, index))
+        rank = dist.get_rank()
+        num_senders = self.config.num_senders
+        senders = [i * dist.get_world_size() // num_senders for i in range(num_senders)]
+        self.parts = shared_out(self.model.entries, senders)
+        self.plan = self._transfer_plan()
+        address = None
+        if rank in senders:
+            self.sender = WeightSender(own_address(), num_workers, index=senders.index(rank))
+            address = [self.sender.host, self.sender.port]
+        addresses = all_gathered(address)
+        return {
+            "senders": [addresses[sender] for sender in senders],
+            "plan": msgspec.to_builtins(self.plan),
+        }
+
+    def _transfer_plan(self) -> TransferPlan:
+        wire = []
+        for index, part in enumerate(self.parts.values()):
+            for entry in part:
+                wire += entry.parameter.entries(entry.dtype, index)
         # Small models go in several buckets too: engines load one while the next is gathered.
-        part = max(sum(entry.num_bytes for entry in wire) // _MIN_BUCKETS, 1 << 20)
-        self.plan = TransferPlan(wire, num_senders=count,
-                                 bucket_bytes=min(self.config.bucket_mib << 20, part))
-        if rank in ranks:
-            self.sender = WeightSender(own_address(), num_workers, index=ranks.index(rank))
-        addresses = all_gathered(self.sender and [self.sender.host, self.sender.port])
-        return {"senders": [addresses[r] for r in ranks], "plan": msgspec.to_builtins(self.plan)}
+        num_bytes = sum(tensor.num_bytes for tensor in wire)
+        share = max(num_bytes // _MIN_BUCKETS, _MIN_BUCKET_BYTES)
+        return TransferPlan(
+            tuple(wire),
+            num_senders=self.config.num_senders,
+            bucket_bytes=min(self.config.bucket_mib << 20, share),
+        )
 
     def join(self) -> None:
         """Wait until the engines' workers have joined; TransferError on every rank if not all."""
@@ -57,26 +74,32 @@ class WeightPublisher:
     def send(self, version: int) -> dict[str, Any]:
         """Stream everything once; returns `digests` by Hugging Face name. TransferError, on every
         rank, where an engine does not take it; the next `open` begins with new groups."""
-        digests, failure = {}, ""
+        own_digests: dict[str, str] = {}
+        failure = ""
         for rank, part in self.parts.items():
             # One sender at a time, as workers take them: a sender that went on to gather for the
             # next one before its own last bucket was out would wait for what waits for it.
             tensors = self.model.stream(part, [rank] * len(part))
             if rank == dist.get_rank():
                 try:
-                    digests = self.sender.send(tensors, self.plan, publish=version)
+                    own_digests = self.sender.send(tensors, self.plan, publish=version)
                 except TransferError as error:
                     failure = error.message
             for _ in tensors:  # ranks that send nothing more still take part in the gathers
                 pass
-        return {"digests": {name: digest for part in _together(digests, failure)
-                            for name, digest in part.items()}}
+        digests: dict[str, str] = {}
+        for part in _together(own_digests, failure):
+            digests.update(part)
+        return {"digests": digests}
 
 
 def _together(found: Any, failure: str) -> tuple[Any, ...]:
     """Every rank's `found`; TransferError on all where one has a `failure`."""
     parts, failures = zip(*all_gathered((found, failure)), strict=True)
     if any(failures):
-        raise TransferError(max(failures), where="publish",
-                            remedy="look for the first error in the logs of the engines")
+        raise TransferError(
+            max(failures),
+            where="publish",
+            remedy="look for the first error in the logs of the engines",
+        )
     return parts

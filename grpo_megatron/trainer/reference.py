@@ -35,21 +35,28 @@ class References:
         self.config = config
         self._weights: dict[str, list[torch.Tensor]] = {}
         self._saved: str | None = None  # directory that holds START as it is now
-        self._name_of_domain = {d.name: str(d.reference) if d.reference else START
-                                for d in config.domains}
+        self._name_of_domain = {
+            d.name: str(d.reference) if d.reference else START for d in config.domains
+        }
 
     @property
     def wanted(self) -> bool:
         """Whether the objective looks at a reference at all, if only to measure."""
-        o = self.config.objective
-        return self.config.kind == "rl" and (objective_of(self.config, {}).wants_reference
-                or (o.kl != "none" and o.monitor_share > 0))
+        if self.config.kind != "rl":
+            return False
+        settings = self.config.objective
+        is_measured = settings.kl != "none" and settings.monitor_share > 0
+        return is_measured or objective_of(self.config, {}).wants_reference
 
     def take(self, policy: Policy, name: str = START) -> None:
         """Make the current weights a reference."""
-        self._weights[name] = [torch.empty_like(tensor, device="cpu", pin_memory=HAS_CUDA)
-                               .copy_(tensor) for tensor in state_tensors(policy)]
-        self._saved = self._saved if name != START else None
+        copies = []
+        for tensor in state_tensors(policy):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=HAS_CUDA)
+            copies.append(host.copy_(tensor))
+        self._weights[name] = copies
+        if name == START:
+            self._saved = None
 
     def save(self, policy: Policy, checkpoint: Path) -> str | None:
         """Write `START` beside `checkpoint` unless it is there; its name for `load`. Collective."""
@@ -81,7 +88,8 @@ class References:
 
     def refresh(self, policy: Policy) -> None:
         """`reference = ema * reference + (1 - ema) * policy`; without ema, the policy."""
-        self._saved, ema = None, self.config.objective.reference_ema
+        self._saved = None
+        ema = self.config.objective.reference_ema
         if ema is None:
             self.take(policy)
             return
@@ -98,23 +106,39 @@ class References:
         finally:
             self._exchange(policy, name)
 
-    def logprobs(self, policy: Policy, batches: Sequence[step.PreparedBatch],
-                 objective: Objective, domains: np.ndarray) -> list[list[torch.Tensor]]:
-        """By batch and micro-batch, fp32 [n], each domain by its reference. domains: int [N]."""
+    def logprobs(
+        self,
+        policy: Policy,
+        batches: Sequence[step.PreparedBatch],
+        objective: Objective,
+        domains: np.ndarray,
+    ) -> list[list[torch.Tensor]]:
+        """Compute log-probs of the policy tokens under each domain's own reference.
+
+        domains: int [N], the domain of every sample of the table. Returns fp32 [n] by batch and
+        micro-batch. Collective."""
+        reference_of = [self._name_of_domain[domain] for domain in objective.domains]
         found: list[list[torch.Tensor]] = []
-        for name in sorted({self._name_of_domain[d] for d in objective.domains}):
-            with self.exchanged(policy, name):
-                passes = [[step.untruncated(out) for out in step.logprob_pass(policy, batch)]
-                          for batch in batches]
-            found = found or passes
-            uses = np.array([self._name_of_domain[d] == name for d in objective.domains])
-            for batch, olds, news in zip(batches, found, passes, strict=True):
-                for i, microbatch in enumerate(batch.microbatches):
-                    if len(news[i]):
-                        chosen = torch.from_numpy(uses[domains[microbatch.table_rows]])
-                        chosen = chosen.to(news[i].device)[microbatch.sample]
-                        olds[i] = torch.where(chosen, news[i], olds[i])
+        for name in sorted(set(reference_of)):
+            passes = self._passes_under(policy, batches, name)
+            if not found:
+                found = passes
+                continue
+            uses = np.array([other == name for other in reference_of])
+            for batch, so_far, of_this in zip(batches, found, passes, strict=True):
+                _take_over(batch, so_far, of_this, uses[domains])
         return found
+
+    def _passes_under(
+        self, policy: Policy, batches: Sequence[step.PreparedBatch], name: str
+    ) -> list[list[torch.Tensor]]:
+        """Log-probs under one reference, fp32 [n] by batch and micro-batch."""
+        passes = []
+        with self.exchanged(policy, name):
+            for batch in batches:
+                outputs = step.logprob_pass(policy, batch)
+                passes.append([step.untruncated(output) for output in outputs])
+        return passes
 
     def _exchange(self, policy: Policy, name: str) -> None:
         for tensor, kept in zip(state_tensors(policy), self._weights[name], strict=True):
@@ -123,42 +147,72 @@ class References:
             kept.copy_(aside)
 
 
+def _take_over(
+    batch: step.PreparedBatch,
+    so_far: list[torch.Tensor],
+    of_this: list[torch.Tensor],
+    uses: np.ndarray,
+) -> None:
+    """Replace values in `so_far` by those of this reference. uses: bool [N], whose it is."""
+    for index, microbatch in enumerate(batch.microbatches):
+        values = of_this[index]
+        if not len(values):  # no output on this pipeline stage
+            continue
+        of_sample = torch.from_numpy(uses[microbatch.table_rows]).to(values.device)
+        of_token = of_sample[microbatch.sample]
+        so_far[index] = torch.where(of_token, values, so_far[index])
+
+
 class Watch:
     """`objective.monitor_share` of the samples, spread over the step, under the policy before."""
 
     def __init__(self, config: RunConfig, policy: Policy, table: SampleTable, objective: Objective):
         count = math.ceil(config.objective.monitor_share * len(table))
         rows = np.linspace(0, len(table) - 1, count).astype(np.int64)
-        self._policy, self._table, self._objective = policy, table, objective
+        self._policy = policy
+        self._table = table
+        self._objective = objective
         self._batch = step.prepare(config.trainer, table, rows)
         self._before = self._logprobs()
 
     def reference(self, references: References) -> Stats:
         """KL to the reference, for where it weighs nothing: `reference/k1`, `k3`."""
-        [found] = references.logprobs(self._policy, [self._batch], self._objective,
-                                      self._table.domain)
-        return self._measure(found, lambda meter, part, *logprobs:
-                             measure_kl(meter, "reference", *logprobs))
+        [found] = references.logprobs(
+            self._policy, [self._batch], self._objective, self._table.domain
+        )
+        stats = Stats()
+        for _, meter, before, of_reference in self._measured(found):
+            measure_kl(meter, "reference", before, of_reference)
+            stats.add(meter.stats)
+        return step.reduce_stats(stats)
 
     def step(self, batch: SampleBatch, advantages: Advantages) -> Stats:
         """How far the updates of the step moved the policy: `step/…`."""
-        values = batch.means(advantages.values) if advantages.per_token else advantages.values
-
-        def measure(meter: Meter, part: MicroBatch, before: torch.Tensor, after: torch.Tensor):
-            chosen = values[torch.from_numpy(part.table_rows)].to(after.device)[part.sample]
-            measure_move(meter, "step", after - before, chosen)
-
-        return self._measure(self._logprobs(), measure)
+        of_samples = advantages.values
+        if advantages.per_token:
+            of_samples = batch.means(advantages.values)
+        stats = Stats()
+        for microbatch, meter, before, after in self._measured(self._logprobs()):
+            rows = torch.from_numpy(microbatch.table_rows)
+            of_tokens = of_samples[rows].to(after.device)[microbatch.sample]
+            measure_move(meter, "step", after - before, of_tokens)
+            stats.add(meter.stats)
+        return step.reduce_stats(stats)
 
     def _logprobs(self) -> list[torch.Tensor]:
-        return [step.untruncated(output) for output in step.logprob_pass(self._policy, self._batch)]
+        outputs = step.logprob_pass(self._policy, self._batch)
+        return [step.untruncated(output) for output in outputs]
 
-    def _measure(self, found: Sequence[torch.Tensor], measure: Callable[..., None]) -> Stats:
-        stats = Stats()
-        for part, before, values in zip(self._batch.microbatches, self._before, found, strict=True):
+    def _measured(
+        self, found: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[MicroBatch, Meter, torch.Tensor, torch.Tensor]]:
+        """Micro-batches that have an output here, a meter for each, and the log-probs, fp32 [n],
+        of the policy before the step and those in `found`."""
+        for microbatch, before, values in zip(
+            self._batch.microbatches, self._before, found, strict=True
+        ):
             if len(values):
-                domain = torch.from_numpy(self._table.domain[part.table_rows]).to(values.device)
-                meter = Meter(domain[part.sample], domain, self._objective.domains)
-                measure(meter, part, before, values)
-                stats.add(meter.stats)
-        return step.reduce_stats(stats)
+                of_samples = torch.from_numpy(self._table.domain[microbatch.table_rows])
+                of_samples = of_samples.to(values.device)
+                meter = Meter(of_samples[microbatch.sample], of_samples, self._objective.domains)
+                yield microbatch, meter, before, values

@@ -24,8 +24,10 @@ class RouteSource:
     """Builds the routing passes of one recorded step for the policy's routers; measures them."""
 
     def __init__(self, config: RunConfig, replay: RouteReplay, table: SampleTable):
-        self.config, self._replay, self._table = config, replay, table
+        self.config = config
         self.settings = config.routing
+        self._replay = replay
+        self._table = table
         self._by_status = np.zeros(len(RouteStatus), np.int64)
         self._measured: list[dict[str, float]] = []
 
@@ -37,9 +39,13 @@ class RouteSource:
     @property
     def needs_old_pass(self) -> bool:
         """Whether training needs what only an old-policy pass finds."""
+        if not self.active:
+            return False
         settings = self.settings
-        held = settings.keep_loss != "none" or settings.balance_weight > 0
-        return self.active and (settings.keep_loss == "kl" or (held and settings.replay == "r2"))
+        if settings.keep_loss == "kl":
+            return True
+        has_loss = settings.keep_loss != "none" or settings.balance_weight > 0
+        return has_loss and settings.replay == "r2"
 
     def from_store(self, batch: PreparedBatch) -> list[Routes] | None:
         """The engine's routes of this rank's tokens and layers; None where none are recorded.
@@ -59,13 +65,14 @@ class RouteSource:
         start = 0
         for row, length in zip(microbatch.table_rows.tolist(), microbatch.lengths, strict=True):
             part, status = self._table.routes(row, layers, shape)
-            ids[:, start:start + length - 1] = part
-            known[:, start:start + length - 1] = status == RouteStatus.OK
+            ids[:, start : start + length - 1] = part
+            known[:, start : start + length - 1] = status == RouteStatus.OK
             self._by_status += np.bincount(status.ravel(), minlength=len(self._by_status))
             start += length
         ids = torch.from_numpy(ids.astype(np.int16) if ids.dtype == np.uint16 else ids)
-        return Routes(local_part(ids, 1).contiguous(),
-                      local_part(torch.from_numpy(known), 1).contiguous())
+        return Routes(
+            local_part(ids, 1).contiguous(), local_part(torch.from_numpy(known), 1).contiguous()
+        )
 
     def _check(self) -> None:
         """Stop all ranks together where any of them found a route that it may not do without."""
@@ -73,14 +80,15 @@ class RouteSource:
             return
         problems = sum(all_gathered(self._by_status))
         if problems[1:].any():
-            what = ", ".join(f"{problems[s]} {s.name.lower()}" for s in RouteStatus
-                             if s and problems[s])
+            bad = [status for status in RouteStatus if status and problems[status]]
+            what = ", ".join(f"{problems[status]} {status.name.lower()}" for status in bad)
             shapes = ", ".join(sorted({str(s) for s in self._table.route_shapes}))
             raise DataError(
                 f"{what} of {problems.sum()} expert routes cannot be replayed (recorded: "
                 f"{shapes or 'none'}; model: {self._replay.shape})",
                 where=str(self._table.directory),
-                remedy="delete the step to sample it anew, or set routing.on_missing=live")
+                remedy="delete the step to sample it anew, or set routing.on_missing=live",
+            )
 
     def finish(self, run: RoutingPass | None, batch: PreparedBatch) -> None:
         """Measure a finished pass. Collective."""
@@ -89,63 +97,84 @@ class RouteSource:
 
     def metrics(self) -> dict[str, float]:
         """Means over the passes, routes by status (a sample's last token has none). Collective."""
-        out = {name: float(np.mean([found[name] for found in self._measured if name in found]))
-               for name in dict.fromkeys(name for found in self._measured for name in found)}
+        values: dict[str, list[float]] = {}
+        for found in self._measured:
+            for name, value in found.items():
+                values.setdefault(name, []).append(value)
+        metrics = {name: float(np.mean(of_passes)) for name, of_passes in values.items()}
         counts = summed(torch.from_numpy(self._by_status).double())
         if counts.any():
-            out |= {f"routing/{s.name.lower()}_routes": float(counts[s]) for s in RouteStatus if s}
-            out["routing/unusable_fraction"] = float(counts[1:].sum() / counts.sum())
-        return out
+            for status in RouteStatus:
+                if status:
+                    metrics[f"routing/{status.name.lower()}_routes"] = float(counts[status])
+            metrics["routing/unusable_fraction"] = float(counts[1:].sum() / counts.sum())
+        return metrics
 
     def old_pass(self, rollout: Sequence[Routes] | None) -> RoutingPass | None:
         """The old-policy pass: what later passes need is recorded."""
         if not self.active:
             return None
         compared = {"rollout": rollout} if rollout is not None else {}
-        return RoutingPass(rollout if self.settings.replay == "r3" else None, compared, record=True,
-                           record_log_probs=self.settings.keep_loss == "kl", measure=True)
+        return RoutingPass(
+            rollout if self.settings.replay == "r3" else None,
+            compared,
+            record=True,
+            record_log_probs=self.settings.keep_loss == "kl",
+            measure=True,
+        )
 
     def training_pass(self, update: Update, terms: StepTerms) -> RoutingPass | None:
         """A pass with gradients."""
         if not self.active:
             return None
-        recorded, first = self._recorded(update), update.old_routing is None
-        replayed = {"none": None, "r2": recorded, "r3": update.routes}[self.settings.replay]
-        compared = {"update": recorded} if recorded is not None else {}
-        if first and update.routes is not None:
+        recorded = self._recorded(update)
+        is_first_pass = update.old_routing is None
+        replayed = None
+        if self.settings.replay == "r2":
+            replayed = recorded
+        elif self.settings.replay == "r3":
+            replayed = update.routes
+        compared = {}
+        if recorded is not None:
+            compared["update"] = recorded
+        if is_first_pass and update.routes is not None:
             compared["rollout"] = update.routes
-        return RoutingPass(replayed=replayed, compared=compared, measure=first,
-                           keep=self._keep(update, replayed, terms))
+        keep = self._keep(update, replayed, terms)
+        return RoutingPass(replayed=replayed, compared=compared, measure=is_first_pass, keep=keep)
 
     def margin_pass(self, update: Update) -> RoutingPass | None:
         """A look at the current weights with the routes of training, nothing measured."""
         if not self.active or self.settings.replay == "none":
             return None
-        return RoutingPass(replayed=update.routes if self.settings.replay == "r3"
-                           else self._recorded(update))
+        if self.settings.replay == "r3":
+            return RoutingPass(replayed=update.routes)
+        return RoutingPass(replayed=self._recorded(update))
 
     def _recorded(self, update: Update) -> list[Routes] | None:
         """The live choices of the old-policy pass, for all tokens."""
         if update.old_routing is None:
             return None
-        rows, found = range(len(self._replay.taps)), []
+        num_layers = len(self._replay.taps)
+        found = []
         for microbatch in update.batch.microbatches:
-            ids = [update.old_routing.recorded[microbatch.index, row] for row in rows]
             size = local_part(microbatch.tokens[0]).numel()
-            stacked = torch.stack(ids) if ids else torch.empty(
-                0, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype)
-            real = torch.arange(size) < router_replay.count_real(microbatch)
-            found.append(Routes(stacked, real.expand(len(ids), size)))
+            ids = torch.empty(
+                num_layers, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype
+            )
+            for row in range(num_layers):
+                ids[row] = update.old_routing.recorded[microbatch.index, row]
+            is_real = torch.arange(size) < router_replay.count_real(microbatch)
+            found.append(Routes(ids, is_real.expand(num_layers, size)))
         return found
 
-    def _keep(self, update: Update, replayed: Sequence[Routes] | None,
-              terms: StepTerms) -> router_replay.KeepTerms | None:
-        settings, batch, old = self.settings, update.batch, update.old_routing
+    def _keep(
+        self, update: Update, replayed: Sequence[Routes] | None, terms: StepTerms
+    ) -> router_replay.KeepTerms | None:
+        settings = self.settings
+        batch = update.batch
         if settings.keep_loss == "none" and settings.balance_weight == 0:
             return None
-        by_domain = torch.tensor([
-            settings.keep_weight if d.keep_routing_weight is None else d.keep_routing_weight
-            for d in self.config.domains], dtype=torch.float64)
+        by_domain = self._keep_weights()
         weights = []
         for microbatch in batch.microbatches:
             rows = torch.from_numpy(microbatch.table_rows)
@@ -153,13 +182,33 @@ class RouteSource:
             at_tokens = torch.zeros(microbatch.num_tokens)
             at_tokens[microbatch.rows.cpu()] = of_sample[microbatch.sample.cpu()].float()
             weights.append(local_part(at_tokens))
-        balance = self._balance(batch, replayed) if settings.balance_weight > 0 else None
-        return router_replay.KeepTerms(settings.keep_loss, weights,
-            old.recorded_log_probs if old else {}, balance, batch.loss_scale)
+        balance = None
+        if settings.balance_weight > 0:
+            balance = self._balance(batch, replayed)
+        old_log_probs = {}
+        if update.old_routing is not None:
+            old_log_probs = update.old_routing.recorded_log_probs
+        return router_replay.KeepTerms(
+            settings.keep_loss, weights, old_log_probs, balance, batch.loss_scale
+        )
+
+    def _keep_weights(self) -> Tensor:
+        """Weight of the keep-routing loss by domain, float64 [D]."""
+        weights = []
+        for domain in self.config.domains:
+            own = domain.keep_routing_weight
+            weights.append(self.settings.keep_weight if own is None else own)
+        return torch.tensor(weights, dtype=torch.float64)
 
     def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
+        """Coefficients of the balance loss in this rank's layers, fp32 [R, E]. Collective."""
         replay = self._replay
-        counts = replay.count_experts((row, routes.ids[row][routes.known[row]].flatten())
-                                      for routes in replayed for row in range(len(replay.layers)))
+        chosen = []
+        for routes in replayed:
+            for row in range(len(replay.layers)):
+                known = routes.known[row]
+                chosen.append((row, routes.ids[row][known].flatten()))
+        counts = replay.count_experts(chosen)
         found = balance_coefficients(counts, self.settings.balance_weight, batch.num_tokens)
-        return found[[replay.shape.layers.index(layer) for layer in replay.layers]].float()
+        own_rows = [replay.shape.layers.index(layer) for layer in replay.layers]
+        return found[own_rows].float()
