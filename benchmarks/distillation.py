@@ -30,12 +30,16 @@ def peak_bytes() -> int:
 
 
 def one(options: argparse.Namespace) -> dict[str, float]:
-    from grpo_megatron.trainer import platform  # noqa: F401  (before Megatron)
+    from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before Megatron)
 
     # isort: split
     import torch
 
-    from grpo_megatron.trainer.divergence import DivergenceSettings, TeacherTokens, divergence
+    from grpo_megatron.trainer.vocab_parallel.divergence import (
+        DivergenceSettings,
+        TeacherTokens,
+        divergence,
+    )
 
     class Alone:
         rank, size = staticmethod(lambda: 0), staticmethod(lambda: 1)

@@ -122,7 +122,7 @@ def measured(name: str, batch: SampleBatch, columns: dict[str, torch.Tensor],
 
 def forward_seconds(num_tokens: int) -> float:
     """The demo model's log-prob forward over `NUM_TOKENS`, scaled from `num_tokens`."""
-    from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+    from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
     # isort: split
     from torch.distributed import HashStore
@@ -130,9 +130,9 @@ def forward_seconds(num_tokens: int) -> float:
     from grpo_megatron.batching.store import SampleRow, SampleTable, finish_step, write_shard
     from grpo_megatron.config.presets import load_preset
     from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
-    from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
-    from grpo_megatron.trainer.policy import build_policy
-    from grpo_megatron.trainer.step import logprob_pass, prepare
+    from grpo_megatron.trainer.megatron.policy import build_policy
+    from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
+    from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare
     from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
 
     layout = TrainerConfig(num_ranks=1, precision="float32", num_threads=1,

@@ -1,4 +1,4 @@
-"""A new weight version, from the trainer into every live engine; canaries (`trainer.canary`)."""
+"""A new weight version, from the trainer into every live engine; canaries."""
 
 import asyncio
 import time
@@ -97,7 +97,7 @@ class Publisher:
             raise error
 
     async def check_canary(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Every live engine answers `prompts`; the trainer computes the same (`trainer.canary`)."""
+        """Every live engine answers `prompts`; the trainer computes the same."""
         started, worst = time.perf_counter(), {"canary/abs_max": 0.0, "canary/abs_mean": 0.0}
         for replica in self.engines.alive:
             try:

@@ -22,7 +22,7 @@ from grpo_megatron.stages.graph import Graph, load_graph
 from grpo_megatron.stages.records import Records, State
 from grpo_megatron.telemetry.events import read_events
 from grpo_megatron.telemetry.metrics import read_metrics
-from grpo_megatron.trainer.rollouts import objective_of, sample_batch
+from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 
 CURVE_POINTS, NEWEST_STEPS, SHOWN_TOKENS = 1000, 3, 512
 _ASSETS = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined,

@@ -54,8 +54,10 @@ def sizes(values: np.ndarray) -> tuple[float, float, float]:
 
 def split_gap(run: Mapping[str, np.ndarray], engine_precision: Mapping[str, np.ndarray] | None,
               sampled_by: Mapping[str, np.ndarray] | None, lengths: np.ndarray) -> GapParts:
-    """Apply the corrections one after the other, to columns of `trainer.gaps`; at the engine's
-    precision, if it differs; at the weights that sampled, if others. lengths: tokens by sample."""
+    """Apply the corrections one after the other, to columns of `trainer.checks.logprob_diff`; at
+    the engine's precision, if it differs; at the weights that sampled, if others.
+
+    lengths: tokens by sample."""
     layers = tuple(sorted(int(n.removeprefix("through_")) for n in run if n.startswith("through_")))
     parts: dict[str, np.ndarray] = {}
     now, by_layer = run["live"], {}

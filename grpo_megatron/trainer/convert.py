@@ -20,16 +20,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
 from grpo_megatron.checkpoints import durable, hf_export, hf_import, shard_files, torch_dist
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError
 from grpo_megatron.plan.model_facts import read_config
-from grpo_megatron.trainer import probe
-from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
-from grpo_megatron.trainer.parameters import parameter_table
+from grpo_megatron.trainer.checks import probe
+from grpo_megatron.trainer.megatron.checkpoint_layout import parameter_table
+from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.protocol import error_reply
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
 from grpo_megatron.weights.parameters import Parameter, num_elements
@@ -89,21 +89,33 @@ def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
     directory = Path(job.source)
     hf = read_config(directory)
     table = parameter_table(hf)
-    layout = TrainerConfig(**{"num_ranks": info.world_size, "precision": "float32",
-                              "command_timeout_s": _TIMEOUT_S, **job.layout})
+    layout = TrainerConfig(
+        **{
+            "num_ranks": info.world_size,
+            "precision": "float32",
+            "command_timeout_s": _TIMEOUT_S,
+            **job.layout,
+        }
+    )
     initialize(layout, info, store)
     seed_everything(0)
     from_megatron = job.to == "hf" or (job.target is None and torch_dist.is_torch_dist(directory))
-    source = (torch_dist.MegatronSource(table, directory, carry=job.carry) if from_megatron else
-              hf_import.HFSource(table.parameters, directory, carry=job.carry))
+    source = (
+        torch_dist.MegatronSource(table, directory, carry=job.carry)
+        if from_megatron
+        else hf_import.HFSource(table.parameters, directory, carry=job.carry)
+    )
     if job.target is None:
         _check(source, directory)
         return
     final, working = Path(job.target), durable.working_directory(Path(job.target))
     dtype = getattr(torch, job.dtype) if job.dtype else None
     units = [p.entries(dtype or source.dtype(p)) for p in source.parameters]
-    target = (hf_export.HFTarget(working, units, job.shard_bytes) if job.to == "hf" else
-              torch_dist.MegatronTarget(table, source.parameters, working, units, job.shard_bytes))
+    target = (
+        hf_export.HFTarget(working, units, job.shard_bytes)
+        if job.to == "hf"
+        else torch_dist.MegatronTarget(table, source.parameters, working, units, job.shard_bytes)
+    )
     on_rank_0(_prepare, job, target)
     _write(source, target, dtype, directory)
     with _phase("read back", sum(file.num_bytes for file in target.files)) as report:
@@ -119,8 +131,14 @@ def _left(target: Target) -> list[shard_files.ShardFile]:
 
 def _prepare(job: Job, target: Target) -> None:
     """Keep what an interrupted conversion of the same files left; start anew after others."""
-    identity = [msgspec.to_builtins(job), [[str(path), path.stat().st_size, path.stat().st_mtime_ns]
-        for path in sorted(Path(job.source).rglob("*")) if path.is_file()]]
+    identity = [
+        msgspec.to_builtins(job),
+        [
+            [str(path), path.stat().st_size, path.stat().st_mtime_ns]
+            for path in sorted(Path(job.source).rglob("*"))
+            if path.is_file()
+        ],
+    ]
     working, plan = target.working, target.working / durable.PROGRESS / "plan.json"
     if plan.exists() and json.loads(plan.read_text()) == identity:
         done = len(target.files) - len(_left(target))
@@ -133,8 +151,11 @@ def _prepare(job: Job, target: Target) -> None:
     left = sum(file.num_bytes for file in _left(target))
     free = shutil.disk_usage(working).free
     if left > free:
-        raise SetupError(f"{left / 1e9:.3f} GB are to be written and {free / 1e9:.3f} GB are free",
-                         where=str(working.parent), remedy="make room, or choose another disk")
+        raise SetupError(
+            f"{left / 1e9:.3f} GB are to be written and {free / 1e9:.3f} GB are free",
+            where=str(working.parent),
+            remedy="make room, or choose another disk",
+        )
 
 
 def _write(source: Source, target: Target, dtype: torch.dtype | None, directory: Path) -> None:
@@ -143,17 +164,25 @@ def _write(source: Source, target: Target, dtype: torch.dtype | None, directory:
     with _phase("write", sum(file.num_bytes for file in left)) as report:
         for file in left[rank :: dist.get_world_size()]:
             parameters = [source.parameters[unit] for unit in file.units]
-            tensors = ((name, tensor.to(dtype or tensor.dtype))
-                       for parameter in shard_files.read_ahead(parameters, source.prefetch)
-                       for name, tensor in source.tensors(parameter))
+            tensors = (
+                (name, tensor.to(dtype or tensor.dtype))
+                for parameter in shard_files.read_ahead(parameters, source.prefetch)
+                for name, tensor in source.tensors(parameter)
+            )
             target.write(file, tensors, report)
         target.wait()
         dist.barrier()
         on_rank_0(target.finish, directory)
 
 
-def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter], layout: TrainerConfig,
-             working: Path, dtype: torch.dtype | None) -> None:
+def _compare(
+    job: Job,
+    hf: dict[str, Any],
+    parameters: Sequence[Parameter],
+    layout: TrainerConfig,
+    working: Path,
+    dtype: torch.dtype | None,
+) -> None:
     source = Path(job.source)
     hf_directory, megatron = (working, source) if job.to == "hf" else (source, working)
     reasons = all_gathered(probe.why_not(hf, num_elements(parameters), layout))
@@ -162,9 +191,12 @@ def _compare(job: Job, hf: dict[str, Any], parameters: Sequence[Parameter], layo
         return
     worst = probe.largest_difference(hf, hf_directory, megatron / "weights", layout, dtype)
     if not worst <= probe.TOLERANCE:
-        raise MismatchError(f"log-probs of the probe text differ by {worst:.2g} between Megatron "
-                            f"and transformers (allowed: {probe.TOLERANCE:g})", where=job.target,
-                            remedy=f"the files are kept in {working}; please report this model")
+        raise MismatchError(
+            f"log-probs of the probe text differ by {worst:.2g} between Megatron "
+            f"and transformers (allowed: {probe.TOLERANCE:g})",
+            where=job.target,
+            remedy=f"the files are kept in {working}; please report this model",
+        )
     _say_once(message=f"log-probs by Megatron and by transformers agree to {worst:.1e}")
 
 
@@ -185,10 +217,17 @@ def _check(source: Source, directory: Path) -> None:
     for problem, name in chain.from_iterable(all_gathered(problems)):
         total[problem].append(name)
     if total:
-        raise MismatchError("; ".join(f"{len(names)} tensors {problem}, for example {names[:3]}"
-                                      for problem, names in total.items()), where=str(directory))
-    _say_once(message="every tensor has its place, its shape and finite numbers" + (
-        ", and the digest that was recorded" if recorded else "; no digests were recorded"))
+        raise MismatchError(
+            "; ".join(
+                f"{len(names)} tensors {problem}, for example {names[:3]}"
+                for problem, names in total.items()
+            ),
+            where=str(directory),
+        )
+    _say_once(
+        message="every tensor has its place, its shape and finite numbers"
+        + (", and the digest that was recorded" if recorded else "; no digests were recorded")
+    )
 
 
 def main(path: str, store: str | None = None) -> None:
@@ -197,8 +236,11 @@ def main(path: str, store: str | None = None) -> None:
     code = 0
     try:
         info = RankInfo.from_environment()
-        run(msgspec.json.decode(Path(path).read_bytes(), type=Job), info,
-            store and dist.FileStore(store, info.world_size))
+        run(
+            msgspec.json.decode(Path(path).read_bytes(), type=Job),
+            info,
+            store and dist.FileStore(store, info.world_size),
+        )
     except Exception as error:
         if not isinstance(error, GrpoMegatronError):
             traceback.print_exc()

@@ -86,8 +86,8 @@ def main(run_path: str, attempt: str = "") -> None:
     run_dir = RunDir(Path(run_path), attempt)
     bind_gloo(own_address())
     config = read_resolved(run_dir.config).config
-    from grpo_megatron.trainer import platform  # before Megatron
-    from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
+    from grpo_megatron.trainer.megatron import platform  # before Megatron
+    from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
     from grpo_megatron.trainer.service import TrainerService
 
     info = RankInfo.from_environment()

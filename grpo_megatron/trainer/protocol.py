@@ -20,8 +20,14 @@ def error_reply(error: BaseException) -> dict[str, Any]:
     """Our own errors keep their class, so that the exit code survives the process boundary."""
     if not isinstance(error, errors.GrpoMegatronError):
         error = errors.TrainerError(f"{type(error).__name__}: {error}")
-    return {"error": {"type": type(error).__name__, "message": error.message,
-                      "where": error.where, "remedy": error.remedy}}
+    return {
+        "error": {
+            "type": type(error).__name__,
+            "message": error.message,
+            "where": error.where,
+            "remedy": error.remedy,
+        }
+    }
 
 
 def raise_reply(reply: dict[str, Any]) -> Any:

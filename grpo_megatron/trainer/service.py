@@ -14,17 +14,17 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.hf_config import computation
 from grpo_megatron.plan.model_facts import read_config
-from grpo_megatron.trainer import canary
-from grpo_megatron.trainer.gaps import logprob_gaps
-from grpo_megatron.trainer.megatron_fixes import create_adam_state
-from grpo_megatron.trainer.platform import peak_memory_bytes
-from grpo_megatron.trainer.policy import build_policy
-from grpo_megatron.trainer.publish import WeightPublisher
-from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import Training
-from grpo_megatron.trainer.step import logprob_pass, prepare, reduce_stats
-from grpo_megatron.trainer.teachers import Teachers
-from grpo_megatron.trainer.token_update import train_tokens
+from grpo_megatron.trainer.checks import logprob_check
+from grpo_megatron.trainer.checks.logprob_diff import logprob_gaps
+from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
+from grpo_megatron.trainer.megatron.policy import build_policy
+from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
+from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare, reduce_stats
+from grpo_megatron.trainer.steps.references import References
+from grpo_megatron.trainer.steps.rl_update import Training
+from grpo_megatron.trainer.steps.teachers import Teachers
+from grpo_megatron.trainer.steps.token_update import train_tokens
+from grpo_megatron.trainer.weight_publisher import WeightPublisher
 
 
 class TrainerService:
@@ -33,8 +33,13 @@ class TrainerService:
     def __init__(self, config: RunConfig, model_path: Path):
         self.config, self.model_path = config, model_path
         temperature = 1.0 if config.kind == "sft" else config.rollout.temperature
-        self.policy = build_policy(read_config(model_path), config.trainer, config.optimizer,
-                                   config.routing.router_policy, temperature)
+        self.policy = build_policy(
+            read_config(model_path),
+            config.trainer,
+            config.optimizer,
+            config.routing.router_policy,
+            temperature,
+        )
         self.publisher = WeightPublisher(self.policy.sharded, config.publish)
         self.load_hf(model_path)
         self.references = References(config)
@@ -43,8 +48,18 @@ class TrainerService:
         self.teachers = Teachers(config, self._load_model) if config.distillation else None
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        own = (self.train, self.gaps, self.supervise, self.compare, self.reset_optimizer,
-               self.take_reference, self.save, self.damage, self.load, self.export)
+        own = (
+            self.train,
+            self.gaps,
+            self.supervise,
+            self.compare,
+            self.reset_optimizer,
+            self.take_reference,
+            self.save,
+            self.damage,
+            self.load,
+            self.export,
+        )
         publishing = (self.publisher.open, self.publisher.join, self.publisher.send)
         return {f.__name__: f for f in own} | {f"publish_{f.__name__}": f for f in publishing}
 
@@ -55,24 +70,41 @@ class TrainerService:
 
     def _load_model(self, directory: Path) -> None:
         if computation(read_config(directory)) != computation(self.policy.hf):
-            raise CheckpointError("its config.json computes something else than the policy's",
-                                  where=str(directory), remedy="give the same architecture")
+            raise CheckpointError(
+                "its config.json computes something else than the policy's",
+                where=str(directory),
+                remedy="give the same architecture",
+            )
         if torch_dist.is_torch_dist(directory):
             distributed.load_model(directory / "weights", self.policy.chunks)
         else:
             hf_import.import_weights(self.policy.sharded, directory)
 
-    def train(self, directory: str, first_update: int, num_updates: int,
-              state: dict[str, float], replayed: bool = False,
-              exact: bool = False) -> dict[str, Any]:
+    def train(
+        self,
+        directory: str,
+        first_update: int,
+        num_updates: int,
+        state: dict[str, float],
+        replayed: bool = False,
+        exact: bool = False,
+    ) -> dict[str, Any]:
         """Train all updates of a recorded step (see `Training.run`)."""
         table = _table(directory)
         if self.config.kind == "rl":
-            report = Training(self.config, self.policy, self.references, table, state,
-                              replayed, exact).run(first_update, num_updates)
+            report = Training(
+                self.config, self.policy, self.references, table, state, replayed, exact
+            ).run(first_update, num_updates)
         else:
-            report = train_tokens(self.config, self.policy, table, self.config.optimizer,
-                                  first_update, num_updates, self.teachers)
+            report = train_tokens(
+                self.config,
+                self.policy,
+                table,
+                self.config.optimizer,
+                first_update,
+                num_updates,
+                self.teachers,
+            )
         interval = self.config.objective.reference_interval
         if interval and self.references.wanted and (table.manifest["step"] + 1) % interval == 0:
             self.references.refresh(self.policy)
@@ -92,8 +124,16 @@ class TrainerService:
     def supervise(self, directory: str, first_update: int) -> dict[str, Any]:
         """One supervised optimizer step per update of the recorded step."""
         table, settings = _table(directory), self.config.cold_start
-        return {"nll": train_tokens(self.config, self.policy, table, settings.optimizer,
-                                    first_update, settings.max_steps)["metrics"]["loss/nll"]}
+        return {
+            "nll": train_tokens(
+                self.config,
+                self.policy,
+                table,
+                settings.optimizer,
+                first_update,
+                settings.max_steps,
+            )["metrics"]["loss/nll"]
+        }
 
     def compare(self, directory: str) -> dict[str, Any]:
         """An engine's samples with this policy, see `canary`: its metrics, `problem`, `remedy`."""
@@ -101,11 +141,17 @@ class TrainerService:
         batch = prepare(self.config.trainer, table, np.arange(len(table)))
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
             if output.numel():
-                stats.add(canary.compare(self.config, table, part.table_rows,
-                                         output[0] - part.rollout_logprobs))
+                stats.add(
+                    logprob_check.compare(
+                        self.config, table, part.table_rows, output[0] - part.rollout_logprobs
+                    )
+                )
         stats = reduce_stats(stats)
-        return {"problem": canary.disagreement(self.config, table, stats), **stats.result(),
-                "remedy": canary.REMEDY}
+        return {
+            "problem": logprob_check.disagreement(self.config, table, stats),
+            **stats.result(),
+            "remedy": logprob_check.REMEDY,
+        }
 
     def reset_optimizer(self, cold_start: bool) -> None:
         """Drop all moments; take the settings of the cold start or of RL."""
@@ -115,8 +161,13 @@ class TrainerService:
     def save(self, directory: str, state: dict[str, Any]) -> None:
         policy, path = self.policy, Path(directory)
         create_adam_state(policy.optimizer)  # it has none before its first step
-        distributed.save_checkpoint(path, policy.chunks, policy.optimizer, {
-            **state, "reference": self.references.save(policy, path)}, self.model_path)
+        distributed.save_checkpoint(
+            path,
+            policy.chunks,
+            policy.optimizer,
+            {**state, "reference": self.references.save(policy, path)},
+            self.model_path,
+        )
 
     def damage(self, directory: str) -> dict[str, Any]:
         """`files` of a checkpoint and of the reference that it names which are not as written."""
@@ -139,8 +190,9 @@ class TrainerService:
 
     def export(self, directory: str) -> dict[str, Any]:
         """Write a Hugging Face checkpoint and read it back (see `export_model`)."""
-        return {"bytes": hf_export.export_model(self.policy.sharded, Path(directory),
-                                                self.model_path)}
+        return {
+            "bytes": hf_export.export_model(self.policy.sharded, Path(directory), self.model_path)
+        }
 
 
 def _table(directory: str) -> SampleTable:

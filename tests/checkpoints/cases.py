@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
 from grpo_megatron.checkpoints.distributed import (
@@ -27,9 +27,9 @@ from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError, GrpoMegatronError
 from grpo_megatron.trainer.convert import Job, run
-from grpo_megatron.trainer.distributed import RankInfo
-from grpo_megatron.trainer.megatron_fixes import create_adam_state
-from grpo_megatron.trainer.step import logprob_pass, train_step
+from grpo_megatron.trainer.megatron.process_groups import RankInfo
+from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
+from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, train_step
 from tests.integration import trainer_side
 from tests.trainer.cases import Setup, _earlier, loss_of, release
 from tests.trainer.worker_group import fresh_store

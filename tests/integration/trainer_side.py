@@ -8,8 +8,8 @@ from typing import Any
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import TransferError
-from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
-from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.protocol import error_reply
 from grpo_megatron.trainer.service import TrainerService
 from tests.trainer.cases import release

@@ -15,12 +15,17 @@ import torch.distributed as dist
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.trainer import platform  # noqa: F401
-from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything, shutdown
-from grpo_megatron.trainer.megatron_fixes import create_adam_state
-from grpo_megatron.trainer.policy import build_policy
-from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import Training
+from grpo_megatron.trainer.megatron import platform  # noqa: F401
+from grpo_megatron.trainer.megatron.policy import build_policy
+from grpo_megatron.trainer.megatron.process_groups import (
+    RankInfo,
+    initialize,
+    seed_everything,
+    shutdown,
+)
+from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
+from grpo_megatron.trainer.steps.references import References
+from grpo_megatron.trainer.steps.rl_update import Training
 from tests.trainer.worker_group import fresh_store
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import grpo_megatron.trainer.platform  # noqa: F401  # isort: skip
+import grpo_megatron.trainer.megatron.platform  # noqa: F401  # isort: skip
 import torch
 import torch.distributed as dist
 from megatron.core import distributed as ddp
@@ -18,8 +18,13 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
-from grpo_megatron.trainer import policy
-from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything, shutdown
+from grpo_megatron.trainer.megatron import policy
+from grpo_megatron.trainer.megatron.process_groups import (
+    RankInfo,
+    initialize,
+    seed_everything,
+    shutdown,
+)
 
 _CREATES = {"empty", "zeros", "ones", "tensor", "full"}
 

@@ -18,16 +18,21 @@ from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.run import DistillationConfig, RoutingConfig, RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.errors import TrainerError
-from grpo_megatron.trainer import platform
-from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
-from grpo_megatron.trainer.microbatch import build_microbatch
-from grpo_megatron.trainer.policy import Policy, build_policy
-from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import Training
-from grpo_megatron.trainer.rollouts import objective_of, sample_batch
-from grpo_megatron.trainer.step import PreparedBatch, logprob_pass, prepare, train_step
-from grpo_megatron.trainer.teachers import Teachers
-from grpo_megatron.trainer.token_update import train_tokens
+from grpo_megatron.trainer.megatron import platform
+from grpo_megatron.trainer.megatron.policy import Policy, build_policy
+from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.steps.microbatch import build_microbatch
+from grpo_megatron.trainer.steps.optimizer_step import (
+    PreparedBatch,
+    logprob_pass,
+    prepare,
+    train_step,
+)
+from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
+from grpo_megatron.trainer.steps.references import References
+from grpo_megatron.trainer.steps.rl_update import Training
+from grpo_megatron.trainer.steps.teachers import Teachers
+from grpo_megatron.trainer.steps.token_update import train_tokens
 from grpo_megatron.weights.gather import Shard, ShardedModel
 from tests.trainer.worker_group import fresh_store
 

@@ -10,15 +10,15 @@ import numpy as np
 import torch.distributed as dist
 
 from grpo_megatron.checkpoints.hf_import import HFReader
-from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.trainer.model_config import transformer_config
-from grpo_megatron.trainer.policy import PolicyModel
-from grpo_megatron.trainer.step import logprob_pass, train_step
+from grpo_megatron.trainer.megatron.model_config import transformer_config
+from grpo_megatron.trainer.megatron.policy import PolicyModel
+from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, train_step
 from tests.trainer.cases import OPTIMIZER, Setup, loss_of
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
 # isort: split
 from megatron.core import parallel_state
@@ -24,15 +24,15 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_megatron.trainer.distributed import RankInfo, initialize, seed_everything
-from grpo_megatron.trainer.divergence import (
+from grpo_megatron.trainer.megatron.packed_attention import PackedAttention
+from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.vocab_parallel.divergence import (
     DivergenceSettings,
     TeacherTokens,
     divergence,
     likeliest,
 )
-from grpo_megatron.trainer.logprobs import Kept, policy_states, token_logprobs
-from grpo_megatron.trainer.packed_attention import PackedAttention
+from grpo_megatron.trainer.vocab_parallel.logprobs import Kept, policy_states, token_logprobs
 from tests.trainer.head_inputs import head_inputs
 from tests.trainer.worker_group import fresh_store
 

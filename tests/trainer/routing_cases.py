@@ -16,13 +16,13 @@ from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.errors import DataError
-from grpo_megatron.trainer import platform  # noqa: F401  (before anything of Megatron)
-from grpo_megatron.trainer import policy as policy_module
-from grpo_megatron.trainer.reference import References
-from grpo_megatron.trainer.rl_update import Training
-from grpo_megatron.trainer.rollouts import objective_of, sample_batch
-from grpo_megatron.trainer.route_source import RouteSource
-from grpo_megatron.trainer.step import Update, logprob_pass, prepare, train_step
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.trainer.megatron import policy as policy_module
+from grpo_megatron.trainer.routing.route_source import RouteSource
+from grpo_megatron.trainer.steps.optimizer_step import Update, logprob_pass, prepare, train_step
+from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
+from grpo_megatron.trainer.steps.references import References
+from grpo_megatron.trainer.steps.rl_update import Training
 from tests.trainer.cases import OPTIMIZER, Setup
 
 

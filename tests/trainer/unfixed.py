@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 import torch
 
-from grpo_megatron.trainer import megatron_cpu, megatron_fixes
+from grpo_megatron.trainer.megatron import cpu_platform, upstream_fixes
 
-megatron_cpu.install()
-assert not megatron_fixes.install.cache_info().currsize, "this process has the fixes already"
-megatron_fixes.install = lambda: None  # what is imported below must not install them
+cpu_platform.install()
+assert not upstream_fixes.install.cache_info().currsize, "this process has the fixes already"
+upstream_fixes.install = lambda: None  # what is imported below must not install them
 
 import megatron.core.dist_checkpointing as dist_checkpointing  # noqa: E402
 import megatron.core.tensor_parallel.mappings as mappings  # noqa: E402
@@ -27,13 +27,13 @@ import megatron.core.transformer.multi_latent_attention as mla  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig  # noqa: E402
-from grpo_megatron.trainer.distributed import (  # noqa: E402
+from grpo_megatron.trainer.megatron.model_config import transformer_config  # noqa: E402
+from grpo_megatron.trainer.megatron.policy import build_models, build_policy  # noqa: E402
+from grpo_megatron.trainer.megatron.process_groups import (  # noqa: E402
     RankInfo,
     initialize,
     seed_everything,
 )
-from grpo_megatron.trainer.model_config import transformer_config  # noqa: E402
-from grpo_megatron.trainer.policy import build_models, build_policy  # noqa: E402
 from tests.trainer.worker_group import fresh_store  # noqa: E402
 
 LAYOUT = TrainerConfig(precision="float32", num_threads=1)
@@ -53,13 +53,13 @@ def router_without_te():
         return moe_utils.router_gating_linear(hidden, weight, None, torch.float32).tolist()
 
     before = _outcome(route)
-    megatron_fixes.define_missing_te_names()
+    upstream_fixes.define_missing_te_names()
     return before, _outcome(route)
 
 
 def mla_without_te():
     before = mla.HAVE_TE
-    megatron_fixes.report_te_absent_in_mla()
+    upstream_fixes.report_te_absent_in_mla()
     return before, mla.HAVE_TE
 
 
@@ -81,7 +81,7 @@ def slices_of_packed_rotation():
         return counted.call_count, rotated.numpy()
 
     before = rotate()
-    megatron_fixes.rotate_packed_sequences_at_once()
+    upstream_fixes.rotate_packed_sequences_at_once()
     return before, rotate()
 
 
@@ -94,7 +94,7 @@ def reduce_of_a_transposed_tensor():
             return mappings._reduce(torch.ones(2, 3).t(), group).tolist()
 
     before = reduce()
-    megatron_fixes.reduce_contiguous_tensors()
+    upstream_fixes.reduce_contiguous_tensors()
     return before, reduce()
 
 
@@ -114,7 +114,7 @@ def groups_of_experts():
                 chosen(scores, score_function="softmax", use_pre_softmax=True))
 
     before = both()
-    megatron_fixes.score_groups_as_deepseek()
+    upstream_fixes.score_groups_as_deepseek()
     return before, both()
 
 
@@ -146,7 +146,7 @@ def state_of_an_unstepped_optimizer(model: str):
         return optimizer.state_dict()["optimizer"]["param_groups"][0]["step"]
 
     before = _outcome(steps)
-    megatron_fixes.create_adam_state(policy.optimizer)
+    upstream_fixes.create_adam_state(policy.optimizer)
     return before, _outcome(steps)
 
 
@@ -172,7 +172,7 @@ def torch_adam_state(model: str):
     before = observe()
     for state in optimizer.optimizer.state.values():
         state["step"] = torch.tensor(1.0)
-    megatron_fixes.save_torch_adam_without_step()
+    upstream_fixes.save_torch_adam_without_step()
     return before, observe()
 
 
@@ -181,7 +181,7 @@ def expert_parameters(model: str):
     initialize(LAYOUT, RankInfo.from_environment(), fresh_store())
     seed_everything(1)
     hf = json.loads((Path(model) / "config.json").read_text())
-    with patch("grpo_megatron.trainer.policy.mark_expert_parameters"):
+    with patch("grpo_megatron.trainer.megatron.policy.mark_expert_parameters"):
         [chunk] = build_models(transformer_config(hf, LAYOUT), hf, LAYOUT)
 
     def marks():
@@ -189,7 +189,7 @@ def expert_parameters(model: str):
                 for name, parameter in chunk.named_parameters()}
 
     before = marks()
-    megatron_fixes.mark_expert_parameters(chunk)
+    upstream_fixes.mark_expert_parameters(chunk)
     return before, marks()
 
 
@@ -210,5 +210,5 @@ def processes_of_a_save(model: str, directory: str):
         return len(left), loaded["weight"].tolist()
 
     before = save()
-    megatron_fixes.save_without_helper_processes()
+    upstream_fixes.save_without_helper_processes()
     return before, save()

@@ -1,0 +1,1 @@
+"""Whether engines and transformers compute what the trainer does."""

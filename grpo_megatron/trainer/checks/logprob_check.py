@@ -1,0 +1,42 @@
+"""Whether engines compute what the trainer computes: log-probs of the same tokens.
+
+An engine may hold the right bytes and still compute with something else (prepacked copies, stale
+caches). Rare tokens may be far apart: rounding moves one that is between two experts to the other,
+so a token counts for at most four times the tolerance."""
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithms.stats import Stats
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig
+
+REMEDY = "the engine has other weights than it was sent, or another precision"
+
+
+def compare(config: RunConfig, table: SampleTable, rows: np.ndarray, gaps: torch.Tensor) -> Stats:
+    """rows: of a micro-batch. gaps: the trainer's log-probs of their tokens less the engine's."""
+    stats, gaps = Stats(), gaps.detach().abs().double()
+    engines = torch.from_numpy(np.repeat(table.shard[rows], table.completion_lengths[rows]))
+    for engine in engines.unique().tolist():
+        mine = gaps[(engines == engine).to(gaps.device)].clamp(max=4 * config.canary_tolerance)
+        stats.mean(f"canary/of_{engine}", mine.sum(), len(mine))
+    stats.mean("canary/abs_mean", gaps.sum(), len(gaps))
+    stats.maximum("canary/abs_max", gaps)
+    return stats
+
+
+def disagreement(config: RunConfig, table: SampleTable, stats: Stats) -> str:
+    """Which engine is too far apart, if any. Takes measures by engine out of `stats`."""
+    problems, found = [], stats.result()
+    for number, shard in enumerate(table.manifest["shards"]):
+        mean, total = found.get(key := f"canary/of_{number}", 0.0), stats.means.pop(key, None)
+        stats.units.pop(key, None)
+        if not mean <= config.canary_tolerance:
+            problems.append(
+                f"{shard['name'].partition('.')[0]} and the trainer disagree about log-probs of "
+                f"{int(total[1])} tokens, by {mean:.3g} on average with none above "
+                f"{4 * config.canary_tolerance:.3g} (any engine's most is "
+                f"{stats.maxima['canary/abs_max']:.3g})"
+            )
+    return "; ".join(problems)

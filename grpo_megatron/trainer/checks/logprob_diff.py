@@ -1,0 +1,82 @@
+"""Log-probs of a recorded step under several routings, for the mismatch report."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_megatron.batching.columns import write_columns
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.trainer.megatron.policy import Policy
+from grpo_megatron.trainer.routing.route_source import RouteSource
+from grpo_megatron.trainer.routing.router_replay import Routes, RoutingPass
+from grpo_megatron.trainer.steps.optimizer_step import (
+    gather_tokens,
+    logprob_pass,
+    prepare,
+    untruncated,
+)
+from grpo_megatron.trainer.steps.recorded_batch import sample_batch
+
+
+def logprob_gaps(
+    config: RunConfig, policy: Policy, table: SampleTable, to: Path, *, by_layer: bool
+) -> dict[str, Any]:
+    """Passes over all samples at the present weights; collective.
+
+    Writes columns, fp64 [n] over the table's completion tokens: `rollout` (the engine's), `live`
+    (own routing), `unmasked` (the same without truncation, where there was one), `through_N`
+    (engine routes in MoE layers up to number N, each or just the last); `flipped` fp64 [E, L]: uses
+    of an expert by the engine only. Returns routing metrics; without routes nothing of them."""
+    batch = prepare(config.trainer, table, np.arange(len(table)))
+    samples = sample_batch(config, table)
+    source = RouteSource(config, policy.replay, table)
+    routes = source.from_store(batch) if table.route_shapes else None
+    live_routing = None
+    if routes is not None:
+        live_routing = RoutingPass(compared={"rollout": routes}, record=True, measure=True)
+
+    def gathered(values: list[Tensor]) -> np.ndarray:
+        return gather_tokens(samples, [batch], [values]).double().numpy()
+
+    live = logprob_pass(policy, batch, live_routing)
+    engines = [table.completion(row)[1] for row in range(len(table))]
+    columns = {
+        "live": gathered([output[0] for output in live]),
+        "rollout": np.concatenate(engines).astype(np.float64),
+    }
+    if config.rollout.truncation:
+        columns["unmasked"] = gathered([untruncated(output) for output in live])
+    metrics = {}
+    if live_routing is not None:
+        source.finish(live_routing, batch)
+        metrics = source.metrics()
+        absent = _absent_experts(routes, live_routing)
+        columns["flipped"] = policy.replay.count_experts(absent).T.numpy()
+        layers = policy.replay.shape.layers
+        for layer in layers if by_layer else layers[-1:]:
+            routing = RoutingPass(replayed=_routes_up_to(layer, routes, policy.replay.layers))
+            through = logprob_pass(policy, batch, routing)
+            columns[f"through_{layer}"] = gathered([output[0] for output in through])
+    if dist.get_rank() == 0:
+        write_columns(to, columns)
+    return metrics
+
+
+def _routes_up_to(layer: int, routes: Sequence[Routes], own_layers: Sequence[int]) -> list[Routes]:
+    """The engine's routes in MoE layers up to number `layer`; the live router decides above."""
+    is_below = torch.tensor([number <= layer for number in own_layers], dtype=torch.bool)
+    return [Routes(part.ids, part.known & is_below[:, None]) for part in routes]
+
+
+def _absent_experts(routes: Sequence[Routes], run: RoutingPass) -> Iterator[tuple[int, Tensor]]:
+    """By row and micro-batch: what the engine chose and the live router did not."""
+    for (index, row), live in run.recorded.items():
+        known = routes[index].known[row]
+        ids = routes[index].ids[row][known]
+        yield row, ids[~(ids[:, :, None] == live[known][:, None, :]).any(-1)]

@@ -1,0 +1,27 @@
+"""Log-probs as transformers computes them: `python -m … DIR DTYPE < ids > logprobs` (JSON).
+
+A process of its own: beside `cpu_platform` transformers leaves rotary frequencies uninitialised."""
+
+import json
+import sys
+
+import torch
+
+
+def main(directory: str, dtype: str) -> None:
+    """fp32 log-prob of every token but the first; weights are first rounded to `dtype`."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.tensor([json.load(sys.stdin)])
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True
+    ).eval()
+    for parameter in model.parameters():  # not the buffers: rotary frequencies stay as they are
+        parameter.data = parameter.data.to(getattr(torch, dtype)).float()
+    with torch.no_grad():
+        logprobs = model(tokens).logits[0, :-1].float().log_softmax(-1)
+    print(json.dumps(logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

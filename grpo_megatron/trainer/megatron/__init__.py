@@ -1,0 +1,1 @@
+"""Megatron-Core on this machine: platform, set-up, layers, the model, upstream fixes."""

@@ -1,0 +1,74 @@
+"""Which modules a layer is made of: Transformer Engine's where installed, else torch's own."""
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from grpo_megatron.trainer.megatron.packed_attention import PackedAttention
+from grpo_megatron.trainer.megatron.platform import HAS_TRANSFORMER_ENGINE
+
+
+class TorchNorm:
+    """torch's RMSNorm under sequence parallelism, which WrappedTorchNorm refuses."""
+
+    def __new__(cls, config, hidden_size, eps=1e-5, **_):
+        if config.layernorm_zero_centered_gamma or config.normalization != "RMSNorm":
+            raise ValueError("layer norms and zero-centred norms need Transformer Engine")
+        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+        norm.weight.sequence_parallel = config.sequence_parallel  # finalize_model_grads sums it
+        return norm
+
+
+class LatentNorm:
+    """Norm of a latent vector: transformers fixes its epsilon, whatever `rms_norm_eps` is."""
+
+    def __new__(cls, config, hidden_size, eps=1e-5, **_):
+        return TorchNorm(config, hidden_size, eps=1e-6)
+
+
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None
+) -> transformer_block.TransformerBlockSubmodules:
+    """The layers of this pipeline stage and model chunk."""
+    if HAS_TRANSFORMER_ENGINE:
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, vp_stage=vp_stage
+        )
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = transformer_block.get_num_layers_to_build(config, vp_stage=vp_stage)
+    specs = [
+        _torch_layer_spec(config, config.num_moe_experts if i in moe_layers(config) else None)
+        for i in range(offset, offset + count)
+    ]
+    return transformer_block.TransformerBlockSubmodules(specs, layer_norm=TorchNorm)
+
+
+def moe_layers(config: TransformerConfig) -> tuple[int, ...]:
+    """Numbers, from 0, of the layers with experts."""
+    pattern = config.moe_layer_freq if config.num_moe_experts else ()
+    return tuple(i for i, sparse in enumerate(pattern) if sparse)
+
+
+def _torch_layer_spec(config: TransformerConfig, num_experts: int | None):
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        # column-parallel ones lose the gradient of the keys' rotary part on all ranks but one
+        # (multi_latent_attention.py:618)
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
+    return spec

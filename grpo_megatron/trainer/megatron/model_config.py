@@ -1,0 +1,91 @@
+"""From a Hugging Face `config.json` and a layout to Megatron's TransformerConfig.
+
+What a family's fields mean to Megatron is in its table (`plan/families`)."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from grpo_megatron import assets
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.family import family_of
+from grpo_megatron.plan.hf_config import megatron_settings, model_fields
+from grpo_megatron.trainer.megatron.platform import HAS_CUDA, HAS_TRANSFORMER_ENGINE
+from grpo_megatron.trainer.megatron.rope import rotary
+
+_NAMES = assets.tables(__file__, "layout.toml")
+
+
+def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> TransformerConfig:
+    """Raises ConfigError for a family, a field or a value that is not supported."""
+    fields = model_fields(hf)
+    dtype = getattr(torch, layout.precision)
+    settings = {
+        "activation_func": torch.nn.functional.silu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        **_parallel(layout),
+        **megatron_settings(family_of(hf["model_type"]), fields),
+    }
+    if settings.get("num_moe_experts"):
+        settings["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
+    if not HAS_CUDA:
+        settings |= {
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "masked_softmax_fusion": False,
+            "gradient_accumulation_fusion": False,
+        }
+    if settings.get("multi_latent_attention"):
+        return MLATransformerConfig(**settings, **_latent_rope(fields["rope"]))
+    config = TransformerConfig(**settings)
+    # what attention.py:1102 computes the factor of cosines and sines from; no fields of the class
+    config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = math.e, 0.0
+    config.yarn_mscale = 10.0 * (rotary(fields["rope"], config.kv_channels)[1] - 1.0)
+    return config
+
+
+def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Latent attention rotates by itself, as the configuration says."""
+    settings = {"rope_type": "rope", "rotary_base": rope["theta"], "apply_rope_fusion": False}
+    if rope["type"] == "default":
+        return settings | {"rotary_scaling_factor": 1.0}
+    if rope["type"] != "yarn" or rope["attention_factor"] or not rope["truncate"]:
+        raise ConfigError(
+            "latent attention takes rope type 'default', or 'yarn' without "
+            "attention_factor and with truncate",
+            where="config.json",
+        )
+    both = rope["mscale"] and rope["mscale_all_dim"]
+    if rope["mscale_all_dim"] and not both:
+        raise ConfigError(
+            "rope type 'yarn' with mscale_all_dim needs mscale too", where="config.json"
+        )
+    return settings | dict(
+        rope_type="yarn",
+        rotary_scaling_factor=rope["factor"],
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+        beta_fast=rope["beta_fast"],
+        beta_slow=rope["beta_slow"],
+        # transformers looks at mscale only where both are set, and scales the softmax by the second
+        mscale=rope["mscale"] if both else 1.0,
+        mscale_all_dim=rope["mscale_all_dim"],
+    )
+
+
+def _parallel(layout: TrainerConfig) -> dict[str, Any]:
+    vpp, full = layout.virtual_pipeline_parallel_size, layout.recompute == "full"
+    return {theirs: getattr(layout, ours) for theirs, ours in _NAMES.items()} | dict(
+        # packed micro-batches differ in length, so pipeline stages tell each other the shape
+        variable_seq_lengths=True,
+        # without overlap the interleaved schedule of 0.16.1 computes wrong gradients
+        overlap_p2p_comm=bool(vpp),
+        batch_p2p_comm=not vpp,
+        recompute_granularity=None if layout.recompute == "none" else layout.recompute,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
+    )

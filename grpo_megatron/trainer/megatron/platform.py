@@ -1,0 +1,47 @@
+"""The one place that knows whether there is a GPU. Import it before anything of Megatron: that
+installs the CPU platform (`cpu_platform`) where CUDA is absent, and all of `upstream_fixes`."""
+
+import importlib.util
+import os
+import resource
+
+# Megatron decorates functions with torch.compile at import; on a CPU that needs a compiler.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+from grpo_megatron import gloo_device  # noqa: E402
+from grpo_megatron.trainer.megatron import cpu_platform, upstream_fixes  # noqa: E402
+
+cpu_platform.install()
+upstream_fixes.install()
+gloo_device.apply()
+
+HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
+BACKEND = "nccl" if HAS_CUDA else "gloo"
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else torch.device("cpu")
+
+
+def bind_device(local_rank: int, num_threads: int | None) -> None:
+    """Claim this rank's GPU, or its share of the CPU's threads.
+
+    Denormal numbers become zero from here on, in this thread and those that it starts: gradients
+    hold many, and a CPU takes 50 times as long for each. A process that only imports this module
+    keeps them."""
+    torch.set_flush_denormal(True)
+    if HAS_CUDA:
+        torch.cuda.set_device(local_rank)
+    elif num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def peak_memory_bytes() -> int:
+    """Highest device memory (CUDA) or resident memory (CPU) of this process so far."""
+    if HAS_CUDA:
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

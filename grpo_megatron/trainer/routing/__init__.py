@@ -1,0 +1,1 @@
+"""Which experts the routers of a pass use: replay, keep-routing, agreement."""

@@ -1,0 +1,214 @@
+"""Which routes the passes of an RL step replay: the engine's from the store, or recorded ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_megatron.algorithms.step_terms import StepTerms
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import DataError
+from grpo_megatron.routing.router_losses import balance_coefficients
+from grpo_megatron.routing.shape import RouteStatus
+from grpo_megatron.trainer.megatron.process_groups import summed
+from grpo_megatron.trainer.routing import router_replay
+from grpo_megatron.trainer.routing.router_replay import RouteReplay, Routes, RoutingPass, local_part
+from grpo_megatron.trainer.steps.microbatch import MicroBatch
+from grpo_megatron.trainer.steps.optimizer_step import PreparedBatch, Update
+from grpo_megatron.weights.gather import all_gathered
+
+
+class RouteSource:
+    """Builds the routing passes of one recorded step for the policy's routers; measures them."""
+
+    def __init__(self, config: RunConfig, replay: RouteReplay, table: SampleTable):
+        self.config = config
+        self.settings = config.routing
+        self._replay = replay
+        self._table = table
+        self._by_status = np.zeros(len(RouteStatus), np.int64)
+        self._measured: list[dict[str, float]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether the model has routers at all."""
+        return bool(self._replay.shape.layers)
+
+    @property
+    def needs_old_pass(self) -> bool:
+        """Whether training needs what only an old-policy pass finds."""
+        if not self.active:
+            return False
+        settings = self.settings
+        if settings.keep_loss == "kl":
+            return True
+        has_loss = settings.keep_loss != "none" or settings.balance_weight > 0
+        return has_loss and settings.replay == "r2"
+
+    def from_store(self, batch: PreparedBatch) -> list[Routes] | None:
+        """The engine's routes of this rank's tokens and layers; None where none are recorded.
+
+        Raises DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks."""
+        if not self.active or not (self.config.records_routes or self._table.route_shapes):
+            return None
+        found = [self._read(microbatch) for microbatch in batch.microbatches]
+        self._check()
+        return found
+
+    def _read(self, microbatch: MicroBatch) -> Routes:
+        replay, shape = self._replay, self._replay.shape
+        layers, size = replay.layers, microbatch.num_tokens
+        ids = np.zeros((len(layers), size, shape.experts_per_token), shape.dtype)
+        known = np.zeros((len(layers), size), bool)
+        start = 0
+        for row, length in zip(microbatch.table_rows.tolist(), microbatch.lengths, strict=True):
+            part, status = self._table.routes(row, layers, shape)
+            ids[:, start : start + length - 1] = part
+            known[:, start : start + length - 1] = status == RouteStatus.OK
+            self._by_status += np.bincount(status.ravel(), minlength=len(self._by_status))
+            start += length
+        ids = torch.from_numpy(ids.astype(np.int16) if ids.dtype == np.uint16 else ids)
+        return Routes(
+            local_part(ids, 1).contiguous(), local_part(torch.from_numpy(known), 1).contiguous()
+        )
+
+    def _check(self) -> None:
+        """Stop all ranks together where any of them found a route that it may not do without."""
+        if self.settings.replay != "r3" or self.settings.on_missing != "fail":
+            return
+        problems = sum(all_gathered(self._by_status))
+        if problems[1:].any():
+            bad = [status for status in RouteStatus if status and problems[status]]
+            what = ", ".join(f"{problems[status]} {status.name.lower()}" for status in bad)
+            shapes = ", ".join(sorted({str(s) for s in self._table.route_shapes}))
+            raise DataError(
+                f"{what} of {problems.sum()} expert routes cannot be replayed (recorded: "
+                f"{shapes or 'none'}; model: {self._replay.shape})",
+                where=str(self._table.directory),
+                remedy="delete the step to sample it anew, or set routing.on_missing=live",
+            )
+
+    def finish(self, run: RoutingPass | None, batch: PreparedBatch) -> None:
+        """Measure a finished pass. Collective."""
+        if run is not None:
+            self._measured.append(self._replay.finish(run, batch.microbatches))
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the passes, routes by status (a sample's last token has none). Collective."""
+        values: dict[str, list[float]] = {}
+        for found in self._measured:
+            for name, value in found.items():
+                values.setdefault(name, []).append(value)
+        metrics = {name: float(np.mean(of_passes)) for name, of_passes in values.items()}
+        counts = summed(torch.from_numpy(self._by_status).double())
+        if counts.any():
+            for status in RouteStatus:
+                if status:
+                    metrics[f"routing/{status.name.lower()}_routes"] = float(counts[status])
+            metrics["routing/unusable_fraction"] = float(counts[1:].sum() / counts.sum())
+        return metrics
+
+    def old_pass(self, rollout: Sequence[Routes] | None) -> RoutingPass | None:
+        """The old-policy pass: what later passes need is recorded."""
+        if not self.active:
+            return None
+        compared = {"rollout": rollout} if rollout is not None else {}
+        return RoutingPass(
+            rollout if self.settings.replay == "r3" else None,
+            compared,
+            record=True,
+            record_log_probs=self.settings.keep_loss == "kl",
+            measure=True,
+        )
+
+    def training_pass(self, update: Update, terms: StepTerms) -> RoutingPass | None:
+        """A pass with gradients."""
+        if not self.active:
+            return None
+        recorded = self._recorded(update)
+        is_first_pass = update.old_routing is None
+        replayed = None
+        if self.settings.replay == "r2":
+            replayed = recorded
+        elif self.settings.replay == "r3":
+            replayed = update.routes
+        compared = {}
+        if recorded is not None:
+            compared["update"] = recorded
+        if is_first_pass and update.routes is not None:
+            compared["rollout"] = update.routes
+        keep = self._keep(update, replayed, terms)
+        return RoutingPass(replayed=replayed, compared=compared, measure=is_first_pass, keep=keep)
+
+    def margin_pass(self, update: Update) -> RoutingPass | None:
+        """A look at the current weights with the routes of training, nothing measured."""
+        if not self.active or self.settings.replay == "none":
+            return None
+        if self.settings.replay == "r3":
+            return RoutingPass(replayed=update.routes)
+        return RoutingPass(replayed=self._recorded(update))
+
+    def _recorded(self, update: Update) -> list[Routes] | None:
+        """The live choices of the old-policy pass, for all tokens."""
+        if update.old_routing is None:
+            return None
+        num_layers = len(self._replay.taps)
+        found = []
+        for microbatch in update.batch.microbatches:
+            size = local_part(microbatch.tokens[0]).numel()
+            ids = torch.empty(
+                num_layers, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype
+            )
+            for row in range(num_layers):
+                ids[row] = update.old_routing.recorded[microbatch.index, row]
+            is_real = torch.arange(size) < router_replay.count_real(microbatch)
+            found.append(Routes(ids, is_real.expand(num_layers, size)))
+        return found
+
+    def _keep(
+        self, update: Update, replayed: Sequence[Routes] | None, terms: StepTerms
+    ) -> router_replay.KeepTerms | None:
+        settings = self.settings
+        batch = update.batch
+        if settings.keep_loss == "none" and settings.balance_weight == 0:
+            return None
+        by_domain = self._keep_weights()
+        weights = []
+        for microbatch in batch.microbatches:
+            rows = torch.from_numpy(microbatch.table_rows)
+            of_sample = terms.weights[rows] * by_domain[terms.batch.domains[rows]]
+            at_tokens = torch.zeros(microbatch.num_tokens)
+            at_tokens[microbatch.rows.cpu()] = of_sample[microbatch.sample.cpu()].float()
+            weights.append(local_part(at_tokens))
+        balance = None
+        if settings.balance_weight > 0:
+            balance = self._balance(batch, replayed)
+        old_log_probs = {}
+        if update.old_routing is not None:
+            old_log_probs = update.old_routing.recorded_log_probs
+        return router_replay.KeepTerms(
+            settings.keep_loss, weights, old_log_probs, balance, batch.loss_scale
+        )
+
+    def _keep_weights(self) -> Tensor:
+        """Weight of the keep-routing loss by domain, float64 [D]."""
+        weights = []
+        for domain in self.config.domains:
+            own = domain.keep_routing_weight
+            weights.append(self.settings.keep_weight if own is None else own)
+        return torch.tensor(weights, dtype=torch.float64)
+
+    def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
+        """Coefficients of the balance loss in this rank's layers, fp32 [R, E]. Collective."""
+        replay = self._replay
+        chosen = []
+        for routes in replayed:
+            for row in range(len(replay.layers)):
+                known = routes.known[row]
+                chosen.append((row, routes.ids[row][known].flatten()))
+        counts = replay.count_experts(chosen)
+        found = balance_coefficients(counts, self.settings.balance_weight, batch.num_tokens)
+        own_rows = [replay.shape.layers.index(layer) for layer in replay.layers]
+        return found[own_rows].float()

@@ -1,0 +1,267 @@
+"""Replayed routes in Megatron's routers, and what is measured and held there.
+
+A `RouterTap` stands where Megatron looks for its own replay object (`TopKRouter.router_replay`),
+one per MoE layer. Megatron's (0.16.1, moe/router_replay.py) is one list without layer numbers and
+takes the routes of whichever micro-batch was forwarded last. A tap asks which one its chunk works
+on: `enter` says so for the forward, a hook on the chunk's output for the backward.
+
+Shapes: T tokens of a micro-batch, K experts per token, E experts, R MoE layers; on this rank."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from grpo_megatron.routing import router_losses
+from grpo_megatron.routing.agreement import RoutingSums, agreement
+from grpo_megatron.routing.shape import RouteShape
+from grpo_megatron.trainer.megatron.layer_specs import moe_layers
+from grpo_megatron.trainer.megatron.platform import device
+from grpo_megatron.trainer.megatron.process_groups import summed
+from grpo_megatron.trainer.steps.microbatch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Experts of one micro-batch in this rank's layers."""
+
+    ids: Tensor  # uint8 or int16 [R, T, K], on the host
+    known: Tensor  # bool [R, T]; False: the live router decides
+
+    def of_row(self, row: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """ids [T, K] and known [T] of one layer."""
+        return (
+            self.ids[row].to(device, non_blocking=True),
+            self.known[row].to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class KeepTerms:
+    """Losses on the routers, weighed beforehand like the policy loss."""
+
+    kind: str  # of RoutingConfig.keep_loss
+    weights: Sequence[Tensor]  # per micro-batch fp32 [T]; 0 for tokens that are not held
+    old_log_probs: Mapping[tuple[int, int], Tensor]  # (micro-batch, layer row) -> [T, E]
+    balance: Tensor | None  # [R, E], see `balance_coefficients`
+    scale: float  # undoes Megatron's averages, like that of the policy loss
+
+
+@dataclass
+class RoutingPass:
+    """What one pass over the micro-batches replays, compares, records and holds.
+
+    After the pass, `recorded` and `recorded_log_probs` hold the live router's choices."""
+
+    replayed: Sequence[Routes] | None = None
+    compared: Mapping[str, Sequence[Routes]] = field(default_factory=dict)
+    record: bool = False
+    record_log_probs: bool = False
+    measure: bool = False  # load and entropy
+    keep: KeepTerms | None = None
+    recorded: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    recorded_log_probs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    keep_loss: float = 0.0
+    sums: RoutingSums | None = None
+    flipped: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """(comparison, micro-batch) -> 0 or 1 [2, T]: flipped in a layer of this rank, compared."""
+
+
+class RouterTap:
+    """Chooses the experts of one MoE layer."""
+
+    def __init__(self, replay: "RouteReplay", router: TopKRouter, chunk: int, row: int):
+        self.replay, self.chunk, self.row = replay, chunk, row
+        self._router, self._loss = router, None
+        self.layer = router.layer_number - 1
+        router.router_replay = self
+        router.register_forward_hook(self._attach)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute: Callable,
+    ) -> tuple[Tensor, Tensor]:
+        """Called by `topk_routing_with_score_function`: scores [T, E] to (scores, ids) [T, K]."""
+        values, live = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        run = self.replay.running
+        if run is None:
+            return values, live
+        index, forward = self.replay.position[self.chunk]
+        chosen = live
+        if run.replayed is not None:
+            ids, known = run.replayed[index].of_row(self.row, live.device)
+            chosen = torch.where(known[:, None], ids.long(), live)
+            values = scores.gather(1, chosen)
+        if forward:
+            self._observe(run, index, scores.detach(), live, chosen)
+        if run.keep is not None:
+            self._hold(run, index, scores, chosen, forward)
+        return values, chosen
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        router = self._router
+        kind = (
+            "sigmoid"
+            if router.score_function == "sigmoid"
+            else "softmax"
+            if router.config.moe_router_pre_softmax
+            else "logits"
+        )
+        return router_losses.log_probs(scores, kind, router.expert_bias)
+
+    def _observe(
+        self, run: RoutingPass, index: int, scores: Tensor, live: Tensor, chosen: Tensor
+    ) -> None:
+        if run.record:
+            run.recorded[index, self.row] = live.to("cpu", self.replay.id_dtype)
+        if run.record_log_probs:
+            run.recorded_log_probs[index, self.row] = self.log_probs(scores).cpu()
+        real = self.replay.num_real[index]
+        row = self.replay.shape.layers.index(self.layer)
+        if run.measure:
+            log_p = self.log_probs(scores[:real])
+            run.sums.add_load(row, chosen[:real], -(log_p.exp() * log_p).sum(-1))
+        for name, all_routes in run.compared.items():
+            ids, known = all_routes[index].of_row(self.row, live.device)
+            flips, jaccard = agreement(ids, live)
+            run.sums.add_comparison(name, row, flips[known], jaccard[known])
+            flags = torch.stack([(flips > 0) & known, known]).long()
+            run.flipped[name, index] = run.flipped.get((name, index), 0) | flags
+
+    def _hold(
+        self, run: RoutingPass, index: int, scores: Tensor, chosen: Tensor, forward: bool
+    ) -> None:
+        keep, weights = run.keep, run.keep.weights[index].to(scores.device)
+        log_p = self.log_probs(scores)
+        loss = scores.new_zeros((), dtype=torch.float32)
+        if keep.kind == "kl":
+            old = keep.old_log_probs[index, self.row].to(scores.device)
+            loss = loss + (weights * router_losses.kl(log_p, old)).sum()
+        elif keep.kind != "none":
+            loss = loss + (weights * getattr(router_losses, keep.kind)(log_p, chosen)).sum()
+        loss = loss / len(self.replay.shape.layers)
+        if keep.balance is not None:
+            real = self.replay.num_real[index]
+            loss = loss + (log_p[:real].exp() @ keep.balance[self.row].to(log_p)).sum()
+        if forward:
+            run.keep_loss += float(loss.detach())
+        self._loss = loss * keep.scale if torch.is_grad_enabled() else None
+
+    def _attach(self, router: TopKRouter, inputs: tuple, output: tuple) -> tuple:
+        """Forward hook: the loss joins the backward through the gates."""
+        loss, self._loss = self._loss, None
+        return output if loss is None else (MoEAuxLossAutoScaler.apply(output[0], loss), output[1])
+
+
+class RouteReplay:
+    """All routers of this rank. Only passes that run inside `during` are touched."""
+
+    def __init__(self, models: Sequence[torch.nn.Module], config: TransformerConfig):
+        self.shape = RouteShape(
+            moe_layers(config), config.moe_router_topk, config.num_moe_experts or 0
+        )
+        self.id_dtype = torch.uint8 if self.shape.num_experts <= 256 else torch.int16
+        self.running: RoutingPass | None = None
+        self._chunk_of = {id(model): chunk for chunk, model in enumerate(models)}
+        self.position: list[tuple[int, bool]] = [(0, True)] * len(models)
+        """By chunk: the micro-batch that it works on, and whether this is its forward."""
+        self.num_real: list[int] = []
+        """By micro-batch: how many of this rank's tokens come before the padding."""
+        routers = [
+            (chunk, module)
+            for chunk, model in enumerate(models)
+            for module in model.modules()
+            if isinstance(module, TopKRouter)
+        ]
+        self.taps = [
+            RouterTap(self, router, chunk, row) for row, (chunk, router) in enumerate(routers)
+        ]
+        self.layers = [tap.layer for tap in self.taps]
+        """Layer numbers, from 0, of this rank's rows."""
+
+    @contextmanager
+    def during(self, run: RoutingPass | None, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Let the routers follow `run`."""
+        if run is not None and (run.measure or run.compared):
+            run.sums = RoutingSums(
+                self.shape.layers, self.shape.num_experts, list(run.compared), device()
+            )
+        self.running = run
+        self.num_real = [count_real(m) for m in microbatches]
+        try:
+            yield
+        finally:
+            self.running = None
+
+    def enter(self, model: torch.nn.Module, index: int) -> None:
+        """The chunk `model` is about to compute micro-batch `index`."""
+        self.position[self._chunk_of[id(model)]] = (index, True)
+
+    def leave(self, model: torch.nn.Module, index: int, output: Tensor) -> None:
+        """After the forward of micro-batch `index`; in its backward layers may compute it again."""
+        chunk = self._chunk_of[id(model)]
+
+        def back(gradient: Tensor) -> None:
+            self.position[chunk] = (index, False)
+
+        if self.running is not None and output.requires_grad:
+            output.register_hook(back)
+
+    def count_experts(self, chosen: Iterable[tuple[int, Tensor]]) -> Tensor:
+        """How often rows of this rank chose each expert: fp64 [L, E] of all ranks. Collective.
+        chosen: rows, and integer ids [n] that were chosen there."""
+        layers, num_experts = self.shape.layers, self.shape.num_experts
+        counts = torch.zeros(len(layers), num_experts, dtype=torch.float64)
+        for row, ids in chosen:
+            counts[layers.index(self.layers[row])] += torch.bincount(ids, minlength=num_experts)
+        return summed(counts)
+
+    def finish(self, run: RoutingPass, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Metrics of a finished pass, equal on all ranks. Collective."""
+        if run.sums is None:
+            return {}
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        for name, total in zip(run.compared, run.sums.any_layer, strict=True):
+            flags = torch.cat(
+                [
+                    run.flipped.get(
+                        (name, m.index), torch.zeros_like(local_part(m.tokens[0]).expand(2, -1))
+                    )
+                    for m in microbatches
+                ],
+                1,
+            )
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=pipeline)
+            if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+                total += flags.sum(1)
+        for tensor in (run.sums.load, run.sums.entropy, run.sums.compared, run.sums.any_layer):
+            dist.all_reduce(tensor)
+        metrics = run.sums.result()
+        if run.keep is not None:
+            loss = torch.tensor(run.keep_loss, dtype=torch.float64)
+            metrics["routing/loss"] = float(summed(loss))
+        return metrics
+
+
+def count_real(microbatch: MicroBatch) -> int:
+    """How many of this rank's tokens come before the padding."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    size = microbatch.num_tokens // group.size()
+    return min(max(sum(microbatch.lengths) - size * group.rank(), 0), size)
+
+
+def local_part(tensor: Tensor, dim: int = 0) -> Tensor:
+    """This rank's part of a tensor over all tokens: with TP, MoE needs sequence parallelism."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return tensor.chunk(group.size(), dim)[group.rank()]

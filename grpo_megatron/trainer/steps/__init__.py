@@ -1,0 +1,1 @@
+"""From a recorded step to an optimizer step: passes, losses, references, teachers."""

@@ -1,0 +1,329 @@
+"""One optimizer step on recorded samples, and the passes that only look at log-probs.
+
+The loss of a step is a sum over tokens with weights fixed beforehand (`algorithms.step_terms`).
+Megatron's schedule divides by the number of micro-batches and data parallelism averages, so the
+sum is multiplied by both: the split cannot change the result.
+
+A step is `prepare`, `compute_gradients`, `apply_gradients`; `train_step` is the last two."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
+
+from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.stats import Stats
+from grpo_megatron.batching.packing import plan_microbatches
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.errors import TrainerError
+from grpo_megatron.trainer.megatron.platform import device
+from grpo_megatron.trainer.megatron.policy import Policy
+from grpo_megatron.trainer.megatron.process_groups import summed
+from grpo_megatron.trainer.routing.router_replay import RouteReplay, Routes, RoutingPass
+from grpo_megatron.trainer.steps.microbatch import MicroBatch, build_microbatch
+from grpo_megatron.weights.gather import all_gathered
+
+
+class LossFunction(Protocol):
+    """The loss of one micro-batch."""
+
+    def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        """Return this micro-batch's part of the step's loss, a scalar with gradient, and its
+        metrics. output: what `PolicyModel` computed, [2 or 3, n]."""
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """This rank's micro-batches of one optimizer step."""
+
+    microbatches: tuple[MicroBatch, ...]
+    num_tokens: int
+    """Prompt and policy tokens of all ranks."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Undoes the averages over micro-batches (Megatron) and over data parallelism."""
+        return len(self.microbatches) * parallel_state.get_data_parallel_world_size()
+
+
+@dataclass
+class Update:
+    """One optimizer step: its samples, and what earlier passes found on them."""
+
+    rows: torch.Tensor
+    """int64: the samples in its loss."""
+    batch: PreparedBatch
+    old: list[torch.Tensor] | None = None
+    """Of each micro-batch what the old policy computed, fp32 [2 or 3, n]; None: the current policy
+    is the old one."""
+    ref: list[torch.Tensor] | None = None
+    """Of each micro-batch the reference's log-probs, fp32 [n]."""
+    routes: list[Routes] | None = None
+    """The engine's, of each micro-batch."""
+    old_routing: RoutingPass | None = None
+    """What the routers did in the old policy's pass."""
+
+
+def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> PreparedBatch:
+    """Plan and pack the samples `rows` (int64) for this rank.
+
+    Every data-parallel rank gets equally many micro-batches, and as many as virtual pipeline
+    stages need: a multiple of the pipeline's size."""
+    lengths = (table.prompt_lengths + table.completion_lengths)[rows]
+    multiple_of = 1
+    if layout.virtual_pipeline_parallel_size:
+        multiple_of = layout.pipeline_parallel_size
+    plan = plan_microbatches(
+        lengths,
+        num_ranks=parallel_state.get_data_parallel_world_size(),
+        max_tokens=layout.max_tokens_per_microbatch,
+        multiple_of=multiple_of,
+    )
+    own_plan = plan[parallel_state.get_data_parallel_rank()]
+    microbatches = []
+    for index, part in enumerate(own_plan):
+        microbatch = build_microbatch(
+            index,
+            table,
+            rows[part],
+            pad_to=layout.tensor_parallel_size,
+            device=device(),
+        )
+        microbatches.append(microbatch)
+    return PreparedBatch(tuple(microbatches), int(lengths.sum()))
+
+
+def untruncated(output: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs over the whole vocabulary, fp32 [n], of what the model computed."""
+    return output[2] if len(output) > 2 else output[0]
+
+
+# --- a training step
+
+
+def train_step(
+    policy: Policy,
+    batch: PreparedBatch,
+    loss_function: LossFunction,
+    routing: RoutingPass | None = None,
+) -> Stats:
+    """Take one optimizer step; return its metrics, equal on all ranks.
+
+    Raises TrainerError when the loss or the gradient norm is not finite; weights are lost then."""
+    stats = compute_gradients(policy, batch, loss_function, routing)
+    return apply_gradients(policy, stats)
+
+
+def compute_gradients(
+    policy: Policy,
+    batch: PreparedBatch,
+    loss_function: LossFunction,
+    routing: RoutingPass | None = None,
+) -> Stats:
+    """Run forward and backward over all micro-batches; gradients stay in Megatron's buffers.
+
+    Returns metrics of the step, equal on all ranks. Collective."""
+    stats = Stats()
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+    policy.optimizer.zero_grad()
+    train = _TrainingOutput(loss_function, batch.loss_scale, stats)
+    _run_schedule(policy, batch, train, routing, forward_only=False)
+    return reduce_stats(stats)
+
+
+def apply_gradients(policy: Policy, stats: Stats) -> Stats:
+    """Clip the gradients, step the optimizer, and add the norm to the step's metrics.
+
+    Raises TrainerError when the loss or the norm is not finite; weights are lost then."""
+    _require_finite("loss", stats.result()["loss/value"])
+    _, grad_norm, _ = policy.optimizer.step()
+    grad_norm = float(grad_norm)
+    _require_finite("gradient norm", grad_norm)
+    stats.mean("grad/norm", torch.tensor(grad_norm), 1.0, "update")
+    for name in ("loss/value", "loss/abs_terms"):
+        if name in stats.means:  # sums of an update become means over updates
+            stats.means[name][1] = 1.0
+            stats.units[name] = "update"
+    return stats
+
+
+def _require_finite(what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise TrainerError(
+            f"the {what} is {value}",
+            remedy="resume from the last checkpoint with a lower learning rate",
+        )
+
+
+# --- a pass without gradients
+
+
+def logprob_pass(
+    policy: Policy, batch: PreparedBatch, routing: RoutingPass | None = None
+) -> list[torch.Tensor]:
+    """Compute log-probs and entropies of the policy tokens, without gradients.
+
+    Returns for each micro-batch what `PolicyModel` gives, fp32 [2, n]; [2, 0] off the last
+    pipeline stage. Without `routing` tokens go by the live router."""
+    collect = _CollectOutput(len(batch.microbatches))
+    with torch.no_grad():
+        _run_schedule(policy, batch, collect, routing, forward_only=True)
+    return collect.found
+
+
+# --- Megatron's schedule, which calls back: once for a forward, once for its output
+
+
+class _OnOutput(Protocol):
+    def __call__(
+        self, microbatch: MicroBatch, output: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]: ...
+
+
+@dataclass
+class _TrainingOutput:
+    """Turns the last stage's output into the scaled loss, and keeps its metrics."""
+
+    loss_function: LossFunction
+    loss_scale: float
+    stats: Stats
+
+    def __call__(
+        self, microbatch: MicroBatch, output: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        loss, part = self.loss_function(microbatch, output)
+        part.mean("loss/value", loss, 0.0, "sum")
+        self.stats.add(part)
+        return loss * self.loss_scale, {}
+
+
+class _CollectOutput:
+    """Keeps what the last stage computed; there is no loss."""
+
+    def __init__(self, num_microbatches: int):
+        self.found = [torch.empty(2, 0) for _ in range(num_microbatches)]
+
+    def __call__(
+        self, microbatch: MicroBatch, output: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        self.found[microbatch.index] = output.detach().clone()
+        return output.new_zeros(()), {}
+
+
+def _run_schedule(
+    policy: Policy,
+    batch: PreparedBatch,
+    on_output: _OnOutput,
+    routing: RoutingPass | None,
+    *,
+    forward_only: bool,
+) -> None:
+    """Run Megatron's pipeline schedule; `on_output` sees what the last stage computed."""
+    for chunk in policy.chunks:
+        chunk.train(not forward_only)
+    run_schedule = get_forward_backward_func()
+    longest = max(microbatch.num_tokens for microbatch in batch.microbatches)
+    with policy.replay.during(routing, batch.microbatches):
+        run_schedule(
+            forward_step_func=_ForwardStep(policy.replay, on_output),
+            model=list(policy.chunks),
+            data_iterator=[iter(batch.microbatches) for _ in policy.chunks],
+            num_microbatches=len(batch.microbatches),
+            micro_batch_size=1,
+            seq_length=longest,
+            forward_only=forward_only,
+        )
+
+
+@dataclass(frozen=True)
+class _ForwardStep:
+    """Megatron's `forward_step_func`: one micro-batch through one chunk of the model."""
+
+    replay: RouteReplay
+    on_output: _OnOutput
+
+    def __call__(
+        self,
+        iterator: Iterator[MicroBatch],
+        chunk: torch.nn.Module,
+        return_schedule_plan: bool = False,
+    ):
+        microbatch = next(iterator)
+        model = unwrap_model(chunk)
+        self.replay.enter(model, microbatch.index)
+        output = chunk(
+            microbatch.tokens,
+            microbatch.position_ids,
+            None,
+            labels=microbatch.targets,
+            # Megatron hands its loss mask to the output layer, which needs to know these rows
+            loss_mask=microbatch.rows,
+            packed_seq_params=microbatch.packed,
+            kept=microbatch.kept,
+            teachers=microbatch.teachers,
+        )
+        self.replay.leave(model, microbatch.index, output)
+        return output, partial(self.on_output, microbatch)
+
+
+# --- what ranks tell each other
+
+
+def speaks_for_samples() -> bool:
+    """Say whether this rank, and no other one with the same samples, has the model's output."""
+    is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def reduce_stats(stats: Stats) -> Stats:
+    """Add up over the data-parallel ranks of the last stage; equal on all ranks. Collective."""
+    numbers = None
+    if speaks_for_samples():
+        # numbers and no pickled tensors: 10 ms a step for 100 of these
+        samples = {name: values.tolist() for name, values in stats.samples.items()}
+        numbers = (_to_numbers(stats.means), _to_numbers(stats.maxima), samples)
+    total = Stats()
+    for parts, units in all_gathered((numbers, stats.units)):
+        if parts and units:
+            means, maxima, samples = parts
+            part = Stats(_to_tensors(means), _to_tensors(maxima), _to_tensors(samples), units)
+            total.add(part)
+    return total
+
+
+def _to_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Tensors of one shape as Python numbers, with one copy from the device for all."""
+    if not tensors:
+        return {}
+    values = torch.stack(list(tensors.values())).tolist()
+    return dict(zip(tensors, values, strict=True))
+
+
+def _to_tensors(numbers: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+
+
+def gather_tokens(
+    batch: SampleBatch,
+    prepared: Sequence[PreparedBatch],
+    values: Sequence[Sequence[torch.Tensor]],
+) -> torch.Tensor:
+    """Bring values of policy tokens together: fp32 [n] in the table's order, on every rank.
+
+    values: of each prepared batch and each of its micro-batches, [n of it]. Collective."""
+    flat = torch.zeros(batch.num_tokens)
+    if speaks_for_samples():
+        for part, found in zip(prepared, values, strict=True):
+            for microbatch, tokens in zip(part.microbatches, found, strict=True):
+                index = batch.flat_index(torch.from_numpy(microbatch.table_rows))
+                flat[index] = tokens.cpu()
+    return summed(flat)

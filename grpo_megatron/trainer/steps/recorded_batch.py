@@ -1,0 +1,44 @@
+"""A recorded step as the objective sees it. Imports no Megatron: reports need it too."""
+
+from collections.abc import Mapping
+
+import torch
+
+from grpo_megatron.algorithms.batch import Events, SampleBatch
+from grpo_megatron.algorithms.objective import Objective
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import DataError
+
+
+def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
+    """The recipe's objective with what was learned so far."""
+    own = {d.name: d.objective for d in config.domains if d.objective is not None}
+    return Objective(config.objective, tuple(d.name for d in config.domains), own, state)
+
+
+def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
+    """Rewards and lengths of a recorded step, without token columns."""
+    names = [d.name for d in config.domains]
+    if table.manifest.get("domains", names) != names:
+        raise DataError(
+            f"the step has the domains {table.manifest['domains']}, the recipe {names}",
+            where=str(table.directory),
+        )
+    weights = [{r.component: r.weight for r in d.rewards} for d in config.domains]
+    domains = torch.from_numpy(table.domain).long()
+    batch = SampleBatch(
+        rewards=torch.from_numpy(table.reward),
+        group_ids=torch.from_numpy(table.group).long(),
+        token_counts=torch.from_numpy(table.completion_lengths),
+        domains=domains,
+        sample_ids=torch.arange(len(table)),
+        trained=torch.ones(len(table), dtype=torch.bool),
+        components={name: torch.from_numpy(v) for name, v in table.components.items()},
+        component_weights={
+            name: torch.tensor([w.get(name, 0.0) for w in weights], dtype=torch.float64)[domains]
+            for name in table.components
+        },
+        events=Events(*map(torch.from_numpy, table.steps)) if len(table.steps[0]) else None,
+    )
+    return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)

@@ -1,0 +1,218 @@
+"""What the policy is held against: reference policies, and itself before the step.
+
+References are sets of weights on the host, exchanged with the policy's for a pass: no second model
+exists on the device. Domains may have references of their own."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithms.advantages.pipeline import Advantages
+from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.objective import Objective
+from grpo_megatron.algorithms.stats import Meter, Stats, measure_kl, measure_move
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.checkpoints.distributed import load_model, save_model
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.trainer.megatron.platform import HAS_CUDA
+from grpo_megatron.trainer.megatron.policy import Policy, state_tensors
+from grpo_megatron.trainer.steps import optimizer_step
+from grpo_megatron.trainer.steps.microbatch import MicroBatch
+from grpo_megatron.trainer.steps.recorded_batch import objective_of
+
+START = "start"
+"""The policy as it was when RL began (or at the last refresh)."""
+
+
+class References:
+    """Weights by name. `START` is taken by `take`, the others are read from Hugging Face files."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self._weights: dict[str, list[torch.Tensor]] = {}
+        self._saved: str | None = None  # directory that holds START as it is now
+        self._name_of_domain = {
+            d.name: str(d.reference) if d.reference else START for d in config.domains
+        }
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the objective looks at a reference at all, if only to measure."""
+        if self.config.kind != "rl":
+            return False
+        settings = self.config.objective
+        is_measured = settings.kl != "none" and settings.monitor_share > 0
+        return is_measured or objective_of(self.config, {}).wants_reference
+
+    def take(self, policy: Policy, name: str = START) -> None:
+        """Make the current weights a reference."""
+        copies = []
+        for tensor in state_tensors(policy):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=HAS_CUDA)
+            copies.append(host.copy_(tensor))
+        self._weights[name] = copies
+        if name == START:
+            self._saved = None
+
+    def save(self, policy: Policy, checkpoint: Path) -> str | None:
+        """Write `START` beside `checkpoint` unless it is there; its name for `load`. Collective."""
+        if START in self._weights and self._saved is None:
+            name = f"reference_{checkpoint.name}"
+            with self.exchanged(policy):
+                save_model(checkpoint.with_name(name), policy.chunks)
+            self._saved = name
+        return self._saved
+
+    def load(self, policy: Policy, checkpoint: Path, name: str) -> None:
+        """Read what `save` wrote; the policy is left with these weights. Collective."""
+        load_model(checkpoint.with_name(name), policy.chunks)
+        self.take(policy)
+        self._saved = name
+
+    def read_files(self, policy: Policy, load: Callable[[Path], None]) -> None:
+        """Read the references that are Hugging Face checkpoints; the policy stays as it is."""
+        paths = sorted(set(self._name_of_domain.values()) - {START})
+        if not paths:
+            return
+        self.take(policy, "aside")
+        for path in paths:
+            load(Path(path))
+            self.take(policy, path)
+        self._exchange(policy, "aside")
+        del self._weights["aside"]
+        policy.optimizer.reload_model_params()  # `load` made its fp32 copies the last reference's
+
+    def refresh(self, policy: Policy) -> None:
+        """`reference = ema * reference + (1 - ema) * policy`; without ema, the policy."""
+        self._saved = None
+        ema = self.config.objective.reference_ema
+        if ema is None:
+            self.take(policy)
+            return
+        for kept, tensor in zip(self._weights[START], state_tensors(policy), strict=True):
+            if kept.is_floating_point():
+                kept.lerp_(tensor.to(kept.device), 1 - ema)
+
+    @contextmanager
+    def exchanged(self, policy: Policy, name: str = START) -> Iterator[None]:
+        """The policy computes with the reference's weights inside the block."""
+        self._exchange(policy, name)
+        try:
+            yield
+        finally:
+            self._exchange(policy, name)
+
+    def logprobs(
+        self,
+        policy: Policy,
+        batches: Sequence[optimizer_step.PreparedBatch],
+        objective: Objective,
+        domains: np.ndarray,
+    ) -> list[list[torch.Tensor]]:
+        """Compute log-probs of the policy tokens under each domain's own reference.
+
+        domains: int [N], the domain of every sample of the table. Returns fp32 [n] by batch and
+        micro-batch. Collective."""
+        reference_of = [self._name_of_domain[domain] for domain in objective.domains]
+        found: list[list[torch.Tensor]] = []
+        for name in sorted(set(reference_of)):
+            passes = self._passes_under(policy, batches, name)
+            if not found:
+                found = passes
+                continue
+            uses = np.array([other == name for other in reference_of])
+            for batch, so_far, of_this in zip(batches, found, passes, strict=True):
+                _take_over(batch, so_far, of_this, uses[domains])
+        return found
+
+    def _passes_under(
+        self, policy: Policy, batches: Sequence[optimizer_step.PreparedBatch], name: str
+    ) -> list[list[torch.Tensor]]:
+        """Log-probs under one reference, fp32 [n] by batch and micro-batch."""
+        passes = []
+        with self.exchanged(policy, name):
+            for batch in batches:
+                outputs = optimizer_step.logprob_pass(policy, batch)
+                passes.append([optimizer_step.untruncated(output) for output in outputs])
+        return passes
+
+    def _exchange(self, policy: Policy, name: str) -> None:
+        for tensor, kept in zip(state_tensors(policy), self._weights[name], strict=True):
+            aside = tensor.to(kept.device, copy=True)
+            tensor.copy_(kept)
+            kept.copy_(aside)
+
+
+def _take_over(
+    batch: optimizer_step.PreparedBatch,
+    so_far: list[torch.Tensor],
+    of_this: list[torch.Tensor],
+    uses: np.ndarray,
+) -> None:
+    """Replace values in `so_far` by those of this reference. uses: bool [N], whose it is."""
+    for index, microbatch in enumerate(batch.microbatches):
+        values = of_this[index]
+        if not len(values):  # no output on this pipeline stage
+            continue
+        of_sample = torch.from_numpy(uses[microbatch.table_rows]).to(values.device)
+        of_token = of_sample[microbatch.sample]
+        so_far[index] = torch.where(of_token, values, so_far[index])
+
+
+class Watch:
+    """`objective.monitor_share` of the samples, spread over the step, under the policy before."""
+
+    def __init__(self, config: RunConfig, policy: Policy, table: SampleTable, objective: Objective):
+        count = math.ceil(config.objective.monitor_share * len(table))
+        rows = np.linspace(0, len(table) - 1, count).astype(np.int64)
+        self._policy = policy
+        self._table = table
+        self._objective = objective
+        self._batch = optimizer_step.prepare(config.trainer, table, rows)
+        self._before = self._logprobs()
+
+    def reference(self, references: References) -> Stats:
+        """KL to the reference, for where it weighs nothing: `reference/k1`, `k3`."""
+        [found] = references.logprobs(
+            self._policy, [self._batch], self._objective, self._table.domain
+        )
+        stats = Stats()
+        for _, meter, before, of_reference in self._measured(found):
+            measure_kl(meter, "reference", before, of_reference)
+            stats.add(meter.stats)
+        return optimizer_step.reduce_stats(stats)
+
+    def step(self, batch: SampleBatch, advantages: Advantages) -> Stats:
+        """How far the updates of the step moved the policy: `step/…`."""
+        of_samples = advantages.values
+        if advantages.per_token:
+            of_samples = batch.means(advantages.values)
+        stats = Stats()
+        for microbatch, meter, before, after in self._measured(self._logprobs()):
+            rows = torch.from_numpy(microbatch.table_rows)
+            of_tokens = of_samples[rows].to(after.device)[microbatch.sample]
+            measure_move(meter, "step", after - before, of_tokens)
+            stats.add(meter.stats)
+        return optimizer_step.reduce_stats(stats)
+
+    def _logprobs(self) -> list[torch.Tensor]:
+        outputs = optimizer_step.logprob_pass(self._policy, self._batch)
+        return [optimizer_step.untruncated(output) for output in outputs]
+
+    def _measured(
+        self, found: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[MicroBatch, Meter, torch.Tensor, torch.Tensor]]:
+        """Micro-batches that have an output here, a meter for each, and the log-probs, fp32 [n],
+        of the policy before the step and those in `found`."""
+        for microbatch, before, values in zip(
+            self._batch.microbatches, self._before, found, strict=True
+        ):
+            if len(values):
+                of_samples = torch.from_numpy(self._table.domain[microbatch.table_rows])
+                of_samples = of_samples.to(values.device)
+                meter = Meter(of_samples[microbatch.sample], of_samples, self._objective.domains)
+                yield microbatch, meter, before, values

@@ -1,0 +1,289 @@
+"""Training on recorded rollouts: log-prob passes, advantages, optimizer steps.
+
+Advantages are computed here, from the whole batch on every rank, because some need what only the
+trainer knows (entropies, old and reference log-probs). Every rank gets the same numbers."""
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from grpo_megatron.algorithms import evaluate, ratios
+from grpo_megatron.algorithms.advantages.pipeline import (
+    Advantages,
+    advantages_of,
+    needed_columns,
+    select,
+)
+from grpo_megatron.algorithms.stats import Stats, derived
+from grpo_megatron.algorithms.step_terms import StepTerms, step_terms
+from grpo_megatron.batching.store import SampleTable, read_decisions, write_decisions
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import MismatchError
+from grpo_megatron.trainer.checks import logprob_check
+from grpo_megatron.trainer.megatron.policy import Policy
+from grpo_megatron.trainer.routing.route_source import RouteSource
+from grpo_megatron.trainer.steps import optimizer_step
+from grpo_megatron.trainer.steps.policy_gradient import MaskRecord, PolicyGradientLoss
+from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
+from grpo_megatron.trainer.steps.references import References, Watch
+from grpo_megatron.trainer.train_report import TrainReport, losses_and_norms
+
+
+class Training:
+    """One recorded step while it is trained.
+
+    `state` is `Objective.state` after the step before. With `replayed`, clip and mask decisions
+    follow the recorded ones, which are not written anew. `exact`: these very weights sampled it,
+    so the step proves that the engines have them, if it can."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        references: References,
+        table: SampleTable,
+        state: Mapping[str, float],
+        replayed: bool = False,
+        exact: bool = False,
+    ):
+        self.started = time.perf_counter()
+        self.config = config
+        self.policy = policy
+        self.references = references
+        self.table = table
+        self.exact = exact
+        self.objective = objective_of(config, state)
+        self.needs = needed_columns(self.objective.config, reference=self.objective.wants_reference)
+        self.batch = sample_batch(config, table)
+        self.replayed_masks = _recorded_masks(table) if replayed else None
+        self.recorded_masks: list[MaskRecord] = []
+        self.source = RouteSource(config, policy.replay, table)
+        self.updates = self._plan()
+
+    @property
+    def num_planned_updates(self) -> int:
+        """Optimizer steps of the recorded step, also those without a sample to train."""
+        return int(self.table.update.max(initial=-1)) + 1
+
+    def _plan(self) -> list[optimizer_step.Update]:
+        """Optimizer steps that have samples to train; the others are skipped."""
+        trained = select(self.objective.config, self.batch).numpy()
+        updates = []
+        for number in range(self.num_planned_updates):
+            all_rows = np.flatnonzero(self.table.update == number)
+            rows = all_rows[trained[all_rows]]
+            if self.table.completion_lengths[rows].sum() == 0:
+                continue
+            # advantages may need tokens of samples that have no loss
+            computed = all_rows if self.needs else rows
+            batch = optimizer_step.prepare(self.config.trainer, self.table, computed)
+            routes = self.source.from_store(batch)
+            updates.append(optimizer_step.Update(torch.from_numpy(rows), batch, routes=routes))
+        return updates
+
+    def run(self, first_update: int, num_updates: int) -> TrainReport:
+        """Take all optimizer steps of the batch, which come after `first_update` of the run's
+        `num_updates`. Collective.
+
+        Raises MismatchError where `exact` samples show that an engine computes something else,
+        TrainerError where the loss or a gradient is not finite."""
+        self._run_passes()
+        old_logprobs_s = time.perf_counter() - self.started
+        self.batch = replace(self.batch, tokens=self._token_columns())
+        advantages = advantages_of(self.objective, self.batch)
+        if self.config.objective.shuffle_advantages:
+            advantages = self._shuffled(advantages)
+
+        total = Stats()
+        watch = self._watch()
+        reference_is_only_measured = self.references.wanted and not self.objective.wants_reference
+        if watch and reference_is_only_measured:
+            total.add(watch.reference(self.references))
+
+        rates = []
+        by_update = []
+        for number, update in enumerate(self.updates):
+            rate = self.config.optimizer.rate(first_update + number, num_updates)
+            self.policy.set_learning_rate(rate)
+            stats = self._train(update, self._terms(update, advantages))
+            self._learn(stats)
+            rates.append(rate)
+            by_update.append(stats)
+            total.add(stats)
+
+        self._write_masks()
+        if watch:
+            total.add(watch.step(self.batch, advantages))
+        losses, grad_norms = losses_and_norms(by_update)
+        return TrainReport(
+            metrics=self._metrics(total, advantages, rates),
+            normalisers=total.units,
+            state=dict(self.objective.state),
+            updates=len(self.updates),
+            losses=losses,
+            grad_norms=grad_norms,
+            tokens=sum(update.batch.num_tokens for update in self.updates),
+            old_logprobs_s=old_logprobs_s,
+            train_s=time.perf_counter() - self.started,
+        )
+
+    # --- before the first optimizer step
+
+    def _run_passes(self) -> None:
+        """Old log-probs, unless the first loss pass has them; reference ones, if they weigh."""
+        on_policy = len(self.updates) == 1 and not self.table.manifest["stale"]
+        advantages_need_it = bool(self.needs & {"old_logprobs", "entropies"})
+        if advantages_need_it or self.source.needs_old_pass or not on_policy:
+            for update in self.updates:
+                update.old_routing = self.source.old_pass(update.routes)
+                update.old = optimizer_step.logprob_pass(
+                    self.policy, update.batch, update.old_routing
+                )
+                self.source.finish(update.old_routing, update.batch)
+        if self.objective.wants_reference:
+            batches = [update.batch for update in self.updates]
+            found = self.references.logprobs(
+                self.policy, batches, self.objective, self.table.domain
+            )
+            for update, ref in zip(self.updates, found, strict=True):
+                update.ref = ref
+
+    def _token_columns(self) -> dict[str, torch.Tensor]:
+        """What advantages are computed from: fp32 [n] of the whole batch, equal on all ranks."""
+        columns = {}
+        if "token_ids" in self.needs:
+            columns["token_ids"] = torch.from_numpy(self.table.all_completion_ids()).long()
+        if "old_logprobs" in self.needs:
+            old = [
+                [optimizer_step.untruncated(found) for found in update.old]
+                for update in self.updates
+            ]
+            columns["old_logprobs"] = self._gathered(old)
+        if "entropies" in self.needs:
+            entropies = [[found[1] for found in update.old] for update in self.updates]
+            columns["entropies"] = self._gathered(entropies)
+        if "ref_logprobs" in self.needs:
+            columns["ref_logprobs"] = self._gathered([update.ref for update in self.updates])
+        return columns
+
+    def _gathered(self, values: list[list[torch.Tensor]]) -> torch.Tensor:
+        batches = [update.batch for update in self.updates]
+        return optimizer_step.gather_tokens(self.batch, batches, values)
+
+    def _shuffled(self, advantages: Advantages) -> Advantages:
+        """The negative control: every sample gets another one's advantage."""
+        order = list(range(len(advantages.values)))
+        seed = f"{self.config.seed}/{self.table.manifest.get('step')}"
+        random.Random(seed).shuffle(order)
+        return replace(advantages, values=advantages.values[order])
+
+    def _watch(self) -> Watch | None:
+        if not self.updates or self.config.objective.monitor_share == 0:
+            return None
+        return Watch(self.config, self.policy, self.table, self.objective)
+
+    # --- one optimizer step
+
+    def _terms(self, update: optimizer_step.Update, advantages: Advantages) -> StepTerms:
+        """What is fixed before the first micro-batch."""
+        constant_length = self.config.objective.aggregation_length
+        if constant_length is None:
+            constant_length = self.config.rollout.max_new_tokens
+        terms = step_terms(self.objective, self.batch, advantages, update.rows, constant_length)
+        if self.config.objective.preference_weight > 0:
+            terms = terms.with_margins(self.objective, self._margins(update))
+        return terms
+
+    def _train(self, update: optimizer_step.Update, terms: StepTerms) -> Stats:
+        """Take one optimizer step."""
+        routing = self.source.training_pass(update, terms)
+        sampled_by_these_weights = not self.table.manifest["stale"]
+        loss = PolicyGradientLoss(
+            self.config,
+            self.objective,
+            self.table,
+            update,
+            terms,
+            replayed_masks=self.replayed_masks,
+            compare_engines=self.config.samples_prove and sampled_by_these_weights,
+        )
+        stats = optimizer_step.compute_gradients(self.policy, update.batch, loss, routing)
+        self._require_agreement(stats)
+        stats = optimizer_step.apply_gradients(self.policy, stats)
+        self.recorded_masks += loss.recorded_masks
+        self.source.finish(routing, update.batch)
+        return stats
+
+    def _require_agreement(self, stats: Stats) -> None:
+        """Raise MismatchError, before weights change, where an engine computes something else."""
+        problem = logprob_check.disagreement(self.config, self.table, stats)
+        if problem and self.exact:
+            raise MismatchError(
+                f"in step {self.table.manifest['step']}, {problem}",
+                where="publish.canary_tolerance",
+                remedy=logprob_check.REMEDY,
+            )
+
+    def _margins(self, update: optimizer_step.Update) -> torch.Tensor:
+        """`sum_t log pi_theta - log pi_old` of every sample at the current weights, float64 [N]."""
+        if update.old is None:
+            return torch.zeros(len(self.batch), dtype=torch.float64)
+        routing = self.source.margin_pass(update)
+        now = optimizer_step.logprob_pass(self.policy, update.batch, routing)
+        of_tokens = []
+        for new, old in zip(now, update.old, strict=True):
+            of_tokens.append(ratios.log_ratio(new[0], old[0]))
+        gathered = optimizer_step.gather_tokens(self.batch, [update.batch], [of_tokens])
+        return self.batch.sums(gathered).double()
+
+    def _learn(self, stats: Stats) -> None:
+        """Move what the objective learns: lambda_grpo's exponent, OPSM's thresholds."""
+        state = dict(self.objective.state)
+        if "lambda/gradient" in stats.means:
+            gradient = float(stats.means["lambda/gradient"][0])
+            exponent = self.objective.exponent - self.objective.config.lambda_lr * gradient
+            state["lambda"] = min(max(exponent, -2.0), 2.0)
+        for domain, distances in stats.samples.items():
+            if len(distances):
+                state[f"opsm_delta@{domain}"] = ratios.calibrated_delta(distances)
+        self.objective = replace(self.objective, state=state)
+
+    # --- after the last optimizer step
+
+    def _write_masks(self) -> None:
+        """Keep who was clipped and rejected for a replay; one tensor rank writes."""
+        if not self.recorded_masks or self.replayed_masks is not None:
+            return
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            return
+        write_decisions(
+            self.table.directory,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            self.recorded_masks,
+        )
+
+    def _metrics(
+        self, total: Stats, advantages: Advantages, rates: list[float]
+    ) -> dict[str, float]:
+        metrics = derived(total.result())
+        skipped = self.num_planned_updates - len(self.updates)
+        metrics["batch/skipped_updates"] = float(skipped)
+        metrics.update(evaluate.batch_metrics(self.objective, self.batch, advantages))
+        for name, value in self.objective.state.items():
+            metrics[f"objective/{name}"] = value
+        metrics.update(self.source.metrics())
+        if rates:
+            metrics["optimizer/lr"] = float(np.mean(rates))
+        return metrics
+
+
+def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:
+    """Who was clipped or rejected when the step was first trained, bool [n] by name."""
+    found = read_decisions(table.directory, table.completion_lengths)
+    return {name: torch.from_numpy(flags) for name, flags in found.items()}

@@ -1,0 +1,171 @@
+"""Teachers of a distillation: one after the other in the place of the policy's weights, or what
+the store has of those behind servers.
+
+Beside the student, whose weights wait on the host meanwhile, there is never more than one. From
+its second use on, this rank's part of a teacher is read from a file on the node's own disk."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig, TeacherConfig
+from grpo_megatron.errors import DataError
+from grpo_megatron.trainer.megatron.policy import Policy, state_tensors
+from grpo_megatron.trainer.megatron.policy_model import PolicyModel
+from grpo_megatron.trainer.steps.microbatch import MicroBatch
+from grpo_megatron.trainer.steps.optimizer_step import PreparedBatch, logprob_pass, untruncated
+from grpo_megatron.trainer.vocab_parallel.divergence import (
+    DivergenceSettings,
+    TeacherTokens,
+    likeliest,
+)
+from grpo_megatron.weights.transfer_plan import as_bytes
+
+
+class Teachers:
+    """`load(path)` reads a checkpoint into the policy's model."""
+
+    def __init__(self, config: RunConfig, load: Callable[[Path], None]):
+        self.config = config
+        self.settings = config.distillation
+        self._load = load
+        self._files: dict[Path, np.memmap] = {}
+
+    def look_at(
+        self, policy: Policy, batch: PreparedBatch, table: SampleTable, rows: np.ndarray
+    ) -> None:
+        """Put into every micro-batch of the update that trains `rows` what the teachers of its
+        samples' domains think of its tokens. The policy is as before afterwards. Collective."""
+        students: list[torch.Tensor] | None = None
+        for number, teacher in enumerate(self.settings.teachers):
+            taught = np.isin(table.domain, self._domains_of(teacher))
+            if teacher.url:
+                self._recall(policy.models[-1], batch, table, number, taught)
+            elif taught[rows].any():  # the same answer on every rank
+                if students is None:
+                    students = [t.to("cpu", copy=True) for t in state_tensors(policy)]
+                self._put_in_place(policy, teacher.path)
+                self._ask(policy, batch, teacher, taught)
+        if students is not None:
+            _fill(policy, students)
+
+    def _domains_of(self, teacher: TeacherConfig) -> list[int]:
+        """Numbers of the domains that it teaches; without a list of its own, all."""
+        names = [domain.name for domain in self.config.domains]
+        wanted = teacher.domains or names
+        return [number for number, name in enumerate(names) if name in wanted]
+
+    def _put_in_place(self, policy: Policy, path: Path) -> None:
+        tensors = state_tensors(policy)
+        if path not in self._files:
+            self._load(path)
+            with tempfile.TemporaryFile() as file:
+                for tensor in tensors:
+                    file.write(as_bytes(tensor.cpu().contiguous()))
+                file.flush()
+                self._files[path] = np.memmap(file, np.uint8, "r+")
+            return
+        parts = torch.from_numpy(self._files[path]).split([t.nbytes for t in tensors])
+        weights = []
+        for tensor, part in zip(tensors, parts, strict=True):
+            # a part of the file is not aligned for its dtype; a copy is
+            weights.append(part.clone().view(tensor.dtype).view(tensor.shape))
+        _fill(policy, weights)
+
+    def _kl(self, model: PolicyModel) -> DivergenceSettings:
+        return DivergenceSettings(
+            model.real_vocab_size,
+            self.settings.temperature or self.config.rollout.temperature,
+            model.logprob_chunk_tokens,
+            self.settings.forward_weight,
+        )
+
+    def _recall(
+        self,
+        model: PolicyModel,
+        batch: PreparedBatch,
+        table: SampleTable,
+        number: int,
+        taught: np.ndarray,
+    ) -> None:
+        """What a served teacher answered, from the store."""
+        starts = np.cumsum([0, *np.where(taught, table.completion_lengths, 0)])
+        if len(table.taught.get(f"{number}/ids", ())) != starts[-1]:
+            raise DataError(
+                f"the step has no answers of teacher {number} for its domains",
+                where=str(table.directory),
+                remedy="delete it; it is sampled anew",
+            )
+        if not model.post_process:
+            return
+        all_ids = table.taught[f"{number}/ids"]
+        all_logprobs = table.taught[f"{number}/logprobs"]
+        for microbatch in batch.microbatches:
+            index = _token_index(microbatch, starts)
+            ids = torch.from_numpy(all_ids[index])
+            logprobs = torch.from_numpy(all_logprobs[index])
+            # of a larger vocabulary the ids that the student lacks belong to the tail
+            known = ids < model.real_vocab_size
+            tail = 1 - torch.where(known, logprobs.double().exp(), 0).sum(-1)
+            device = microbatch.tokens.device
+            answers = TeacherTokens(
+                _rows(microbatch, taught),
+                self.settings.teachers[number].weight,
+                self._kl(model),
+                ids=torch.where(known, ids.long(), -1).to(device),
+                logprobs=logprobs.to(device),
+                tail=tail.clamp(min=1e-7).log().float().to(device),
+            )
+            microbatch.teachers.append(answers)
+
+    def _ask(
+        self, policy: Policy, batch: PreparedBatch, teacher: TeacherConfig, taught: np.ndarray
+    ) -> None:
+        """What the teacher whose weights are in place computes of the taught tokens."""
+        mode = self.settings.mode
+        model = policy.models[-1]
+        model.answers_states = mode != "sampled"
+        found = logprob_pass(policy, batch)
+        model.answers_states = False
+        if not model.post_process:
+            return
+        head = model.output_weight().detach().clone()
+        group = parallel_state.get_tensor_model_parallel_group()
+        kl = self._kl(model)
+        for microbatch, output in zip(batch.microbatches, found, strict=True):
+            rows = _rows(microbatch, taught)
+            answers = TeacherTokens(rows, teacher.weight, kl)
+            if mode == "sampled":
+                answers = replace(answers, logprobs=untruncated(output)[rows])
+            else:
+                states = output.to(head.dtype)[rows]
+                if mode == "full":
+                    answers = replace(answers, hidden=states, head=head)
+                else:
+                    top_k = self.settings.top_k
+                    ids, logprobs, tail = likeliest(states, head, top_k, group, kl)
+                    answers = replace(answers, ids=ids, logprobs=logprobs, tail=tail)
+            microbatch.teachers.append(answers)
+
+
+def _token_index(microbatch: MicroBatch, starts: np.ndarray) -> np.ndarray:
+    """Where the micro-batch's tokens are in the columns of a teacher, int64 [n]. starts: [N+1]."""
+    index = [np.arange(starts[row], starts[row + 1]) for row in microbatch.table_rows]
+    return np.concatenate(index) if index else np.empty(0, np.int64)
+
+
+def _rows(microbatch: MicroBatch, taught: np.ndarray) -> torch.Tensor:
+    """Policy tokens whose samples are taught, of bool [N]; int64 [m]."""
+    of_samples = torch.from_numpy(taught[microbatch.table_rows]).to(microbatch.sample.device)
+    return of_samples[microbatch.sample].nonzero()[:, 0]
+
+
+def _fill(policy: Policy, tensors: list[torch.Tensor]) -> None:
+    for tensor, value in zip(state_tensors(policy), tensors, strict=True):
+        tensor.copy_(value)

@@ -1,0 +1,132 @@
+"""Training whose loss is a mean over tokens without rewards: supervised, and distillation.
+
+Distillation (MiniLLM, arXiv:2306.08543; on-policy: GKD, arXiv:2306.13649; several teachers, one for
+each domain: DeepSeek-V4) goes by the student's own samples or by a fixed data set. `sampled` is the
+policy gradient with `log q - log p` of the sampled tokens as advantages, weighed by IcePop."""
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithms.stats import Meter, Stats
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.trainer import OptimizerConfig
+from grpo_megatron.errors import TrainerError
+from grpo_megatron.trainer.megatron.policy import Policy
+from grpo_megatron.trainer.routing.route_source import RouteSource
+from grpo_megatron.trainer.steps.microbatch import MicroBatch
+from grpo_megatron.trainer.steps.optimizer_step import Update, prepare, train_step
+from grpo_megatron.trainer.steps.teachers import Teachers
+from grpo_megatron.trainer.train_report import TrainReport, losses_and_norms
+
+
+class TokenLoss:
+    """A `LossFunction` in which every completion token has the weight `weight`.
+
+    Without teachers it is the negative log-likelihood, else the divergence from them."""
+
+    def __init__(self, config: RunConfig, table: SampleTable, weight: float, *, distils: bool):
+        self.config = config
+        self.table = table
+        self.weight = weight
+        self.distils = distils
+        self.domains = [domain.name for domain in config.domains]
+
+    def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        """Return the micro-batch's loss and metrics. output: fp32 [2 to 4, n]."""
+        if not self.distils:
+            return self._likelihood_loss(output)
+        domain = torch.from_numpy(self.table.domain[microbatch.table_rows]).to(output.device)
+        meter = Meter(domain[microbatch.sample], domain, self.domains)
+        loss = _distillation_loss(self.config, microbatch, output, self.weight, meter)
+        return loss, meter.stats
+
+    def _likelihood_loss(self, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        stats = Stats()
+        total_nll = -output[0].sum()
+        stats.mean("loss/nll", total_nll, float(output.size(1)))
+        return self.weight * total_nll, stats
+
+
+def train_tokens(
+    config: RunConfig,
+    policy: Policy,
+    table: SampleTable,
+    optimizer: OptimizerConfig,
+    first_update: int,
+    num_updates: int,
+    teachers: Teachers | None = None,
+) -> TrainReport:
+    """Take one optimizer step for each update of `table`; all completion tokens weigh the same.
+
+    Without `teachers` the loss is the negative log-likelihood. Collective."""
+    total = Stats()
+    by_update = []
+    num_tokens = 0
+    source = RouteSource(config, policy.replay, table)
+    for number in range(int(table.update.max(initial=-1)) + 1):
+        rows = np.flatnonzero(table.update == number)
+        batch = prepare(config.trainer, table, rows)
+        if teachers is not None:
+            teachers.look_at(policy, batch, table, rows)
+        routes = source.from_store(batch) if table.route_shapes else None
+        update = Update(torch.from_numpy(rows), batch, routes=routes)
+        num_completion_tokens = int(table.completion_lengths[rows].sum())
+        weight = 1.0 / max(num_completion_tokens, 1)
+        loss = TokenLoss(config, table, weight, distils=teachers is not None)
+        rate = optimizer.rate(first_update + number, num_updates)
+        policy.set_learning_rate(rate)
+        stats = train_step(policy, batch, loss, source.margin_pass(update))
+        by_update.append(stats)
+        total.add(stats)
+        num_tokens += batch.num_tokens
+    losses, grad_norms = losses_and_norms(by_update)
+    return TrainReport(
+        metrics={**total.result(), **source.metrics(), "optimizer/lr": rate},
+        normalisers=total.units,
+        state={},
+        updates=len(by_update),
+        losses=losses,
+        grad_norms=grad_norms,
+        tokens=num_tokens,
+        old_logprobs_s=0.0,
+    )
+
+
+def _distillation_loss(
+    config: RunConfig,
+    microbatch: MicroBatch,
+    output: torch.Tensor,
+    weight: float,
+    meter: Meter,
+) -> torch.Tensor:
+    if not microbatch.teachers:  # the last row of the output would be another quantity
+        raise TrainerError("these samples have no teacher", where="distillation.teachers")
+    logprobs, entropies = output[:2].unbind(0)
+    difference = logprobs.detach() - microbatch.rollout_logprobs
+    is_known = torch.isfinite(difference)
+    meter.mean("policy/entropy", entropies)
+    if config.distillation.samples == "policy":
+        meter.mean("mismatch/abs_mean", difference.abs(), where=is_known)
+    if config.distillation.mode != "sampled":
+        divergences = output[-1]
+        meter.mean("distillation/kl", divergences)
+        return weight * divergences.sum()
+    advantages = _teacher_advantages(microbatch, logprobs.detach())
+    ratio = difference.exp()
+    inside = ratio >= config.objective.mismatch_min
+    inside &= ratio <= config.objective.mismatch_max
+    inside &= is_known
+    meter.mean("distillation/kl", -advantages)
+    meter.mean("mismatch/rejected", (~inside).float())
+    weighed = torch.where(inside, ratio * advantages, 0.0)
+    return -weight * (weighed * logprobs).sum()
+
+
+def _teacher_advantages(microbatch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+    """`log q - log p` of the sampled tokens, over teachers by weight. logprobs: [n]."""
+    advantages = torch.zeros_like(logprobs)
+    for teacher in microbatch.teachers:
+        gain = teacher.logprobs - logprobs[teacher.rows]
+        advantages.index_add_(0, teacher.rows, teacher.weight * gain)
+    return advantages

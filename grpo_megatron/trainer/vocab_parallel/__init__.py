@@ -1,0 +1,1 @@
+"""Quantities of whole vocabularies, which tensor ranks hold in parts."""
