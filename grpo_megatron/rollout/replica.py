@@ -3,6 +3,7 @@
 Chooses a port on the node where it was started, publishes the address, becomes the server. With
 tensor parallelism over several nodes it is started once on each of them; the first serves."""
 
+import json
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError
 from grpo_megatron.network import LOOPBACK, Endpoint, bind_gloo, own_address, wait_for_endpoint
+from grpo_megatron.plan.hf_config import engine_overrides
 from grpo_megatron.plan.layout_rules import is_cpu_engine
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
@@ -86,7 +88,16 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
     for name in (name for name, holds in conditions.items() if holds):
         argv += [word.format(**values) for word in tables[name].pop("arguments", ())]
         environment |= {key: text.format(**values) for key, text in tables[name].items()}
-    return [*argv, *rollout.engine_arguments], environment
+    return [*argv, *_overrides(Path(model_path)), *rollout.engine_arguments], environment
+
+
+def _overrides(model: Path) -> list[str]:
+    """`--hf-overrides` of a checkpoint directory, where its config.json is not enough for vLLM."""
+    file = model / "config.json"
+    if not file.exists():
+        return []  # vLLM says so better
+    overrides = engine_overrides(json.loads(file.read_text("utf-8")))
+    return ["--hf-overrides", json.dumps(overrides)] if overrides else []
 
 
 def num_threads(config: RunConfig) -> int:
