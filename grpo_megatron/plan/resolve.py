@@ -10,7 +10,11 @@ from grpo_megatron.config.problems import Conditions, Details, Violation, broken
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, DataError
 from grpo_megatron.plan.layout import Case, check_layout
+from grpo_megatron.plan.layout_rules import is_cpu_engine
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
+
+# vLLM 0.32.0, v1/attention/backends/cpu_attn.py; with another the first request ends the engine
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
@@ -61,7 +65,15 @@ def _routing_without_experts(c: RunConfig, facts: ModelFacts) -> list[Details]:
             if getattr(c.routing, field) != value and not facts.is_moe]
 
 
+def _cpu_head_size(c: RunConfig, facts: ModelFacts) -> Details | None:
+    """Latent attention takes any size: `rollout.plugin.cpu_latent_attention`."""
+    if not is_cpu_engine() or facts.is_mla or facts.head_dim in _CPU_HEAD_SIZES:
+        return None
+    return {"sizes": ", ".join(map(str, _CPU_HEAD_SIZES))}
+
+
 _RULES: Conditions = {
+    "cpu_head_size": _cpu_head_size,
     "num_replicas": lambda c, facts: c.rollout.num_replicas > c.batch.num_prompts and {
         "idle": c.rollout.num_replicas - c.batch.num_prompts},
     "routing_experts": _routing_without_experts, "model_mismatch": _other_model}

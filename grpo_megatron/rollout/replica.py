@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron import assets
 from grpo_megatron.config.loader import read_resolved
@@ -72,6 +73,7 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
     `engine.toml`. Unseeded requests of each replica have random numbers of their own. vLLM's
     control routes have no authentication: `host` is loopback, or in a network of this job only."""
     rollout, on_cpu = config.rollout, is_cpu_engine()
+    hf = _hf_config(Path(model_path))
     loopback = host in (LOOPBACK, "::1", "localhost")
     values = {**rollout.model_dump(), "model": model_path, "host": host, "port": port,
         "seed": derive_seed(config.seed, "engine", replica), "num_threads": num_threads(config),
@@ -79,6 +81,7 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
         "kv_cache_bytes": int(rollout.kv_cache_gib * (1 << 30))}
     conditions = {"always": True, "routes": config.records_routes, "cpu": on_cpu,
                   "cpu_one_worker": on_cpu and rollout.tensor_parallel_size == 1,
+                  "cpu_latent": on_cpu and hf.get("kv_lora_rank") is not None,
                   "cpu_deterministic": on_cpu and rollout.deterministic,
                   "gpu_deterministic": rollout.deterministic and not on_cpu,
                   "gpu_colocated": config.placement.mode == "colocated" and not on_cpu,
@@ -88,16 +91,16 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
     for name in (name for name, holds in conditions.items() if holds):
         argv += [word.format(**values) for word in tables[name].pop("arguments", ())]
         environment |= {key: text.format(**values) for key, text in tables[name].items()}
-    return [*argv, *_overrides(Path(model_path)), *rollout.engine_arguments], environment
+    overrides = engine_overrides(hf) if hf else {}
+    if overrides:
+        argv += ["--hf-overrides", json.dumps(overrides)]
+    return [*argv, *rollout.engine_arguments], environment
 
 
-def _overrides(model: Path) -> list[str]:
-    """`--hf-overrides` of a checkpoint directory, where its config.json is not enough for vLLM."""
+def _hf_config(model: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory; empty where there is none: vLLM says so better."""
     file = model / "config.json"
-    if not file.exists():
-        return []  # vLLM says so better
-    overrides = engine_overrides(json.loads(file.read_text("utf-8")))
-    return ["--hf-overrides", json.dumps(overrides)] if overrides else []
+    return json.loads(file.read_text("utf-8")) if file.exists() else {}
 
 
 def num_threads(config: RunConfig) -> int:

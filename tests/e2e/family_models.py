@@ -47,7 +47,8 @@ def settings_of(name: str) -> dict:
     return hf
 
 
-def write_checkpoint(directory: Path, name: str, *, config_of_transformers: bool) -> None:
+def write_checkpoint(directory: Path, name: str, *, config_of_transformers: bool,
+                     seed: int = 0) -> None:
     """Random weights, norms and selection biases, a tokenizer, and config.json: ours, or as
     transformers saves it."""
     import torch
@@ -59,7 +60,7 @@ def write_checkpoint(directory: Path, name: str, *, config_of_transformers: bool
     written = (directory / "config.json").read_text()
     config = _config(json.loads(written))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(len(name))
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         biases = [buffer for key, buffer in model.named_buffers()
                   if "e_score_correction_bias" in key]
@@ -81,15 +82,21 @@ def _config(hf: dict):
     return AutoConfig.for_model(kind, **{k: v for k, v in hf.items() if k != "model_type"})
 
 
-def differences(checkpoint: Path, step: Path) -> np.ndarray:
-    """|engine - transformers| of the log-prob of every token of a recorded step."""
+def reference_model(checkpoint: Path):
+    """transformers' model of a checkpoint, fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 
     config = _config(json.loads((checkpoint / "config.json").read_text()))
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config,
-                                                 dtype=torch.float32).eval()
-    table, found = SampleTable(step), []
+    return AutoModelForCausalLM.from_pretrained(checkpoint, config=config,
+                                                dtype=torch.float32).eval()
+
+
+def differences(checkpoint: Path, step: Path) -> np.ndarray:
+    """|engine - transformers| of the log-prob of every token of a recorded step."""
+    import torch
+
+    model, table, found = reference_model(checkpoint), SampleTable(step), []
     for row in range(len(table)):
         prompt, (completion, logprobs) = table.prompt_ids(row), table.completion(row)
         ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
