@@ -1,8 +1,9 @@
-"""Norms of latent vectors have the epsilon of the published models.
+"""CPU: norms of latent vectors have the epsilon of the published models.
 
 Defect (vLLM 0.32.0, models/deepseek_v2.py, `DeepseekV2MLAAttention` and `DeepseekV2Attention`):
-they take `rms_norm_eps`. DeepSeek's own code and transformers fix it at 1e-6, whatever the
-configuration says, which differs for Moonlight (1e-5)."""
+they take `rms_norm_eps`. transformers, and the trainer without Transformer Engine
+(`trainer.layer_specs.LatentNorm`), fix it at 1e-6, which differs for Moonlight (1e-5). With
+Transformer Engine the trainer takes `rms_norm_eps` too, so a GPU keeps what vLLM does."""
 
 EPSILON = 1e-6
 
