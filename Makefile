@@ -60,7 +60,8 @@ test: lint
 test-learning: setup
 	$(pytest) -m learning $(or_empty)
 
-# Every model family at every layout that it allows (make test runs a selection).
+# Every model family at every layout that it allows (make test runs a selection), and through the
+# real command with the real engine.
 test-families: setup
 	$(pytest) -m families
 

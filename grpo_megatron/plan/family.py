@@ -44,6 +44,8 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fields: Fields
     rope: dict[str, dict[str, Any]]
     megatron: dict[str, Any]
+    engine: dict[str, Any] = {}
+    architecture: str = ""  # vLLM's name of it
     lacks: str = ""  # what Megatron-Core has no layer for; such a family is refused with it
 
 

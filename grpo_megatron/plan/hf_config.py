@@ -48,6 +48,19 @@ def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, An
     return settings
 
 
+def engine_overrides(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of config.json as vLLM must read them to compute what transformers does: those that it
+    asks for and transformers knows without, and no expert groups where the method ignores them.
+    ConfigError as of `model_fields`."""
+    fields, family = model_fields(hf), family_of(hf["model_type"])
+    overrides = dict(family.engine)
+    if not hf.get("architectures"):
+        overrides["architectures"] = [family.architecture]
+    if fields.get("topk_method") == "greedy":
+        overrides |= {"n_group": 1, "topk_group": 1}
+    return overrides
+
+
 def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The same fields under one name each; ConfigError where two names of one field disagree."""
     fields = dict(hf)

@@ -9,8 +9,12 @@ from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, DataError
+from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf, model_facts
+
+# vLLM 0.32.0, v1/attention/backends/cpu_attn.py; with another the first request ends the engine
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def resolve(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
@@ -105,3 +109,16 @@ def checkpoint_is_of_the_preset(config: RunConfig, model: ModelFacts) -> Violati
                 related=("model.preset",),
             )
     return None
+
+
+@MODEL_RULES.rule("cpu_head_size")
+def cpu_engine_knows_the_head_size(config: RunConfig, model: ModelFacts) -> Violation | None:
+    """Latent attention takes any size: `rollout.plugin.cpu_latent_attention`."""
+    if not is_cpu_engine() or model.is_mla or model.head_dim in _CPU_HEAD_SIZES:
+        return None
+    known = ", ".join(map(str, _CPU_HEAD_SIZES))
+    return Violation(
+        "model.path",
+        f"vLLM's CPU build has no attention for heads of {model.head_dim}; it knows {known}",
+        remedy="use another model, or a GPU",
+    )

@@ -3,10 +3,12 @@
 Chooses a port on the node where it was started, publishes the address, becomes the server. With
 tensor parallelism over several nodes it is started once on each of them; the first serves."""
 
+import json
 import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron import assets
 from grpo_megatron.config.loader import read_resolved
@@ -14,6 +16,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError
 from grpo_megatron.network import LOOPBACK, Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.plan.engine_rules import is_cpu_engine
+from grpo_megatron.plan.hf_config import engine_overrides
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 
@@ -70,6 +73,7 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
     `engine.toml`. Unseeded requests of each replica have random numbers of their own. vLLM's
     control routes have no authentication: `host` is loopback, or in a network of this job only."""
     rollout, on_cpu = config.rollout, is_cpu_engine()
+    hf = _hf_config(Path(model_path))
     loopback = host in (LOOPBACK, "::1", "localhost")
     values = {**rollout.model_dump(), "model": model_path, "host": host, "port": port,
         "seed": derive_seed(config.seed, "engine", replica), "num_threads": num_threads(config),
@@ -77,6 +81,7 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
         "kv_cache_bytes": int(rollout.kv_cache_gib * (1 << 30))}
     conditions = {"always": True, "routes": config.records_routes, "cpu": on_cpu,
                   "cpu_one_worker": on_cpu and rollout.tensor_parallel_size == 1,
+                  "cpu_latent": on_cpu and hf.get("kv_lora_rank") is not None,
                   "cpu_deterministic": on_cpu and rollout.deterministic,
                   "gpu_deterministic": rollout.deterministic and not on_cpu,
                   "gpu_colocated": config.placement.mode == "colocated" and not on_cpu,
@@ -86,7 +91,16 @@ def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
     for name in (name for name, holds in conditions.items() if holds):
         argv += [word.format(**values) for word in tables[name].pop("arguments", ())]
         environment |= {key: text.format(**values) for key, text in tables[name].items()}
+    overrides = engine_overrides(hf) if hf else {}
+    if overrides:
+        argv += ["--hf-overrides", json.dumps(overrides)]
     return [*argv, *rollout.engine_arguments], environment
+
+
+def _hf_config(model: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory; empty where there is none: vLLM says so better."""
+    file = model / "config.json"
+    return json.loads(file.read_text("utf-8")) if file.exists() else {}
 
 
 def num_threads(config: RunConfig) -> int:

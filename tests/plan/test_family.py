@@ -8,7 +8,14 @@ import pytest
 
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import family_names, family_of
-from grpo_megatron.plan.hf_config import computation, derived, model_fields, rope_fields, unified
+from grpo_megatron.plan.hf_config import (
+    computation,
+    derived,
+    engine_overrides,
+    model_fields,
+    rope_fields,
+    unified,
+)
 from tests.trainer.families import MODELS
 
 LACKING = ("gpt_oss", "minimax_m2", "qwen3_next")
@@ -136,3 +143,30 @@ def test_what_weights_are_computed_with():
     assert computation(hf) == computation(new)
     for field, value in (("rope_theta", 1e4), ("rms_norm_eps", 0.5)):
         assert computation(hf | {field: value}) != computation(hf)
+
+
+def test_what_the_engine_must_read_otherwise():
+    """transformers 5 saves neither the score function nor the method of DeepSeek-V3's router."""
+    named = {"architectures": ["Any"]}
+    router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    for name in ("deepseek_v3", "moonlight", "kimi_k2"):
+        assert engine_overrides(MODELS[name] | named) == router
+    assert engine_overrides(MODELS["kimi_k2"])["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert engine_overrides(MODELS["qwen3_moe"]) == {"architectures": ["Qwen3MoeForCausalLM"]}
+    assert engine_overrides(MODELS["qwen3_moe"] | named) == {}
+
+
+def test_the_engine_takes_no_groups_of_experts_where_the_method_ignores_them():
+    named = {"architectures": ["Any"]}
+    assert engine_overrides(MODELS["deepseek_v2"] | named) == {}
+    greedy = engine_overrides(MODELS["deepseek_v2_lite"] | named)
+    assert greedy == {"n_group": 1, "topk_group": 1}
+
+
+def test_every_family_that_is_trained_has_an_architecture():
+    for name in family_names():
+        try:
+            family = family_of(name)
+        except ConfigError:
+            continue
+        assert family.architecture.endswith("ForCausalLM")

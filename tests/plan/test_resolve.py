@@ -10,9 +10,11 @@ from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.problems import InvalidConfigError
 from grpo_megatron.plan.resolve import resolve, resolve_run
-from tests.plan.test_model_facts import DENSE
+from tests.e2e.family_models import settings_of
+from tests.plan.test_model_facts import DENSE as SMALL
 
 DEMO = "demo/gspo-moe-cpu"
+DENSE = SMALL | {"head_dim": 32}
 
 
 def test_layout_problems_carry_origins():
@@ -44,6 +46,19 @@ def test_checkpoint_path(tmp_path):
     with pytest.raises(InvalidConfigError, match="no experts to split"):
         resolve(DEMO, flags)
     assert resolve(DEMO, [*flags, "trainer.expert_parallel_size=1"]).config.model.path == tmp_path
+
+
+def test_heads_for_which_the_cpu_engine_has_no_kernel(tmp_path, monkeypatch):
+    """Latent attention takes any, and so does a GPU."""
+    flags = ["model.preset=null", f"model.path={tmp_path}", "trainer.expert_parallel_size=1"]
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"head_dim": 48}))
+    with pytest.raises(InvalidConfigError, match=r"no attention for heads of 48; it knows 32, 64"):
+        resolve(DEMO, flags)
+    monkeypatch.setattr("grpo_megatron.plan.resolve.is_cpu_engine", lambda: False)
+    assert resolve(DEMO, flags).config.model.path == tmp_path
+    monkeypatch.undo()
+    (tmp_path / "config.json").write_text(json.dumps(settings_of("moonlight")))
+    assert resolve(DEMO, flags).config.model.path == tmp_path
 
 
 def test_checkpoint_of_another_model_than_the_preset(tmp_path):

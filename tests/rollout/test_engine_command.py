@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from grpo_megatron.rollout import replica
 from grpo_megatron.rollout.seeds import derive_seed
+from tests.e2e.family_models import settings_of
 from tests.rollout.engines import make_config
 
 
@@ -89,3 +92,16 @@ def test_seeds_depend_on_every_part():
 
 
 GOLDEN_SEED = 1674585042  # runs resume across versions of this package
+
+
+def test_a_checkpoint_of_latent_attention(monkeypatch, tmp_path):
+    """Its config.json is completed, and its attention does not depend on what the CPU can do."""
+    (tmp_path / "config.json").write_text(json.dumps(settings_of("moonlight")))
+    monkeypatch.setattr(replica, "is_cpu_engine", lambda: True)
+    argv, _ = replica.serve_command(make_config(), str(tmp_path), 0, 8000)
+    overrides = json.loads(argv[argv.index("--hf-overrides") + 1])
+    assert overrides["topk_method"] == "noaux_tc"
+    assert argv[argv.index("--attention-backend") + 1] == "CPU_MLA"
+    monkeypatch.setattr(replica, "is_cpu_engine", lambda: False)
+    argv, _ = replica.serve_command(make_config(), str(tmp_path), 0, 8000)
+    assert "--attention-backend" not in argv and "--hf-overrides" in argv

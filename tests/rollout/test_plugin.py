@@ -15,8 +15,12 @@ import torch
 from grpo_megatron.errors import SetupError
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.rollout.plugin import (
+    cpu_eager_layers,
     cpu_fork_start,
+    cpu_latent_attention,
+    cpu_latent_norm,
     cpu_moe_update,
+    cpu_rotary_embedding,
     cpu_routed_experts,
     engine_orphans,
     require_supported_vllm,
@@ -129,3 +133,109 @@ def test_upstream_cpu_platform_spawns(restore, monkeypatch):
     cpu_fork_start.apply()
     CpuPlatform.check_and_update_config(None)
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+
+
+@pytest.fixture
+def vllm_config():
+    """Layers choose their CPU kernels, as in an eager engine."""
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
+    with set_current_vllm_config(config):
+        yield config
+
+
+def _rotation_error() -> float:
+    """Of slices with a dimension for heads, as latent attention hands them over."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotary = RotaryEmbedding(8, 8, 64, 10000.0, is_neox_style=False, dtype=torch.float32)
+    positions = torch.arange(6)
+    query, key = torch.randn(6, 4, 20)[..., 12:], torch.randn(6, 24)[:, 16:].unsqueeze(1)
+    expected = rotary.forward_native(positions, query.contiguous(), key.contiguous())
+    found = rotary.forward_cpu(positions, query, key)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def test_upstream_heads_of_latent_attention_are_not_rotated(restore, vllm_config):
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    restore(RotaryEmbedding, "forward_cpu")
+    assert _rotation_error() > 0.1
+    cpu_rotary_embedding.apply()
+    assert _rotation_error() < 1e-6
+
+
+def test_upstream_latent_sizes_are_refused(restore):
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    restore(MLACommonBackend, "get_supported_head_sizes")
+    restore(CPUMLAImpl, "forward_mqa")
+    assert not MLACommonBackend.supports_head_size(24)
+    cpu_latent_attention._allow_other_sizes()
+    assert MLACommonBackend.supports_head_size(24) and MLACommonBackend.supports_head_size(576)
+
+
+def test_upstream_prefix_caching_is_off_with_latent_attention(restore, monkeypatch):
+    from vllm.platforms.cpu import CpuPlatform
+
+    restore(CpuPlatform, "check_and_update_config")
+    assert "forcing chunked" in " ".join(
+        text for text in CpuPlatform.check_and_update_config.__func__.__code__.co_consts
+        if isinstance(text, str))
+
+    def switches_off(cls, config) -> None:
+        config.cache_config.enable_prefix_caching = False
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(switches_off))
+    cpu_latent_attention._keep_prefix_caching()
+    for wanted in (True, False):
+        config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=wanted))
+        CpuPlatform.check_and_update_config(config)
+        assert config.cache_config.enable_prefix_caching is wanted
+
+
+def test_decoding_from_latent_vectors(vllm_config):
+    """The size that vLLM's kernel knows: the same, over several blocks in any order."""
+    from vllm import _custom_ops as ops
+
+    torch.manual_seed(0)
+    queries, cache = torch.randn(3, 4, 576), torch.randn(8, 16, 576)
+    block_table = torch.tensor([[5, 0, 2], [1, 7, 0], [3, 0, 0]], dtype=torch.int32)
+    lengths = torch.tensor([40, 17, 1], dtype=torch.int32)
+    expected = torch.zeros(3, 4, 512)
+    ops.mla_decode_kvcache_cpu(expected, queries, cache, 0.05, block_table, lengths)
+    found = cpu_latent_attention.decode_latent(queries, cache, block_table, lengths, 512, 0.05)
+    assert float((found - expected).abs().max()) < 1e-5
+
+
+def test_upstream_latent_norms_take_the_epsilon_of_the_configuration(restore, monkeypatch):
+    from vllm.model_executor.models import deepseek_v2
+
+    def init(self):
+        self.q_lora_rank = 8
+        self.q_a_layernorm = SimpleNamespace(variance_epsilon=1e-5)
+        self.kv_a_layernorm = SimpleNamespace(variance_epsilon=1e-5)
+
+    for cls in (deepseek_v2.DeepseekV2MLAAttention, deepseek_v2.DeepseekV2Attention):
+        assert "rms_norm_eps" in cls.__init__.__code__.co_names
+        monkeypatch.setattr(cls, "__init__", init)
+    cpu_latent_norm.apply()
+    for cls in (deepseek_v2.DeepseekV2MLAAttention, deepseek_v2.DeepseekV2Attention):
+        layer = cls()
+        assert layer.q_a_layernorm.variance_epsilon == 1e-6
+        assert layer.kv_a_layernorm.variance_epsilon == 1e-6
+
+
+def test_norms_of_sizes_that_the_kernel_does_not_take(monkeypatch, vllm_config):
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    monkeypatch.setattr(RMSNorm, "forward_cpu", RMSNorm.forward_cpu)  # inherited: removed again
+    cpu_eager_layers._norm_by_kernel()
+    for size in (16, 20, 13):
+        norm, x = RMSNorm(size), torch.randn(5, size)
+        expected = torch.nn.functional.rms_norm(x, (size,), norm.weight, norm.variance_epsilon)
+        assert float((norm.forward_cpu(x) - expected).detach().abs().max()) < 1e-6

@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+_NORM_MULTIPLE = 8  # elements in a vector of the kernel; a latent may have any number
+
 
 def apply() -> None:
     _norm_by_kernel()
@@ -21,7 +23,8 @@ def _norm_by_kernel() -> None:
     def forward_cpu(self, x, residual=None):
         weight = self.weight.data
         if (type(self) is not RMSNorm or not self.has_weight or weight.dtype != x.dtype
-                or self.variance_size_override is not None):
+                or self.variance_size_override is not None
+                or x.size(-1) % _NORM_MULTIPLE):
             return self.forward_native(x, residual)
         if residual is None:
             x = x.contiguous()  # the kernel takes no strides
