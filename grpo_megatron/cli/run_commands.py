@@ -25,6 +25,7 @@ Recipe = Annotated[str, typer.Argument(help=HELP["recipe"])]
 Run = Annotated[Path, typer.Argument(help=HELP["run"])]
 RecordedStep = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=HELP["recorded-step"])]
 Site = Annotated[str, typer.Option(help=HELP["site"])]
+SkipRewardCheck = Annotated[bool, flag("skip-reward-check")]
 InJob = Annotated[bool, flag("in-job")]
 
 
@@ -60,9 +61,11 @@ def resume(run: Run, overrides: Overrides = None, in_job: InJob = False,
 
 def submit(recipe: Recipe, site: Site, overrides: Overrides = None,
            dry_run: Annotated[bool, flag("dry-run")] = False,
-           after: Annotated[str, flag("after")] = "") -> None:
+           after: Annotated[str, flag("after")] = "",
+           skip_reward_check: SkipRewardCheck = False) -> None:
     """Submit a recipe as a Slurm job. Prints the job's id."""
     from grpo_megatron.launch import slurm
+    from grpo_megatron.launch.bindings import refuse_unbound_rewards
     from grpo_megatron.plan.resolve import refuse_missing, resolve
 
     resolved = resolve(recipe, overrides or [])
@@ -70,8 +73,18 @@ def submit(recipe: Recipe, site: Site, overrides: Overrides = None,
         typer.echo(slurm.render(resolved, site))
         return
     refuse_missing(resolved.config, coming=bool(after))
+    if skip_reward_check:
+        warn_unchecked_rewards()
+    else:
+        refuse_unbound_rewards(resolved.config)
     typer.echo(slurm.submit(resolved, site, [after] if after else []))
     typer.echo(f"submitted; grpo-megatron logs -f {resolved.run_path}", err=True)
+
+
+def warn_unchecked_rewards() -> None:
+    """Say on stderr what `--skip-reward-check` leaves to the job."""
+    typer.echo("warning: rewards are not checked here; one that cannot be imported or called "
+               "ends the job with exit code 10 when its controller starts", err=True)
 
 
 def status(runs: Annotated[list[Path] | None, typer.Argument(

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from grpo_megatron.cli.inspect_commands import print_table
-from grpo_megatron.cli.run_commands import HELP, Site, flag
+from grpo_megatron.cli.run_commands import HELP, Site, SkipRewardCheck, flag, warn_unchecked_rewards
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import ConfigError
 
@@ -32,12 +32,14 @@ def run(graph: Graph, only: Annotated[str | None, flag("only")] = None,
 
 
 @app.command()
-def submit(graph: Graph, site: Site) -> None:
+def submit(graph: Graph, site: Site, skip_reward_check: SkipRewardCheck = False) -> None:
     """Submit every stage that is not done as a Slurm job after those that it builds on."""
     from grpo_megatron.stages.graph import load_graph
     from grpo_megatron.stages.runner import submit_graph
 
-    submit_graph(load_graph(graph), site, typer.echo)
+    if skip_reward_check:
+        warn_unchecked_rewards()
+    submit_graph(load_graph(graph), site, typer.echo, check_rewards=not skip_reward_check)
 
 
 @app.command()

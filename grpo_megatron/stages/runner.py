@@ -10,9 +10,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
-from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, ConfigError, GateError, GrpoMegatronError
+from grpo_megatron.errors import (
+    INTERRUPTED_EXIT_CODE,
+    ConfigError,
+    GateError,
+    GrpoMegatronError,
+    RewardError,
+)
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import slurm
+from grpo_megatron.launch.bindings import refuse_unbound_rewards
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.stages.graph import Graph
@@ -78,11 +85,15 @@ def _merge(graph: Graph, name: str) -> int:
     return GateError.exit_code if Records(graph).closed_gates(name) else 0
 
 
-def submit_graph(graph: Graph, site: str, say: Callable[[str], object]) -> dict[str, str]:
+def submit_graph(graph: Graph, site: str, say: Callable[[str], object], *,
+                 check_rewards: bool = False) -> dict[str, str]:
     """One job a stage that is not done, after its parents' jobs; returns job ids by stage. Jobs of
-    stages that build on a failed one are cancelled by Slurm. Errors as by `slurm.submit`."""
+    stages that build on a failed one are cancelled by Slurm. Errors as by `slurm.submit`;
+    RewardError, before any job, where `check_rewards` and a stage's rewards cannot be called."""
     records, jobs, closed = Records(graph), {}, set()
     slurm.render_job(graph.root, site, (1, 0, 0))  # a wrong site must not cost earlier results
+    if check_rewards:
+        _refuse_unbound_rewards(graph, records)
     with run_lock(records.directory):
         for name in graph.order:
             state, parents = records.state(name), graph.table.stages[name].parents
@@ -104,6 +115,17 @@ def submit_graph(graph: Graph, site: str, say: Callable[[str], object]) -> dict[
                 raise
             say(f"{name}: job {jobs[name]}" + (f" after {', '.join(after)}" if after else ""))
     return jobs
+
+
+def _refuse_unbound_rewards(graph: Graph, records: Records) -> None:
+    for name in graph.order:
+        has_rewards = graph.table.stages[name].recipe is not None
+        if has_rewards and records.state(name) is not State.DONE:
+            try:
+                refuse_unbound_rewards(graph.resolve(name).config)
+            except RewardError as error:
+                error.where = f"stage {name}, {error.where}"
+                raise
 
 
 def _submit(graph: Graph, records: Records, name: str, site: str, after: list[str]) -> str:

@@ -1,0 +1,61 @@
+"""What shipped recipes name in Python exists, fits, and is asked for by their templates."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_megatron import assets
+from grpo_megatron.config.templates import PromptTemplate
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rewards.pool import components_of
+from grpo_megatron.stages.graph import load_graph
+
+RECIPES = assets.names(assets.root() / "recipes")
+GRAPHS = assets.names(assets.root() / "recipes" / "graphs")
+
+
+class AnyMetadata(dict):
+    """Has every key, as a row of a data set that fits the template would."""
+
+    def __missing__(self, key):
+        return f"value of {key}"
+
+
+def tags_scored(reward):
+    """Tags without which this reward cannot be earned."""
+    arguments = reward.arguments
+    tags = {arguments["answer_tag"]} if arguments.get("answer_tag") else set()
+    if reward.component == "format_tags":
+        tags |= {arguments.get("think_tag", "think"), arguments.get("answer_tag", "answer")}
+    return tags
+
+
+def check_domains(config):
+    for domain in config.domains:
+        assert components_of(domain)
+        prompt = PromptTemplate(domain.template).render("2 + 2?", AnyMetadata())
+        assert prompt.strip()
+        for reward in domain.rewards:
+            missing = [tag for tag in tags_scored(reward) if f"<{tag}>" not in prompt]
+            assert not missing, f"{domain.name}: {reward.component} scores {missing}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rewards_of_a_recipe_bind_and_its_templates_ask_for_the_tags_that_are_scored(name):
+    check_domains(resolve(name).config)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_rewards_of_every_stage_bind_and_templates_ask_for_the_tags_that_are_scored(name):
+    graph = load_graph(name)
+    for stage in graph.order:
+        if graph.table.stages[stage].recipe is not None:
+            check_domains(graph.resolve(stage).config)
+
+
+@pytest.mark.parametrize("name", ["dense/qwen3-8b", "dense/qwen3-32b"])
+def test_the_overlong_penalty_of_dapo_ends_at_the_length_budget(name):
+    config = resolve(name).config
+    [domain] = config.domains
+    [overlong] = [r for r in domain.rewards if r.component == "soft_overlong"]
+    assert overlong.arguments["max_tokens"] == config.max_new_tokens_of(domain.name)

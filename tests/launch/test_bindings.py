@@ -1,0 +1,82 @@
+"""Rewards are bound before a job is queued."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo_megatron.cli.main import main
+from grpo_megatron.launch import slurm
+
+RECIPE = "demo/gspo-moe-cpu"
+REWARD = "domains.0.rewards.0.function="
+GRAPH = """
+name = "one-stage"
+[stages.only]
+recipe = "demo/gspo-moe-cpu"
+settings = ["domains.0.rewards.0.function=not_here:reward"]
+"""
+
+
+@pytest.fixture
+def queued(tmp_path, monkeypatch):
+    """Names of runs that would have been queued."""
+    names = []
+
+    def submit(resolved, site, after):
+        names.append(resolved.config.name)
+        return "7"
+
+    monkeypatch.setattr(slurm, "submit", submit)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("VENV", "PARTITION"):
+        monkeypatch.setenv(name, "x")
+    return names
+
+
+def submit(reward, *flags):
+    return main(["submit", RECIPE, "--site", "bare", f"{REWARD}{reward}", *flags])
+
+
+@pytest.mark.parametrize(("reward", "words"), [
+    ("not_here:reward", "no module 'not_here'"),
+    ("grpo_megatron.rewards.functions:exact_mach", "did you mean 'exact_match'"),
+    ("grpo_megatron.rewards.functions:soft_overlong", "missing a required"),
+])
+def test_a_reward_that_cannot_be_called_is_not_queued(queued, capsys, reward, words):
+    assert submit(reward) == 10
+    said = capsys.readouterr().err
+    assert words in said
+    assert "--skip-reward-check" in said
+    assert queued == []
+
+
+def test_a_reward_that_only_the_cluster_has_is_queued_with_a_warning(queued, capsys):
+    assert submit("not_here:reward", "--skip-reward-check") == 0
+    assert "warning: rewards are not checked" in capsys.readouterr().err
+    assert len(queued) == 1
+
+
+def test_a_reward_in_the_current_directory_is_queued(queued, tmp_path):
+    (tmp_path / "reward_beside_recipe.py").write_text("def one(completion, answer): return 1\n")
+    assert submit("reward_beside_recipe:one") == 0
+    assert len(queued) == 1
+
+
+def test_a_graph_whose_stage_has_a_wrong_reward_queues_nothing(queued, tmp_path, capsys):
+    file = tmp_path / "graph.toml"
+    file.write_text(GRAPH)
+    command = ["stages", "submit", str(file), "--site", "bare"]
+    assert main(command) == 10
+    assert "stage only, [[domains]]" in capsys.readouterr().err
+    assert queued == []
+    assert main([*command, "--skip-reward-check"]) == 0
+    assert len(queued) == 1
+
+
+def test_the_check_does_not_import_torch():
+    program = "import sys, grpo_megatron.launch.bindings; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
