@@ -2,11 +2,9 @@
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -23,52 +21,69 @@ from grpo_megatron.launch.bindings import refuse_unbound_rewards
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.stages.graph import Graph
+from grpo_megatron.stages.interrupts import InterruptForwarder
 from grpo_megatron.stages.records import Records, State
 
 
 def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = None) -> int:
-    """Every stage that is not done, parents first; a failed one stops its descendants only.
-    Returns the exit code of the first that failed. RunLockedError where another process does."""
-    records, failed = Records(graph), {}
-    for number in (signal.SIGINT, signal.SIGTERM):  # also of a shell whose jobs ignore SIGINT
-        signal.signal(number, signal.default_int_handler)
-    with nullcontext() if only else run_lock(records.directory):  # a run's own lock is enough
-        for name in [only] if only else graph.order:
-            state = records.state(name)
-            if state is State.DONE:
-                say(f"{name}: done and unchanged")
-                continue
-            if state is State.WAITING:
-                waits = [p for p in graph.table.stages[name].parents
-                         if records.state(p) is not State.DONE]
-                say(f"{name}: not run, because of {', '.join(waits)}")
-                failed[name] = ConfigError.exit_code
-                continue
-            say(f"{name}: {graph.kind(name)}")
-            code = GateError.exit_code if state is State.GATED else _run_stage(
-                graph, records, name, resume=state is State.PARTIAL)
-            if code == INTERRUPTED_EXIT_CODE:
-                return code
-            if code:
-                failed[name] = code
-                say(f"{name}: failed with exit code {code}"
-                    + "".join(f"; {gate}" for gate in records.closed_gates(name)))
-    return next(iter(failed.values()), 0)
+    """Run every stage that is not done, parents first; a failed one stops its descendants only.
+
+    Returns the exit code of the first that failed. Raises RunLockedError where another process
+    runs the graph."""
+    interrupts = InterruptForwarder()
+    # of a single stage, the run's own lock is enough
+    lock = nullcontext() if only else run_lock(Records(graph).directory)
+    with interrupts.installed(), lock:
+        return _run_stages(graph, [only] if only else graph.order, say, interrupts)
 
 
-def _run_stage(graph: Graph, records: Records, name: str, *, resume: bool) -> int:
+def _run_stages(
+    graph: Graph,
+    names: Sequence[str],
+    say: Callable[[str], object],
+    interrupts: InterruptForwarder,
+) -> int:
+    records = Records(graph)
+    first_failure = 0
+    for name in names:
+        if interrupts.pending:
+            return INTERRUPTED_EXIT_CODE
+        state = records.state(name)
+        if state is State.DONE:
+            say(f"{name}: done and unchanged")
+            continue
+        if state is State.WAITING:
+            parents = graph.table.stages[name].parents
+            missing = [parent for parent in parents if records.state(parent) is not State.DONE]
+            say(f"{name}: not run, because of {', '.join(missing)}")
+            first_failure = first_failure or ConfigError.exit_code
+            continue
+        say(f"{name}: {graph.kind(name)}")
+        if state is State.GATED:
+            code = GateError.exit_code
+        else:
+            code = _run_stage(graph, records, name, interrupts, resume=state is State.PARTIAL)
+        if code == INTERRUPTED_EXIT_CODE:
+            return code
+        if code:
+            first_failure = first_failure or code
+            gates = "".join(f"; {gate}" for gate in records.closed_gates(name))
+            say(f"{name}: failed with exit code {code}{gates}")
+    return first_failure
+
+
+def _run_stage(
+    graph: Graph, records: Records, name: str, interrupts: InterruptForwarder, *, resume: bool
+) -> int:
     records.begin(name)
     if graph.table.stages[name].recipe is None:
         return _merge(graph, name)
     how = "--resume-if-exists" if resume else "--overwrite"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_megatron.cli.main", "train", *graph.recipe_arguments(name),
-         how], start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()))
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # of a terminal or a `kill`: the run makes a checkpoint
-            process.send_signal(signal.SIGINT)
+    train = [sys.executable, "-m", "grpo_megatron.cli.main", "train"]
+    return interrupts.run(
+        [*train, *graph.recipe_arguments(name), how],
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
 
 
 def _merge(graph: Graph, name: str) -> int:

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.stages import records as records_module
 from grpo_megatron.stages import runner
 from grpo_megatron.stages.graph import load_graph
+from grpo_megatron.stages.interrupts import InterruptForwarder
 from grpo_megatron.stages.records import Records, State
 from grpo_megatron.stages.runner import run_graph, submit_graph
 
@@ -46,15 +48,6 @@ merge = {{ one = 0.5, two = 0.5 }}
 export = "soup"
 dtype = "bfloat16"
 """
-
-
-@pytest.fixture(autouse=True)
-def handlers():
-    """`run_graph` sets its own, of the process."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -282,23 +275,50 @@ def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch)
     assert submitted == ["two"] and "soup: not run, because of one" in said
 
 
+INTERRUPTED_GRAPH = """
+import signal, sys
+from grpo_megatron.stages import runner
+from grpo_megatron.stages.graph import load_graph
+
+file, fake, before = sys.argv[1:]
+signal.signal(signal.SIGINT, getattr(signal, before))
+runner.sys.executable = fake
+sys.exit(runner.run_graph(load_graph(file), print))
+"""
+
+
 @pytest.mark.parametrize("number", ["INT", "TERM"])
-@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_an_interrupt_reaches_the_stage_whoever_sends_it(graph_file, tmp_path, monkeypatch,
-                                                         number, before):
+@pytest.mark.parametrize("before", ["SIG_DFL", "SIG_IGN"])
+@pytest.mark.parametrize("when", ["as soon as it lives", "later"])
+def test_an_interrupt_reaches_the_stage_whoever_sends_it(graph_file, tmp_path, number, before,
+                                                         when):
     """Once: a second one would end it without a checkpoint. A shell starts the jobs that it puts
-    in the background with SIGINT ignored."""
-    signal.signal(signal.SIGINT, before)
+    in the background with SIGINT ignored. A stage may live before `Popen` has returned. Signals go
+    to a process group of their own: here they would end the tests."""
     fake = tmp_path / "python"
+    wait = "sleep 0.5; " if when == "later" else ""
     fake.write_text("#!/bin/bash\ntrap 'echo once >> interrupts; exit 130' INT\n"
-                    "touch begun\nwhile :; do sleep 0.1; done\n")
+                    f"{wait}kill -{number} $PPID\nwhile :; do sleep 0.1; done\n")
     fake.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner.sys, "executable", str(fake))
-    script = f"until [ -e begun ]; do sleep 0.05; done; kill -{number} $PPID"
-    with subprocess.Popen(["bash", "-c", script]):
-        assert run_graph(load_graph(graph_file), print) == 130
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_GRAPH, graph_file, fake, before],
+                          cwd=tmp_path, start_new_session=True, capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
     assert (tmp_path / "interrupts").read_text() == "once\n"
+
+
+def test_between_stages_the_first_interrupt_is_noted_and_the_second_stops():
+    interrupts = InterruptForwarder()
+    interrupts._handle(signal.SIGINT, None)
+    assert interrupts.pending
+    with pytest.raises(KeyboardInterrupt):
+        interrupts._handle(signal.SIGINT, None)
+
+
+def test_handlers_are_as_before_a_graph_ran():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with InterruptForwarder().installed():
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 RESULT = {"seconds": 12.0, "eval": {"math": {"accuracy": 0.5, "pass_at_4": 0.75}}}
