@@ -47,11 +47,12 @@ lint: setup
 test-fast: setup
 	$(pytest) -n 2 -m "not engine and $(gate)"
 
-# Both halves at once: one waits for processes most of the time, the other needs one core.
+# Both halves at once: one waits for processes most of the time, the other needs one core. Each has
+# a session of its own, so that no signal to a process group reaches both.
 test: lint
 	@fast_log=$$(mktemp); code=0; \
-	$(pytest) -p no:cacheprovider -m "not engine and $(gate)" > $$fast_log 2>&1 & fast=$$!; \
-	trap 'kill $$fast 2> /dev/null || true; rm -f $$fast_log' EXIT; \
+	setsid $(pytest) -p no:cacheprovider -m "not engine and $(gate)" > $$fast_log 2>&1 & fast=$$!; \
+	trap 'kill -- -$$fast 2> /dev/null || true; rm -f $$fast_log' EXIT; \
 	echo "tests with engines (those without run beside them and are shown after them)"; \
 	$(pytest) -m "engine and $(gate)" || code=$$?; \
 	wait $$fast || code=$$?; \

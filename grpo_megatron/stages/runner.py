@@ -54,14 +54,40 @@ def _run_stage(graph: Graph, records: Records, name: str, *, resume: bool) -> in
     if graph.table.stages[name].recipe is None:
         return _merge(graph, name)
     how = "--resume-if-exists" if resume else "--overwrite"
-    process = subprocess.Popen(
+    return _wait_forwarding_interrupts(
         [sys.executable, "-m", "grpo_megatron.cli.main", "train", *graph.recipe_arguments(name),
-         how], start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()))
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # of a terminal or a `kill`: the run makes a checkpoint
+         how])
+
+
+def _wait_forwarding_interrupts(argv: list[str]) -> int:
+    """Run a stage and return its exit code. SIGINT and SIGTERM go on to it as SIGINT, for which it
+    makes a checkpoint.
+
+    A handler that raised would also raise inside `Popen`, while nobody holds the process yet: the
+    stage would then run on without being told."""
+    process: subprocess.Popen | None = None
+    interrupted = False
+
+    def forward(number: int, frame: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        if process is not None:
             process.send_signal(signal.SIGINT)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        process = subprocess.Popen(argv, start_new_session=True,
+                                   preexec_fn=partial(die_with_parent, os.getpid()))
+        if interrupted:  # while it was started
+            process.send_signal(signal.SIGINT)
+        code = process.wait()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if interrupted and code == -signal.SIGINT:  # it had no handler yet
+        return INTERRUPTED_EXIT_CODE
+    return code
 
 
 def _merge(graph: Graph, name: str) -> int:

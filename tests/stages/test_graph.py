@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -282,23 +283,54 @@ def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch)
     assert submitted == ["two"] and "soup: not run, because of one" in said
 
 
+def interrupted_graph(graph_file: Path, directory: Path, start: str,
+                      before: signal.Handlers = signal.SIG_DFL) -> int:
+    """Exit code of `run_graph` in a process of its own, so that no signal reaches pytest. Stages
+    are the program `python` in `directory`; `start` is run before the graph."""
+    driver = directory / "driver.py"
+    driver.write_text(f"""
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from grpo_megatron.stages import runner
+from grpo_megatron.stages.graph import load_graph
+{start}
+sys.executable = {str(directory / "python")!r}
+sys.exit(runner.run_graph(load_graph(Path({str(graph_file)!r})), print))
+""")
+    return subprocess.run([sys.executable, driver], cwd=directory, timeout=120,
+                          start_new_session=True,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, before)).returncode
+
+
+def fake_stage(directory: Path, script: str) -> None:
+    fake = directory / "python"
+    fake.write_text("#!/bin/bash\n" + script)
+    fake.chmod(0o755)
+
+
 @pytest.mark.parametrize("number", ["INT", "TERM"])
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_an_interrupt_reaches_the_stage_whoever_sends_it(graph_file, tmp_path, monkeypatch,
-                                                         number, before):
+def test_an_interrupt_reaches_the_stage_whoever_sends_it(graph_file, tmp_path, number, before):
     """Once: a second one would end it without a checkpoint. A shell starts the jobs that it puts
     in the background with SIGINT ignored."""
-    signal.signal(signal.SIGINT, before)
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/bash\ntrap 'echo once >> interrupts; exit 130' INT\n"
-                    "touch begun\nwhile :; do sleep 0.1; done\n")
-    fake.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner.sys, "executable", str(fake))
+    fake_stage(tmp_path, "trap 'echo once >> interrupts; exit 130' INT\n"
+                         "touch begun\nwhile :; do sleep 0.1; done\n")
     script = f"until [ -e begun ]; do sleep 0.05; done; kill -{number} $PPID"
-    with subprocess.Popen(["bash", "-c", script]):
-        assert run_graph(load_graph(graph_file), print) == 130
+    start = f"subprocess.Popen(['bash', '-c', {script!r}])"
+    assert interrupted_graph(graph_file, tmp_path, start, before) == 130
     assert (tmp_path / "interrupts").read_text() == "once\n"
+
+
+def test_an_interrupt_while_a_stage_is_started_ends_it_and_the_graph(graph_file, tmp_path):
+    """It comes between fork and exec, when `Popen` has not returned."""
+    fake_stage(tmp_path, "sleep 2\ntouch ran_on\n")
+    start = """
+def interrupt_parent(parent):
+    os.kill(parent, signal.SIGINT)
+    time.sleep(0.2)
+
+runner.die_with_parent = interrupt_parent"""
+    assert interrupted_graph(graph_file, tmp_path, start) == 130
 
 
 RESULT = {"seconds": 12.0, "eval": {"math": {"accuracy": 0.5, "pass_at_4": 0.75}}}
