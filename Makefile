@@ -11,7 +11,7 @@ seed ?=
 name ?=
 args ?=
 demo_flags = $(if $(seed),seed=$(seed)) $(args)
-pytest := $(bin)/python -m pytest -q --durations=25 --durations-min=5
+pytest := $(bin)/python -m pytest -q -rs --durations=25 --durations-min=5
 gate := not learning and not chaos and not slurm and not gpu and not families and not matrix
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
