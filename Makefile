@@ -11,7 +11,7 @@ seed ?=
 name ?=
 args ?=
 demo_flags = $(if $(seed),seed=$(seed)) $(args)
-pytest := $(bin)/python -m pytest -q --durations=25 --durations-min=5
+pytest := $(bin)/python -m pytest -q -rs --durations=25 --durations-min=5
 gate := not learning and not chaos and not slurm and not gpu and not families and not matrix
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
@@ -47,11 +47,12 @@ lint: setup
 test-fast: setup
 	$(pytest) -n 2 -m "not engine and $(gate)"
 
-# Both halves at once: one waits for processes most of the time, the other needs one core.
+# Both halves at once: one waits for processes most of the time, the other needs one core. Each has
+# a session of its own, so that no signal to a process group reaches both.
 test: lint
 	@fast_log=$$(mktemp); code=0; \
-	$(pytest) -p no:cacheprovider -m "not engine and $(gate)" > $$fast_log 2>&1 & fast=$$!; \
-	trap 'kill $$fast 2> /dev/null || true; rm -f $$fast_log' EXIT; \
+	setsid $(pytest) -p no:cacheprovider -m "not engine and $(gate)" > $$fast_log 2>&1 & fast=$$!; \
+	trap 'kill -- -$$fast 2> /dev/null || true; rm -f $$fast_log' EXIT; \
 	echo "tests with engines (those without run beside them and are shown after them)"; \
 	$(pytest) -m "engine and $(gate)" || code=$$?; \
 	wait $$fast || code=$$?; \

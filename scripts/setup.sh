@@ -60,6 +60,17 @@ bubblewrap)"
     fi
 fi
 
+# --- optional: the browser in which the tests open the report page
+if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then
+    if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null && apt-get update -qq &&
+        apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; then
+        say "installed chromium"
+    else
+        say "no chromium: the tests that open the report page in a browser will be skipped \
+(apt-get install chromium chromium-driver)"
+    fi
+fi
+
 # --- virtual environment
 python=${PYTHON:-python3.11}
 command -v "$python" >/dev/null ||

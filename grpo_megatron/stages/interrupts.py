@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from grpo_megatron.errors import INTERRUPTED_EXIT_CODE
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -33,16 +35,18 @@ class InterruptForwarder:
                 signal.signal(number, handler)
 
     def run(self, command: Sequence[str], **settings: Any) -> int:
-        """Run a stage in a session of its own until it ends; return its exit code."""
+        """Run a stage in a session of its own until it ends; return its exit code, that of an
+        interrupted run also where the stage had no handler yet."""
         process = subprocess.Popen(command, start_new_session=True, **settings)
         self._process = process
         if self.pending:  # it came while the process started
             self.pending = False
             process.send_signal(signal.SIGINT)
         try:
-            return process.wait()
+            code = process.wait()
         finally:
             self._process = None
+        return INTERRUPTED_EXIT_CODE if code == -signal.SIGINT else code
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._process is not None:

@@ -3,8 +3,12 @@
 Files are the truth and services are mirrors: a mirror gets exactly the record that was written,
 and one that fails says so once and is left out for the rest of the run."""
 
+import importlib
 import importlib.util
 import logging
+import shutil
+import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,6 +76,7 @@ def _wandb_mirror(run_dir: RunDir, run_name: str, config: TelemetryConfig,
     """Weights & Biases; a resumed run continues under the id kept in `wandb/run_id`.
 
     Records go in without wandb's own step, which refuses steps that a resumed run repeats."""
+    _import_wandb_with_folders_in(run_dir.root / "wandb" / "tmp")
     import wandb
 
     id_file = run_dir.root / "wandb" / "run_id"
@@ -84,6 +89,23 @@ def _wandb_mirror(run_dir: RunDir, run_name: str, config: TelemetryConfig,
         resume="allow", dir=run_dir.root, mode=config.wandb, config=settings, settings=quiet)
     run.define_metric("*", step_metric="step")
     return SimpleNamespace(log=run.log, close=run.finish)
+
+
+def _import_wandb_with_folders_in(directory: Path) -> None:
+    """Import wandb so that the temporary folders which it makes at import lie in `directory`.
+
+    It removes them at a regular exit only. What a killed process left is removed here, by the next
+    one; a process that has imported wandb already keeps the folders that it has."""
+    if "wandb" in sys.modules:
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    before = tempfile.tempdir
+    tempfile.tempdir = str(directory.absolute())
+    try:
+        importlib.import_module("wandb")
+    finally:
+        tempfile.tempdir = before
 
 
 def _tensorboard_mirror(directory: Path) -> SimpleNamespace:

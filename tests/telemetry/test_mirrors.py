@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 
 import pytest
 import wandb
@@ -114,3 +117,26 @@ def test_what_is_no_wandb_file(tmp_path):
     file.write_bytes(b":W&B\xe1\xbe\x00" + struct.pack("<IHB", 1, 2, 1) + b"ab")
     with pytest.raises(DataError, match="checksum"):
         read_offline_wandb(file)
+
+
+def test_a_killed_mirror_leaves_no_folder_in_the_temporary_directory(tmp_path):
+    run_root, temporary = tmp_path / "run", tmp_path / "tmp"
+    run_root.mkdir()
+    temporary.mkdir()
+    script = """
+import os, signal, sys
+from pathlib import Path
+from grpo_megatron.config.run import TelemetryConfig
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.mirrors import make_mirrors
+mirrors = make_mirrors(TelemetryConfig(wandb="offline"), RunDir(Path(sys.argv[1])), "demo", {})
+assert mirrors.running
+mirrors.close()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", script, run_root], start_new_session=True,
+                           env={**os.environ, "TMPDIR": str(temporary)}, timeout=120)
+    assert ended.returncode == -9
+    left = [*temporary.glob("*wandb-media"), *temporary.glob("*wandb-artifacts")]
+    assert left == []
+    assert list((run_root / "wandb" / "tmp").glob("*wandb-media"))
