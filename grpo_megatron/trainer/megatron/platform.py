@@ -1,9 +1,11 @@
 """The one place that knows whether there is a GPU. Import it before anything of Megatron: that
 installs the CPU platform (`cpu_platform`) where CUDA is absent, and all of `upstream_fixes`."""
 
+import importlib
 import importlib.util
 import os
 import resource
+import sys
 
 # Megatron decorates functions with torch.compile at import; on a CPU that needs a compiler.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -15,7 +17,26 @@ HAS_CUDA = torch.cuda.is_available()
 from grpo_megatron import gloo_device  # noqa: E402
 from grpo_megatron.trainer.megatron import cpu_platform, upstream_fixes  # noqa: E402
 
+
+def _import_megatron_without_wandb() -> None:
+    """Import the modules of Megatron that import wandb while there is none.
+
+    Trainer ranks have no use for it. Its import takes half a second and makes temporary folders,
+    which stay behind when a rank is killed. Without it Megatron-Core goes on."""
+    hides = "wandb" not in sys.modules
+    if hides:
+        sys.modules["wandb"] = None  # an import of it is an ImportError
+    try:
+        importlib.import_module("megatron.core.timers")
+        importlib.import_module("megatron.core.inference.contexts.dynamic_context")
+        importlib.import_module("megatron.core.inference.engines.dynamic_engine")
+    finally:
+        if hides:
+            del sys.modules["wandb"]
+
+
 cpu_platform.install()
+_import_megatron_without_wandb()
 upstream_fixes.install()
 gloo_device.apply()
 
