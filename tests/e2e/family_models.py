@@ -15,7 +15,7 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.data.tiny_model import write_tiny_model
 from tests.trainer import families
 
-_SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
+_SIZES = {"vocab_size": 96, "hidden_size": 96, "intermediate_size": 96}
 _EXPERT_SIZES = {"moe_intermediate_size": 32}
 _ORIGINAL_POSITIONS = 64  # by YaRN's factor of 4: max_position_embeddings
 # What the shapes of `families` do not have.

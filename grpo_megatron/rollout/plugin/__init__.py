@@ -12,7 +12,7 @@ from grpo_megatron.errors import SetupError
 TESTED = "0.32."
 _FIXES = ("engine_orphans", "whole_outputs")
 _CPU_FIXES = ("cpu_eager_layers", "cpu_latent_attention", "cpu_latent_norm", "cpu_moe_update",
-              "cpu_rotary_embedding", "cpu_routed_experts")
+              "cpu_rotary_embedding", "cpu_routed_experts", "cpu_tied_head")
 
 
 @cache
