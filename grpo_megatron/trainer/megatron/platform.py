@@ -6,6 +6,8 @@ import importlib.util
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Megatron decorates functions with torch.compile at import; on a CPU that needs a compiler.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -18,26 +20,30 @@ from grpo_megatron import gloo_device  # noqa: E402
 from grpo_megatron.trainer.megatron import cpu_platform, upstream_fixes  # noqa: E402
 
 
-def _import_megatron_without_wandb() -> None:
-    """Import the modules of Megatron that import wandb while there is none.
+@contextmanager
+def _without_wandb() -> Iterator[None]:
+    """Let `import wandb` be an ImportError inside the block.
 
-    Trainer ranks have no use for it. Its import takes half a second and makes temporary folders,
-    which stay behind when a rank is killed. Without it Megatron-Core goes on."""
+    Megatron-Core imports it where it is installed and goes on where it is not. Trainer ranks have
+    no use for it; its import takes half a second and makes temporary folders, which stay behind
+    when a rank is killed."""
     hides = "wandb" not in sys.modules
     if hides:
-        sys.modules["wandb"] = None  # an import of it is an ImportError
+        sys.modules["wandb"] = None
     try:
-        importlib.import_module("megatron.core.timers")
-        importlib.import_module("megatron.core.inference.contexts.dynamic_context")
-        importlib.import_module("megatron.core.inference.engines.dynamic_engine")
+        yield
     finally:
         if hides:
             del sys.modules["wandb"]
 
 
-cpu_platform.install()
-_import_megatron_without_wandb()
-upstream_fixes.install()
+with _without_wandb():
+    cpu_platform.install()
+    # the modules that import it, of which others are imported later
+    importlib.import_module("megatron.core.timers")
+    importlib.import_module("megatron.core.inference.contexts.dynamic_context")
+    importlib.import_module("megatron.core.inference.engines.dynamic_engine")
+    upstream_fixes.install()
 gloo_device.apply()
 
 HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
