@@ -45,6 +45,8 @@ class SampleBatch:
     trained: Tensor  # bool [N]; False: in the statistics, but not in the loss
     components: Mapping[str, Tensor] = field(default_factory=dict)  # float64 [N]; NaN: skipped
     component_weights: Mapping[str, Tensor] = field(default_factory=dict)  # float64 [N]
+    correct: Tensor | None = None
+    """bool [N]: the domain's accuracy component says so; None: rewards are all that is known"""
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     """[n]: token_ids, old_logprobs, ref_logprobs, entropies (of the old policy)"""
     events: Events | None = None
@@ -61,6 +63,13 @@ class SampleBatch:
     def valid(self) -> Tensor:
         """bool [N]: has a reward."""
         return ~torch.isnan(self.rewards)
+
+    def is_correct(self, threshold: float) -> Tensor:
+        """Which samples are correct, bool [N]: what the accuracy component said, where it is
+        known; else those whose reward is at least `threshold` (`objective.correct_threshold`)."""
+        if self.correct is not None:
+            return self.correct
+        return self.rewards >= threshold
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +121,9 @@ class SampleBatch:
         index = self.flat_index(rows) if self.tokens else None
         columns = {name: column[index] for name, column in self.tokens.items()}
         columns = {name: c.double() if c.is_floating_point() else c for name, c in columns.items()}
+        correct = None if self.correct is None else self.correct[rows]
         return replace(self, group_ids=torch.unique(self.group_ids[rows], return_inverse=True)[1],
+            correct=correct,
             **{name: getattr(self, name)[rows] for name in (
                 "rewards", "token_counts", "sample_ids", "domains", "trained")},
             **{table: {name: c[rows] for name, c in getattr(self, table).items()}

@@ -46,6 +46,16 @@ class DomainConfig(Strict):
     reference: InputPath | None = None
     objective: DomainObjective | None = None
 
+    @property
+    def accuracy_component(self) -> str:
+        """The reward component that says whether a completion is correct."""
+        return self.accuracy or self.rewards[0].component
+
+    @property
+    def least_correct(self) -> float:
+        """The smallest value of that component that counts as correct, rounding allowed for."""
+        return self.accuracy_threshold - 1e-9
+
 
 class DataConfig(Strict):
     num_validation: int = Field(512, ge=0)

@@ -2,12 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
-from grpo_megatron.algorithms.batch import ZERO_VARIANCE
+from grpo_megatron.algorithms.advantages.signal import carries_signal
+from grpo_megatron.algorithms.batch import ZERO_VARIANCE, Events, SampleBatch
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rewards.code_tests import extract
 from grpo_megatron.types import ScoredGroup
@@ -21,23 +23,29 @@ class Selection:
     the weighted sum: a length penalty makes rewards differ where every answer is right."""
 
     def __init__(self, config: RunConfig):
-        self._settings, self._overlong = config.sampling, config.objective.overlong
+        self._settings = config.sampling
+        self._objective = config.objective
+        self._overlong = config.objective.overlong
         self._trains_all = config.kind != "rl"
-        self._accuracy = {d.name: (next(r for r in d.rewards if d.accuracy in (None, r.component)),
-                                   d.accuracy_threshold - 1e-9) for d in config.domains}
+        self._domains = {domain.name: domain for domain in config.domains}
 
     def correct(self, group: ScoredGroup) -> np.ndarray:
         """1 correct, 0 incorrect, NaN not scored; float64 [G]."""
-        reward, threshold = self._accuracy[group.group.prompt.domain]
-        values = group.components[reward.component]
-        return np.where(np.isnan(values), np.nan, values >= threshold)
+        domain = self._domains[group.group.prompt.domain]
+        values = group.components[domain.accuracy_component]
+        return np.where(np.isnan(values), np.nan, values >= domain.least_correct)
 
     def answers(self, group: ScoredGroup) -> list[str]:
         """Of completions, what is in the accuracy reward's `answer_tag` or a last `\\boxed{…}`."""
-        reward, _ = self._accuracy[group.group.prompt.domain]
-        texts = [extract(c.text, reward.arguments.get("answer_tag")) or ""
-                 for c in group.group.completions]
-        return [[text, *_BOXED.findall(text)][-1].strip() for text in texts]
+        domain = self._domains[group.group.prompt.domain]
+        [reward] = [r for r in domain.rewards if r.component == domain.accuracy_component]
+        answers = []
+        for completion in group.group.completions:
+            text = extract(completion.text, reward.arguments.get("answer_tag")) or ""
+            boxed = _BOXED.findall(text)
+            answer = boxed[-1] if boxed else text
+            answers.append(answer.strip())
+        return answers
 
     def with_statistics(self, group: ScoredGroup) -> ScoredGroup:
         """The group as group statistics see it: `overlong = "drop"` unscores what is truncated."""
@@ -50,13 +58,23 @@ class Selection:
 
     def keeps(self, group: ScoredGroup) -> bool:
         """Whether the group is trained at all; always, with the defaults, and outside of RL."""
+        if self._trains_all:
+            return True
+        if self._overlong != "none" and _truncated(group).all():
+            return False
         seen = self.with_statistics(group)
-        correct = self.correct(seen)
-        mixed = bool((correct == 1).any() and (correct == 0).any())
-        without_signal = self._settings.zero_variance == "drop" and all_equal(seen.rewards)
-        in_loss = self._overlong == "none" or not _truncated(group).all()
-        return self._trains_all or (
-            in_loss and (mixed or not self._settings.dynamic) and not without_signal)
+        if self._settings.dynamic:
+            correct = self.correct(seen)
+            is_mixed = (correct == 1).any() and (correct == 0).any()
+            if not is_mixed:
+                return False
+        return self._settings.zero_variance != "drop" or self._carries_signal(seen)
+
+    def _carries_signal(self, group: ScoredGroup) -> bool:
+        domain = self._domains[group.group.prompt.domain]
+        weights = {reward.component: reward.weight for reward in domain.rewards}
+        objective = self._objective.for_domain(domain.objective)
+        return carries_signal(objective, _as_batch(group, weights, self.correct(group) == 1))
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Acceptance, success and lengths of groups before any selection.
@@ -88,6 +106,51 @@ def all_equal(rewards: np.ndarray) -> bool:
     """Whether the scored rewards of a group carry no signal."""
     valid = rewards[~np.isnan(rewards)]
     return len(valid) == 0 or float(valid.max() - valid.min()) <= ZERO_VARIANCE
+
+
+def _as_batch(group: ScoredGroup, weights: Mapping[str, float],
+              correct: np.ndarray) -> SampleBatch:
+    """A group as estimators see it, without token columns. correct: bool [G]."""
+    size = len(group.rewards)
+    lengths = [len(completion.token_ids) for completion in group.group.completions]
+    components = {}
+    component_weights = {}
+    for name, values in group.components.items():
+        components[name] = torch.from_numpy(np.asarray(values, np.float64))
+        component_weights[name] = torch.full((size,), weights[name], dtype=torch.float64)
+    return SampleBatch(
+        rewards=torch.from_numpy(np.asarray(group.rewards, np.float64)),
+        group_ids=torch.zeros(size, dtype=torch.int64),
+        token_counts=torch.tensor(lengths, dtype=torch.int64),
+        sample_ids=torch.arange(size),
+        domains=torch.zeros(size, dtype=torch.int64),
+        trained=torch.ones(size, dtype=torch.bool),
+        components=components,
+        component_weights=component_weights,
+        correct=torch.from_numpy(correct),
+        events=_step_events(group),
+    )
+
+
+def _step_events(group: ScoredGroup) -> Events | None:
+    """Step rewards, one token a step: where exactly a step ends does not matter for whether the
+    rewards of the group differ, only that steps of a sample are not added up."""
+    rows = []
+    ends = []
+    rewards = []
+    for row, steps in enumerate(group.steps):
+        num_tokens = len(group.group.completions[row].token_ids)
+        for number, (_, reward) in enumerate(steps[:num_tokens]):
+            rows.append(row)
+            ends.append(number)
+            rewards.append(reward)
+    if not rows:
+        return None
+    return Events(
+        sample=torch.tensor(rows),
+        end=torch.tensor(ends),
+        reward=torch.tensor(rewards, dtype=torch.float64),
+    )
 
 
 def _truncated(group: ScoredGroup) -> np.ndarray:

@@ -58,7 +58,8 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
         splits = load_splits(config, tokenizer)
         rewards = await stack.enter_async_context(RewardPool(config.domains,
             num_workers=config.data.reward_workers, timeout_s=config.data.reward_timeout_s,
-            concurrency=config.data.reward_concurrency, log_path=run_dir.logs / "rewards.log"))
+            concurrency=config.data.reward_concurrency, log_path=run_dir.logs / "rewards.log",
+            budgets={d.name: config.max_new_tokens_of(d.name) for d in config.domains}))
         teachers = ServedTeachers(config)
         stack.push_async_callback(teachers.close)
         with raised_as(EngineError, "a teacher does not answer", EngineError,

@@ -14,7 +14,7 @@ def refuse_unbound_rewards(config: RunConfig) -> None:
     that cannot be called with the recipe's arguments."""
     for domain in config.domains:
         try:
-            components_of(domain)
+            components_of(domain, config.max_new_tokens_of(domain.name))
         except RewardError as error:
             error.remedy = (error.remedy or "correct the recipe") + _REMEDY
             raise

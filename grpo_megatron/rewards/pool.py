@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -77,8 +77,13 @@ class Component:
                            remedy="correct the function, or raise [data] reward_timeout_s")
 
 
-def components_of(domain: DomainConfig) -> tuple[Component, ...]:
-    """The domain's components, imported. RewardError: one cannot be called, or comes twice."""
+def components_of(domain: DomainConfig,
+                  max_new_tokens: int | None = None) -> tuple[Component, ...]:
+    """The domain's components, imported. RewardError: one cannot be called, or comes twice.
+
+    max_new_tokens: the domain's length budget, which rewards get as `max_tokens` where they take
+    it and the recipe does not set it."""
+    offered = {} if max_new_tokens is None else {"max_tokens": max_new_tokens}
     components: dict[str, Component] = {}
     for reward in domain.rewards:
         name = reward.component
@@ -87,7 +92,7 @@ def components_of(domain: DomainConfig) -> tuple[Component, ...]:
                 raise RewardError(f"two reward components are called {name!r}",
                                   remedy="give one of them a `name`")
             components[name] = Component(domain.name, name, reward.weight,
-                                         bind(reward.function, reward.arguments))
+                                         bind(reward.function, reward.arguments, offered))
         except RewardError as error:
             error.where = f"[[domains]] {domain.name}, reward {name}"
             raise
@@ -99,11 +104,15 @@ class RewardPool:
 
     A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted; its process
     is replaced where it was killed. A process runs `concurrency` coroutines at a time. What rewards
-    print goes to `log_path`. RewardError as by `components_of`."""
+    print goes to `log_path`. `budgets`: the length budget of domains, in tokens. RewardError as by
+    `components_of`."""
 
     def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
-                 timeout_s: float = 5.0, concurrency: int = 16, log_path: Path = Path(os.devnull)):
-        self.components = [c for domain in domains for c in components_of(domain)]
+                 timeout_s: float = 5.0, concurrency: int = 16, log_path: Path = Path(os.devnull),
+                 budgets: Mapping[str, int] | None = None):
+        self.components: list[Component] = []
+        for domain in domains:
+            self.components += components_of(domain, (budgets or {}).get(domain.name))
         self._of_domain = {domain.name: [i for i, c in enumerate(self.components)
                                          if c.domain == domain.name] for domain in domains}
         self._clips = {domain.name: domain.reward_clip or np.inf for domain in domains}

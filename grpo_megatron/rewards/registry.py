@@ -47,9 +47,13 @@ def needs(*modules: str, check: Callable[..., Any] = lambda **_: None):
     return mark
 
 
-def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
+def bind(reference: str, arguments: Mapping[str, Any],
+         offered: Mapping[str, Any] | None = None) -> BoundReward:
     """Import `module:function`; RewardError where that fails, or it cannot be called as a reward
     with these arguments, or its check refuses them.
+
+    `offered` are arguments that the recipe need not repeat: the function gets those that its
+    signature names and that `arguments` do not set.
 
     The current directory is searched last, so that a file beside the recipe needs no package."""
     function = _imported(reference)
@@ -62,6 +66,9 @@ def bind(reference: str, arguments: Mapping[str, Any]) -> BoundReward:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none: nothing to check
         return BoundReward(reference, function, arguments, ())
+    for key, value in (offered or {}).items():
+        if key in signature.parameters and key not in arguments:
+            arguments = {**arguments, key: value}
     if taken := [key for key in arguments if key in CONTEXT]:
         raise RewardError(f"reward {reference}: argument {taken[0]!r} is the pool's own",
                           remedy="rename the argument")

@@ -32,7 +32,7 @@ def tags_scored(reward):
 
 def check_domains(config):
     for domain in config.domains:
-        assert components_of(domain)
+        assert components_of(domain, config.max_new_tokens_of(domain.name))
         prompt = PromptTemplate(domain.template).render("2 + 2?", AnyMetadata())
         assert prompt.strip()
         for reward in domain.rewards:
@@ -57,5 +57,6 @@ def test_rewards_of_every_stage_bind_and_templates_ask_for_the_tags_that_are_sco
 def test_the_overlong_penalty_of_dapo_ends_at_the_length_budget(name):
     config = resolve(name).config
     [domain] = config.domains
-    [overlong] = [r for r in domain.rewards if r.component == "soft_overlong"]
-    assert overlong.arguments["max_tokens"] == config.max_new_tokens_of(domain.name)
+    budget = config.max_new_tokens_of(domain.name)
+    [overlong] = [c for c in components_of(domain, budget) if c.name == "soft_overlong"]
+    assert overlong.reward.arguments["max_tokens"] == budget

@@ -30,11 +30,13 @@ def completion(length: int, version: int = 0, truncated: bool = False) -> Comple
 
 
 def group(right, *, short=None, name: str = "p", domain: str = "d", version: int = 0,
-          truncated=()) -> ScoredGroup:
-    """Rewards are right + short; lengths are 1, 2, 3, …; `truncated` lists sample indices."""
+          truncated=(), lengths=None) -> ScoredGroup:
+    """Rewards are right + short; lengths are 1, 2, 3, … unless they are given; `truncated` lists
+    sample indices."""
     values = np.array(right, float)
     other = np.zeros(len(values)) if short is None else np.array(short, float)
-    completions = tuple(completion(index + 1, version, index in truncated)
-                        for index in range(len(values)))
+    lengths = lengths or range(1, len(values) + 1)
+    completions = tuple(completion(length, version, index in truncated)
+                        for index, length in enumerate(lengths))
     return ScoredGroup(RolloutGroup(prompt_of(name, domain), completions, 0),
                        {"right": values, "short": other}, values + other)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grpo_megatron.controller.selection import Selection, by_domain, not_older
-from tests.controller.cases import group, recipe
+from tests.controller.cases import REWARD, group, recipe
 
 NAN = np.nan
 
@@ -48,6 +49,65 @@ def test_zero_variance_groups_can_be_left_out():
     assert not keeps(group([1, 0], short=[0, 1]), zero_variance="drop")
     assert not keeps(group([NAN, NAN]), zero_variance="drop")
     assert keeps(group([1, 1], short=[0, 1]), zero_variance="drop")
+
+
+def drops(scored, **objective) -> bool:
+    config = recipe(sampling={"zero_variance": "drop"}, objective=objective)
+    return not Selection(config).keeps(scored)
+
+
+def test_components_that_differ_where_their_sum_does_not_are_a_signal():
+    names = ("right", "short", "polite")
+    rewards = [{"function": REWARD, "name": name} for name in names]
+    components = {"right": np.array([1, 0, 0.0]), "short": np.array([0, 1, 0.5]),
+                  "polite": np.array([0, 0, 0.5])}
+    equal_sums = replace(group([1, 1, 1]), components=components)
+    for preset, dropped in (("grpo", True), ("mo_grpo", False)):
+        config = recipe(d={"rewards": rewards}, sampling={"zero_variance": "drop"},
+                        objective={"preset": preset})
+        assert Selection(config).keeps(equal_sums) is not dropped
+
+
+def test_a_group_of_one_is_a_signal_for_a_baseline_of_the_batch():
+    assert drops(group([1]), preset="grpo")
+    assert not drops(group([1]), preset="reinforce_pp")
+    assert not drops(group([0, 0]), preset="reinforce_pp")
+    assert drops(group([NAN]), preset="reinforce_pp")
+
+
+def test_lengths_of_right_answers_are_a_signal_where_they_may_be_paid_for():
+    assert not drops(group([1, 1]), preset="grpo_lambda_length")  # of 1 and 2 tokens
+    assert drops(group([0, 0]), preset="grpo_lambda_length")
+
+
+def test_steps_that_differ_where_their_sum_does_not_are_a_signal():
+    steps = (((3, 1.0), (9, 0.0)), ((3, 0.0), (9, 1.0)))
+    equal_sums = replace(group([1, 1], lengths=(2, 2)), steps=steps)
+    assert not drops(equal_sums, preset="deepseekmath_process")
+    same = replace(equal_sums, steps=(steps[0], steps[0]))
+    assert not drops(same, preset="deepseekmath_process")  # steps within a sample differ
+    flat = replace(equal_sums, steps=(((3, 1.0),), ((3, 1.0),)))
+    assert drops(flat, preset="deepseekmath_process")
+
+
+def test_a_group_without_any_step_is_no_signal_for_process_rewards():
+    assert drops(group([1, 0]), preset="deepseekmath_process")
+
+
+def test_whitening_over_tokens_moves_groups_without_spread_too():
+    assert not drops(group([1, 1]), preset="reinforce_pp_baseline")
+
+
+def test_a_kl_without_a_weight_is_no_signal():
+    kl = {"preset": "grpo", "kl": "reward_k1"}
+    assert drops(group([1, 1]), **kl, kl_beta=0.0)
+    assert not drops(group([1, 1]), **kl, kl_beta=0.1)
+
+
+def test_pass_at_k_has_no_signal_where_every_set_of_k_has_a_right_answer():
+    almost_all = group([1, 1, 1, 0])
+    assert drops(almost_all, advantage="passk", passk_k=2)
+    assert not drops(group([1, 0, 0, 0]), advantage="passk", passk_k=2)
 
 
 @pytest.mark.parametrize("kind", ["sft", "distil"])

@@ -79,3 +79,15 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(RewardError, match="needs math_verify"):
         bind(f"{FUNCTIONS}:math_verify", {})
+
+
+def test_the_length_budget_reaches_rewards_that_take_it():
+    overlong = "grpo_megatron.rewards.functions:soft_overlong"
+    [found] = components_of(domain({"function": overlong, "arguments": {"buffer": 4}}), 16)
+    assert found.reward.arguments == {"buffer": 4, "max_tokens": 16}
+    own = {"function": overlong, "arguments": {"buffer": 4, "max_tokens": 8}}
+    [found] = components_of(domain(own), 16)
+    assert found.reward.arguments["max_tokens"] == 8
+    exact = "grpo_megatron.rewards.functions:exact_match"
+    [found] = components_of(domain({"function": exact}), 16)
+    assert "max_tokens" not in found.reward.arguments

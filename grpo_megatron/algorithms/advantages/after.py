@@ -44,14 +44,19 @@ def gtpo_conflict(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Ten
     with A < 0 have the same id at the same place, counted from the start or from the end, in an
     unbroken run. Conflict tokens weigh 0 in negative and `conflict_weight` in positive samples.
     Samples with mean entropy over `conflict_entropy_limit` get 0; the others lose
-    `conflict_entropy_weight` times it. [n]"""
-    def of_groups(part: SampleBatch, base: Tensor) -> Tensor:
+    `conflict_entropy_weight` times it. [n]
+
+    Groups whose advantages are all 0 keep them: the paper lowers the entropy of answers that it
+    compares, and where nothing is compared every answer would only become less likely."""
+    def of_groups(part: SampleBatch, base: Tensor, is_compared: Tensor) -> Tensor:
         entropy = part.means(part.tokens["entropies"])
-        shifted = torch.where(entropy > o.conflict_entropy_limit, 0.0,
-                              base - o.conflict_entropy_weight * entropy)
+        shifted = base - o.conflict_entropy_weight * entropy
+        is_live = is_compared & (entropy <= o.conflict_entropy_limit)
+        shifted = torch.where(is_live, shifted, 0.0)
         return part.spread(shifted) * conflict_weights(o, part, base.sign())
 
-    return by_groups(batch, of_groups, a)
+    is_compared = groups.max(a.abs()) > 0
+    return by_groups(batch, of_groups, a, is_compared)
 
 
 SHAPINGS = {f.__name__: f for f in (eda, xrpo, trace_recent, trace_both, gtpo_conflict)}

@@ -12,7 +12,7 @@ def length_switch(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Ten
     """GRPO-λ (arXiv:2505.18086): in the `length_switch_fraction` of groups with the highest
     success (at least one right), right samples earn `1 - weight sigmoid(z)`, z their length's
     z-score among the group's right samples; everywhere else rewards are plain 0 and 1. [N]"""
-    right = groups.valid & (batch.rewards >= o.correct_threshold)
+    right = groups.valid & batch.is_correct(o.correct_threshold)
     success = groups.mean(right.double())
     first = groups.rank(batch.sample_ids.double(), batch.sample_ids) == 0
     leaders = Groups(batch.scopes(o.statistics_scope), first & (groups.count > 0))

@@ -111,7 +111,7 @@ def gtpo_entropy(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tens
 def grpo_s(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """As gtpo_entropy with every sample's mean entropy in place of its tokens'. [N]"""
     entropy = batch.means(batch.tokens["entropies"]).double().clamp(min=MIN_ENTROPY)
-    right = batch.rewards >= o.correct_threshold
+    right = batch.is_correct(o.correct_threshold)
     pools = groups.ids * 2 + right
     shaped = _shape(o, entropy, right, Groups(pools, groups.valid))
     ids = groups.ids if o.gtpo_pool == "joint" else pools
@@ -152,7 +152,7 @@ ESTIMATORS = {f.__name__: f for f in (gtpo_entropy, grpo_s, reward, group, rloo,
 
 
 def _counts(o: ObjectiveConfig, batch: SampleBatch, groups: Groups):
-    right = groups.valid & (batch.rewards >= o.correct_threshold)
+    right = groups.valid & batch.is_correct(o.correct_threshold)
     return right, groups.sum((~right).double()), groups.count
 
 
@@ -166,7 +166,7 @@ def _choose_ratio(top: Tensor, bottom: Tensor, k: int) -> Tensor:
 
 def shaped_rewards(o: ObjectiveConfig, part: SampleBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Shaped token rewards [n], the pool of every token (int64), and whether it counts."""
-    right = part.rewards >= o.correct_threshold
+    right = part.is_correct(o.correct_threshold)
     pools = part.group_ids * 2 + right
     positions = part.positions()
     longest = int(part.token_counts.max()) if len(part) else 0

@@ -1,5 +1,6 @@
 """A recorded step as the objective sees it. Imports no Megatron: reports need it too."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +10,8 @@ from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
@@ -40,5 +43,30 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
             for name in table.components
         },
         events=Events(*map(torch.from_numpy, table.steps)) if len(table.steps[0]) else None,
+        correct=_correct(config, table),
     )
     return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)
+
+
+def _correct(config: RunConfig, table: SampleTable) -> torch.Tensor:
+    """What each domain's accuracy component says, bool [N]; one that was skipped says no.
+
+    Where a step was recorded without it, rewards decide, and the log says so."""
+    correct = torch.zeros(len(table), dtype=torch.bool)
+    for number, domain in enumerate(config.domains):
+        rows = torch.from_numpy(table.domain == number)
+        if not rows.any():
+            continue
+        values = table.components.get(domain.accuracy_component)
+        least = domain.least_correct
+        if values is None:
+            logger.warning(
+                "%s has no component %s: a reward of %g counts as correct",
+                table.directory,
+                domain.accuracy_component,
+                config.objective.correct_threshold,
+            )
+            values = table.reward
+            least = config.objective.correct_threshold
+        correct |= rows & (torch.from_numpy(values) >= least)
+    return correct

@@ -1,0 +1,60 @@
+"""Whether a group can teach an objective anything, which decides what `zero_variance` drops."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
+from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
+from grpo_megatron.algorithms.batch import Groups, SampleBatch
+from grpo_megatron.config.objective import ObjectiveConfig
+
+_BASELINE_OF_THE_BATCH = ("reward",)
+"""Advantages that no group can rule out: they are measured against the other groups."""
+_READ_TOKENS = ("gtpo_entropy", "grpo_s")
+"""Advantages that differ by token entropies also where all rewards of a group are equal."""
+
+
+def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
+    """Say whether the advantages of a group may differ from 0.
+
+    o: as its domain has it; group: without token columns. Raises DataError for `gagpo` without
+    turns.
+
+    The objective's own estimator decides, not the spread of the summed rewards: components, step
+    rewards and lengths may differ where sums agree, and the other way round. What only the whole
+    batch or the trainer knows counts as a signal."""
+    if not group.valid.any():
+        return False
+    if o.advantage in _BASELINE_OF_THE_BATCH or o.advantage in _READ_TOKENS:
+        return True
+    if o.kl == "reward_k1" and o.kl_beta > 0:
+        return True
+    if o.whiten == "tokens":  # the batch's mean over tokens is not 0, so nobody's advantage is
+        return True
+    if o.advantage == "process" and group.events is None:
+        return False
+    estimator = ESTIMATORS[o.advantage]
+    for rewards in _possible_rewards(o, group):
+        shaped = replace(group, rewards=rewards)
+        groups = Groups(group.group_ids, group.valid)
+        if o.subset in ("shortest", "token_efficiency"):  # the size of adaptive's is the batch's
+            groups = Groups(group.group_ids, SUBSETS[o.subset](o, shaped, groups))
+        if bool((estimator(o, shaped, groups) != 0).any()):
+            return True
+    return False
+
+
+def _possible_rewards(o: ObjectiveConfig, group: SampleBatch) -> list[Tensor]:
+    """The rewards after shaping, float64 [G]: both, where the rest of the batch decides."""
+    groups = Groups(group.group_ids, group.valid)
+    if o.reward_shaping == "none":
+        return [group.rewards]
+    shape = REWARD_SHAPINGS[o.reward_shaping]
+    if o.reward_shaping != "length_switch":
+        return [shape(o, group, groups)]
+    possible = []
+    for fraction in (0.0, 1.0):  # not, or among the groups that pay for length
+        decided = o.model_copy(update={"length_switch_fraction": fraction})
+        possible.append(shape(decided, group, groups))
+    return possible
