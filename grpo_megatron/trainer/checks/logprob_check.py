@@ -27,16 +27,26 @@ def compare(config: RunConfig, table: SampleTable, rows: np.ndarray, gaps: torch
 
 
 def disagreement(config: RunConfig, table: SampleTable, stats: Stats) -> str:
-    """Which engine is too far apart, if any. Takes measures by engine out of `stats`."""
-    problems, found = [], stats.result()
+    """Name the engines that are too far apart from the trainer; empty: none is.
+
+    Takes measures by engine out of `stats`."""
+    found = stats.result()
+    tolerance = config.canary_tolerance
+    problems = []
     for number, shard in enumerate(table.manifest["shards"]):
-        mean, total = found.get(key := f"canary/of_{number}", 0.0), stats.means.pop(key, None)
-        stats.units.pop(key, None)
-        if not mean <= config.canary_tolerance:
-            problems.append(
-                f"{shard['name'].partition('.')[0]} and the trainer disagree about log-probs of "
-                f"{int(total[1])} tokens, by {mean:.3g} on average with none above "
-                f"{4 * config.canary_tolerance:.3g} (any engine's most is "
-                f"{stats.maxima['canary/abs_max']:.3g})"
-            )
+        name = f"canary/of_{number}"
+        mean = found.get(name, 0.0)
+        total = stats.means.pop(name, None)
+        stats.units.pop(name, None)
+        if mean <= tolerance:
+            continue
+        engine = shard["name"].partition(".")[0]
+        num_tokens = int(total[1])
+        largest = float(stats.maxima["canary/abs_max"])
+        problems.append(
+            f"{engine} and the trainer disagree about log-probs of {num_tokens} tokens: the mean "
+            f"difference is {mean:.3g} although no token counts for more than "
+            f"{4 * tolerance:.3g}, allowed is {tolerance:.3g}; the largest difference of any "
+            f"engine is {largest:.3g}"
+        )
     return "; ".join(problems)
