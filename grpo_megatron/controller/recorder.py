@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
+from grpo_megatron.checkpoints.retention import complete_steps
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.routing.shape import RouteShape
+from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
 
 Decode = Callable[[Sequence[int]], str]
@@ -70,12 +73,25 @@ def record_completions(directory: Path, samples: Sequence[tuple[int, Prompt, Com
     finish_step(directory, [shard], rows, {"stale": False})
 
 
-def prune_store(store: Path, checkpoints: Sequence[int], keep: int) -> None:
+def starting_steps(config: RunConfig, run_dir: RunDir) -> list[int]:
+    """Steps from which the run can be computed again, ascending: those with a checkpoint, and step
+    0 where its weights are what the run was given (after a cold start they are not)."""
+    steps = complete_steps(run_dir.checkpoints)
+    if config.cold_start is None and 0 not in steps:
+        steps.insert(0, 0)
+    return steps
+
+
+def prune_store(store: Path, starts: Sequence[int], keep: int) -> None:
     """Remove recorded steps that neither a resume nor a replay needs: kept are those since the
-    newest of `checkpoints` (ascending), and the first `keep` after each of the others."""
-    for recorded, path in _steps_of(store) if checkpoints else ():
-        before = [c for c in checkpoints if c <= recorded]
-        if not before or (before[-1] != checkpoints[-1] and recorded >= before[-1] + keep):
+    newest of `starts` (ascending), and the first `keep` after each of the others."""
+    if not starts:
+        return
+    for recorded, path in _steps_of(store):
+        before = [start for start in starts if start <= recorded]
+        since_the_newest = bool(before) and before[-1] == starts[-1]
+        soon_after_one = bool(before) and recorded < before[-1] + keep
+        if not since_the_newest and not soon_after_one:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.checkpoints.retention import complete_steps, prune
+from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.controller.alarms import Alarms
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.evaluation import greedy_accuracy
-from grpo_megatron.controller.recorder import prune_store, record_step
+from grpo_megatron.controller.recorder import prune_store, record_step, starting_steps
 from grpo_megatron.controller.selection import by_domain, not_older, staleness
 from grpo_megatron.controller.session import Session
 from grpo_megatron.controller.step_groups import GroupSource
@@ -207,8 +207,8 @@ class RLLoop:
         self._checkpointed = self.state.step
         self.session.event("checkpoint", step=self.state.step)
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
-        prune_store(self.run_dir.store, complete_steps(self.run_dir.checkpoints),
-                    self.config.checkpoint.keep_steps)
+        starts = starting_steps(self.config, self.run_dir)
+        prune_store(self.run_dir.store, starts, self.config.checkpoint.keep_steps)
 
 
 def _is_due(every: int, step: int) -> bool:

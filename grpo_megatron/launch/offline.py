@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.checkpoints.retention import complete_steps
-from grpo_megatron.config.loader import write_resolved
+from grpo_megatron.config.loader import read_resolved, write_resolved
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.recorder import starting_steps
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.errors import DataError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all
@@ -21,10 +23,13 @@ from grpo_megatron.rundir import RunDir
 
 
 def recorded_steps(run_dir: RunDir) -> list[int]:
-    """Steps in the store that can be computed again: every step from a checkpoint on is there."""
+    """Steps in the store that can be computed again: every step from a start on is there."""
     stored = {int(p.parent.name[5:]) for p in run_dir.store.glob("step_*/manifest.json")}
+    if not stored or not run_dir.config.exists():
+        return []
     found = set()
-    for step in complete_steps(run_dir.checkpoints):
+    for start in starting_steps(read_resolved(run_dir.config).config, run_dir):
+        step = start
         while step in stored:
             found.add(step)
             step += 1
@@ -77,9 +82,9 @@ class OfflineTrainer:
 
     async def go_to(self, step: int) -> RunState:
         """Weights, optimizer and references as they were before `step`."""
-        start = max(s for s in complete_steps(self.run_dir.checkpoints) if s <= step)
-        directory = self.run_dir.step_checkpoint(start).absolute()
-        state = RunState(**await self.call("load", directory=str(directory)))
+        starts = starting_steps(self.config, self.run_dir)
+        start = max(known for known in starts if known <= step)
+        state = await self._start_at(start)
         for earlier in range(start, step):
             manifest = json.loads((self.store(earlier) / "manifest.json").read_text())
             updates, objective = state.updates, state.objective
@@ -88,6 +93,13 @@ class OfflineTrainer:
                 updates, objective = updates + report["updates"], report["state"]
             state = replace(state, step=earlier + 1, updates=updates, objective=objective)
         return state
+
+    async def _start_at(self, start: int) -> RunState:
+        if start in complete_steps(self.run_dir.checkpoints):
+            directory = self.run_dir.step_checkpoint(start).absolute()
+            return RunState(**await self.call("load", directory=str(directory)))
+        await self.call("take_reference")  # the ranks have read the weights that the run was given
+        return RunState(step=0, updates=0, sampler={}, heldout_before=math.nan, seconds=0.0)
 
     def store(self, step: int) -> Path:
         return self.run_dir.step_store(step).absolute()

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.controller.recorder import record_step, token_at
+from grpo_megatron.controller.recorder import record_step, starting_steps, token_at
+from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
+from tests.controller.cases import recipe
 
 WORDS = {0: "", 1: "a", 2: "bc", 3: "def"}
 
@@ -64,3 +66,15 @@ def test_every_group_is_in_its_replicas_shard(tmp_path):
 def test_updates_are_contiguous_and_nearly_equal(tmp_path, num_groups, updates, wanted):
     groups = [scored(f"p{i}", (completion(1),)) for i in range(num_groups)]
     assert record(tmp_path / "step", groups, updates).update.tolist() == wanted
+
+
+@pytest.mark.parametrize(("checkpoints", "cold_start", "starts"), [
+    ([], None, [0]), ([2, 4], None, [0, 2, 4]), ([0, 2], None, [0, 2]), ([2, 4], {}, [2, 4])])
+def test_a_run_without_a_cold_start_can_be_computed_from_its_beginning(tmp_path, checkpoints,
+                                                                       cold_start, starts):
+    run_dir = RunDir(tmp_path)
+    for step in checkpoints:
+        directory = run_dir.step_checkpoint(step)
+        directory.mkdir(parents=True)
+        (directory / "complete.json").write_text("{}")
+    assert starting_steps(recipe(cold_start=cold_start), run_dir) == starts

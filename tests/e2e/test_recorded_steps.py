@@ -72,6 +72,15 @@ def test_a_recorded_step_is_reproduced_at_another_layout(noisy, layout):
     assert before == {path: path.stat().st_mtime_ns for path in noisy.rglob("*.safetensors")}
 
 
+def test_the_first_step_is_computed_from_the_weights_that_the_run_was_given(noisy):
+    """It has no checkpoint; another layout reproduces it."""
+    assert not (noisy / "checkpoints" / "step_000000").exists()
+    done = runs.command("replay", f"{noisy}@0", "trainer.num_ranks=1",
+                        "trainer.expert_parallel_size=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the step is reproduced" in done.stdout
+
+
 def test_a_step_that_differs_is_told(noisy):
     done = runs.command("replay", f"{noisy}@2", "objective.clip_high=1e-6",
                         "objective.entropy_weight=0.1")
@@ -80,7 +89,7 @@ def test_a_step_that_differs_is_told(noisy):
 
 
 @pytest.mark.parametrize(("target", "says"), [
-    ("@99", "these can: 2, 3"), ("@x", "not a step number")])
+    ("@99", "these can: 0, 1, 2, 3"), ("@x", "not a step number")])
 def test_bad_targets(noisy, target, says):
     done = runs.command("replay", f"{noisy}{target}")
     assert done.returncode != 0
