@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.cold_start import cold_start
 from grpo_megatron.controller.display import show
@@ -29,6 +30,7 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
     """False: it was told to stop and can be resumed. `on_start` gets the event that stops RL."""
     started = time.monotonic()
     async with open_session(config, run_dir) as session:
+        _tell_unused(config)
         state = await _restore(session) or await _begin(session, started)
         began = time.monotonic() - state.seconds  # earlier attempts count
         if config.trains:
@@ -51,6 +53,14 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
         before = f"before {state.heldout_before:.2f} after " if config.trains else ""
         show("result", text=f"held-out accuracy {before}{after:.2f} in {seconds:.0f} s")
         return True
+
+
+def _tell_unused(config: RunConfig) -> None:
+    """Say which setting of an older recipe decides nothing any more."""
+    default = ObjectiveConfig.model_fields["correct_threshold"].default
+    if config.objective.correct_threshold != default:
+        show("message", text="objective.correct_threshold is not used in training: the component "
+                             "domains.*.accuracy and its accuracy_threshold say what is correct")
 
 
 async def _train(session: Session, state: RunState, on_start: Callable) -> RunState:

@@ -81,8 +81,8 @@ def components_of(domain: DomainConfig,
                   max_new_tokens: int | None = None) -> tuple[Component, ...]:
     """The domain's components, imported. RewardError: one cannot be called, or comes twice.
 
-    max_new_tokens: the domain's length budget, which rewards get as `max_tokens` where they take
-    it and the recipe does not set it."""
+    max_new_tokens: the domain's length budget, which rewards get as `max_tokens` where they
+    require it and the recipe does not set it."""
     offered = {} if max_new_tokens is None else {"max_tokens": max_new_tokens}
     components: dict[str, Component] = {}
     for reward in domain.rewards:

@@ -52,8 +52,9 @@ def bind(reference: str, arguments: Mapping[str, Any],
     """Import `module:function`; RewardError where that fails, or it cannot be called as a reward
     with these arguments, or its check refuses them.
 
-    `offered` are arguments that the recipe need not repeat: the function gets those that its
-    signature names and that `arguments` do not set.
+    `offered` are arguments that the recipe need not repeat: the function gets those that it
+    requires and that `arguments` do not set. One with a default of its own keeps it: a judge's
+    `max_tokens` is the length of its verdict.
 
     The current directory is searched last, so that a file beside the recipe needs no package."""
     function = _imported(reference)
@@ -67,7 +68,9 @@ def bind(reference: str, arguments: Mapping[str, Any],
     except (TypeError, ValueError):  # some builtins have none: nothing to check
         return BoundReward(reference, function, arguments, ())
     for key, value in (offered or {}).items():
-        if key in signature.parameters and key not in arguments:
+        parameter = signature.parameters.get(key)
+        is_required = parameter is not None and parameter.default is inspect.Parameter.empty
+        if is_required and key not in arguments:
             arguments = {**arguments, key: value}
     if taken := [key for key in arguments if key in CONTEXT]:
         raise RewardError(f"reward {reference}: argument {taken[0]!r} is the pool's own",

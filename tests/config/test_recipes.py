@@ -15,13 +15,18 @@ from grpo_megatron.plan.resolve import resolve
 @pytest.mark.parametrize("name", assets.names(assets.root() / "recipes"))
 def test_recipe(name):
     config = resolve(name).config
-    assert config.trainer.dp >= 1
+    trainer = config.trainer
+    assert trainer.attention_ranks * trainer.dp == trainer.num_ranks
+    assert trainer.num_ranks % trainer.expert_ranks == 0
+    batch = config.batch
+    num_samples = batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
+    assert num_samples >= trainer.dp  # else ranks idle in every optimizer step
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_model_preset(name):
     preset = load_preset(name)
-    assert facts_from_hf(preset.hf).num_layers > 0
+    assert facts_from_hf(preset.hf).num_layers == preset.hf["num_hidden_layers"]
 
 
 def test_unknown_preset():

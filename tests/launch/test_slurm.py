@@ -311,8 +311,10 @@ def test_followed_logs_go_on_in_the_next_attempt(tmp_path):
             (logs / attempt / "trainer-0.log").write_text(f"attempt {attempt}\n")
             (logs / "next").symlink_to(attempt)
             (logs / "next").rename(logs / "latest")
-            while f"attempt {attempt}" not in tail.stdout.readline():
-                pass
+            line = ""
+            while f"attempt {attempt}" not in line:
+                line = tail.stdout.readline()
+                assert line, "the logs ended before the next attempt"
     finally:
         tail.kill()
         tail.wait()

@@ -91,3 +91,11 @@ def test_the_length_budget_reaches_rewards_that_take_it():
     exact = "grpo_megatron.rewards.functions:exact_match"
     [found] = components_of(domain({"function": exact}), 16)
     assert "max_tokens" not in found.reward.arguments
+
+
+def test_a_reward_that_has_a_default_keeps_it():
+    """The judge's `max_tokens` is the length of its verdict, not of completions."""
+    judge = "grpo_megatron.rewards.judge:judge"
+    judged = {"function": judge, "arguments": {"url": "http://judge", "model": "m"}}
+    [found] = components_of(domain(judged), 16)
+    assert "max_tokens" not in found.reward.arguments

@@ -2,8 +2,8 @@
 
 Defect (vLLM 0.32.0, models/deepseek_v2.py, `DeepseekV2MLAAttention` and `DeepseekV2Attention`):
 they take `rms_norm_eps`. transformers, and the trainer without Transformer Engine
-(`trainer.layer_specs.LatentNorm`), fix it at 1e-6, which differs for Moonlight (1e-5). With
-Transformer Engine the trainer takes `rms_norm_eps` too, so a GPU keeps what vLLM does."""
+(`trainer.megatron.layer_specs.LatentNorm`), fix it at 1e-6, which differs for Moonlight (1e-5).
+With Transformer Engine the trainer takes `rms_norm_eps` too, so a GPU keeps what vLLM does."""
 
 EPSILON = 1e-6
 
