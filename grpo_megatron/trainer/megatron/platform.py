@@ -25,8 +25,8 @@ def _without_wandb() -> Iterator[None]:
     """Let `import wandb` be an ImportError inside the block.
 
     Megatron-Core imports it where it is installed and goes on where it is not. Trainer ranks have
-    no use for it; its import takes half a second and makes temporary folders, which stay behind
-    when a rank is killed."""
+    no use for it, and its import makes temporary folders, which stay behind when a rank is
+    killed."""
     hides = "wandb" not in sys.modules
     if hides:
         sys.modules["wandb"] = None

@@ -7,24 +7,26 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
+# Enough numbers for every thread to have a part; the threads start here.
 CODE = """
 import torch
-smallest = torch.tensor([2e-38])
-
-def is_flushed():
-    return float(smallest * 0.01) == 0.0
-
 from grpo_megatron.trainer.megatron import platform
-print(is_flushed())
-platform.bind_device(0, None)
-print(is_flushed())
+import grpo_megatron.trainer.service
+{bind}
+smallest = torch.full((4_000_000,), 2e-38)
+print(int((smallest * 0.01 == 0).sum()))
 """
 
 
-def test_only_ranks_flush_denormals():
+@pytest.mark.parametrize(("bind", "num_flushed"), [
+    ("torch.set_num_threads(2)", 0), ("platform.bind_device(0, 2)", 4_000_000)])
+def test_only_ranks_flush_denormals_and_on_every_thread(bind, num_flushed):
     """A test process that imports a trainer module must still compute floats as they are."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    done = subprocess.run([sys.executable, "-c", CODE.format(bind=bind)], capture_output=True,
+                          text=True, check=True)
+    assert int(done.stdout) == num_flushed
 
 
 def test_ranks_leave_no_folders_of_wandb_behind(tmp_path):
