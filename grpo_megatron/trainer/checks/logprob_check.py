@@ -44,9 +44,8 @@ def disagreement(config: RunConfig, table: SampleTable, stats: Stats) -> str:
         num_tokens = int(total[1])
         largest = float(stats.maxima["canary/abs_max"])
         problems.append(
-            f"{engine} and the trainer disagree about log-probs of {num_tokens} tokens: the mean "
-            f"difference is {mean:.3g} although no token counts for more than "
-            f"{4 * tolerance:.3g}, allowed is {tolerance:.3g}; the largest difference of any "
-            f"engine is {largest:.3g}"
+            f"{engine} and the trainer disagree about log-probs of {num_tokens} tokens, by "
+            f"{mean:.3g} on average where {tolerance:.3g} is allowed and no token counts for more "
+            f"than {4 * tolerance:.3g}; the largest difference of any engine is {largest:.3g}"
         )
     return "; ".join(problems)
