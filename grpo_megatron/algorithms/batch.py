@@ -34,6 +34,15 @@ class Events:
 
 
 @dataclass(frozen=True)
+class DroppedRewards:
+    """Rewards of the groups that were sampled for a step and not kept (`sampling.dynamic`,
+    `sampling.zero_variance`)."""
+
+    rewards: Tensor  # float64 [M], none of them NaN
+    domains: Tensor  # int64 [M], 0..D-1
+
+
+@dataclass(frozen=True)
 class SampleBatch:
     """Rewards, lengths and, where an estimator needs them, token columns."""
 
@@ -50,6 +59,7 @@ class SampleBatch:
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     """[n]: token_ids, old_logprobs, ref_logprobs, entropies (of the old policy)"""
     events: Events | None = None
+    dropped: DroppedRewards | None = None
 
     def __len__(self) -> int:
         return len(self.rewards)

@@ -9,13 +9,15 @@ from itertools import chain, compress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pydantic
 import torch
 from torch import Tensor
 
 from grpo_megatron import assets
 from grpo_megatron.algorithms.advantages.pipeline import Advantages
-from grpo_megatron.algorithms.batch import Events, SampleBatch
+from grpo_megatron.algorithms.batch import DroppedRewards, Events, SampleBatch
+from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import DataError, raised_as
 
@@ -34,6 +36,7 @@ class Case:
     mask: Sequence[Sequence[bool]]  # of all tokens
     truncated: Tensor  # bool [N]
     advantages: Advantages | None  # given instead of rewards
+    state: Mapping[str, Any]  # of the objective, see `Objective.state`
 
 
 def _number(value: Any, *, null: bool = False, infinite: bool = False) -> float:
@@ -109,6 +112,9 @@ class _Document(pydantic.BaseModel):
     turns: list[list[_Turn]] | None = None
     components: dict[str, list[Reward]] = {}
     component_weights: dict[str, Number] = {}
+    correct: list[Flag] | None = None
+    dropped_rewards: dict[str, list[Number]] = {}
+    earlier_success: dict[str, list[Number]] = {}
 
 
 _RAGGED = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "token_ids",
@@ -190,13 +196,52 @@ def _case(given: _Document) -> Case:
     batch = SampleBatch(
         rewards, groups, torch.tensor([sum(row) for row in mask]), torch.tensor(ids), domains,
         torch.ones(size, dtype=torch.bool), components, weights, events=_events(given, mask),
+        correct=None if given.correct is None else torch.tensor(given.correct, dtype=torch.bool),
+        dropped=_dropped(given, names),
         tokens={n: c for n, c in columns.items() if n not in ("logprobs", "rollout_logprobs")})
     advantages = given.advantages
     if advantages is not None:
         per_token = isinstance(advantages[0], list)
         advantages = Advantages(flat(advantages) if per_token else _double(advantages), per_token)
     return Case(batch, names, columns, mask, torch.tensor(given.truncated or [False] * size),
-                advantages)
+                advantages, _state(given, names))
+
+
+def _dropped(given: _Document, domains: Sequence[str]) -> DroppedRewards | None:
+    """Rewards of groups that the sampler did not keep."""
+    rewards: list[float] = []
+    domain_of: list[int] = []
+    for domain, values in given.dropped_rewards.items():
+        rewards += values
+        domain_of += [_domain_number("dropped_rewards", domain, domains)] * len(values)
+    if not rewards:
+        return None
+    return DroppedRewards(_double(rewards), torch.tensor(domain_of))
+
+
+def _state(given: _Document, domains: Sequence[str]) -> dict[str, Any]:
+    """What the objective learned from earlier steps: mean rewards of their groups, for the scope of
+    every domain and for that of all together."""
+    state: dict[str, Any] = {}
+    every_value: list[float] = []
+    for domain, values in given.earlier_success.items():
+        _domain_number("earlier_success", domain, domains)
+        state[f"success@{domain}"] = _distribution(values)
+        every_value += values
+    if every_value:
+        state["success"] = _distribution(every_value)
+    return state
+
+
+def _distribution(values: Sequence[float]) -> list[list[float]]:
+    return RunningDistribution.from_state([]).with_values(np.asarray(values, np.float64)).state
+
+
+def _domain_number(field: str, domain: str, domains: Sequence[str]) -> int:
+    if domain not in domains:
+        raise ValueError(f"{field}.{domain} is no domain of the case",
+                         f"its domains: {', '.join(domains)}")
+    return domains.index(domain)
 
 
 def _rewards(given: _Document, size: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

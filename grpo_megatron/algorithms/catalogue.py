@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from grpo_megatron.algorithms.advantages.after import SHAPINGS
-from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
+from grpo_megatron.algorithms.advantages.before import GROUP_SUBSETS, REWARD_SHAPINGS, adaptive
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.ratios import MISMATCH, RATIOS
 from grpo_megatron.algorithms.step_terms import AGGREGATIONS
@@ -18,7 +18,8 @@ from grpo_megatron.algorithms.terms import CLIPS, KL
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 from grpo_megatron.config.problems import as_toml
 
-AXES: dict[str, dict[str, Callable]] = {"reward_shaping": REWARD_SHAPINGS, "subset": SUBSETS,
+AXES: dict[str, dict[str, Callable]] = {"reward_shaping": REWARD_SHAPINGS,
+    "subset": {**GROUP_SUBSETS, "adaptive": adaptive},
     "advantage": ESTIMATORS, "shaping": SHAPINGS, "ratio": RATIOS, "clip": CLIPS,
     "aggregation": AGGREGATIONS, "kl": KL, "mismatch": MISMATCH}
 """Choices whose functions are registered; `none` needs no function."""

@@ -32,12 +32,12 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
     _require_columns(objective, batch, {*columns, *batch.tokens}, given=advantages is not None)
     logprobs = columns["logprobs"]
     advantages = advantages or pipeline.advantages_of(objective, batch)
-    rows = pipeline.select(objective.config, batch).nonzero()[:, 0]
+    rows = pipeline.select(objective, batch).nonzero()[:, 0]
     longest = int(batch.token_counts.max()) if len(batch) else 1
     terms = step_terms(objective, batch, advantages, rows, constant_length or max(longest, 1))
     if objective.config.preference_weight > 0:
-        old = columns["old_logprobs"]
-        terms = terms.with_margins(objective, batch.sums(log_ratio(logprobs, old)))
+        margins = batch.sums(log_ratio(logprobs, columns["ref_logprobs"]))
+        terms = terms.with_margins(objective, margins)
     gradient, stats, loss = torch.zeros_like(logprobs), Stats(), 0.0
     for part in [torch.arange(len(batch))] if parts is None else parts:
         index = batch.flat_index(part)
@@ -74,7 +74,7 @@ def batch_metrics(objective: Objective, batch: SampleBatch,
     """Counts and advantages of the whole batch, and by domain where there are several."""
     per_sample = (batch.means(advantages.values) if advantages.per_token
                   else advantages.values).double()
-    trained = pipeline.select(objective.config, batch)
+    trained = pipeline.select(objective, batch)
 
     def of(rows: Tensor) -> dict[str, float]:
         values = per_sample[rows] if rows.any() else torch.zeros(1)
@@ -93,12 +93,16 @@ def batch_metrics(objective: Objective, batch: SampleBatch,
 
 def _require_columns(objective: Objective, batch: SampleBatch, there: set[str], *,
                      given: bool) -> None:
-    o, reference = objective.config, objective.wants_reference
-    needed = set() if given else set(pipeline.needed_columns(o, reference=reference))
-    needed |= {name for name, wanted in {
-        "components": o.advantage == "components" and not given and not batch.components,
-        "ref_logprobs": reference, "entropies": any(objective.by_domain("entropy_weight"))}.items()
-        if wanted}
+    o = objective.config
+    needed: set[str] = set()
+    if not given:
+        needed |= pipeline.needed_columns(o, weighs_kl=objective.weighs_kl)
+        if o.advantage == "components" and not batch.components:
+            needed.add("components")
+    if objective.wants_reference:
+        needed.add("ref_logprobs")
+    if any(objective.by_domain("entropy_weight")):
+        needed.add("entropies")
     if missing := sorted(needed - there):
         raise DataError(f"{missing[0]} is missing", where="case",
                         remedy=f"objective {o.preset} needs {', '.join(missing)}")

@@ -5,6 +5,7 @@ Shape legend: n policy tokens of the S samples in one micro-batch."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ class Objective:
     config: ObjectiveConfig
     domains: Sequence[str] = ("all",)
     own: Mapping[str, DomainObjective] = field(default_factory=dict)
-    state: Mapping[str, float] = field(default_factory=dict)
-    """`lambda`: exponent of lambda_grpo; `opsm_delta@DOMAIN`: calibrated thresholds."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """What earlier steps taught, ready for JSON. `lambda`: exponent of lambda_grpo;
+    `opsm_delta@DOMAIN`: calibrated thresholds; `success` and `success@DOMAIN`: success rates of
+    earlier groups (`RunningDistribution.state`), for the adaptive subset."""
 
     def by_domain(self, name: str) -> list[float | None]:
         return [getattr(self.config.for_domain(self.own.get(d)), name) for d in self.domains]
@@ -42,8 +45,14 @@ class Objective:
         return self.state.get("lambda", self.config.lambda_init)
 
     @property
-    def wants_reference(self) -> bool:
+    def weighs_kl(self) -> bool:
+        """Whether a KL to the reference has a weight in any domain."""
         return self.config.kl != "none" and any(b > 0 for b in self.by_domain("kl_beta"))
+
+    @property
+    def wants_reference(self) -> bool:
+        """Whether the loss or the advantages are made of the reference's log-probs."""
+        return self.weighs_kl or self.config.preference_weight > 0
 
 
 def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
@@ -63,7 +72,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     meter = Meter(batch.domain[batch.sample], batch.domain, objective.domains)
     factor, masks = _off_policy_factor(objective, batch, meter.stats)
     losses = -term if factor is None else -(term * factor)
-    if objective.wants_reference and o.kl in terms.KL:
+    if objective.weighs_kl and o.kl in terms.KL:
         losses = losses + objective.value("kl_beta", batch) * terms.KL[o.kl](
             batch.untruncated_logprobs, batch.ref_logprobs, tokens.log_ratio)
     weight = objective.value("entropy_weight", batch)
@@ -76,7 +85,8 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     loss = weighted.sum()
     if batch.preference is not None:
         coefficient, value = batch.preference
-        margin = ratios.segment_sum(tokens.log_ratio, batch.sample, batch.token_counts)
+        away = ratios.log_ratio(batch.untruncated_logprobs, batch.ref_logprobs)
+        margin = ratios.segment_sum(away, batch.sample, batch.token_counts)
         loss = loss + (coefficient * (margin - margin.detach()) + value).sum()
     measure(meter, batch, update.log_ratio.detach().exp(), tokens.log_ratio.detach(),
             clipped=status, rejected=masks, infinite=infinite, factor=factor)

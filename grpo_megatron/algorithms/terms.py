@@ -132,7 +132,8 @@ def preference_coefficients(o: ObjectiveConfig, batch: SampleBatch, rewards: Ten
                             margins: Tensor) -> tuple[Tensor, Tensor]:
     """`d loss / d m_i`, and the loss, given to the best samples, of
     `-log sigmoid(beta (m_best - m_worst))`, a mean over the groups with spread (of the domain, with
-    `denominator = "domain"`), m the sum of `log pi_theta - log pi_old` over a sample. float64 [N]
+    `denominator = "domain"`), m the sum of `log pi_theta - log pi_ref` over a sample, which is
+    DPO's implicit reward (arXiv:2305.18290). float64 [N]
 
     Fixed coefficients, since both may lie in different micro-batches: exact at these weights."""
     groups = Groups(batch.group_ids, batch.valid & batch.trained)

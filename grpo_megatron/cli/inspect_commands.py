@@ -90,7 +90,8 @@ def evaluate(arguments: Annotated[list[str], typer.Argument(
     load_objective(objective)
     case = read_case(Path(files[0]))
     config, own = load_objective(objective, [t for t in arguments if "=" in t], case.domains)
-    typer.echo(json.dumps(evaluate_case(Objective(config, case.domains, own), case)))
+    objective_of_case = Objective(config, case.domains, own, case.state)
+    typer.echo(json.dumps(evaluate_case(objective_of_case, case)))
 
 
 def plan(recipe: Source, overrides: Overrides = None, search: Annotated[str | None, typer.Option(

@@ -125,13 +125,16 @@ class RLLoop:
         config, publisher, started = self.config, self.session.publisher, time.perf_counter()
         await self.session.judges.wake()
         version = publisher.version if self.ahead else step  # of the weights that sample
-        groups, metrics, rollout_s = await self.source.groups_of(step)
+        sampled = await self.source.groups_of(step)
+        groups, metrics, rollout_s = sampled.groups, sampled.metrics, sampled.rollout_s
         stale = version < step or len(not_older(groups, step)) < len(groups)
         manifest = {"kind": "rl", "step": step, "version": version, "stale": stale,
                     "proven": sorted({g.group.replica for g in groups if not stale}),  # replicas
                     "sampler": self.sampler.state_dict(),  # after the step's draws
                     "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
                     "extremes": extremes(step, groups, config.telemetry.samples_per_step)}
+        if config.objective.advantage_std == "batch_raw":
+            manifest["dropped_rewards"] = sampled.dropped_rewards
         scored_at = time.perf_counter()
         taught = await self.session.teachers.answers([scored.group for scored in groups])
         written_from = time.perf_counter()

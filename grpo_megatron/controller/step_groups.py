@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +14,16 @@ from grpo_megatron.controller.selection import Selection, by_domain, not_older, 
 from grpo_megatron.controller.session import Session
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.types import Prompt, ScoredGroup
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """The groups of one step, and what is known about its sampling."""
+
+    groups: list[ScoredGroup]  # to train, maybe none
+    metrics: dict[str, float]  # of what was sampled, before any correction and selection
+    rollout_s: float
+    dropped_rewards: dict[str, list[float]]  # by domain, of groups that the rules did not keep
 
 
 class GroupSource:
@@ -30,9 +41,8 @@ class GroupSource:
         self._correction = (Correction(session, self._selection)
                             if session.config.correction else None)
 
-    async def groups_of(self, step: int) -> tuple[list[ScoredGroup], dict[str, float], float]:
-        """Sample `step`; moves the sampler and its curriculum. Returns the groups to train, maybe
-        none; metrics of what was sampled, before any correction and selection; rollout seconds."""
+    async def groups_of(self, step: int) -> SampledStep:
+        """Sample `step`; moves the sampler and its curriculum."""
         session, sampler, selection = self._session, self._sampler, self._selection
         batch, settings = session.config.batch, session.config.sampling
         rollout_s, first_tries = 0.0, []
@@ -72,7 +82,27 @@ class GroupSource:
                     selection.metrics, sampled or groups).items() if name.startswith("sampling/")}
         if sampled:
             sampler.acceptance = metrics["sampling/acceptance_rate"]
-        return groups, {name: float(value) for name, value in metrics.items()}, rollout_s
+        return SampledStep(
+            groups,
+            {name: float(value) for name, value in metrics.items()},
+            rollout_s,
+            dropped_rewards(selection, sampled),
+        )
+
+
+def dropped_rewards(
+    selection: Selection, sampled: Sequence[ScoredGroup]
+) -> dict[str, list[float]]:
+    """Rewards by domain of the groups that are not kept, as group statistics see them; unscorable
+    ones are left out."""
+    found: dict[str, list[float]] = {}
+    for group in sampled:
+        if selection.keeps(group):
+            continue
+        rewards = selection.with_statistics(group).rewards
+        of_domain = found.setdefault(group.group.prompt.domain, [])
+        of_domain += rewards[~np.isnan(rewards)].tolist()
+    return found
 
 
 async def fill_batch(

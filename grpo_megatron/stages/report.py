@@ -86,8 +86,12 @@ def _recorded(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
     (id, text, advantage). `lacks`: columns only the trainer has; plain GRPO does without them."""
     path = config.model.path or run_dir.model  # without a tokenizer ids are shown
     decode = load_tokenizer(path).decode if (path / "tokenizer.json").exists() else "".format
-    reference, found = objective_of(config, {}).wants_reference, []
-    if lacks := needed_columns(config.objective, reference=reference):
+    found = []
+    weighs_kl = objective_of(config, {}).weighs_kl
+    lacks = {*needed_columns(config.objective, weighs_kl=weighs_kl)}
+    if config.objective.subset == "adaptive":
+        lacks.add("success of earlier steps")
+    if lacks:
         config = config.model_copy(update={"objective": ObjectiveConfig(preset="grpo")})
     stored = sorted(run_dir.store.glob("step_*/manifest.json")) if config.kind == "rl" else []
     for table in (SampleTable(file.parent, verify=False) for file in stored[-NEWEST_STEPS:]):

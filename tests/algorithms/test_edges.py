@@ -126,7 +126,7 @@ def test_the_preference_loss_is_exact():
 
     def loss(first: float) -> float:
         case = {"rewards": [1, 0], "group_ids": [0, 0], "logprobs": [[first, -0.4], [-1.0]],
-                "old_logprobs": [[-1.2, -0.5], [-0.9]]}
+                "ref_logprobs": [[-1.2, -0.5], [-0.9]]}
         both = evaluated("dr_grpo", overrides, **case)
         alone = evaluated("dr_grpo", ["clip=none"], **case)
         return both["loss"] - alone["loss"], (both["grad_logprobs"][0][0]
@@ -176,7 +176,7 @@ def test_component_weights_are_exact():
 def test_a_kl_weight_of_one_domain_asks_for_its_columns():
     config, own = load_objective("grpo", ["kl=reward_k1", "domain.a.kl_beta=0.1"], ("a", "b"))
     objective = Objective(config, ("a", "b"), own)
-    assert needed_columns(config, reference=objective.wants_reference) == {
+    assert needed_columns(config, weighs_kl=objective.weighs_kl) == {
         "old_logprobs", "ref_logprobs"}
 
 

@@ -42,6 +42,8 @@ BROKEN = [
     ("accuracy_component", ["domains.0.accuracy=exact_matc"]),
     ("accuracy_component", ["domains.0.accuracy=zzz"]),
     ("zero_variance_resample", ["sampling.zero_variance=resample"]),
+    ("dropped_rewards", ["objective.preset=lite_ppo", "sampling.dynamic=true",
+                         "objective.reward_shaping=per_token"]),
     ("deterministic_surplus", ["sampling.surplus_staleness=1", "rollout.deterministic=true"]),
     ("microbatch_length", ["trainer.max_tokens_per_microbatch=63"]),
     ("deterministic_staleness", ["batch.max_staleness=1", "rollout.deterministic=true"]),

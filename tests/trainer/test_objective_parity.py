@@ -18,6 +18,8 @@ EXTRA = {  # what the presets leave at zero, and choices that none of them makes
               "llds_weight": 0.1, "preference_weight": 0.3},
     "sequence_weights": {"preset": "gspo", "mismatch": "mis_sequence", "mismatch_max": 1e9,
                          "denominator": "domain"},
+    "adaptive": {"preset": "gfpo", "subset": "adaptive"},
+    "preference": {"preset": "dr_grpo", "preference_weight": 0.3},  # without a KL
 }
 NAMES = [*(name for name in PRESETS if name != "gagpo"), *EXTRA]  # rollouts have one turn
 CASE = "tests.trainer.cases:train_objectives"
@@ -85,3 +87,15 @@ def test_layouts_agree(reference, found, name):
     assert got["state"].keys() == expected["state"].keys()
     for key, value in expected["state"].items():
         np.testing.assert_allclose(got["state"][key], value, rtol=1e-4)
+
+
+def test_the_adaptive_subset_reports_what_it_saw(reference):
+    for key in ("success@even", "success@odd"):
+        counts = [count for _, count in reference["adaptive"]["state"][key]]
+        assert sum(counts) > 0
+
+
+def test_a_preference_without_kl_is_held_against_the_reference(reference):
+    """The first update starts at the reference, where the margin is 0; the second does not."""
+    metrics = reference["preference"]["metrics"]
+    assert metrics["reference/k3"] > 0

@@ -30,7 +30,8 @@ def xrpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, advantages: Ten
 
 
 def trace_recent(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Tensor) -> Tensor:
-    """GRPO-λ traces (arXiv:2510.00194): `A_t = A (gamma lambda)^(T-1-t)`. [n]"""
+    """GRPO-λ traces (arXiv:2510.00194): `A_t = max(A, trace_min_advantage) (gamma lambda)^(T-1-t)`:
+    a rare wrong answer in a group of right ones must not outweigh them all. [n]"""
     return _traced(o, batch, a, lambda from_start, from_end: from_end)
 
 

@@ -1,10 +1,12 @@
 """What happens before estimation: reward shaping, and which samples of a group train at all."""
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.batch import Groups, SampleBatch
+from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.config.objective import ObjectiveConfig
 
 
@@ -45,23 +47,36 @@ def token_efficiency(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> 
     return groups.valid & (groups.rank(-efficiency, batch.sample_ids) < o.subset_size)
 
 
-def adaptive(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
-    """GFPO, adaptive difficulty: the shortest k samples, by quartiles of groups' mean rewards: the
-    easiest keeps 1/2 of `subset_size`, the next 3/4, the harder half of groups all. bool [N]"""
-    success = groups.mean(batch.rewards)
-    scope = batch.scopes(o.statistics_scope)
-    size = torch.empty_like(success)
-    for s in scope[groups.valid].unique():
-        here = (scope == s) & groups.valid
-        of_groups = success[here][np.unique(groups.ids[here], return_index=True)[1]]
-        easy, medium = torch.quantile(of_groups, 0.75), torch.quantile(of_groups, 0.5)
-        share = torch.where(success > easy, 0.5, torch.where(success > medium, 0.75, 1.0))
-        size = torch.where(here, (share * o.subset_size).ceil(), size)
+def adaptive(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
+             seen: Sequence[RunningDistribution]) -> Tensor:
+    """GFPO, adaptive difficulty: the shortest k samples, by running quartiles of groups' mean
+    rewards: the easiest quarter keeps 1/2 of `subset_size`, the next 3/4, the harder half all.
+    seen: by scope, mean rewards of all groups of the run up to these (`success`). bool [N]"""
+    mean_reward = groups.mean(batch.rewards)
+    scope_of_sample = batch.scopes(o.statistics_scope)
+    size = torch.empty_like(mean_reward)
+    for scope, distribution in enumerate(seen):
+        easy = distribution.quantile(0.75)
+        medium = distribution.quantile(0.5)
+        share = torch.ones_like(mean_reward)
+        share[mean_reward > medium] = 0.75
+        share[mean_reward > easy] = 0.5
+        size = torch.where(scope_of_sample == scope, (share * o.subset_size).ceil(), size)
     return groups.valid & (_by_length(batch, groups) < size)
 
 
+def success(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
+            num_scopes: int) -> list[Tensor]:
+    """Mean rewards of the groups of each scope, float64 [groups of the scope]."""
+    is_first = groups.valid & (groups.rank(batch.sample_ids.double(), batch.sample_ids) == 0)
+    mean_reward = groups.mean(batch.rewards)
+    scope_of_sample = batch.scopes(o.statistics_scope)
+    return [mean_reward[is_first & (scope_of_sample == scope)] for scope in range(num_scopes)]
+
+
 REWARD_SHAPINGS = {f.__name__: f for f in (length_switch, per_token)}
-SUBSETS = {f.__name__: f for f in (shortest, token_efficiency, adaptive)}
+GROUP_SUBSETS = {f.__name__: f for f in (shortest, token_efficiency)}
+"""Decided by the group alone; `adaptive` also takes what earlier groups earned."""
 
 
 def _by_length(batch: SampleBatch, groups: Groups) -> Tensor:

@@ -23,17 +23,36 @@ def group(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = (R_i - mean) / (std + eps)`, the mean over the group.
 
     std none: 1 (Dr. GRPO, arXiv:2503.20783); group: of the group (GRPO, arXiv:2402.03300);
-    batch_raw: of all rewards of the scope (Lite PPO, arXiv:2508.08221); batch_residual: of all
-    centred rewards of the scope. Groups without spread and groups of one get exactly 0."""
+    batch_raw: of all rewards of the scope, those of groups that were dropped included (Lite PPO,
+    arXiv:2508.08221); batch_residual: of all centred rewards of the scope, to which a dropped group
+    adds nothing but zeros. Groups without spread and groups of one get exactly 0."""
     centred = groups.centred(batch.rewards)
     if o.advantage_std == "none":
         return centred
     if o.advantage_std == "group":
         return groups.standardised(batch.rewards, o.std_kind, o.advantage_eps)
-    scope = Groups(batch.scopes(o.statistics_scope), groups.valid)
-    values = batch.rewards if o.advantage_std == "batch_raw" else centred
-    std = scope.std(values, o.std_kind) + o.advantage_eps
+    if o.advantage_std == "batch_raw":
+        std = _raw_std(o, batch, groups)
+    else:
+        scope = Groups(batch.scopes(o.statistics_scope), groups.valid)
+        std = scope.std(centred, o.std_kind)
+    std = std + o.advantage_eps
     return torch.where(centred == 0, 0.0, centred / torch.where(std > 0, std, 1.0))
+
+
+def _raw_std(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """Deviation of the rewards of each sample's scope as they were sampled: before any filter, of
+    which an all-right or all-wrong group is no part otherwise. [N]"""
+    rewards = batch.rewards
+    valid = groups.valid
+    scopes = batch.scopes(o.statistics_scope)
+    if batch.dropped is not None:
+        by_domain = o.statistics_scope == "domain"
+        dropped = batch.dropped.domains if by_domain else 0 * batch.dropped.domains
+        rewards = torch.cat([rewards, batch.dropped.rewards])
+        valid = torch.cat([valid, torch.ones_like(dropped, dtype=torch.bool)])
+        scopes = torch.cat([scopes, dropped])
+    return Groups(scopes, valid).std(rewards, o.std_kind)[:len(batch)]
 
 
 def rloo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:

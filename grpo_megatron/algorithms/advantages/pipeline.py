@@ -1,15 +1,23 @@
 """Rewards to advantages, in the order: shaping, subset, estimator, KL, whitening, reweighting."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.advantages.after import SHAPINGS, whiten
-from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
+from grpo_megatron.algorithms.advantages.before import (
+    GROUP_SUBSETS,
+    REWARD_SHAPINGS,
+    adaptive,
+    success,
+)
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import Groups, SampleBatch, by_groups, suffix_sums
 from grpo_megatron.algorithms.objective import Objective
+from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
 
 _NEEDS = {"gtpo_entropy": {"entropies"}, "grpo_s": {"entropies"}, "eda": {"entropies"},
@@ -25,24 +33,38 @@ class Advantages:
     per_token: bool
 
 
-def needed_columns(o: ObjectiveConfig, *, reference: bool) -> frozenset[str]:
-    """Token columns that advantages are made of; `reference`: whether the KL weighs anything."""
-    of_kl = {"old_logprobs", "ref_logprobs"} if o.kl == "reward_k1" and reference else ()
+def needed_columns(o: ObjectiveConfig, *, weighs_kl: bool) -> frozenset[str]:
+    """Token columns that advantages are made of. weighs_kl: see `Objective`."""
+    of_kl = {"old_logprobs", "ref_logprobs"} if o.kl == "reward_k1" and weighs_kl else ()
     return frozenset().union(_NEEDS.get(o.advantage, ()), _NEEDS.get(o.shaping, ()), of_kl)
 
 
-def select(o: ObjectiveConfig, batch: SampleBatch) -> Tensor:
+def select(objective: Objective, batch: SampleBatch) -> Tensor:
     """Samples in the loss and in its denominators, bool [N]: the subset that is trained."""
-    return batch.trained if o.subset == "none" else batch.trained & _rewarded(o, batch)[1].valid
+    if objective.config.subset == "none":
+        return batch.trained
+    _, groups = _rewarded(objective, batch)
+    return batch.trained & groups.valid
+
+
+def state_after(objective: Objective, batch: SampleBatch) -> dict[str, Any]:
+    """`objective.state` once the batch is trained: with its groups, where later subsets are
+    measured against them."""
+    state = dict(objective.state)
+    if objective.config.subset == "adaptive":
+        shaped, groups = _shaped(objective.config, batch)
+        for key, distribution in _success_so_far(objective, shaped, groups).items():
+            state[key] = distribution.state
+    return state
 
 
 def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     """Advantages of a whole rollout batch, without gradient, by the steps of this module; 0 for
     samples without a reward or outside of the subset. DataError: steps or turns are missing."""
     o = objective.config
-    batch, groups = _rewarded(o, batch)
+    batch, groups = _rewarded(objective, batch)
     values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
-    if o.kl == "reward_k1" and objective.wants_reference:
+    if o.kl == "reward_k1" and objective.weighs_kl:
         by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
         future = _future_kl(batch, torch.where(groups.valid, by_domain[batch.domains], 0.0))
         values = (values if per_token else batch.spread(values.to(future.dtype))) - future
@@ -56,14 +78,40 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     return Advantages(torch.where(valid, values, 0.0), per_token)
 
 
-def _rewarded(o: ObjectiveConfig, batch: SampleBatch) -> tuple[SampleBatch, Groups]:
+def _rewarded(objective: Objective, batch: SampleBatch) -> tuple[SampleBatch, Groups]:
     """The batch with shaped rewards; its groups with the samples that count."""
+    o = objective.config
+    batch, groups = _shaped(o, batch)
+    if o.subset == "none":
+        return batch, groups
+    if o.subset == "adaptive":
+        seen = _success_so_far(objective, batch, groups)
+        chosen = adaptive(o, batch, groups, list(seen.values()))
+    else:
+        chosen = GROUP_SUBSETS[o.subset](o, batch, groups)
+    return batch, Groups(batch.group_ids, chosen)
+
+
+def _shaped(o: ObjectiveConfig, batch: SampleBatch) -> tuple[SampleBatch, Groups]:
+    """The batch with shaped rewards; its groups with all samples that have one."""
     groups = Groups(batch.group_ids, batch.valid)
     if o.reward_shaping != "none":
         batch = replace(batch, rewards=REWARD_SHAPINGS[o.reward_shaping](o, batch, groups))
-    if o.subset != "none":
-        groups = Groups(batch.group_ids, SUBSETS[o.subset](o, batch, groups))
     return batch, groups
+
+
+def _success_so_far(objective: Objective, batch: SampleBatch,
+                    groups: Groups) -> Mapping[str, RunningDistribution]:
+    """Mean rewards of groups up to these, by the key of each scope in `Objective.state`."""
+    keys = ["success"]
+    if objective.config.statistics_scope == "domain":
+        keys = [f"success@{domain}" for domain in objective.domains]
+    found = {}
+    of_scopes = success(objective.config, batch, groups, len(keys))
+    for key, of_groups in zip(keys, of_scopes, strict=True):
+        earlier = RunningDistribution.from_state(objective.state.get(key, []))
+        found[key] = earlier.with_values(of_groups.numpy())
+    return found
 
 
 def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.before import REWARD_SHAPINGS, SUBSETS
+from grpo_megatron.algorithms.advantages.before import GROUP_SUBSETS, REWARD_SHAPINGS
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import Groups, SampleBatch
 from grpo_megatron.config.objective import ObjectiveConfig
@@ -38,8 +38,8 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
     for rewards in _possible_rewards(o, group):
         shaped = replace(group, rewards=rewards)
         groups = Groups(group.group_ids, group.valid)
-        if o.subset in ("shortest", "token_efficiency"):  # the size of adaptive's is the batch's
-            groups = Groups(group.group_ids, SUBSETS[o.subset](o, shaped, groups))
+        if o.subset in GROUP_SUBSETS:  # the size of adaptive's is decided by other groups
+            groups = Groups(group.group_ids, GROUP_SUBSETS[o.subset](o, shaped, groups))
         if bool((estimator(o, shaped, groups) != 0).any()):
             return True
     return False

@@ -134,6 +134,22 @@ def groups_are_not_resampled(run: RunConfig) -> Violation | None:
     )
 
 
+@RUN_RULES.rule("dropped_rewards")
+def dropped_rewards_are_not_shaped(run: RunConfig) -> Violation | None:
+    drops_groups = run.sampling.dynamic or run.sampling.zero_variance == "drop"
+    if run.objective.advantage_std != "batch_raw" or not drops_groups:
+        return None
+    if run.objective.reward_shaping == "none":
+        return None
+    return Violation(
+        "objective.reward_shaping",
+        "batch_raw counts the rewards of groups that were dropped, and those are not shaped",
+        nearest=("none",),
+        remedy="set reward_shaping to none, keep all groups, or divide by another deviation",
+        related=("objective.advantage_std", "sampling.dynamic", "sampling.zero_variance"),
+    )
+
+
 @RUN_RULES.rule("deterministic_surplus")
 def surplus_is_not_deterministic(run: RunConfig) -> Violation | None:
     if run.sampling.surplus_staleness == 0 or not run.rollout.deterministic:

@@ -1,11 +1,11 @@
 """A recorded step as the objective sees it. Imports no Megatron: reports need it too."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from grpo_megatron.algorithms.batch import Events, SampleBatch
+from grpo_megatron.algorithms.batch import DroppedRewards, Events, SampleBatch
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
@@ -44,8 +44,25 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
         },
         events=Events(*map(torch.from_numpy, table.steps)) if len(table.steps[0]) else None,
         correct=_correct(config, table),
+        dropped=_dropped(table, names),
     )
     return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)
+
+
+def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | None:
+    """What the sampler did not keep; None where nothing was dropped, or nobody asked."""
+    by_domain = table.manifest.get("dropped_rewards", {})
+    if not by_domain:
+        return None
+    rewards = []
+    domain_of = []
+    for domain, values in by_domain.items():
+        rewards += values
+        domain_of += [domains.index(domain)] * len(values)
+    return DroppedRewards(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        domains=torch.tensor(domain_of, dtype=torch.int64),
+    )
 
 
 def _correct(config: RunConfig, table: SampleTable) -> torch.Tensor:

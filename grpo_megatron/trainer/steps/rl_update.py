@@ -18,6 +18,7 @@ from grpo_megatron.algorithms.advantages.pipeline import (
     advantages_of,
     needed_columns,
     select,
+    state_after,
 )
 from grpo_megatron.algorithms.stats import Stats, derived
 from grpo_megatron.algorithms.step_terms import StepTerms, step_terms
@@ -58,7 +59,7 @@ class Training:
         self.table = table
         self.exact = exact
         self.objective = objective_of(config, state)
-        self.needs = needed_columns(self.objective.config, reference=self.objective.wants_reference)
+        self.needs = needed_columns(self.objective.config, weighs_kl=self.objective.weighs_kl)
         self.batch = sample_batch(config, table)
         self.replayed_masks = _recorded_masks(table) if replayed else None
         self.recorded_masks: list[MaskRecord] = []
@@ -72,7 +73,7 @@ class Training:
 
     def _plan(self) -> list[optimizer_step.Update]:
         """Optimizer steps that have samples to train; the others are skipped."""
-        trained = select(self.objective.config, self.batch).numpy()
+        trained = select(self.objective, self.batch).numpy()
         updates = []
         for number in range(self.num_planned_updates):
             all_rows = np.flatnonzero(self.table.update == number)
@@ -123,7 +124,7 @@ class Training:
         return TrainReport(
             metrics=self._metrics(total, advantages, rates),
             normalisers=total.units,
-            state=dict(self.objective.state),
+            state=state_after(self.objective, self.batch),
             updates=len(self.updates),
             losses=losses,
             grad_norms=grad_norms,
@@ -230,14 +231,12 @@ class Training:
             )
 
     def _margins(self, update: optimizer_step.Update) -> torch.Tensor:
-        """`sum_t log pi_theta - log pi_old` of every sample at the current weights, float64 [N]."""
-        if update.old is None:
-            return torch.zeros(len(self.batch), dtype=torch.float64)
+        """`sum_t log pi_theta - log pi_ref` of every sample at the current weights, float64 [N]."""
         routing = self.source.margin_pass(update)
         now = optimizer_step.logprob_pass(self.policy, update.batch, routing)
         of_tokens = []
-        for new, old in zip(now, update.old, strict=True):
-            of_tokens.append(ratios.log_ratio(new[0], old[0]))
+        for output, reference in zip(now, update.ref, strict=True):
+            of_tokens.append(ratios.log_ratio(optimizer_step.untruncated(output), reference))
         gathered = optimizer_step.gather_tokens(self.batch, [update.batch], [of_tokens])
         return self.batch.sums(gathered).double()
 
@@ -276,7 +275,8 @@ class Training:
         metrics["batch/skipped_updates"] = float(skipped)
         metrics.update(evaluate.batch_metrics(self.objective, self.batch, advantages))
         for name, value in self.objective.state.items():
-            metrics[f"objective/{name}"] = value
+            if isinstance(value, float):
+                metrics[f"objective/{name}"] = value
         metrics.update(self.source.metrics())
         if rates:
             metrics["optimizer/lr"] = float(np.mean(rates))
