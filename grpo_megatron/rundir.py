@@ -41,6 +41,11 @@ class RunDir:
     def step_checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
+    @property
+    def cold_start_checkpoints(self) -> Path:
+        """As `checkpoints`, of a cold start that has not ended."""
+        return self.checkpoints / "cold_start"
+
     def create(self) -> None:
         """Make the directory and its fixed sub-directories (idempotent)."""
         for path in (self.root, self.store, self.samples, self.checkpoints, self.logs,

@@ -178,6 +178,7 @@ class ColdStartConfig(Strict):
     max_steps: int = Field(2000, ge=1)
     batch_size: int = Field(128, ge=1)
     steps_per_evaluation: int = Field(20, ge=1)
+    checkpoint_interval: int = Field(200, ge=1)
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3)
 
 

@@ -36,7 +36,7 @@ def main(run_path: str, attempt: str) -> int:
 
 
 class Stop:
-    """Before RL begins nothing is lost: the process ends. Then its loop is told."""
+    """Before the first training step nothing is lost: the process ends. Then its loop is told."""
 
     def __init__(self) -> None:
         self._tell = self._end

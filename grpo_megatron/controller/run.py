@@ -7,19 +7,19 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.controller.cold_start import cold_start
+from grpo_megatron.controller.cold_start import ColdStart
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.evaluation import evaluate, greedy_accuracy
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.controller.rejection import sample_dataset
+from grpo_megatron.controller.restoring import newest_whole
 from grpo_megatron.controller.rl_loop import RLLoop
 from grpo_megatron.controller.session import Session, open_session
 from grpo_megatron.controller.trainer_link import RunState
-from grpo_megatron.errors import CheckpointError, GateError
+from grpo_megatron.errors import GateError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
@@ -31,7 +31,12 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
     started = time.monotonic()
     async with open_session(config, run_dir) as session:
         _tell_unused(config)
-        state = await _restore(session) or await _begin(session, started)
+        state = await _restore(session)
+        if state is None:
+            state = await _begin(session, started, on_start)
+        if state is None:
+            show("message", text=f"stopped in the cold start; grpo-megatron resume {run_dir.root}")
+            return False
         began = time.monotonic() - state.seconds  # earlier attempts count
         if config.trains:
             state = await _train(session, state, on_start)
@@ -85,41 +90,38 @@ def _conclude(session: Session, result: dict[str, Any]) -> None:
                         f"the weights are in {session.run_dir.export}")
 
 
-async def _begin(session: Session, started: float) -> RunState:
-    await session.publisher.publish(0)
+async def _begin(session: Session, started: float, on_start: Callable) -> RunState | None:
+    """Prepare step 0; None: told to stop in the cold start."""
+    cold_start = None
     if session.config.cold_start is not None:
-        await cold_start(session)
+        cold_start = ColdStart(session, started)
+        on_start(session.stopping)
+    await session.publisher.publish(0)
+    if cold_start and not await cold_start.run():
+        return None
     await session.trainer.call("take_reference")
     before = float("nan")
     if session.config.trains:
         before = await greedy_accuracy(session, session.splits.heldout)
         show("message", text=f"held-out accuracy before training {before:.3f}")
-    state = RunState(0, 0, {}, before, time.monotonic() - started)
-    if session.config.cold_start is not None:  # not to be repeated by a resume
+    seconds = cold_start.seconds if cold_start else time.monotonic() - started
+    state = RunState(0, 0, {}, before, seconds)
+    if cold_start:  # not to be repeated by a resume
         await session.trainer.call("save", directory=str(session.run_dir.step_checkpoint(0)),
                                    state=asdict(state))
+        cold_start.forget()
     return state
 
 
 async def _restore(session: Session) -> RunState | None:
-    """The newest checkpoint that is whole; None without any; CheckpointError if all are damaged."""
+    """Go on after the newest checkpoint that is whole; None without any."""
     run_dir = session.run_dir
-    steps = complete_steps(run_dir.checkpoints)
-    for step in reversed(steps):
-        directory = str(run_dir.step_checkpoint(step))
-        if files := (await session.trainer.call("damage", directory=directory))["files"]:
-            show("message", text=f"the checkpoint of step {step} is damaged ({files[0]}): "
-                                 "taking the one before it")
-            session.event("checkpoint_damaged", step=step, files=files)
-            continue
-        state = RunState(**await session.trainer.call("load", directory=directory))
-        drop_disconnected(run_dir.store, state.step)
-        await session.publisher.publish(state.step)
-        show("message", text=f"resumed after step {state.step}")
-        session.event("resumed", step=state.step)
-        return state
-    if steps:
-        raise CheckpointError("every checkpoint of this run is damaged",
-                              where=str(run_dir.step_checkpoint(steps[-1])),
-                              remedy="restore one from a backup, or begin again with --overwrite")
-    return None
+    directory = await newest_whole(session, run_dir.checkpoints)
+    if directory is None:
+        return None
+    state = RunState(**await session.trainer.call("load", directory=str(directory)))
+    drop_disconnected(run_dir.store, state.step)
+    await session.publisher.publish(state.step)
+    show("message", text=f"resumed after step {state.step}")
+    session.event("resumed", step=state.step)
+    return state

@@ -18,11 +18,14 @@ class PromptSampler:
 
     Domains take turns so that after N prompts a domain of weight w has had N·w/Σw of them, within
     one. Within an epoch of a domain no prompt repeats; within a batch none does either. With
-    `curriculum` they are drawn by success rate instead of epoch by epoch."""
+    `curriculum` they are drawn by success rate instead of epoch by epoch. `size_setting` says how
+    many are drawn at a time, for the message where a domain has fewer."""
 
     def __init__(self, train: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float],
-                 seed: int, curriculum: CurriculumConfig | None = None):
+                 seed: int, curriculum: CurriculumConfig | None = None, *,
+                 size_setting: str = "batch.num_prompts"):
         self.acceptance = 1.0  # kept fraction of the last step's groups: sizes the next draw
+        self._size_setting = size_setting
         self._weights = {name: float(weights[name]) for name in train}
         self._prompts = {name: {prompt.prompt_id: prompt for prompt in prompts}
                          for name, prompts in train.items()}
@@ -84,8 +87,8 @@ class PromptSampler:
         prompts = self._prompts[name]
         if exclude is None and count > len(prompts):
             raise DataError(f"domain {name!r} has {len(prompts)} training prompts, but one batch "
-                            f"asks for {count} of them", where="[batch] num_prompts",
-                            remedy="lower num_prompts or the domain's weight, or add problems")
+                            f"asks for {count} of them", where=self._size_setting,
+                            remedy="lower it or the domain's weight, or add problems")
         had = prompts.keys() & (exclude or ())
         ids = self._orders[name].draw(count, had, self._num_drawn[name])
         self._num_drawn[name] += len(ids)
