@@ -12,11 +12,12 @@ name ?=
 args ?=
 demo_flags = $(if $(seed),seed=$(seed)) $(args)
 pytest := $(bin)/python -m pytest -q -rs --durations=25 --durations-min=5
-gate := not learning and not chaos and not slurm and not gpu and not families and not matrix
+gate := not learning and not chaos and not slurm and not gpu and not families and not matrix \
+	and not recipes
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
 
-.PHONY: setup demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-matrix test-chaos \
+.PHONY: setup demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
 	test-slurm test-gpu clean
 
 setup:
@@ -65,6 +66,10 @@ test-learning: setup
 # real command with the real engine.
 test-families: setup
 	$(pytest) -m families
+
+# Cluster recipes with a tiny model of their family and two CPU ranks instead of their layout.
+test-recipes: setup
+	$(pytest) -m recipes
 
 # More layouts and combinations than make test has.
 test-matrix: setup

@@ -102,6 +102,8 @@ async def _begin(session: Session, started: float, on_start: Callable) -> RunSta
     await session.trainer.call("take_reference")
     before = float("nan")
     if session.config.trains:
+        show("message", text=f"answering {len(session.splits.heldout)} held-out prompts, before "
+                             "training")
         before = await greedy_accuracy(session, session.splits.heldout)
         show("message", text=f"held-out accuracy before training {before:.3f}")
     seconds = cold_start.seconds if cold_start else time.monotonic() - started

@@ -10,6 +10,7 @@ import numpy as np
 from grpo_megatron.config.run import SamplingConfig
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.dataset import DatasetAnswers
+from grpo_megatron.controller.display import show
 from grpo_megatron.controller.selection import Selection, by_domain, not_older, rollout_metrics
 from grpo_megatron.controller.session import Session
 from grpo_megatron.data.sampler import PromptSampler
@@ -62,6 +63,10 @@ class GroupSource:
         kept, sampled, num_rounds = await fill_batch(settings, batch.num_prompts,
             sampler.acceptance, self._surplus, sampler.draw, score, selection.keeps)
         groups, surplus = kept[:batch.num_prompts], kept[batch.num_prompts:]
+        if not groups:
+            show("message", text=f"step {step}: none of {len(sampled)} groups was kept: nothing is "
+                                 "trained (group/all_correct_fraction and all_wrong_fraction tell "
+                                 "why)")
         # decided now, not when they are due: a resumed run then counts the same
         oldest = step + 1 - batch.max_staleness - settings.surplus_staleness
         self._surplus = not_older(surplus, oldest)

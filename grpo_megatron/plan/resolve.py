@@ -105,7 +105,7 @@ def checkpoint_is_of_the_preset(config: RunConfig, model: ModelFacts) -> Violati
             return Violation(
                 "model.path",
                 f"{field} of its config.json is {theirs[field]}, of the preset {preset} {value}",
-                remedy="remove model.preset, or name the preset of this checkpoint",
+                remedy="set model.preset=null, or name the preset of this checkpoint",
                 related=("model.preset",),
             )
     return None

@@ -1,0 +1,63 @@
+"""Cluster recipes with a tiny local model of their family and two CPU ranks: they train."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import runs
+from tests.e2e.chat_model import write_chat_model, write_sums
+
+pytestmark = [pytest.mark.engine, pytest.mark.recipes]
+
+SMALL = (
+    "model.preset=null",
+    "placement.gpus_per_node=0",
+    "placement.trainer_nodes=1",
+    "placement.rollout_nodes=0",
+    "trainer.num_ranks=2",
+    "trainer.tensor_parallel_size=2",
+    "trainer.max_tokens_per_microbatch=1024",
+    "rollout.num_replicas=1",
+    "rollout.tensor_parallel_size=1",
+    "rollout.max_new_tokens=48",
+    "rollout.max_model_len=512",
+    "publish.num_senders=1",
+    "batch.num_prompts=8",
+    "batch.num_samples_per_prompt=4",
+    "sampling.dynamic=false",  # an untrained model is never right
+    "domains.0.rewards.1.arguments.buffer=40",
+    "data.num_validation=8",
+    "data.num_heldout=8",
+    "num_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("inputs")
+    write_chat_model(root / "model")
+    write_sums(root / "math.jsonl")
+    return root
+
+
+@pytest.mark.parametrize("recipe", ["dense/qwen3-8b", "dense/qwen3-32b"])
+def test_a_dapo_recipe_trains_with_its_own_rewards(inputs, tmp_path, recipe):
+    done = runs.command("train", recipe, f"runs_dir={tmp_path}", "name=run",
+                        f"model.path={inputs / 'model'}", f"domains.0.path={inputs / 'math.jsonl'}",
+                        *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = runs.metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == [0, 1]
+    assert all(record["grad/norm"] > 0 for record in records)
+    assert all(record["reward/soft_overlong/mean"] < 0 for record in records)
+    assert all(record["mismatch/abs_max"] < 1e-2 for record in records)
+
+
+def test_a_step_of_which_nothing_is_kept_is_told(inputs, tmp_path):
+    """Dynamic sampling with a model that is never right: nothing is trained, and it says so."""
+    dynamic = [text for text in SMALL if not text.startswith("sampling")]
+    done = runs.command("train", "dense/qwen3-8b", f"runs_dir={tmp_path}", "name=run",
+                        f"model.path={inputs / 'model'}", f"domains.0.path={inputs / 'math.jsonl'}",
+                        *dynamic)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 0: none of 72 groups was kept: nothing is trained" in done.stdout
