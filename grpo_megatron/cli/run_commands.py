@@ -65,7 +65,11 @@ def submit(recipe: Recipe, site: Site, overrides: Overrides = None,
            skip_reward_check: SkipRewardCheck = False) -> None:
     """Submit a recipe as a Slurm job. Prints the job's id."""
     from grpo_megatron.launch import slurm
-    from grpo_megatron.launch.bindings import refuse_unbound_rewards
+    from grpo_megatron.launch.bindings import (
+        SKIP_REMEDY,
+        refuse_unbound_rewards,
+        refuse_unreadable_problems,
+    )
     from grpo_megatron.plan.resolve import refuse_missing, resolve
 
     resolved = resolve(recipe, overrides or [])
@@ -76,7 +80,8 @@ def submit(recipe: Recipe, site: Site, overrides: Overrides = None,
     if skip_reward_check:
         warn_unchecked_rewards()
     else:
-        refuse_unbound_rewards(resolved.config)
+        refuse_unbound_rewards(resolved.config, remedy=SKIP_REMEDY)
+    refuse_unreadable_problems(resolved.config)
     typer.echo(slurm.submit(resolved, site, [after] if after else []))
     typer.echo(f"submitted; grpo-megatron logs -f {resolved.run_path}", err=True)
 

@@ -19,12 +19,23 @@ _Rows = Iterator[tuple[str, Mapping[str, Any]]]  # (file:line or file:row, both 
 
 def load_problems(domain: DomainConfig, seed: int) -> list[Problem]:
     """The problems of one domain in the source's order; `seed` is for procedural sources."""
+    return list(_iterate(domain, seed))
+
+
+def first_problem(domain: DomainConfig, seed: int) -> Problem:
+    """The problem with which `load_problems` begins; nothing after it is read."""
+    return next(_iterate(domain, seed))
+
+
+def _iterate(domain: DomainConfig, seed: int) -> Iterator[Problem]:
     where = f"[[domains]] {domain.name}"
-    return _of_file(domain, where) if domain.source == "file" else _of_gym(domain, seed, where)
+    if domain.source == "file":
+        return _of_file(domain, where)
+    return _of_gym(domain, seed, where)
 
 
-def _of_file(domain: DomainConfig, where: str) -> list[Problem]:
-    """At most `domain.num_problems` problems of a `.jsonl` or `.parquet` file.
+def _of_file(domain: DomainConfig, where: str) -> Iterator[Problem]:
+    """At most `domain.num_problems` problems of a `.jsonl` or `.parquet` file, at least one.
 
     Of `domain.arguments`, `domain_field` keeps only the rows whose field of this name equals the
     domain's name; the answer is what follows the last `answer_after` (`"####"` for GSM8K). Other
@@ -37,12 +48,15 @@ def _of_file(domain: DomainConfig, where: str) -> list[Problem]:
     if read is None:
         raise DataError(f"unknown file type {path.suffix!r}", where=str(path),
                         remedy="convert it to .jsonl (one JSON object a line) or .parquet")
-    result = list(itertools.islice(_problems(domain, read(path)), domain.num_problems))
-    if not result:
-        raise DataError(f"no problems for domain {domain.name!r}", where=str(path),
-                        remedy=f"no row has {arguments['domain_field']!r} equal to {domain.name!r}"
-                        if "domain_field" in arguments else "the file is empty")
-    return result
+    is_empty = True
+    for problem in itertools.islice(_problems(domain, read(path)), domain.num_problems):
+        is_empty = False
+        yield problem
+    if is_empty:
+        remedy = "the file is empty"
+        if "domain_field" in arguments:
+            remedy = f"no row has {arguments['domain_field']!r} equal to {domain.name!r}"
+        raise DataError(f"no problems for domain {domain.name!r}", where=str(path), remedy=remedy)
 
 
 def _jsonl_rows(path: Path) -> _Rows:
@@ -100,7 +114,7 @@ def _text(where: str, fields: Mapping[str, Any], name: str) -> str:
     return str(value)
 
 
-def _of_gym(domain: DomainConfig, seed: int, where: str) -> list[Problem]:
+def _of_gym(domain: DomainConfig, seed: int, where: str) -> Iterator[Problem]:
     """`domain.num_problems` problems, or as many as the data set draws by itself.
     `arguments.seed` wins over `seed`, so that a recipe can pin its problems."""
     from reasoning_gym.factory import DATASETS, create_dataset
@@ -119,7 +133,6 @@ def _of_gym(domain: DomainConfig, seed: int, where: str) -> list[Problem]:
     with raised_as(DataError, f"{what} refuses its arguments", refusals, where=where,
                    remedy=f"arguments given: {dict(domain.arguments)}"):
         dataset = create_dataset(domain.dataset, **{"seed": seed, **domain.arguments, **size})
-    problems = []
     for item in dataset:
         if domain.prompt_field not in item:
             raise DataError(f"reasoning-gym items have no field {domain.prompt_field!r}",
@@ -127,6 +140,5 @@ def _of_gym(domain: DomainConfig, seed: int, where: str) -> list[Problem]:
         # Data sets with many right answers have none of their own; their scorer decides.
         answer = item.get(domain.answer_field)
         metadata = {**item.get("metadata", {}), "question": item["question"]}  # for the scorers
-        problems.append(Problem(str(item[domain.prompt_field]),
-                                "" if answer is None else str(answer), metadata))
-    return problems
+        yield Problem(str(item[domain.prompt_field]), "" if answer is None else str(answer),
+                      metadata)

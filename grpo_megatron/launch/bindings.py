@@ -1,20 +1,38 @@
-"""What a recipe names in Python is imported before a job waits in a queue for it."""
+"""What a recipe names outside of itself, in Python and in data files, is tried before processes
+start or a job waits in a queue."""
 
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.templates import PromptTemplate
+from grpo_megatron.data.sources import first_problem
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.pool import components_of
 
-_REMEDY = "; if only the cluster has it, submit with --skip-reward-check"
+SKIP_REMEDY = "if only the cluster has it, submit with --skip-reward-check"
 
 
-def refuse_unbound_rewards(config: RunConfig) -> None:
+def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
     """Import every domain's rewards and check their arguments against their signatures.
 
     Raises RewardError as the controller would when it starts: one that cannot be imported, or
-    that cannot be called with the recipe's arguments."""
+    that cannot be called with the recipe's arguments. remedy: what else would help."""
     for domain in config.domains:
         try:
             components_of(domain, config.max_new_tokens_of(domain.name))
         except RewardError as error:
-            error.remedy = (error.remedy or "correct the recipe") + _REMEDY
+            if remedy:
+                error.remedy = (error.remedy or "correct the recipe") + f"; {remedy}"
             raise
+
+
+def refuse_unreadable_problems(config: RunConfig) -> None:
+    """Read the first problem of every domain and render its prompt; files that do not exist (yet)
+    are left to `refuse_missing`.
+
+    Raises DataError as the controller would: a row without a field, a template that asks for
+    metadata that the problem does not have, an unknown data set."""
+    for domain in config.domains:
+        if domain.path is not None and not domain.path.exists():
+            continue
+        problem = first_problem(domain, config.seed)
+        template = PromptTemplate(domain.template, where=f"[[domains]] {domain.name}")
+        template.render(problem.question, problem.metadata)

@@ -17,7 +17,7 @@ from grpo_megatron.errors import (
 )
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import slurm
-from grpo_megatron.launch.bindings import refuse_unbound_rewards
+from grpo_megatron.launch.bindings import SKIP_REMEDY, refuse_unbound_rewards
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.stages.graph import Graph
@@ -137,7 +137,7 @@ def _refuse_unbound_rewards(graph: Graph, records: Records) -> None:
         has_rewards = graph.table.stages[name].recipe is not None
         if has_rewards and records.state(name) is not State.DONE:
             try:
-                refuse_unbound_rewards(graph.resolve(name).config)
+                refuse_unbound_rewards(graph.resolve(name).config, remedy=SKIP_REMEDY)
             except RewardError as error:
                 error.where = f"stage {name}, {error.where}"
                 raise

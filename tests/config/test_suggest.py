@@ -1,4 +1,4 @@
-"""Typo corpus: every key of the schema, with one edit, must find itself again."""
+"""Typo corpus: every key and every choice of the schema, with one edit, finds itself again."""
 
 from __future__ import annotations
 
@@ -71,3 +71,25 @@ def test_habits_and_wrong_tables(wrong, right):
 def test_nothing_is_suggested_for_nonsense():
     assert nearest_keys(("qqqqqqqqqq",)) == []
     assert nearest("zzz", ["alpha", "beta"]) == []
+
+
+def _choices() -> list[tuple[str, ...]]:
+    """The words that each setting of the schema takes."""
+    found = (schema.choices_at(path) for path in schema.all_fields())
+    return [choices for choices in found if choices and isinstance(choices[0], str)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_edit_finds_the_value(seed):
+    rng, tried, missed = random.Random(seed), 0, []
+    for choices in _choices():
+        for word in choices:
+            for typo in _edits(word, rng).values():
+                if typo in choices or not typo:
+                    continue
+                tried += 1
+                found = nearest(typo, choices)
+                if not found or found[0] != word:
+                    missed.append((typo, word, found))
+    assert tried > 200
+    assert len(missed) <= 0.03 * tried, missed

@@ -12,6 +12,8 @@ from grpo_megatron.launch import slurm
 
 RECIPE = "demo/gspo-moe-cpu"
 REWARD = "domains.0.rewards.0.function="
+FROM_FILE = ["domains.0.source=file", "domains.0.path=rows.jsonl", "domains.0.dataset=null",
+             "domains.0.arguments={}", "domains.0.template={question}"]
 GRAPH = """
 name = "one-stage"
 [stages.only]
@@ -74,6 +76,33 @@ def test_a_graph_whose_stage_has_a_wrong_reward_queues_nothing(queued, tmp_path,
     assert "stage only, [[domains]]" in capsys.readouterr().err
     assert queued == []
     assert main([*command, "--skip-reward-check"]) == 0
+    assert len(queued) == 1
+
+
+@pytest.mark.parametrize("command", ["train", "submit"])
+@pytest.mark.parametrize(("settings", "words", "code"), [
+    ([f"{REWARD}not_here:reward"], "no module 'not_here'", 10),
+    (["domains.0.dataset=basic_arithmetik"], "basic_arithmetic", 4),
+    (["domains.0.arguments.min_trems=2"], "min_terms", 4),
+    (["domains.0.template={metadata[expresion]} ="], "expression", 4),
+    ([*FROM_FILE, "domains.0.prompt_field=qestion"], "question", 4),
+    ([*FROM_FILE, "domains.0.template={metadata[level]}: {question}"], "has no metadata", 4),
+    ([*FROM_FILE, "domains.0.arguments.answer_afer=####"], "answer_after", 4),
+])
+def test_nothing_starts_with_what_cannot_be_read(queued, tmp_path, capsys, command, settings,
+                                                 words, code):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    site = ["--site", "bare"] if command == "submit" else []
+    assert main([command, RECIPE, *site, "runs_dir=here", *settings]) == code
+    assert words in capsys.readouterr().err
+    assert queued == []
+    assert not (tmp_path / "here").exists()
+
+
+def test_only_the_first_row_is_read(queued, tmp_path):
+    """The controller reads them all, when it starts."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\nnot JSON\n')
+    assert main(["submit", RECIPE, "--site", "bare", *FROM_FILE]) == 0
     assert len(queued) == 1
 
 
