@@ -25,6 +25,8 @@ TOKEN_SHAPINGS = ("gtpo_conflict", "trace_recent", "trace_both")
 
 
 class DomainObjective(Strict):
+    """What one domain sets for itself; every sample takes the values of its domain."""
+
     clip_low: float | None = Field(None, gt=0, le=1)
     clip_high: float | None = Field(None, gt=0)
     kl_beta: float | None = Field(None, ge=0)
@@ -33,79 +35,142 @@ class DomainObjective(Strict):
 
 
 class ObjectiveConfig(Strict):
+    """Choices left unset take the preset's value; `grpo-megatron objective show` explains each."""
+
     preset: str = "gspo"
+    """Fixed, documented combination of the choices below (`grpo-megatron objective list`)."""
 
     reward_shaping: Literal["none", "length_switch", "per_token"] = "none"
+    """Changes rewards before any statistics."""
     correct_threshold: float = 0.5
+    """A sample is correct when its reward is at least this, where the domain's accuracy component
+    is not known: in cases of `objective eval`."""
     overlong: Literal["none", "loss", "drop"] = "none"
+    """Truncated samples: as others; out of the loss and its denominators; or out of the group
+    statistics too."""
     subset: Literal["none", "shortest", "token_efficiency", "adaptive"] = "none"
+    """GFPO: train only some samples of each group; the others leave statistics and loss."""
     subset_size: int = Field(8, ge=1)
+    """Samples kept per group (`adaptive`: of hard groups; 3/4 of medium, half of easy ones)."""
     advantage: Literal["reward", "group", "rloo", "maxrl", "process", "components", "passk", "pkpo",
                        "best_minus_second", "gtpo_entropy", "grpo_s", "gagpo"] = "group"
+    """Estimator."""
     advantage_std: Literal["none", "group", "batch_raw", "batch_residual"] = "none"
+    """What centred rewards are divided by."""
     std_kind: Literal["sample", "population"] = "sample"
+    """Standard deviations divide by n-1 or by n."""
     advantage_eps: float = Field(1e-6, ge=0)
+    """Added to standard deviations."""
     whiten: Literal["none", "samples", "tokens"] = "none"
+    """Standardise advantages over the batch, every sample or every token counting once."""
     statistics_scope: Literal["domain", "global"] = "domain"
+    """Batch statistics per domain; `global` couples domains."""
     shaping: Literal["none", "eda", "gtpo_conflict", "trace_recent", "trace_both", "xrpo"] = "none"
+    """Reweights advantages after estimation."""
 
     ratio: Literal["token", "sequence_geo", "sequence_token", "sequence_product",
                    "sequence_mean", "turn_geo"] = "token"
+    """Level of the update ratio."""
     clip: Literal["ppo", "upper", "gmpo", "cispo", "sapo", "none"] = "ppo"
+    """Surrogate term."""
     clip_low: float = Field(0.2, gt=0, le=1)
+    """Lower clip distance: the ratio is kept above `1 - clip_low` (gmpo: its log above
+    `-clip_low`)."""
     clip_high: float = Field(0.2, gt=0)
+    """Upper clip distance: the ratio is kept below `1 + clip_high` (gmpo: its log below)."""
     dual_clip: float | None = Field(None, gt=1)
+    """Negative advantages: the term is at least `dual_clip * A`."""
     ratio_min: float = Field(0.0, ge=0)
+    """cispo: absolute lower bound of the ratio weight."""
     ratio_max: float = Field(5.0, gt=0)
+    """cispo: absolute upper bound of the ratio weight."""
     sapo_tau_positive: float = Field(1.0, gt=0)
     sapo_tau_negative: float = Field(1.05, gt=0)
 
     aggregation: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "constant",
                          "prompt_mean", "lambda_grpo"] = "seq_mean_token_mean"
+    """How per-token losses become one number."""
     aggregation_length: int | None = Field(None, ge=1)
+    """constant: fixed length that divides; default: `rollout.max_new_tokens`."""
     denominator: Literal["batch", "domain"] = "batch"
+    """Count samples and tokens over the batch, or per domain and add the domains' losses."""
     lambda_init: float = Field(0.0, ge=-2, le=2)
+    """lambda_grpo: first value of the learnable exponent."""
     lambda_lr: float = Field(1e-2, ge=0)
+    """lambda_grpo: learning rate of the exponent."""
     lambda_rho: float = Field(1 / 9, gt=0)
+    """lambda_grpo: weight of the length's z-score."""
 
     kl: Literal["none", "k1", "k2", "k3", "is_k3", "reward_k1"] = "none"
+    """Estimator of KL to the reference: in the loss, or (`reward_k1`) in the advantage."""
     kl_beta: float = Field(0.0, ge=0)
+    """Weight of the KL term."""
     reference_interval: int = Field(0, ge=0)
+    """RL steps after which the reference becomes the policy; 0: never."""
     reference_ema: float | None = Field(None, gt=0, lt=1)
+    """Every `reference_interval` steps: reference = ema * reference + (1 - ema) * policy."""
     monitor_share: float = Field(1 / 32, ge=0, le=1)
+    """Share of a step's samples on which is measured what costs passes of its own: how far the step
+    moved the policy, and, where `kl` is set and `kl_beta` is 0, KL to the reference; 0: none."""
     entropy_weight: float = 0.0
+    """Entropy bonus: the loss has `-entropy_weight * H`."""
 
     proximal: Literal["recompute", "rollout"] = "recompute"
+    """Old log-probs: from the trainer, or the engine's (bypasses the mismatch correction)."""
     mismatch: Literal["none", "tis", "tis_sequence", "mis_sequence", "geometric_mask",
                       "icepop"] = "none"
+    """Weight for the gap between engine and trainer."""
     mismatch_min: float = Field(0.5, ge=0)
+    """icepop, geometric_mask: smallest accepted ratio."""
     mismatch_max: float = Field(2.0, gt=0)
+    """Cap (tis) or largest accepted ratio."""
     off_policy_mask: Literal["none", "opsm"] = "none"
+    """DeepSeek-V3.2: drop negative samples that are too far off-policy."""
     opsm_delta: float | None = Field(None, gt=0)
+    """Threshold; default: calibrated on the first step, per domain."""
 
     llds_weight: float = Field(0.0, ge=0)
+    """Regulariser against lazy likelihood displacement."""
     preference_weight: float = Field(0.0, ge=0)
+    """Weight of a preference loss (DPO) on the best and worst sample of each group, against the
+    reference."""
     preference_beta: float = Field(0.1, gt=0)
+    """Its inverse temperature."""
 
     passk_k: int = Field(2, ge=1)
+    """passk, pkpo: k."""
     pkpo_baseline: bool = True
+    """pkpo: subtract the leave-one-out baseline."""
     length_switch_fraction: float = Field(0.2, ge=0, le=1)
+    """length_switch: share of groups, by success, whose correct answers pay for length."""
     length_switch_weight: float = Field(0.5, gt=0)
+    """length_switch: largest penalty."""
     trace_decay: float = Field(0.98, gt=0, le=1)
+    """trace: gamma times lambda."""
     trace_min_advantage: float | None = None
+    """trace: negative advantages are raised to this (the paper clamps them and gives no value; -1,
+    one deviation of the group, in the preset)."""
     xrpo_lambda: float = Field(1.0, ge=0)
     xrpo_kappa: float = Field(0.5, ge=0)
     gtpo_alpha1: float = 1.0
+    """gtpo_entropy, grpo_s: weight of the plain reward."""
     gtpo_alpha2: float = 0.1
+    """gtpo_entropy, grpo_s: weight of the entropy share."""
     gtpo_pool: Literal["separate", "joint"] = "separate"
+    """gtpo_entropy, grpo_s: standardise correct and wrong samples apart, or together."""
     conflict_weight: float = Field(2.0, gt=0)
+    """gtpo_conflict: factor of conflict tokens in samples with positive advantage."""
     conflict_entropy_limit: float = Field(0.6931471805599453, gt=0)
+    """gtpo_conflict: samples above this mean entropy get advantage 0."""
     conflict_entropy_weight: float = Field(0.1, ge=0)
+    """gtpo_conflict: times the mean entropy, subtracted from the advantage."""
     gagpo_gamma: float = Field(1.0, gt=0, le=1)
     gagpo_lambda: float = Field(0.95, ge=0, le=1)
 
     allow: tuple[str, ...] = ()
+    """Names of refused but possible combinations that are meant."""
     shuffle_advantages: bool = False
+    """Negative control: permute advantages over the batch. Must not learn."""
 
     @model_validator(mode="before")
     @classmethod
@@ -127,7 +192,13 @@ class ObjectiveConfig(Strict):
 
 
 class BatchConfig(Strict):
+    """What one RL step is made of."""
+
     num_prompts: int = Field(32, ge=1)
+    """Prompts a step."""
     num_samples_per_prompt: int = Field(16, ge=1)
+    """Group size G."""
     updates_per_rollout: int = Field(1, ge=1)
+    """Optimizer steps per batch of rollouts; the batch is split by prompt."""
     max_staleness: int = Field(0, ge=0, le=1)
+    """0: strictly on-policy. 1: rollouts for step k+1 run while step k trains."""

@@ -11,15 +11,26 @@ from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 
 
 class ModelConfig(Strict):
+    """A `path`, a `preset`, or the preset of a released model with the path of its checkpoint."""
+
     preset: str | None = None
+    """Name of a file in `models/`. Alone, its architecture is initialised at random (from `seed`);
+    of a released model, `plan` needs nothing else and training needs `path` too."""
     path: InputPath | None = None
+    """Hugging Face checkpoint directory to start from."""
 
 
 class RewardConfig(Strict):
+    """One reward component."""
+
     function: str
+    """`module:function`, a typed plain function (see `grpo_megatron.rewards.functions`)."""
     weight: float = 1.0
+    """Weight in the sum."""
     name: str | None = None
+    """Name in metrics; default: the function's."""
     arguments: dict[str, Any] = {}
+    """Keyword arguments passed to every call."""
 
     @property
     def component(self) -> str:
@@ -27,24 +38,45 @@ class RewardConfig(Strict):
 
 
 class DomainConfig(Strict):
+    """One domain: a source of prompts with verifiable answers, and its rewards."""
+
     name: str
+    """Name in metrics."""
     source: Literal["reasoning_gym", "file"]
+    """`reasoning_gym`: procedural problems; `file`: JSONL or Parquet."""
     dataset: str | None = None
+    """reasoning-gym data set, for example `chain_sum`."""
     arguments: dict[str, Any] = {}
+    """Arguments of the reasoning-gym data set, for example `{min_digits = 2}`."""
     path: InputPath | None = None
+    """JSONL or Parquet file."""
     prompt_field: str = "question"
+    """Field that holds the question (reasoning-gym: `question`)."""
     answer_field: str = "answer"
+    """Field that holds the expected answer."""
     num_problems: int | None = Field(None, ge=1)
+    """How many problems to draw (reasoning-gym) or to read at most (file)."""
     template: str = "{question}"
+    """Prompt template: `{question}`, `{answer}`-free; `{metadata[expression]}` reaches metadata."""
     weight: float = Field(1.0, ge=0)
+    """Share of this domain in the training prompts, relative to the others."""
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    """Reward components; the reward is their weighted sum."""
     reward_clip: float | None = Field(None, gt=0)
+    """Clip the weighted sum to ±reward_clip; default: not at all."""
     accuracy: str | None = None
+    """Reward component that says whether a completion is correct; default: the first."""
     accuracy_threshold: float = 1.0
+    """A completion is correct if that component is at least this."""
     max_new_tokens: int | None = Field(None, ge=1)
+    """Longest completion of this domain; default: `rollout.max_new_tokens`."""
     keep_routing_weight: float | None = Field(None, ge=0)
+    """Weight of `routing.keep_loss` for this domain; default: `routing.keep_weight`."""
     reference: InputPath | None = None
+    """Hugging Face checkpoint that this domain's KL refers to; default: the policy at the start of
+    RL."""
     objective: DomainObjective | None = None
+    """What this domain sets differently from `[objective]`."""
 
     @property
     def accuracy_component(self) -> str:
@@ -58,82 +90,165 @@ class DomainConfig(Strict):
 
 
 class DataConfig(Strict):
+    """Splits, made by a hash of the prompt text, so that equal prompts share a split."""
+
     num_validation: int = Field(512, ge=0)
+    """Prompts kept out of training, used while training."""
     num_heldout: int = Field(1024, ge=0)
+    """Prompts kept out of training and validation, used for the final accuracy."""
     reward_timeout_s: float = Field(5.0, gt=0)
+    """Hard limit per reward call; past it the worker is killed (a coroutine is cancelled), the
+    sample is unscorable."""
     reward_workers: int = Field(1, ge=1)
+    """Reward processes."""
     reward_concurrency: int = Field(16, ge=1)
+    """Coroutines of async rewards that one reward process runs at a time."""
 
 
 class SamplingConfig(Strict):
+    """Selection after scoring (docs/sampling.md)."""
+
     dynamic: bool = False
+    """Keep a group only if some of its completions are correct and some are not; draw further
+    prompts until `batch.num_prompts` groups are kept (DAPO, arXiv:2503.14476)."""
     max_refill_rounds: int = Field(4, ge=0)
+    """Rounds after the first; then the step trains what there is, or is skipped."""
     max_oversampling: float = Field(2.0, ge=1)
+    """A round draws at most this many prompts per missing group."""
     surplus_staleness: int = Field(0, ge=0)
+    """Versions that kept groups left over from an earlier step may be behind on top of
+    `batch.max_staleness`; older ones are dropped."""
     zero_variance: Literal["keep", "drop", "resample"] = "keep"
+    """Groups whose rewards are all equal: trained with advantage 0, or left out; `resample` is
+    refused (docs/sampling.md says why)."""
 
 
 class CurriculumConfig(Strict):
+    """Prompts drawn by success rate instead of epoch by epoch (`data/curriculum.py`)."""
+
     rate: float = Field(0.5, gt=0, le=1)
+    """Weight of the newest visit in a prompt's moving success rate p."""
     floor: float = Field(0.05, gt=0)
+    """A prompt is drawn in proportion to p (1 - p) + floor."""
     replay_share: float = Field(0.05, ge=0, lt=1)
+    """Share of the draws that go to mastered prompts."""
 
 
 class CorrectionConfig(Strict):
+    """Guided retries of wrong completions (docs/sampling.md, EDGE-GRPO, arXiv:2507.21848)."""
+
     probability: float = Field(0.75, gt=0, le=1)
+    """Share of the wrong completions that a retry replaces."""
     answer_share: float = Field(1 / 3, ge=0, le=1)
+    """Share of the retries that are told the answer."""
     cue: str = "\n\nWait, something is wrong here. Let me check it step by step.\n"
+    """What is appended to the wrong completion."""
     answer_cue: str = "\n\nWait, the answer should be {answer}. Let me check it step by step.\n"
+    """The same for a retry that is told the answer."""
     max_retry_tokens: int = Field(256, ge=1)
+    """Longest retry (and never longer than the domain's completions)."""
 
 
 class TeacherConfig(Strict):
+    """One teacher: a `path`, or the `url` of a server."""
+
     path: InputPath | None = None
+    """Checkpoint of the student's architecture and tokenizer, Hugging Face or of a run."""
     url: str | None = Field(None, pattern="^https?://")
+    """vLLM server of any model with the student's tokenizer, for topk_tail: http://HOST:PORT."""
     domains: tuple[str, ...] = ()
+    """What it teaches; default: every domain."""
     weight: float = Field(1.0, gt=0)
+    """Of its divergence in the loss."""
 
 
 class DistillationConfig(Strict):
+    """KL to one teacher per domain, or to a weighted set of them."""
+
     teachers: tuple[TeacherConfig, ...] = Field(min_length=1)
+    """One for each domain, or a weighted set."""
     mode: Literal["full", "topk_tail", "sampled"] = "full"
+    """full: KL over the vocabulary; topk_tail: over the teacher's likeliest tokens and one for all
+    others; sampled: policy gradient with the teacher's log-probs of the sampled tokens."""
     top_k: int = Field(64, ge=1)
+    """Likeliest tokens of topk_tail."""
     forward_weight: float = Field(0.0, ge=0, le=1)
+    """Share of forward KL (teacher to student) in the loss; 0: reverse KL."""
     temperature: float | None = Field(None, gt=0)
+    """Divides the logits of both; default: that of rollouts."""
     samples: Literal["policy", "dataset"] = "policy"
+    """What is trained: the policy's own samples, or the responses of the data set."""
 
 
 class RoutingConfig(Strict):
+    """Mixture-of-Experts routing under RL."""
+
     replay: Literal["none", "r2", "r3"] = "none"
+    """Experts of the training passes. none: the live router's choice; r2: the choice of the
+    trainer's old-policy pass; r3: the engine's choice, in the old-policy pass too. Gates always
+    come from the live router, so that it keeps its gradient."""
     on_missing: Literal["live", "fail"] = "live"
+    """r3, where a token's route is missing, stale or damaged: the live router's choice (counted),
+    or stop."""
     keep_loss: Literal["none", "kl", "set_mass", "cross_entropy"] = "none"
+    """Auxiliary loss that holds routers: KL(old || live); -log of the live probability of the
+    replayed set; mean cross-entropy on that set."""
     keep_weight: float = Field(0.0, ge=0)
+    """Weight of `keep_loss`; domains may have their own."""
     balance_weight: float = Field(0.0, ge=0)
+    """Load-balance loss from live probabilities and replayed counts."""
     router_policy: Literal["none", "freeze_weights", "freeze_bias"] = "freeze_bias"
+    """none: router weights and selection bias are trained; freeze_bias: weights only;
+    freeze_weights: neither."""
     load_alarm: float = Field(4.0, gt=1)
+    """Say so when an expert gets this many times the mean load of its layer."""
 
 
 class RolloutConfig(Strict):
+    """vLLM servers and sampling."""
+
     num_replicas: int = Field(1, ge=1)
+    """Independent servers."""
     tensor_parallel_size: int = Field(1, ge=1)
+    """Tensor parallelism within a server."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Weights and activations of the engine."""
     max_new_tokens: int = Field(512, ge=1)
+    """Longest completion."""
     max_model_len: int = Field(2048, ge=2)
+    """Longest prompt plus completion."""
     segment_tokens: int | None = Field(None, ge=1)
+    """Completions are chains of requests of so many tokens, so that a server that dies costs one of
+    them; default: one request."""
     temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer's log-probs use the same."""
     top_k: int | None = Field(None, ge=1)
+    """Sample among so many most likely tokens. The trainer's log-probs are then over the same
+    tokens, so top_p and min_p need this bound too, unless the vocabulary is small."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the most likely tokens that have this probability together."""
     min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample among tokens at least so likely as this share of the likeliest."""
     deterministic: bool = False
+    """One seeded request per sample, so that a resumed run samples the same tokens."""
     max_num_seqs: int = Field(256, ge=1)
+    """Sequences that run at once in a server."""
     max_concurrent_requests: int = Field(64, ge=1)
+    """Requests that the client keeps in flight per server."""
     kv_cache_gib: float = Field(1.0, gt=0)
+    """CPU: size of the KV cache."""
     num_threads: int | None = Field(None, ge=1)
+    """CPU: OpenMP threads a server; default: all cores divided over the servers."""
     record_routes: bool = False
+    """Ask the engine for the experts of every token (MoE only)."""
     startup_timeout_s: float = Field(600.0, gt=0)
+    """How long a server may take until it answers."""
     request_timeout_s: float = Field(600.0, gt=0)
+    """How long one request may take."""
     max_attempts: int = Field(3, ge=1)
+    """Times a request is tried, each time on another live server where there is one."""
     engine_arguments: tuple[str, ...] = ()
+    """More `vllm serve` arguments, passed through."""
 
     @property
     def truncation(self) -> dict[str, float]:
@@ -149,20 +264,41 @@ class RolloutConfig(Strict):
 
 
 class PublishConfig(Strict):
+    """Weight publishing from the trainer to the servers."""
+
     method: Literal["gloo", "file"] = "gloo"
+    """`gloo`: streamed through process groups; `file`: safetensors and `reload_weights`."""
     pause: Literal["wait", "abort", "keep"] = "wait"
+    """Requests in flight: `wait` for their end; with batch.max_staleness >= 1 also `abort` them and
+    continue with new requests, or let the engine `keep` them, both under the new weights."""
     num_senders: int = Field(1, ge=1)
+    """Trainer ranks that send, each its own part of the tensors."""
     bucket_mib: int = Field(256, ge=1)
+    """Tensors are packed up to this size, or an eighth of the model where that is less."""
     canary_tolerance: float | None = Field(None, gt=0)
+    """Largest mean |trainer - engine| log-prob difference over the canary's tokens; default: 1e-4
+    where both compute in float32, else 0.1 (bfloat16 MoE: 0.02 is usual)."""
     canary: bool = True
+    """Compare log-probs of trainer and engines in every step before weights change: of its samples,
+    or of eight prompts where training computes something else (rollouts ahead, replayed experts).
+    """
 
 
 class PlacementConfig(Strict):
+    """Nodes of each role, for `submit` and `plan`; a run on one machine needs none of it."""
+
     mode: Literal["separate", "colocated"] = "separate"
+    """`separate`: trainer and engines have GPUs of their own; `colocated`: they share GPUs."""
     trainer_nodes: int = Field(1, ge=1)
+    """Nodes that train; each has equally many trainer ranks."""
     rollout_nodes: int = Field(0, ge=0)
+    """Nodes that generate; 0: engines run on the trainer's nodes (separate: on the GPUs that the
+    trainer leaves free)."""
     gpus_per_node: int = Field(0, ge=0)
+    """GPUs a node; 0: CPU."""
     shared_servers: tuple[str, ...] = ()
+    """Addresses of judges and reward models on the trainer's devices: they rest while it works
+    (GPU: asleep, with vLLM's --enable-sleep-mode; CPU: paused) and wake for rewards."""
 
     @property
     def num_trainer_gpus(self) -> int:
@@ -174,45 +310,82 @@ class PlacementConfig(Strict):
 
 
 class ColdStartConfig(Strict):
+    """Short supervised start on prompt + answer, stopped by greedy validation accuracy."""
+
     target_accuracy: float = Field(0.36, gt=0, le=1)
+    """Stop once validation accuracy is at least this."""
     max_steps: int = Field(2000, ge=1)
+    """Give up (with an error) after this many optimizer steps."""
     batch_size: int = Field(128, ge=1)
+    """Samples an optimizer step."""
     steps_per_evaluation: int = Field(20, ge=1)
+    """Optimizer steps between accuracy checks; a tenth of them near the target."""
     checkpoint_interval: int = Field(200, ge=1)
+    """Optimizer steps between checkpoints of the cold start, which RL's replace."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3)
+    """Optimizer of the cold start; its state is dropped afterwards."""
 
 
 class EvaluationConfig(Strict):
+    """Accuracy while training (greedy, validation prompts) and at the end (held-out prompts)."""
+
     interval: int = Field(0, ge=0)
+    """RL steps between evaluations; 0: only before and after."""
     num_samples: int = Field(0, ge=0)
+    """Samples a prompt for pass@k and majority@k at the end; 0: greedy only."""
 
 
 class RejectionConfig(Strict):
+    """Verified samples as a data set (`controller/rejection.py`)."""
+
     num_samples: int = Field(8, ge=1)
+    """Samples a training prompt."""
     max_per_prompt: int = Field(4, ge=1)
+    """Kept responses a prompt."""
     max_prompts: int | None = Field(None, ge=1)
+    """Prompts a domain; default: all."""
     scripts: tuple[str, ...] = ()
+    """Keep only responses in these Unicode scripts, for example ['latin']; default: any."""
 
 
 class CheckpointConfig(Strict):
+    """Distributed checkpoints and the sample store."""
+
     interval: int = Field(50, ge=0)
+    """RL steps between checkpoints; 0: only the last."""
     keep: int = Field(2, ge=1)
+    """Complete checkpoints kept."""
     keep_steps: int = Field(4, ge=1)
+    """Recorded steps kept after each older checkpoint, for `replay` and `mismatch`; those since the
+    newest are kept always."""
 
 
 class TelemetryConfig(Strict):
+    """Mirrors of metrics.jsonl."""
+
     wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases."""
     wandb_project: str = "grpo-megatron"
     tensorboard: bool = False
+    """TensorBoard event files under `tensorboard/`."""
     samples_per_step: int = Field(2, ge=0)
+    """Best and worst completions kept readable per step."""
 
 
 class RunConfig(Strict):
+    """One recipe, resolved."""
+
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Run directory is `runs_dir/name`."""
     kind: Literal["rl", "sft", "distil", "rejection_sample", "eval"] = "rl"
+    """rl; sft: on the responses of the data set; distil: to teachers; rejection_sample: makes a
+    data set; eval: accuracy only."""
     seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of weights, sampling and splits."""
     num_steps: int = Field(100, ge=0)
+    """Training steps."""
     runs_dir: Path = Path("runs")
+    """Parent of run directories; never a temporary folder."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     domains: tuple[DomainConfig, ...] = Field(min_length=1)
@@ -232,6 +405,7 @@ class RunConfig(Strict):
     cold_start: ColdStartConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     gates: tuple[str, ...] = ()
+    """Conditions on result.json; where one fails, so does the run, with its weights exported."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 

@@ -9,23 +9,42 @@ from grpo_megatron.config.base import Strict
 
 
 class TrainerConfig(Strict):
+    """Parallel layout: `num_ranks = tensor * pipeline * context * data`."""
+
     num_ranks: int = Field(1, ge=1)
+    """Trainer processes (one per GPU on a cluster)."""
     tensor_parallel_size: int = Field(1, ge=1)
+    """TP: splits attention heads, MLP and vocabulary."""
     pipeline_parallel_size: int = Field(1, ge=1)
+    """PP: splits layers."""
     first_stage_layers: int | None = Field(None, ge=1)
+    """Layers of the first pipeline stage, where not all have equally many."""
     last_stage_layers: int | None = Field(None, ge=1)
+    """Layers of the last pipeline stage, where not all have equally many."""
     virtual_pipeline_parallel_size: int | None = Field(None, ge=2)
+    """VPP: model chunks per pipeline rank."""
     context_parallel_size: int = Field(1, ge=1)
+    """CP: splits sequences. Not supported: 1."""
     expert_parallel_size: int = Field(1, ge=1)
+    """EP: splits experts over ranks."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)
+    """ETP: tensor parallelism within an expert; default: the tensor parallel size."""
     sequence_parallel: bool | None = None
+    """SP with TP; default: on whenever `tensor_parallel_size > 1`."""
     distributed_optimizer: bool = True
+    """Shard optimizer state over data-parallel ranks."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations; log-probs and router are always float32."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation."""
     max_tokens_per_microbatch: int = Field(8192, ge=1)
+    """Packed tokens per micro-batch and data-parallel rank."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
+    """Tokens whose full-vocabulary logits exist at one time."""
     num_threads: int | None = Field(None, ge=1)
+    """CPU: threads a rank; default: cores divided by ranks."""
     command_timeout_s: float = Field(1800.0, gt=0)
+    """How long one trainer command may take."""
 
     @property
     def attention_ranks(self) -> int:
@@ -52,15 +71,23 @@ class TrainerConfig(Strict):
 
 
 class OptimizerConfig(Strict):
+    """AdamW with warm-up and decay."""
+
     lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
     min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay over `num_steps`."""
     warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0)
+    """Clip the global gradient norm; 0: off."""
 
     def rate(self, step: int, num_steps: int) -> float:
         """Learning rate of step `step` (from 0) of `num_steps`; nothing to store or to resume."""

@@ -21,9 +21,14 @@ _TOKENIZER_CONFIG = {
 
 
 class CharacterTokenizerConfig(Strict):
+    """`[tokenizer]` of a tiny model's preset."""
+
     kind: Literal["characters"]
+    """One token per character."""
     alphabet: str = Field(min_length=1)
+    """Every character that a prompt or an answer may hold, once each."""
     pad_to_multiple: int = Field(32, ge=1)
+    """The vocabulary is filled up to a multiple of this."""
 
 
 def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
