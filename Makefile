@@ -43,6 +43,7 @@ stages-compare: setup
 
 lint: setup
 	$(bin)/ruff check .
+	$(bin)/ruff format --check .
 	$(bin)/lint-imports
 
 test-fast: setup

@@ -25,12 +25,25 @@ from pathlib import Path
 
 SHARD_GB = 0.25
 CONFIG = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 64000,
-    "hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 512,
-    "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
-    "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [], "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 64000,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
 }
 
 
@@ -41,29 +54,40 @@ def make_model(directory: Path) -> int:
 
     c = CONFIG
     h, m, d = c["hidden_size"], c["moe_intermediate_size"], c["head_dim"]
-    shapes = {"model.embed_tokens.weight": (c["vocab_size"], h),
-              "lm_head.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
+    shapes = {
+        "model.embed_tokens.weight": (c["vocab_size"], h),
+        "lm_head.weight": (c["vocab_size"], h),
+        "model.norm.weight": (h,),
+    }
     for layer in range(c["num_hidden_layers"]):
         p = f"model.layers.{layer}."
-        shapes |= {p + "input_layernorm.weight": (h,), p + "post_attention_layernorm.weight": (h,),
-                   p + "self_attn.q_norm.weight": (d,), p + "self_attn.k_norm.weight": (d,),
-                   p + "self_attn.q_proj.weight": (c["num_attention_heads"] * d, h),
-                   p + "self_attn.k_proj.weight": (c["num_key_value_heads"] * d, h),
-                   p + "self_attn.v_proj.weight": (c["num_key_value_heads"] * d, h),
-                   p + "self_attn.o_proj.weight": (h, c["num_attention_heads"] * d),
-                   p + "mlp.gate.weight": (c["num_experts"], h)}
+        shapes |= {
+            p + "input_layernorm.weight": (h,),
+            p + "post_attention_layernorm.weight": (h,),
+            p + "self_attn.q_norm.weight": (d,),
+            p + "self_attn.k_norm.weight": (d,),
+            p + "self_attn.q_proj.weight": (c["num_attention_heads"] * d, h),
+            p + "self_attn.k_proj.weight": (c["num_key_value_heads"] * d, h),
+            p + "self_attn.v_proj.weight": (c["num_key_value_heads"] * d, h),
+            p + "self_attn.o_proj.weight": (h, c["num_attention_heads"] * d),
+            p + "mlp.gate.weight": (c["num_experts"], h),
+        }
         for expert in range(c["num_experts"]):
             e = f"{p}mlp.experts.{expert}."
-            shapes |= {e + "gate_proj.weight": (m, h), e + "up_proj.weight": (m, h),
-                       e + "down_proj.weight": (h, m)}
+            shapes |= {
+                e + "gate_proj.weight": (m, h),
+                e + "up_proj.weight": (m, h),
+                e + "down_proj.weight": (h, m),
+            }
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(CONFIG))
     names, count = list(shapes), 6
     weight_map = {}
     for part in range(count):
         file = f"model-{part + 1:05d}-of-{count:05d}.safetensors"
-        tensors = {name: torch.randn(shapes[name], dtype=torch.bfloat16)
-                   for name in names[part::count]}
+        tensors = {
+            name: torch.randn(shapes[name], dtype=torch.bfloat16) for name in names[part::count]
+        }
         save_file(tensors, directory / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
     index = {"metadata": {}, "weight_map": weight_map}
@@ -133,9 +157,24 @@ def _anonymous(pid: int) -> int:
 def convert(command: str, source: Path, target: Path, ranks: int) -> tuple[float, float, int]:
     """GB/s of the write phase and of reading back, and the extra memory of a rank."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_megatron.cli.main", "convert", command, str(source), "--to",
-         str(target), "--shard-gb", str(SHARD_GB), "--no-probe", f"num_ranks={ranks}"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        [
+            sys.executable,
+            "-m",
+            "grpo_megatron.cli.main",
+            "convert",
+            command,
+            str(source),
+            "--to",
+            str(target),
+            "--shard-gb",
+            str(SHARD_GB),
+            "--no-probe",
+            f"num_ranks={ranks}",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     watch = MemoryWatch(process.pid, target.with_name(target.name + ".partial"))
     watch.start()
     out, errors = process.communicate()
@@ -159,12 +198,16 @@ def main() -> None:
         largest = make_model(source)
         os.sync()
         allowed = 2 * largest + SHARD_GB * 1e9
-        print(f"{size_of(source) / 1e9:.2f} GB, files of {SHARD_GB} GB, largest tensor "
-              f"{largest / 1e6:.0f} MB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        print(
+            f"{size_of(source) / 1e9:.2f} GB, files of {SHARD_GB} GB, largest tensor "
+            f"{largest / 1e6:.0f} MB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+        )
         megatron = root / "megatron"
         for ranks in (1, 2):
-            for command, begin, target in (("from-hf", source, megatron),
-                                           ("to-hf", megatron, root / "back")):
+            for command, begin, target in (
+                ("from-hf", source, megatron),
+                ("to-hf", megatron, root / "back"),
+            ):
                 rows = []
                 for _ in range(arguments.repeats):
                     shutil.rmtree(target, ignore_errors=True)
@@ -174,11 +217,13 @@ def main() -> None:
                     rows.append((copied, *convert(command, begin, target, ranks)))
                 copied, written, read, extra = map(list, zip(*rows, strict=True))
                 ratio = statistics.median(w / c for w, c in zip(written, copied, strict=True))
-                print(f"{command:8} {ranks} rank(s): cp {statistics.median(copied):.2f} GB/s, "
-                      f"write {statistics.median(written):.2f} GB/s = {ratio:.0%} of cp (of 60 %), "
-                      f"read back {statistics.median(read):.2f} GB/s, extra memory "
-                      f"{max(extra) / 1e6:.0f} MB = {max(extra) / allowed:.0%} of what is allowed",
-                      flush=True)
+                print(
+                    f"{command:8} {ranks} rank(s): cp {statistics.median(copied):.2f} GB/s, "
+                    f"write {statistics.median(written):.2f} GB/s = {ratio:.0%} of cp (of 60 %), "
+                    f"read back {statistics.median(read):.2f} GB/s, extra memory "
+                    f"{max(extra) / 1e6:.0f} MB = {max(extra) / allowed:.0%} of what is allowed",
+                    flush=True,
+                )
             shutil.rmtree(root / "back")
 
 

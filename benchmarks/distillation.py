@@ -54,8 +54,9 @@ def one(options: argparse.Namespace) -> dict[str, float]:
 
     def loss() -> torch.Tensor:
         if options.one == "chunked":
-            return divergence(hidden, weight, TeacherTokens(rows, 1.0, settings, taught, head),
-                              Alone).sum()
+            return divergence(
+                hidden, weight, TeacherTokens(rows, 1.0, settings, taught, head), Alone
+            ).sum()
         log_p = (hidden @ weight.t()).log_softmax(-1)
         log_q = (taught @ head.t()).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum()
@@ -63,8 +64,12 @@ def one(options: argparse.Namespace) -> dict[str, float]:
     before, started = rss_bytes(), time.perf_counter()
     value = loss()
     value.backward()
-    return {"seconds": time.perf_counter() - started, "bytes": peak_bytes() - before,
-            "loss": float(value), "norm": float(hidden.grad.norm())}
+    return {
+        "seconds": time.perf_counter() - started,
+        "bytes": peak_bytes() - before,
+        "loss": float(value),
+        "norm": float(hidden.grad.norm()),
+    }
 
 
 def main() -> None:
@@ -76,18 +81,30 @@ def main() -> None:
     if options.one:
         print(json.dumps(one(options)))
         return
-    found = {side: json.loads(subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--one", side],
-        check=True, capture_output=True, text=True).stdout) for side in ("naive", "chunked")}
+    found = {
+        side: json.loads(
+            subprocess.run(
+                [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--one", side],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+        )
+        for side in ("naive", "chunked")
+    }
     shared = options.vocab * options.hidden * 4  # the output layer's fp32 gradient, not yet added
     for side, values in found.items():
-        print(f"{side:>8}: {values['bytes'] / 2**20:8.0f} MiB ({shared / 2**20:.0f} of it one "
-              f"gradient of the output layer), {values['seconds']:.2f} s, "
-              f"loss {values['loss']:.4f}, |grad| {values['norm']:.5f}")
+        print(
+            f"{side:>8}: {values['bytes'] / 2**20:8.0f} MiB ({shared / 2**20:.0f} of it one "
+            f"gradient of the output layer), {values['seconds']:.2f} s, "
+            f"loss {values['loss']:.4f}, |grad| {values['norm']:.5f}"
+        )
     parts = {side: max(values["bytes"] - shared, 0) for side, values in found.items()}
     ratio = parts["chunked"] / parts["naive"]
-    print(f"loss memory chunked / naive {ratio:.4f} (limit {LIMIT}), "
-          f"seconds naive / chunked {found['naive']['seconds'] / found['chunked']['seconds']:.2f}")
+    print(
+        f"loss memory chunked / naive {ratio:.4f} (limit {LIMIT}), "
+        f"seconds naive / chunked {found['naive']['seconds'] / found['chunked']['seconds']:.2f}"
+    )
     sys.exit(ratio > LIMIT)
 
 

@@ -66,29 +66,49 @@ class PeakMemory(TorchDispatchMode):
 def random_batch(seed: int = 0) -> tuple[SampleBatch, dict[str, torch.Tensor]]:
     """Ragged samples with every column an objective may ask for."""
     rng = np.random.default_rng(seed)
-    counts = rng.multinomial(NUM_TOKENS - 16 * NUM_SAMPLES, rng.dirichlet(
-        np.full(NUM_SAMPLES, 4.0))) + 16
+    counts = (
+        rng.multinomial(NUM_TOKENS - 16 * NUM_SAMPLES, rng.dirichlet(np.full(NUM_SAMPLES, 4.0)))
+        + 16
+    )
     generator = torch.Generator().manual_seed(seed)
 
     def noise(scale: float) -> torch.Tensor:
         return torch.randn(NUM_TOKENS, generator=generator) * scale
 
     logprobs = -noise(1.0).abs() - 0.01
-    columns = {"logprobs": logprobs, **{name: logprobs + noise(0.05) for name in (
-        "old_logprobs", "rollout_logprobs", "ref_logprobs")}, "entropies": noise(0.5).abs()}
+    columns = {
+        "logprobs": logprobs,
+        **{
+            name: logprobs + noise(0.05)
+            for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs")
+        },
+        "entropies": noise(0.5).abs(),
+    }
     samples = torch.arange(NUM_SAMPLES)
     rewards = torch.from_numpy(rng.integers(0, 2, NUM_SAMPLES)).double()
     tokens = {name: columns[name] for name in ("old_logprobs", "ref_logprobs", "entropies")}
     tokens["token_ids"] = torch.from_numpy(rng.integers(0, 50_000, NUM_TOKENS))
     sample = samples.repeat_interleave(4)
     end = (torch.from_numpy(counts)[sample] - 1) * (torch.arange(len(sample)) % 4 + 1) // 4
-    events = Events(sample, end, torch.rand(len(sample), generator=generator).double(),
-                    torch.randint(0, 3, (len(sample),), generator=generator))
+    events = Events(
+        sample,
+        end,
+        torch.rand(len(sample), generator=generator).double(),
+        torch.randint(0, 3, (len(sample),), generator=generator),
+    )
     ones = torch.ones(NUM_SAMPLES, dtype=torch.float64)
-    return SampleBatch(rewards, samples // GROUP, torch.from_numpy(counts), samples,
-                       torch.zeros_like(samples), torch.ones(NUM_SAMPLES, dtype=torch.bool),
-                       {"a": rewards, "b": ones * 0.5}, {"a": ones, "b": ones}, tokens,
-                       events), columns
+    return SampleBatch(
+        rewards,
+        samples // GROUP,
+        torch.from_numpy(counts),
+        samples,
+        torch.zeros_like(samples),
+        torch.ones(NUM_SAMPLES, dtype=torch.bool),
+        {"a": rewards, "b": ones * 0.5},
+        {"a": ones, "b": ones},
+        tokens,
+        events,
+    ), columns
 
 
 def microbatches(batch: SampleBatch) -> list[torch.Tensor]:
@@ -98,13 +118,16 @@ def microbatches(batch: SampleBatch) -> list[torch.Tensor]:
     return list(torch.arange(len(batch)).split(sizes.tolist()))
 
 
-def measured(name: str, batch: SampleBatch, columns: dict[str, torch.Tensor],
-             repeats: int) -> tuple[float, float]:
+def measured(
+    name: str, batch: SampleBatch, columns: dict[str, torch.Tensor], repeats: int
+) -> tuple[float, float]:
     """Seconds (best of several) and peak memory in copies of the token array."""
     settings = {"kl_beta": 0.01} if PRESETS[name].values.get("kl") else {}
     objective = Objective(ObjectiveConfig(preset=name, **settings))
-    parts, needed = microbatches(batch), needed_columns(
-        objective.config, reference=objective.wants_reference)
+    parts, needed = (
+        microbatches(batch),
+        needed_columns(objective.config, reference=objective.wants_reference),
+    )
     batch = replace(batch, tokens={n: c for n, c in batch.tokens.items() if n in needed})
 
     def run() -> None:
@@ -135,12 +158,14 @@ def forward_seconds(num_tokens: int) -> float:
     from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare
     from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
 
-    layout = TrainerConfig(num_ranks=1, precision="float32", num_threads=1,
-                           max_tokens_per_microbatch=MICROBATCH_TOKENS)
+    layout = TrainerConfig(
+        num_ranks=1, precision="float32", num_threads=1, max_tokens_per_microbatch=MICROBATCH_TOKENS
+    )
     initialize(layout, RankInfo(0, 0, 1), HashStore())
     seed_everything(0)
-    policy = build_policy(load_preset("tiny-qwen3-moe").hf | {"vocab_size": 96}, layout,
-                          OptimizerConfig())
+    policy = build_policy(
+        load_preset("tiny-qwen3-moe").hf | {"vocab_size": 96}, layout, OptimizerConfig()
+    )
     length = NUM_TOKENS // NUM_SAMPLES
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -149,9 +174,13 @@ def forward_seconds(num_tokens: int) -> float:
         working.mkdir()
         groups, rows = [], []
         for i in range(num_tokens // length):
-            completion = Completion(rng.integers(0, 96, length).astype(np.int32),
-                                    np.zeros(length, np.float32), (VersionSpan(0, 0, length),),
-                                    "stop", "")
+            completion = Completion(
+                rng.integers(0, 96, length).astype(np.int32),
+                np.zeros(length, np.float32),
+                (VersionSpan(0, 0, length),),
+                "stop",
+                "",
+            )
             groups.append(RolloutGroup(Prompt(str(i), "d", "", (1,), ""), (completion,), 0))
             rows.append(SampleRow(0, i, i, 0, 0.0))
         shard = write_shard(working / "rollout-0.safetensors", groups)
@@ -179,10 +208,15 @@ def main() -> None:
         seconds, copies = measured(name, batch, columns, arguments.repeats)
         share = seconds / forward
         worst = {"share": max(worst["share"], share), "copies": max(worst["copies"], copies)}
-        print(f"{name:24s} {seconds:6.3f} s  {share:7.2%} of the forward  {copies:5.2f} copies",
-              flush=True)
-    print(json.dumps({"worst_share": round(worst["share"], 5),
-                      "worst_copies": round(worst["copies"], 2)}))
+        print(
+            f"{name:24s} {seconds:6.3f} s  {share:7.2%} of the forward  {copies:5.2f} copies",
+            flush=True,
+        )
+    print(
+        json.dumps(
+            {"worst_share": round(worst["share"], 5), "worst_copies": round(worst["copies"], 2)}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -42,11 +42,13 @@ def main() -> None:
     options = parser.parse_args()
     run_dir = RunDir(options.run)
     config = read_resolved(run_dir.config).config
-    records = read_metrics(run_dir.metrics)[-options.steps:]
+    records = read_metrics(run_dir.metrics)[-options.steps :]
     inside = statistics.median(r["throughput/rollout_tokens_per_s"] for r in records)
     alone = statistics.median(raw_speeds(config, run_dir, options.steps))
-    print(f"inside the run {inside:.0f} tokens/s, raw client alone {alone:.0f} tokens/s, "
-          f"ratio {inside / alone:.3f}")
+    print(
+        f"inside the run {inside:.0f} tokens/s, raw client alone {alone:.0f} tokens/s, "
+        f"ratio {inside / alone:.3f}"
+    )
 
 
 def raw_speeds(config: RunConfig, run_dir: RunDir, steps: int) -> list[float]:
@@ -54,8 +56,9 @@ def raw_speeds(config: RunConfig, run_dir: RunDir, steps: int) -> list[float]:
         port = probe.getsockname()[1]
     argv, environment = serve_command(config, str(run_dir.export), 0, port)
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=log,
-                                  stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            argv, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT
+        )
         try:
             return asyncio.run(sample(config, run_dir, port, steps))
         finally:
@@ -65,8 +68,11 @@ def raw_speeds(config: RunConfig, run_dir: RunDir, steps: int) -> list[float]:
 
 async def sample(config: RunConfig, run_dir: RunDir, port: int, steps: int) -> list[float]:
     tokenizer = load_tokenizer(run_dir.export)
-    sampler = PromptSampler(load_splits(config, tokenizer).train,
-                            {d.name: d.weight for d in config.domains}, config.seed)
+    sampler = PromptSampler(
+        load_splits(config, tokenizer).train,
+        {d.name: d.weight for d in config.domains},
+        config.seed,
+    )
     async with EngineClient(f"http://127.0.0.1:{port}") as client:
         await client.wait_ready(120)
         speeds = []
@@ -79,20 +85,29 @@ async def sample(config: RunConfig, run_dir: RunDir, port: int, steps: int) -> l
         return speeds[2:]
 
 
-async def raw_batch(config: RunConfig, port: int, prompts: tuple[Prompt, ...],
-                    stop: tuple[int, ...]) -> int:
+async def raw_batch(
+    config: RunConfig, port: int, prompts: tuple[Prompt, ...], stop: tuple[int, ...]
+) -> int:
     width = asyncio.Semaphore(config.rollout.max_concurrent_requests)
     connector = aiohttp.TCPConnector(limit=0)
-    sampling = {"n": config.batch.num_samples_per_prompt, "logprobs": 0, "detokenize": False,
-                "max_tokens": config.rollout.max_new_tokens, "ignore_eos": True,
-                "temperature": config.rollout.temperature, "stop_token_ids": list(stop)}
+    sampling = {
+        "n": config.batch.num_samples_per_prompt,
+        "logprobs": 0,
+        "detokenize": False,
+        "max_tokens": config.rollout.max_new_tokens,
+        "ignore_eos": True,
+        "temperature": config.rollout.temperature,
+        "stop_token_ids": list(stop),
+    }
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
+
         async def one(prompt: Prompt) -> int:
             body = {"token_ids": list(prompt.token_ids), "sampling_params": sampling}
             async with width, session.post("/inference/v1/generate", json=body) as response:
                 response.raise_for_status()
                 answer = json.loads(await response.read())
             return sum(len(choice["token_ids"]) for choice in answer["choices"])
+
         return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 

@@ -55,9 +55,15 @@ def main() -> None:
         if options.in_process:
             environment = {**os.environ, **serve_command(config, "", 0, 0)[1]}
             subprocess.run(
-                [sys.executable, "-c", _IN_PROCESS, str(directory / "model"),
-                 *map(str, (options.prompts, options.samples, options.tokens))],
-                env=environment, check=True,
+                [
+                    sys.executable,
+                    "-c",
+                    _IN_PROCESS,
+                    str(directory / "model"),
+                    *map(str, (options.prompts, options.samples, options.tokens)),
+                ],
+                env=environment,
+                check=True,
             )
         measure(options, config, directory)
 
@@ -67,8 +73,9 @@ def measure(options: argparse.Namespace, config: RunConfig, directory: Path) -> 
         port = probe.getsockname()[1]
     argv, environment = serve_command(config, str(directory / "model"), 0, port)
     with open(directory / "server.log", "w") as log:
-        server = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=log,
-                                  stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            argv, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT
+        )
     try:
         asyncio.run(compare(options, config, directory, port, lambda: server.poll() is None))
     finally:
@@ -100,8 +107,11 @@ async def compare(options, config, directory, port, is_alive) -> None:
                     await asyncio.to_thread(write, groups, directory)
                 speeds[which] = total / (time.perf_counter() - start)
             ratio = speeds["ours"] / speeds["raw"]
-            print(f"pair {pair}: raw {speeds['raw']:.0f}, ours {speeds['ours']:.0f} tokens/s, "
-                  f"ratio {ratio:.3f}{' (warm-up)' if pair < 0 else ''}", flush=True)
+            print(
+                f"pair {pair}: raw {speeds['raw']:.0f}, ours {speeds['ours']:.0f} tokens/s, "
+                f"ratio {ratio:.3f}{' (warm-up)' if pair < 0 else ''}",
+                flush=True,
+            )
             ratios += [ratio] if pair >= 0 else []
         print(f"median ratio {statistics.median(ratios):.3f} of {len(ratios)} pairs")
 
@@ -114,34 +124,58 @@ def write(groups: list[RolloutGroup], directory: Path) -> None:
 async def raw(config: RunConfig, port: int, prompts: list[Prompt], options) -> list:
     """What one would write in ten lines, and no check at all."""
     single = options.deterministic
-    width = asyncio.Semaphore(max(config.rollout.max_concurrent_requests,
-                                  config.rollout.max_num_seqs if single else 0))
+    width = asyncio.Semaphore(
+        max(config.rollout.max_concurrent_requests, config.rollout.max_num_seqs if single else 0)
+    )
     jobs = [(p, g) for p in prompts for g in (range(options.samples) if single else [None])]
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
+
         async def one(prompt: Prompt, sample: int | None):
-            sampling = {"n": 1 if single else options.samples, "max_tokens": options.tokens,
-                        "temperature": 1.0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+            sampling = {
+                "n": 1 if single else options.samples,
+                "max_tokens": options.tokens,
+                "temperature": 1.0,
+                "logprobs": 0,
+                "detokenize": False,
+                "ignore_eos": True,
+            }
             if single:
                 sampling["seed"] = derive_seed(config.seed, 0, prompt.prompt_id, sample)
             body = {"token_ids": list(prompt.token_ids), "sampling_params": sampling}
             async with width, session.post("/inference/v1/generate", json=body) as response:
                 response.raise_for_status()
                 return json.loads(await response.read())
+
         return await asyncio.gather(*(one(*job) for job in jobs))
 
 
 def make_config(options: argparse.Namespace, model: Path) -> RunConfig:
-    return RunConfig.model_validate({
-        "name": "rollout-overhead", "model": {"path": model},
-        "domains": [{"name": "d", "source": "reasoning_gym", "dataset": "chain_sum",
-                     "template": "{question}",
-                     "rewards": [{"function": "grpo_megatron.rewards.functions:exact_match"}]}],
-        "batch": {"num_prompts": options.prompts, "num_samples_per_prompt": options.samples},
-        "rollout": {"dtype": "float32", "max_model_len": 512, "max_new_tokens": options.tokens,
-                    "max_num_seqs": 512, "kv_cache_gib": 0.5, "record_routes": options.routes,
-                    "deterministic": options.deterministic},
-    })
+    return RunConfig.model_validate(
+        {
+            "name": "rollout-overhead",
+            "model": {"path": model},
+            "domains": [
+                {
+                    "name": "d",
+                    "source": "reasoning_gym",
+                    "dataset": "chain_sum",
+                    "template": "{question}",
+                    "rewards": [{"function": "grpo_megatron.rewards.functions:exact_match"}],
+                }
+            ],
+            "batch": {"num_prompts": options.prompts, "num_samples_per_prompt": options.samples},
+            "rollout": {
+                "dtype": "float32",
+                "max_model_len": 512,
+                "max_new_tokens": options.tokens,
+                "max_num_seqs": 512,
+                "kv_cache_gib": 0.5,
+                "record_routes": options.routes,
+                "deterministic": options.deterministic,
+            },
+        }
+    )
 
 
 def make_model(path: Path) -> None:
@@ -149,12 +183,26 @@ def make_model(path: Path) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=128, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, num_hidden_layers=4, intermediate_size=256, moe_intermediate_size=64,
-        num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=2048,
-        initializer_range=0.08, bos_token_id=None, eos_token_id=2, pad_token_id=0,
-    )).save_pretrained(path)
+    Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_hidden_layers=4,
+            intermediate_size=256,
+            moe_intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            max_position_embeddings=2048,
+            initializer_range=0.08,
+            bos_token_id=None,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    ).save_pretrained(path)
 
 
 _IN_PROCESS = """

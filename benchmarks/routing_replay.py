@@ -21,7 +21,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # reward workers import from here
+    [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+)  # reward workers import from here
 
 from versus_trl_ours import OurSide  # noqa: E402
 from versus_trl_workload import Case, write_case  # noqa: E402
@@ -46,8 +47,11 @@ async def measure(options: argparse.Namespace, root: Path) -> float:
             found = {name: await sides[name].run(options.steps) for name in order}
             seconds = {name: statistics.median(f["seconds"]) for name, f in found.items()}
             ratio = seconds["r3"] / seconds["off"]
-            print(f"pair {pair}: off {seconds['off']:.3f}, r3 {seconds['r3']:.3f} s a step, ratio "
-                  f"{ratio:.3f}{' (warm-up)' if pair < 0 else ''}", flush=True)
+            print(
+                f"pair {pair}: off {seconds['off']:.3f}, r3 {seconds['r3']:.3f} s a step, ratio "
+                f"{ratio:.3f}{' (warm-up)' if pair < 0 else ''}",
+                flush=True,
+            )
             if pair >= 0:
                 ratios.append(ratio)
                 for name, f in found.items():
@@ -63,11 +67,12 @@ def print_size(sides: dict[str, OurSide]) -> None:
     sizes = {}
     for name, side in sides.items():
         step = sorted(side.run_dir.store.iterdir())[-1]
-        sizes[name] = sum(f.stat().st_size for f in step.iterdir()
-                          if f.name.startswith("rollout"))
+        sizes[name] = sum(f.stat().st_size for f in step.iterdir() if f.name.startswith("rollout"))
         routes = sum(f.stat().st_size for f in step.glob("*.routes"))
-    print(f"store of a step: {sizes['off']} bytes without routes, {sizes['r3']} with; "
-          f"{routes} bytes of ids, {(sizes['r3'] - sizes['off']) / routes - 1:.2%} beside them")
+    print(
+        f"store of a step: {sizes['off']} bytes without routes, {sizes['r3']} with; "
+        f"{routes} bytes of ids, {(sizes['r3'] - sizes['off']) / routes - 1:.2%} beside them"
+    )
 
 
 def main() -> None:

@@ -37,7 +37,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # reward workers import from here
+    [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+)  # reward workers import from here
 
 from versus_trl_ours import OurSide  # noqa: E402
 from versus_trl_workload import CASES, Case, write_case  # noqa: E402
@@ -54,8 +55,12 @@ class TrlSide:
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
                 [python, HERE / "versus_trl_worker.py", directory, model, json.dumps(settings)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(settings["threads"])})
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(settings["threads"])},
+            )
         self._answer()
 
     def run(self, num_steps: int) -> dict:
@@ -95,8 +100,11 @@ def fastest_trl(python: str, directory: Path, model: Path, candidates: list[dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl-python", default=os.environ.get("TRL_PYTHON", sys.executable),
-                        help="Python of an environment with TRL (default: $TRL_PYTHON)")
+    parser.add_argument(
+        "--trl-python",
+        default=os.environ.get("TRL_PYTHON", sys.executable),
+        help="Python of an environment with TRL (default: $TRL_PYTHON)",
+    )
     parser.add_argument("--case", choices=[*CASES, "all"], default="all")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a side in each pair")
@@ -115,18 +123,24 @@ def main() -> None:
 
 
 def require_trl(python: str) -> None:
-    probe = subprocess.run([python, "-W", "ignore", "-c", "import trl"], capture_output=True,
-                           text=True)
+    probe = subprocess.run(
+        [python, "-W", "ignore", "-c", "import trl"], capture_output=True, text=True
+    )
     if probe.returncode:
-        how = __doc__[__doc__.index("TRL is no dependency"):]
-        sys.exit(f"{python} cannot import trl: {probe.stderr.strip().splitlines()[-1]}\n\n{how}\n"
-                 "Then give its Python: --trl-python trl-venv/bin/python")
+        how = __doc__[__doc__.index("TRL is no dependency") :]
+        sys.exit(
+            f"{python} cannot import trl: {probe.stderr.strip().splitlines()[-1]}\n\n{how}\n"
+            "Then give its Python: --trl-python trl-venv/bin/python"
+        )
 
 
 async def measure(case: Case, directory: Path, options: argparse.Namespace) -> float:
     """The median ratio."""
-    print(f"\n{case.name}: {case.num_prompts} prompts x {case.num_samples} samples of "
-          f"{case.shortest} to {case.longest} tokens", flush=True)
+    print(
+        f"\n{case.name}: {case.num_prompts} prompts x {case.num_samples} samples of "
+        f"{case.shortest} to {case.longest} tokens",
+        flush=True,
+    )
     ours = OurSide(case, directory, options.overrides)
     model = ours.make_model()
     threads = [options.trl_threads] if options.trl_threads else sorted({1, os.cpu_count()})
@@ -140,8 +154,7 @@ async def measure(case: Case, directory: Path, options: argparse.Namespace) -> f
         trl.close()
 
 
-async def compare(case: Case, ours: OurSide, trl: TrlSide,
-                  options: argparse.Namespace) -> float:
+async def compare(case: Case, ours: OurSide, trl: TrlSide, options: argparse.Namespace) -> float:
     ratios, phases = [], {"ours": [], "TRL": []}
     for pair in range(-1, options.pairs):
         steps = options.steps if pair >= 0 else options.warmup
@@ -149,23 +162,32 @@ async def compare(case: Case, ours: OurSide, trl: TrlSide,
         with ours.stopped():
             found["TRL"] = await asyncio.to_thread(trl.run, steps)
         mine, theirs = (statistics.median(found[side]["seconds"]) for side in phases)
-        print(f"pair {pair}: TRL {theirs:.3f}, ours {mine:.3f} s a step, ratio "
-              f"{theirs / mine:.2f}, load {os.getloadavg()[0]:.1f}"
-              f"{' (warm-up)' if pair < 0 else ''}", flush=True)
+        print(
+            f"pair {pair}: TRL {theirs:.3f}, ours {mine:.3f} s a step, ratio "
+            f"{theirs / mine:.2f}, load {os.getloadavg()[0]:.1f}"
+            f"{' (warm-up)' if pair < 0 else ''}",
+            flush=True,
+        )
         if pair >= 0:
             ratios.append(theirs / mine)
             for side, parts in phases.items():
                 parts.append({k: v / steps for k, v in found[side]["phases"].items()})
     for side, parts in phases.items():
         medians = {k: statistics.median(p.get(k, 0.0) for p in parts) for k in parts[0]}
-        print(f"  {side}, seconds by phase: "
-              + ", ".join(f"{k} {v:.3f}" for k, v in medians.items()))
+        print(
+            f"  {side}, seconds by phase: " + ", ".join(f"{k} {v:.3f}" for k, v in medians.items())
+        )
     ahead = statistics.median((await ours.run(options.steps + 1, ahead=True))["seconds"][1:])
-    print(f"  ours when rollouts run one step ahead (max_staleness 1): {ahead:.3f} s a step, "
-          f"last pair's TRL / that {theirs / ahead:.2f}")
+    print(
+        f"  ours when rollouts run one step ahead (max_staleness 1): {ahead:.3f} s a step, "
+        f"last pair's TRL / that {theirs / ahead:.2f}"
+    )
     ratio = statistics.median(ratios)
-    print(f"{case.name}: median ratio TRL / ours {ratio:.2f} of {len(ratios)} pairs, required "
-          f"{case.required_ratio}; TRL with {trl.settings}", flush=True)
+    print(
+        f"{case.name}: median ratio TRL / ours {ratio:.2f} of {len(ratios)} pairs, required "
+        f"{case.required_ratio}; TRL with {trl.settings}",
+        flush=True,
+    )
     return ratio
 
 

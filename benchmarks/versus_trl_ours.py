@@ -73,13 +73,16 @@ class ForcedLengthClient(EngineClient):
 
     lengths: dict[tuple[int, ...], list[int]]  # by prompt
 
-    async def generate(self, prompt_token_ids, *, max_tokens: int, n: int = 1,
-                       **kwargs) -> list[Completion]:
+    async def generate(
+        self, prompt_token_ids, *, max_tokens: int, n: int = 1, **kwargs
+    ) -> list[Completion]:
         lengths = self.lengths.get(tuple(prompt_token_ids), [])
         if len(lengths) != n or len(set(lengths)) == 1:  # a canary, or nothing to tell apart
             return await super().generate(prompt_token_ids, max_tokens=max_tokens, n=n, **kwargs)
-        parts = [EngineClient.generate(self, prompt_token_ids, max_tokens=length, n=1, **kwargs)
-                 for length in lengths]
+        parts = [
+            EngineClient.generate(self, prompt_token_ids, max_tokens=length, n=1, **kwargs)
+            for length in lengths
+        ]
         return [completion for part in await asyncio.gather(*parts) for completion in part]
 
 
@@ -87,8 +90,11 @@ class _TimedLoop(RLLoop):
     """Keeps the last step's seconds by phase."""
 
     async def finish(self, recorded: RecordedStep, report: dict) -> None:
-        self.phases = recorded.seconds | self.session.phase.seconds | {
-            "train (in the trainer)": report["train_s"]}
+        self.phases = (
+            recorded.seconds
+            | self.session.phase.seconds
+            | {"train (in the trainer)": report["train_s"]}
+        )
         await super().finish(recorded, report)
 
 
@@ -120,12 +126,14 @@ class OurSide:
         for child in children:
             child.start()
         self.session = session = await stack.enter_async_context(
-            open_session(self.config, self.run_dir))
+            open_session(self.config, self.run_dir)
+        )
         self._force_lengths(session)
         await session.publisher.publish(0)
         metrics = stack.enter_context(closing(MetricsWriter(self.run_dir)))
-        mirrors = stack.enter_context(closing(make_mirrors(
-            self.config.telemetry, self.run_dir, self.config.name, {})))
+        mirrors = stack.enter_context(
+            closing(make_mirrors(self.config.telemetry, self.run_dir, self.config.name, {}))
+        )
         self.loop = _TimedLoop(session, RunState(0, 0, {}, 0.0, 0.0), metrics, mirrors)
         return self
 
@@ -140,8 +148,9 @@ class OurSide:
             replica.client.name = old.name
             self._stack.push_async_callback(replica.client.close)
             replica.client.lengths = self.lengths
-        session.worker = RolloutWorker(self.config, session.publisher.engines,
-                                       decode=session.tokenizer.decode)
+        session.worker = RolloutWorker(
+            self.config, session.publisher.engines, decode=session.tokenizer.decode
+        )
 
     async def run(self, num_steps: int, *, ahead: bool = False) -> dict:
         """Seconds of every step, and seconds by phase over all of them. `ahead`: the next step's

@@ -17,8 +17,7 @@ from pathlib import Path
 
 answers = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)  # what TRL prints is no answer
-os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-               "CUDA_VISIBLE_DEVICES": ""}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
@@ -71,12 +70,14 @@ class StepsOnDemand(TrainerCallback):
 
 def timed(phases: dict[str, float], name: str, function):
     """`function`, adding its seconds to `phases[name]`."""
+
     def call(*args, **kwargs):
         started = time.perf_counter()
         try:
             return function(*args, **kwargs)
         finally:
             phases[name] += time.perf_counter() - started
+
     return call
 
 
@@ -88,17 +89,33 @@ def make_trainer(directory: Path, model_path: str, options: dict):
     phases: dict[str, float] = defaultdict(float)
     count = case.num_prompts * case.num_samples
     settings = GRPOConfig(
-        output_dir=str(directory / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=count, gradient_accumulation_steps=1,
-        num_generations=case.num_samples, max_completion_length=case.longest, beta=0.0,
-        num_iterations=1, loss_type="grpo",
-        learning_rate=1e-6, lr_scheduler_type="constant", adam_beta2=0.95, max_steps=1_000_000,
-        shuffle_dataset=False, save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_steps=1, dataloader_num_workers=0)
+        output_dir=str(directory / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=count,
+        gradient_accumulation_steps=1,
+        num_generations=case.num_samples,
+        max_completion_length=case.longest,
+        beta=0.0,
+        num_iterations=1,
+        loss_type="grpo",
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        max_steps=1_000_000,
+        shuffle_dataset=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        dataloader_num_workers=0,
+    )
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=torch.float32, experts_implementation=options["experts"])
+        model_path, dtype=torch.float32, experts_implementation=options["experts"]
+    )
     generate, step = model.generate, -1
 
     def generate_with_lengths(*args, input_ids, **kwargs):
@@ -111,11 +128,17 @@ def make_trainer(directory: Path, model_path: str, options: dict):
         return [share_of_digits(completion, "") for completion in completions]
 
     model.generate = timed(phases, "generate", generate_with_lengths)
-    trainer = GRPOTrainer(model, reward, args=settings, processing_class=tokenizer,
-                          train_dataset=Dataset.from_dict({"prompt": prompts}),
-                          callbacks=[StepsOnDemand(phases)])
+    trainer = GRPOTrainer(
+        model,
+        reward,
+        args=settings,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        callbacks=[StepsOnDemand(phases)],
+    )
     trainer._generate_and_score_completions = timed(
-        phases, "generate and score", trainer._generate_and_score_completions)
+        phases, "generate and score", trainer._generate_and_score_completions
+    )
     trainer.training_step = timed(phases, "training step", trainer.training_step)
     return trainer
 

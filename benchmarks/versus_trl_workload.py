@@ -38,10 +38,13 @@ class Case:
         return drawn
 
 
-CASES = {case.name: case for case in (
-    Case("equal", 8, 8, 64, 64, 64.0, required_ratio=1.0),
-    Case("ragged", 8, 8, 16, 512, 150.0, required_ratio=2.5),
-)}
+CASES = {
+    case.name: case
+    for case in (
+        Case("equal", 8, 8, 64, 64, 64.0, required_ratio=1.0),
+        Case("ragged", 8, 8, 16, 512, 150.0, required_ratio=2.5),
+    )
+}
 
 
 def write_case(directory: Path, case: Case, num_problems: int = 4096) -> None:
@@ -57,8 +60,10 @@ def write_case(directory: Path, case: Case, num_problems: int = 4096) -> None:
 def read_case(directory: Path) -> tuple[Case, list[str]]:
     """The case and its prompts."""
     lines = (directory / "problems.jsonl").read_text().splitlines()
-    return (Case(**json.loads((directory / "case.json").read_text())),
-            [json.loads(line)["question"] for line in lines])
+    return (
+        Case(**json.loads((directory / "case.json").read_text())),
+        [json.loads(line)["question"] for line in lines],
+    )
 
 
 def share_of_digits(completion: str, answer: str) -> float:

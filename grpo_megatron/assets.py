@@ -17,8 +17,11 @@ def root() -> Path:
     for candidate in (_PACKAGE / "_assets", _PACKAGE.parent):
         if all((candidate / folder).is_dir() for folder in FOLDERS):
             return candidate
-    raise SetupError("the installation carries no models/, recipes/ and slurm/",
-        where=str(_PACKAGE), remedy="reinstall grpo-megatron, or run from a complete checkout")
+    raise SetupError(
+        "the installation carries no models/, recipes/ and slurm/",
+        where=str(_PACKAGE),
+        remedy="reinstall grpo-megatron, or run from a complete checkout",
+    )
 
 
 def tables(module: str, name: str) -> dict[str, Any]:
@@ -28,8 +31,11 @@ def tables(module: str, name: str) -> dict[str, Any]:
 
 def names(folder: Path) -> list[str]:
     """Names of the TOML files below `folder` but graphs: relative, with `/`, without `.toml`."""
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in
-                  folder.rglob("*.toml") if "graphs" not in path.relative_to(folder).parts)
+    return sorted(
+        path.relative_to(folder).with_suffix("").as_posix()
+        for path in folder.rglob("*.toml")
+        if "graphs" not in path.relative_to(folder).parts
+    )
 
 
 def display(path: Path) -> str:

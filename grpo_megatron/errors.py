@@ -24,14 +24,23 @@ class GrpoMegatronError(Exception):
 
 
 @contextmanager
-def raised_as(kind: type[GrpoMegatronError], what: str, causes: type | tuple = Exception, *,
-              where: object = None, remedy: str | None = None) -> Iterator[None]:
+def raised_as(
+    kind: type[GrpoMegatronError],
+    what: str,
+    causes: type | tuple = Exception,
+    *,
+    where: object = None,
+    remedy: str | None = None,
+) -> Iterator[None]:
     """What the block raises of `causes` becomes a `kind`: "what: cause"."""
     try:
         yield
     except causes as error:
-        told = error.message if isinstance(error, GrpoMegatronError) else (
-            getattr(error, "strerror", None) or str(error) or repr(error))
+        told = (
+            error.message
+            if isinstance(error, GrpoMegatronError)
+            else (getattr(error, "strerror", None) or str(error) or repr(error))
+        )
         raise kind(f"{what}: {told}", where=where and str(where), remedy=remedy) from error
 
 

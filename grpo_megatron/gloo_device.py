@@ -27,4 +27,5 @@ class _OnSharedDevice(ProcessGroupGloo):
 def _devices(pid: int) -> list[ProcessGroupGloo.Device]:  # threads are not inherited by a fork
     names = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
     return [ProcessGroupGloo.create_device(interface=name) for name in names] or [
-        ProcessGroupGloo.create_default_device()]
+        ProcessGroupGloo.create_default_device()
+    ]

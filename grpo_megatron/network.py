@@ -43,8 +43,12 @@ class Endpoint:
         return cls(**json.loads(path.read_text()))
 
 
-def wait_for_endpoint(path: Path, timeout_s: float, is_alive: Callable[[], bool] = lambda: True,
-                      error: type[GrpoMegatronError] = TrainerError) -> Endpoint:
+def wait_for_endpoint(
+    path: Path,
+    timeout_s: float,
+    is_alive: Callable[[], bool] = lambda: True,
+    error: type[GrpoMegatronError] = TrainerError,
+) -> Endpoint:
     """Poll for a published address; `error` once its process has ended, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     # Listing asks the file server; a look-up may be answered from the client's cache for long.
@@ -52,8 +56,11 @@ def wait_for_endpoint(path: Path, timeout_s: float, is_alive: Callable[[], bool]
         if not is_alive():
             raise error(f"{path.stem} ended before it was ready", where=str(path))
         if time.monotonic() > deadline:
-            raise error(f"nobody published {path.name} within {timeout_s:.0f} s",
-                        where=str(path), remedy="look at the other processes' logs")
+            raise error(
+                f"nobody published {path.name} within {timeout_s:.0f} s",
+                where=str(path),
+                remedy="look at the other processes' logs",
+            )
         time.sleep(0.05)
     return Endpoint.read(path)
 
@@ -62,24 +69,31 @@ def own_address() -> str:
     """The address at which the other processes of the run reach this one; SetupError where the
     site's interface does not exist here, or no route leads to another node."""
     if name := os.environ.get(INTERFACE_VARIABLE):
-        found = [a.address for a in psutil.net_if_addrs().get(name, ())
-                 if a.family == socket.AF_INET]
+        found = [
+            a.address for a in psutil.net_if_addrs().get(name, ()) if a.family == socket.AF_INET
+        ]
         if not found:
-            raise SetupError(f"this node has no network interface {name!r} with an IPv4 address",
-                             where=f"{INTERFACE_VARIABLE} on {socket.gethostname()}",
-                             remedy="interfaces here: " + ", ".join(psutil.net_if_addrs()))
+            raise SetupError(
+                f"this node has no network interface {name!r} with an IPv4 address",
+                where=f"{INTERFACE_VARIABLE} on {socket.gethostname()}",
+                remedy="interfaces here: " + ", ".join(psutil.net_if_addrs()),
+            )
         return found[0]
     nodes = os.environ.get(NODES_VARIABLE, "").split()
     for node in nodes:
-        with (contextlib.suppress(OSError),
-              socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe):
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        ):
             probe.connect((node, 9))  # sends nothing: only the route is chosen
             if not (address := probe.getsockname()[0]).startswith("127."):
                 return address
     if len(nodes) > 1:
-        raise SetupError(f"no route from {socket.gethostname()} to the other nodes of the job",
-                         where=f"{NODES_VARIABLE}={' '.join(nodes)}",
-                         remedy=f"set {INTERFACE_VARIABLE} in the site's file")
+        raise SetupError(
+            f"no route from {socket.gethostname()} to the other nodes of the job",
+            where=f"{NODES_VARIABLE}={' '.join(nodes)}",
+            remedy=f"set {INTERFACE_VARIABLE} in the site's file",
+        )
     return LOOPBACK
 
 

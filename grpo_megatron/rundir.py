@@ -48,25 +48,42 @@ class RunDir:
 
     def create(self) -> None:
         """Make the directory and its fixed sub-directories (idempotent)."""
-        for path in (self.root, self.store, self.samples, self.checkpoints, self.logs,
-                     self.endpoints):
+        for path in (
+            self.root,
+            self.store,
+            self.samples,
+            self.checkpoints,
+            self.logs,
+            self.endpoints,
+        ):
             path.mkdir(parents=True, exist_ok=True)
 
     def written(self) -> AbstractContextManager[None]:
         """A context in which an OSError (no permission, a full disk) is a SetupError."""
-        return raised_as(SetupError, "cannot write the run's directory", OSError, where=self.root,
-                         remedy="choose another runs_dir=…")
+        return raised_as(
+            SetupError,
+            "cannot write the run's directory",
+            OSError,
+            where=self.root,
+            remedy="choose another runs_dir=…",
+        )
 
     def refuse_existing(self, *, overwrite: bool = False) -> None:
         """ConfigError where a run is, unless it is to be replaced, or what no run has written."""
         for path in self.root.iterdir() if self.root.is_dir() and not self.config.exists() else ():
             if path not in (self.lock, self.slurm) and (path.is_file() or any(path.iterdir())):
-                raise ConfigError(f"{self.root} is no run's directory: it has {path.name!r}",
-                    where=str(self.root.absolute()), remedy="choose another name=… or runs_dir=…")
+                raise ConfigError(
+                    f"{self.root} is no run's directory: it has {path.name!r}",
+                    where=str(self.root.absolute()),
+                    remedy="choose another name=… or runs_dir=…",
+                )
         if self.config.exists() and not overwrite:
-            raise ConfigError(f"run {self.root.name!r} exists", where=str(self.root),
-                              remedy=f"continue it with `grpo-megatron resume {self.root}`, choose "
-                                     "another name=…, or replace it: train --overwrite")
+            raise ConfigError(
+                f"run {self.root.name!r} exists",
+                where=str(self.root),
+                remedy=f"continue it with `grpo-megatron resume {self.root}`, choose "
+                "another name=…, or replace it: train --overwrite",
+            )
 
     def begin(self, attempt: str = "") -> "RunDir":
         """As attempt `attempt` sees it, else the next number; earlier ones keep their logs."""

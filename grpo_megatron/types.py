@@ -87,9 +87,14 @@ class RolloutGroup:
 
     def by_context(self) -> list["RolloutGroup"]:
         """In parts: neighbours with the same `context`, which ends the prompt of their part."""
-        return [RolloutGroup(replace(self.prompt, token_ids=self.prompt.token_ids + context),
-                             tuple(run), self.replica)
-                for context, run in groupby(self.completions, lambda c: c.context)]
+        return [
+            RolloutGroup(
+                replace(self.prompt, token_ids=self.prompt.token_ids + context),
+                tuple(run),
+                self.replica,
+            )
+            for context, run in groupby(self.completions, lambda c: c.context)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,25 @@ bind_gloo(address)
 if rank == 0:
     listener = socket.create_server((address, 0), backlog=world)
     Endpoint(address, port := listener.getsockname()[1]).write(path)
-    store = dist.TCPStore(address, port, world, is_master=True, timeout=limit,
-                          wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.TCPStore(
+        address,
+        port,
+        world,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 else:
     found = wait_for_endpoint(path, limit.total_seconds())
-    store = dist.TCPStore(found.host, found.port, world, is_master=False, timeout=limit,
-                          wait_for_workers=False)
+    store = dist.TCPStore(
+        found.host, found.port, world, is_master=False, timeout=limit, wait_for_workers=False
+    )
 if on_gpu:
     torch.cuda.set_device(int(os.environ["SLURM_LOCALID"]))
-dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world,
-                        timeout=limit)
+dist.init_process_group(
+    "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=limit
+)
 tensor = torch.ones(mib << 18, device="cuda" if on_gpu else "cpu")
 times = []
 for _ in range(6):
@@ -51,6 +60,9 @@ assert tensor[0] == float(world) ** 6, "the sum is wrong"
 if rank == 0:
     path.unlink()
     moved = 2 * (world - 1) / world * tensor.numel() * 4
-    print(f"all-reduce of {mib} MiB over {world} tasks: {moved / min(times) / 1e9:.2f} GB/s "
-          f"bus bandwidth ({'nccl' if on_gpu else 'gloo'})", flush=True)
+    print(
+        f"all-reduce of {mib} MiB over {world} tasks: {moved / min(times) / 1e9:.2f} GB/s "
+        f"bus bandwidth ({'nccl' if on_gpu else 'gloo'})",
+        flush=True,
+    )
 dist.destroy_process_group()

@@ -88,8 +88,9 @@ def three_updates(tmp_path_factory) -> str:
     """The same samples, of two domains, split into three optimizer steps."""
     from tests.trainer.models import write_samples
 
-    return write_samples(tmp_path_factory.mktemp("store") / "step_000001", num_updates=3,
-                         num_domains=2)
+    return write_samples(
+        tmp_path_factory.mktemp("store") / "step_000001", num_updates=3, num_domains=2
+    )
 
 
 @pytest.fixture(scope="session")

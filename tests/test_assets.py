@@ -37,15 +37,26 @@ def test_display_is_short(tmp_path, monkeypatch):
 
 
 def test_wheel_carries_everything(tmp_path):
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d",
-                    str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
         names = archive.namelist()
     assert not any(name.startswith(("models/", "recipes/", "tests/")) for name in names)
-    code = ("from grpo_megatron import assets; from grpo_megatron.plan.resolve import resolve; "
-            "print(assets.root(), resolve('demo/gspo-moe-cpu').config.name)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "site", check=True,
-                          capture_output=True, text=True)
+    code = (
+        "from grpo_megatron import assets; from grpo_megatron.plan.resolve import resolve; "
+        "print(assets.root(), resolve('demo/gspo-moe-cpu').config.name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "site",
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split() == [str(tmp_path / "site/grpo_megatron/_assets"), "demo"]

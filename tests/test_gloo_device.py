@@ -58,8 +58,12 @@ os._exit(0)  # what is left of torch's threads may abort a normal exit
 
 
 def run(case: str, **variables: str) -> dict:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, case], capture_output=True, text=True,
-                          env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **variables})
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, case],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **variables},
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -67,8 +71,13 @@ def run(case: str, **variables: str) -> dict:
 @pytest.mark.parametrize("interfaces, threads", [("", 1), ("lo", 1), ("lo,lo", 2)])
 def test_groups_share_a_thread(interfaces, threads):
     variables = {"GLOO_SOCKET_IFNAME": interfaces} if interfaces else {}
-    assert run("shared", **variables) == {"threads": threads, "again": threads, "forked": threads,
-                                          "gloo": True, "timeout": 1800}
+    assert run("shared", **variables) == {
+        "threads": threads,
+        "again": threads,
+        "forked": threads,
+        "gloo": True,
+        "timeout": 1800,
+    }
 
 
 @pytest.mark.parametrize("case", ["as released", "another torch"])

@@ -11,16 +11,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()",
-        "--no-cache"]
+LINT = [
+    sys.executable,
+    "-c",
+    "from importlinter.cli import lint_imports_command as c; c()",
+    "--no-cache",
+]
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
     """The package and its contracts, free to be broken."""
     path = tmp_path_factory.mktemp("layers")
-    shutil.copytree(ROOT / "grpo_megatron", path / "grpo_megatron",
-                    ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "grpo_megatron", path / "grpo_megatron", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / "pyproject.toml", path)
     return path
 
@@ -31,20 +36,24 @@ def test_contracts_hold():
     assert "4 kept, 0 broken" in done.stdout
 
 
-@pytest.mark.parametrize(("file", "code", "contract"), [
-    ("config/bad.py", "from grpo_megatron.plan import layout", "layers"),
-    ("trainer/bad.py", "def f():\n    from grpo_megatron.rollout import seeds", "layers"),
-    ("plan/bad.py", "def f():\n    import torch", "torch"),
-    ("controller/bad.py", "import vllm.config", "vllm"),
-    ("weights/bad.py", "from megatron.core import parallel_state", "megatron"),
-    ("newcomer.py", "", "layers"),
-])
+@pytest.mark.parametrize(
+    ("file", "code", "contract"),
+    [
+        ("config/bad.py", "from grpo_megatron.plan import layout", "layers"),
+        ("trainer/bad.py", "def f():\n    from grpo_megatron.rollout import seeds", "layers"),
+        ("plan/bad.py", "def f():\n    import torch", "torch"),
+        ("controller/bad.py", "import vllm.config", "vllm"),
+        ("weights/bad.py", "from megatron.core import parallel_state", "megatron"),
+        ("newcomer.py", "", "layers"),
+    ],
+)
 def test_a_wrong_import_breaks_its_contract(copy, file, code, contract):
     bad = copy / "grpo_megatron" / file
     bad.write_text(code + "\n")
     try:
-        done = subprocess.run([*LINT, "--contract", contract], cwd=copy, capture_output=True,
-                              text=True)
+        done = subprocess.run(
+            [*LINT, "--contract", contract], cwd=copy, capture_output=True, text=True
+        )
     finally:
         bad.unlink()
     assert done.returncode != 0
@@ -52,12 +61,20 @@ def test_a_wrong_import_breaks_its_contract(copy, file, code, contract):
 
 
 def test_every_package_is_in_each_contract():
-    contracts = {contract["id"]: contract for contract in
-                 tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-                 ["contracts"]}
-    every = {f"grpo_megatron.{path.stem}" for path in (ROOT / "grpo_megatron").iterdir()
-             if path.stem[:1] != "_" and (path.suffix == ".py" or (path / "__init__.py").exists())}
-    allowed = {"vllm": {"grpo_megatron.rollout"},
-               "megatron": {"grpo_megatron.trainer", "grpo_megatron.checkpoints"}}
+    contracts = {
+        contract["id"]: contract
+        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
+            "importlinter"
+        ]["contracts"]
+    }
+    every = {
+        f"grpo_megatron.{path.stem}"
+        for path in (ROOT / "grpo_megatron").iterdir()
+        if path.stem[:1] != "_" and (path.suffix == ".py" or (path / "__init__.py").exists())
+    }
+    allowed = {
+        "vllm": {"grpo_megatron.rollout"},
+        "megatron": {"grpo_megatron.trainer", "grpo_megatron.checkpoints"},
+    }
     for name, packages in allowed.items():
         assert set(contracts[name]["source_modules"]) == every - packages

@@ -41,15 +41,19 @@ def test_setup_script_is_valid_bash():
     subprocess.run(["bash", "-n", ROOT / ".ci/run"], check=True)
 
 
-@pytest.mark.parametrize(("arguments", "wanted"), [
-    (["demo"], "train recipes/demo/gspo-moe-cpu.toml --overwrite"),
-    (["demo", "seed=5"], "seed=5"),
-    (["demo", "seed=5", "name=mine", "args=num_steps=3"], "name=mine seed=5 num_steps=3"),
-    (["demo-control", "seed=2"], "name=demo-control objective.shuffle_advantages=true seed=2"),
-    (["test"], "lint-imports"),
-    (["test-fast"], "not engine"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["demo"], "train recipes/demo/gspo-moe-cpu.toml --overwrite"),
+        (["demo", "seed=5"], "seed=5"),
+        (["demo", "seed=5", "name=mine", "args=num_steps=3"], "name=mine seed=5 num_steps=3"),
+        (["demo-control", "seed=2"], "name=demo-control objective.shuffle_advantages=true seed=2"),
+        (["test"], "lint-imports"),
+        (["test-fast"], "not engine"),
+    ],
+)
 def test_make_targets(arguments, wanted):
-    done = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True,
-                          text=True, check=True)
+    done = subprocess.run(
+        ["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert wanted in re.sub(r"[\s\\]+", " ", done.stdout)

@@ -96,7 +96,8 @@ class SampleBatch:
     def positions(self) -> Tensor:
         """int64 [n], 0..T_i-1."""
         return torch.arange(self.num_tokens, device=self.offsets.device) - self.spread(
-            self.offsets[:-1])
+            self.offsets[:-1]
+        )
 
     def positions_from_end(self) -> Tensor:
         """int64 [n], T_i-1..0."""
@@ -117,7 +118,8 @@ class SampleBatch:
         counts = self.token_counts[rows]
         starts = self.offsets[rows] - (counts.cumsum(0) - counts)
         return torch.arange(int(counts.sum()), device=counts.device) + starts.repeat_interleave(
-            counts)
+            counts
+        )
 
     def without_truncated(self, truncated: Tensor, how: str) -> SampleBatch:
         """Overlong filter. truncated: bool [N]; how: `objective.overlong`."""
@@ -132,13 +134,21 @@ class SampleBatch:
         columns = {name: column[index] for name, column in self.tokens.items()}
         columns = {name: c.double() if c.is_floating_point() else c for name, c in columns.items()}
         correct = None if self.correct is None else self.correct[rows]
-        return replace(self, group_ids=torch.unique(self.group_ids[rows], return_inverse=True)[1],
+        return replace(
+            self,
+            group_ids=torch.unique(self.group_ids[rows], return_inverse=True)[1],
             correct=correct,
-            **{name: getattr(self, name)[rows] for name in (
-                "rewards", "token_counts", "sample_ids", "domains", "trained")},
-            **{table: {name: c[rows] for name, c in getattr(self, table).items()}
-               for table in ("components", "component_weights")},
-            tokens=columns, events=self.events and _events_of(self.events, rows, len(self)))
+            **{
+                name: getattr(self, name)[rows]
+                for name in ("rewards", "token_counts", "sample_ids", "domains", "trained")
+            },
+            **{
+                table: {name: c[rows] for name, c in getattr(self, table).items()}
+                for table in ("components", "component_weights")
+            },
+            tokens=columns,
+            events=self.events and _events_of(self.events, rows, len(self)),
+        )
 
     def group_chunks(self) -> Iterator[Tensor]:
         """Rows (int64) of whole groups, about `CHUNK_TOKENS` tokens at a time."""

@@ -99,11 +99,20 @@ class _Document(pydantic.BaseModel):
     token_ids: list[list[Whole]] | None = None
     loss_mask: list[list[Flag]] | None = None
     rewards: list[Reward] | None = None
-    advantages: Annotated[
-        Annotated[list[Number], pydantic.Tag("samples")]
-        | Annotated[list[list[Number]], pydantic.Tag("tokens")],
-        pydantic.Discriminator(lambda rows: "tokens" if isinstance(rows, list) and any(
-            isinstance(row, list) for row in rows) else "samples")] | None = None
+    advantages: (
+        Annotated[
+            Annotated[list[Number], pydantic.Tag("samples")]
+            | Annotated[list[list[Number]], pydantic.Tag("tokens")],
+            pydantic.Discriminator(
+                lambda rows: (
+                    "tokens"
+                    if isinstance(rows, list) and any(isinstance(row, list) for row in rows)
+                    else "samples"
+                )
+            ),
+        ]
+        | None
+    ) = None
     group_ids: list[Label] | None = None
     domains: list[Label] | None = None
     truncated: list[Flag] | None = None
@@ -117,8 +126,14 @@ class _Document(pydantic.BaseModel):
     earlier_success: dict[str, list[Number]] = {}
 
 
-_RAGGED = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "token_ids",
-           "loss_mask")
+_RAGGED = (
+    "old_logprobs",
+    "rollout_logprobs",
+    "ref_logprobs",
+    "entropies",
+    "token_ids",
+    "loss_mask",
+)
 
 
 def read_case(path: Path) -> Case:
@@ -145,8 +160,11 @@ def parse_case(document: Mapping[str, Any], *, where: str = "case") -> Case:
 
 def _told(error: Mapping[str, Any]) -> tuple[str, ...]:
     """What pydantic found, as place and fault, and perhaps the remedy."""
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]
-                    if part not in ("samples", "tokens"))[1:]
+    place = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}"
+        for part in error["loc"]
+        if part not in ("samples", "tokens")
+    )[1:]
     if error["type"] == "value_error":
         what, *remedy = error["ctx"]["error"].args
         return f"{place} {what}", *remedy
@@ -162,13 +180,16 @@ def _check_lengths(given: _Document) -> None:
     per_sample |= {f"components.{name}": values for name, values in given.components.items()}
     for name, values in per_sample.items():
         if len(values) != len(counts):
-            raise ValueError(f"{name} has {len(values)} entries, logprobs has {len(counts)}",
-                             "one entry per sample")
+            raise ValueError(
+                f"{name} has {len(values)} entries, logprobs has {len(counts)}",
+                "one entry per sample",
+            )
         if name in _RAGGED or (name == "advantages" and isinstance(values[0], list)):
             for i, (row, count) in enumerate(zip(values, counts, strict=True)):
                 if len(row) != count:
-                    raise ValueError(f"{name}[{i}] has {len(row)} tokens, logprobs[{i}] has "
-                                     f"{count}")
+                    raise ValueError(
+                        f"{name}[{i}] has {len(row)} tokens, logprobs[{i}] has {count}"
+                    )
 
 
 def _case(given: _Document) -> Case:
@@ -178,8 +199,11 @@ def _case(given: _Document) -> Case:
     def flat(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(list(compress(chain(*rows), chain(*mask))), dtype=dtype)
 
-    columns = {name: flat(rows, torch.int64 if name == "token_ids" else torch.float64)
-               for name in ("logprobs", *_RAGGED[:-1]) if (rows := getattr(given, name))}
+    columns = {
+        name: flat(rows, torch.int64 if name == "token_ids" else torch.float64)
+        for name in ("logprobs", *_RAGGED[:-1])
+        if (rows := getattr(given, name))
+    }
     columns.setdefault("old_logprobs", columns["logprobs"])
     columns.setdefault("rollout_logprobs", columns["old_logprobs"])
     names, domains = _labels("domains", given.domains, size)
@@ -187,24 +211,41 @@ def _case(given: _Document) -> Case:
     of_group: dict[int, int] = {}
     for i, (group, domain) in enumerate(zip(groups.tolist(), domains.tolist(), strict=True)):
         if of_group.setdefault(group, domain) != domain:
-            raise ValueError(f"domains[{i}] differs from the domain of its group",
-                             "a group has one prompt, hence one domain")
+            raise ValueError(
+                f"domains[{i}] differs from the domain of its group",
+                "a group has one prompt, hence one domain",
+            )
     ids = given.sample_ids or range(size)
     if len(set(ids)) < size:
         raise ValueError("sample_ids are not unique")
     rewards, components, weights = _rewards(given, size)
     batch = SampleBatch(
-        rewards, groups, torch.tensor([sum(row) for row in mask]), torch.tensor(ids), domains,
-        torch.ones(size, dtype=torch.bool), components, weights, events=_events(given, mask),
+        rewards,
+        groups,
+        torch.tensor([sum(row) for row in mask]),
+        torch.tensor(ids),
+        domains,
+        torch.ones(size, dtype=torch.bool),
+        components,
+        weights,
+        events=_events(given, mask),
         correct=None if given.correct is None else torch.tensor(given.correct, dtype=torch.bool),
         dropped=_dropped(given, names),
-        tokens={n: c for n, c in columns.items() if n not in ("logprobs", "rollout_logprobs")})
+        tokens={n: c for n, c in columns.items() if n not in ("logprobs", "rollout_logprobs")},
+    )
     advantages = given.advantages
     if advantages is not None:
         per_token = isinstance(advantages[0], list)
         advantages = Advantages(flat(advantages) if per_token else _double(advantages), per_token)
-    return Case(batch, names, columns, mask, torch.tensor(given.truncated or [False] * size),
-                advantages, _state(given, names))
+    return Case(
+        batch,
+        names,
+        columns,
+        mask,
+        torch.tensor(given.truncated or [False] * size),
+        advantages,
+        _state(given, names),
+    )
 
 
 def _dropped(given: _Document, domains: Sequence[str]) -> DroppedRewards | None:
@@ -239,8 +280,9 @@ def _distribution(values: Sequence[float]) -> list[list[float]]:
 
 def _domain_number(field: str, domain: str, domains: Sequence[str]) -> int:
     if domain not in domains:
-        raise ValueError(f"{field}.{domain} is no domain of the case",
-                         f"its domains: {', '.join(domains)}")
+        raise ValueError(
+            f"{field}.{domain} is no domain of the case", f"its domains: {', '.join(domains)}"
+        )
     return domains.index(domain)
 
 
@@ -249,8 +291,9 @@ def _rewards(given: _Document, size: int) -> tuple[Tensor, dict[str, Tensor], di
     if stray := [name for name in given.component_weights if name not in given.components]:
         raise ValueError(f"component_weights.{stray[0]} belongs to no component")
     components = {name: _double(values) for name, values in given.components.items()}
-    weights = {name: _double([given.component_weights.get(name, 1.0)] * size)
-               for name in components}
+    weights = {
+        name: _double([given.component_weights.get(name, 1.0)] * size) for name in components
+    }
     if given.rewards is not None:
         return _double(given.rewards), components, weights
     if not components and given.advantages is None:
@@ -259,8 +302,9 @@ def _rewards(given: _Document, size: int) -> tuple[Tensor, dict[str, Tensor], di
     return sum(parts, torch.zeros(size).double()), components, weights
 
 
-def _labels(name: str, values: Sequence[int | str] | None,
-            size: int) -> tuple[tuple[str, ...], Tensor]:
+def _labels(
+    name: str, values: Sequence[int | str] | None, size: int
+) -> tuple[tuple[str, ...], Tensor]:
     """Names in order of appearance, int64 [N] of indices; numbers are indices themselves."""
     if values is None:
         return ("all",), torch.zeros(size, dtype=torch.int64)
@@ -286,7 +330,7 @@ def _events(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
         for k, event in enumerate(row):
             if not 0 <= event.end < len(mask[i]):
                 raise ValueError(f"{name}[{i}][{k}] ends at token {event.end} of {len(mask[i])}")
-            places.append((i, sum(mask[i][:event.end + 1]) - 1))
+            places.append((i, sum(mask[i][: event.end + 1]) - 1))
             if places[-1][1] < 0:
                 raise ValueError(f"{name}[{i}][{k}] has no policy token")
     if name == "turns" and len(set(places)) < len(places):
@@ -296,5 +340,6 @@ def _events(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
     states = [str(event.state) for event in events] if name == "turns" else []
     numbers = {state: number for number, state in enumerate(dict.fromkeys(states))}
     state = torch.tensor([numbers[s] for s in states], dtype=torch.int64)
-    return Events(sample, end, _double([event.reward for event in events]),
-                  state if name == "turns" else None)
+    return Events(
+        sample, end, _double([event.reward for event in events]), state if name == "turns" else None
+    )

@@ -1,6 +1,6 @@
 """Every preset explained from the registry: `objective show` and docs/objectives.md.
 
-    python -m grpo_megatron.algorithms.catalogue > docs/objectives.md"""
+python -m grpo_megatron.algorithms.catalogue > docs/objectives.md"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -18,10 +18,17 @@ from grpo_megatron.algorithms.terms import CLIPS, KL
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 from grpo_megatron.config.problems import as_toml
 
-AXES: dict[str, dict[str, Callable]] = {"reward_shaping": REWARD_SHAPINGS,
+AXES: dict[str, dict[str, Callable]] = {
+    "reward_shaping": REWARD_SHAPINGS,
     "subset": {**GROUP_SUBSETS, "adaptive": adaptive},
-    "advantage": ESTIMATORS, "shaping": SHAPINGS, "ratio": RATIOS, "clip": CLIPS,
-    "aggregation": AGGREGATIONS, "kl": KL, "mismatch": MISMATCH}
+    "advantage": ESTIMATORS,
+    "shaping": SHAPINGS,
+    "ratio": RATIOS,
+    "clip": CLIPS,
+    "aggregation": AGGREGATIONS,
+    "kl": KL,
+    "mismatch": MISMATCH,
+}
 """Choices whose functions are registered; `none` needs no function."""
 
 
@@ -37,9 +44,19 @@ def markdown() -> str:
 
 def _rendered(template: str, **known: Any) -> str:
     text = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text).render(
-        presets=PRESETS, axes=AXES, settings=ObjectiveConfig.model_fields, choices=_choices,
-        formula=inspect.getdoc, toml=as_toml, **known)
+    return (
+        jinja2.Environment(undefined=jinja2.StrictUndefined)
+        .from_string(text)
+        .render(
+            presets=PRESETS,
+            axes=AXES,
+            settings=ObjectiveConfig.model_fields,
+            choices=_choices,
+            formula=inspect.getdoc,
+            toml=as_toml,
+            **known,
+        )
+    )
 
 
 def _choices(preset: str) -> Iterator[tuple[str, str, Callable]]:

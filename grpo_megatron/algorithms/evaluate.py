@@ -24,9 +24,15 @@ class Evaluation(NamedTuple):
     stats: Stats
 
 
-def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Tensor], *,
-             advantages: Advantages | None = None, parts: Sequence[Tensor] | None = None,
-             constant_length: int | None = None) -> Evaluation:
+def evaluate(
+    objective: Objective,
+    batch: SampleBatch,
+    columns: Mapping[str, Tensor],
+    *,
+    advantages: Advantages | None = None,
+    parts: Sequence[Tensor] | None = None,
+    constant_length: int | None = None,
+) -> Evaluation:
     """Loss and gradient of all samples as one optimizer step, in micro-batches of the rows `parts`.
     columns, [n]: logprobs, old_logprobs, rollout_logprobs; if needed ref_logprobs, entropies."""
     _require_columns(objective, batch, {*columns, *batch.tokens}, given=advantages is not None)
@@ -43,9 +49,17 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
         index = batch.flat_index(part)
         local = {name: column[index] for name, column in columns.items()}
         leaf = local["logprobs"].clone().requires_grad_()
-        piece, found = policy_loss(objective, terms.loss_batch(
-            part, leaf, local["old_logprobs"], local["rollout_logprobs"],
-            local.get("entropies", torch.zeros_like(leaf)), local.get("ref_logprobs")))
+        piece, found = policy_loss(
+            objective,
+            terms.loss_batch(
+                part,
+                leaf,
+                local["old_logprobs"],
+                local["rollout_logprobs"],
+                local.get("entropies", torch.zeros_like(leaf)),
+                local.get("ref_logprobs"),
+            ),
+        )
         if piece.requires_grad:
             piece.backward()
             gradient[index] = leaf.grad
@@ -57,33 +71,45 @@ def evaluate(objective: Objective, batch: SampleBatch, columns: Mapping[str, Ten
 def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
     """What `objective eval` prints."""
     batch = case.batch.without_truncated(case.truncated, objective.config.overlong)
-    found = evaluate(objective, batch, case.columns, advantages=case.advantages,
-                     constant_length=objective.config.aggregation_length)
+    found = evaluate(
+        objective,
+        batch,
+        case.columns,
+        advantages=case.advantages,
+        constant_length=objective.config.aggregation_length,
+    )
     metrics = derived(found.stats.result())
     for domain, distances in found.stats.samples.items():
         metrics[f"opsm/calibrated_delta@{domain}"] = calibrated_delta(distances)
     metrics |= batch_metrics(objective, batch, found.advantages)
     values, per_token = found.advantages.values, found.advantages.per_token
-    return {"loss": found.loss, "grad_logprobs": _ragged(found.gradient, case),
-            "advantages": _ragged(values, case) if per_token else values.tolist(),
-            "metrics": {n: value if value == value else None for n, value in metrics.items()}}
+    return {
+        "loss": found.loss,
+        "grad_logprobs": _ragged(found.gradient, case),
+        "advantages": _ragged(values, case) if per_token else values.tolist(),
+        "metrics": {n: value if value == value else None for n, value in metrics.items()},
+    }
 
 
-def batch_metrics(objective: Objective, batch: SampleBatch,
-                  advantages: Advantages) -> dict[str, float]:
+def batch_metrics(
+    objective: Objective, batch: SampleBatch, advantages: Advantages
+) -> dict[str, float]:
     """Counts and advantages of the whole batch, and by domain where there are several."""
-    per_sample = (batch.means(advantages.values) if advantages.per_token
-                  else advantages.values).double()
+    per_sample = (
+        batch.means(advantages.values) if advantages.per_token else advantages.values
+    ).double()
     trained = pipeline.select(objective, batch)
 
     def of(rows: Tensor) -> dict[str, float]:
         values = per_sample[rows] if rows.any() else torch.zeros(1)
-        return {"advantage/mean": float(values.mean()),
-                "advantage/std": float(values.std(correction=0)),
-                "advantage/zero_fraction": float((values == 0).double().mean()),
-                "batch/unscorable": float((~batch.valid[rows]).sum()),
-                "batch/not_trained": float((~trained[rows]).sum()),
-                "batch/empty_responses": float((batch.token_counts[rows] == 0).sum())}
+        return {
+            "advantage/mean": float(values.mean()),
+            "advantage/std": float(values.std(correction=0)),
+            "advantage/zero_fraction": float((values == 0).double().mean()),
+            "batch/unscorable": float((~batch.valid[rows]).sum()),
+            "batch/not_trained": float((~trained[rows]).sum()),
+            "batch/empty_responses": float((batch.token_counts[rows] == 0).sum()),
+        }
 
     metrics = of(torch.ones(len(batch), dtype=torch.bool))
     for number, name in enumerate(objective.domains if len(objective.domains) > 1 else ()):
@@ -91,8 +117,9 @@ def batch_metrics(objective: Objective, batch: SampleBatch,
     return metrics
 
 
-def _require_columns(objective: Objective, batch: SampleBatch, there: set[str], *,
-                     given: bool) -> None:
+def _require_columns(
+    objective: Objective, batch: SampleBatch, there: set[str], *, given: bool
+) -> None:
     o = objective.config
     needed: set[str] = set()
     if not given:
@@ -104,8 +131,11 @@ def _require_columns(objective: Objective, batch: SampleBatch, there: set[str], 
     if any(objective.by_domain("entropy_weight")):
         needed.add("entropies")
     if missing := sorted(needed - there):
-        raise DataError(f"{missing[0]} is missing", where="case",
-                        remedy=f"objective {o.preset} needs {', '.join(missing)}")
+        raise DataError(
+            f"{missing[0]} is missing",
+            where="case",
+            remedy=f"objective {o.preset} needs {', '.join(missing)}",
+        )
 
 
 def _ragged(values: Tensor, case: Case) -> list[list[float]]:

@@ -37,8 +37,10 @@ class Objective:
 
     def deltas(self) -> list[float | None]:
         """OPSM's threshold by domain; None: not calibrated yet."""
-        return [self.state.get(f"opsm_delta@{d}") if delta is None else delta
-                for d, delta in zip(self.domains, self.by_domain("opsm_delta"), strict=True)]
+        return [
+            self.state.get(f"opsm_delta@{d}") if delta is None else delta
+            for d, delta in zip(self.domains, self.by_domain("opsm_delta"), strict=True)
+        ]
 
     @property
     def exponent(self) -> float:
@@ -61,8 +63,13 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     o = objective.config
     batch, infinite = _without_infinite(batch)
     old = batch.rollout_logprobs if o.proximal == "rollout" else batch.old_logprobs
-    tokens = terms.Update(ratios.bounded(batch.logprobs - old), batch.advantages, batch.logprobs,
-                          objective.value("clip_low", batch), objective.value("clip_high", batch))
+    tokens = terms.Update(
+        ratios.bounded(batch.logprobs - old),
+        batch.advantages,
+        batch.logprobs,
+        objective.value("clip_low", batch),
+        objective.value("clip_high", batch),
+    )
     update = replace(tokens, log_ratio=_log_ratio(o, tokens, batch))
     term = terms.CLIPS[o.clip](o, update)
     status = terms.clip_status(o, tokens if o.clip == "gmpo" else update)
@@ -74,13 +81,15 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     losses = -term if factor is None else -(term * factor)
     if objective.weighs_kl and o.kl in terms.KL:
         losses = losses + objective.value("kl_beta", batch) * terms.KL[o.kl](
-            batch.untruncated_logprobs, batch.ref_logprobs, tokens.log_ratio)
+            batch.untruncated_logprobs, batch.ref_logprobs, tokens.log_ratio
+        )
     weight = objective.value("entropy_weight", batch)
     if isinstance(weight, Tensor) or weight != 0:
         losses = losses - weight * batch.entropies
     if o.llds_weight > 0:
         losses = losses + o.llds_weight * terms.llds(
-            tokens.log_ratio, batch.advantages, batch.sample, batch.token_counts)
+            tokens.log_ratio, batch.advantages, batch.sample, batch.token_counts
+        )
     weighted = batch.weights * losses
     loss = weighted.sum()
     if batch.preference is not None:
@@ -88,13 +97,23 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
         away = ratios.log_ratio(batch.untruncated_logprobs, batch.ref_logprobs)
         margin = ratios.segment_sum(away, batch.sample, batch.token_counts)
         loss = loss + (coefficient * (margin - margin.detach()) + value).sum()
-    measure(meter, batch, update.log_ratio.detach().exp(), tokens.log_ratio.detach(),
-            clipped=status, rejected=masks, infinite=infinite, factor=factor)
+    measure(
+        meter,
+        batch,
+        update.log_ratio.detach().exp(),
+        tokens.log_ratio.detach(),
+        clipped=status,
+        rejected=masks,
+        infinite=infinite,
+        factor=factor,
+    )
     meter.stats.mean("loss/abs_terms", weighted.abs().sum(), 0.0, "sum")
     meter.stats.decisions = {**status, **masks}
     if batch.decisions is not None:
-        differs = [torch.zeros_like(infinite), *(
-            now != batch.decisions.get(name, now) for name, now in meter.stats.decisions.items())]
+        differs = [
+            torch.zeros_like(infinite),
+            *(now != batch.decisions.get(name, now) for name, now in meter.stats.decisions.items()),
+        ]
         meter.mean("replay/decisions_changed", torch.stack(differs).any(0))
     if batch.weight_slopes is not None:
         meter.stats.mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
@@ -113,16 +132,21 @@ def _log_ratio(o: ObjectiveConfig, tokens: terms.Update, batch: LossBatch) -> Te
     return ratios.RATIOS[o.ratio](log_diff, batch.sample, batch.token_counts)
 
 
-def _off_policy_factor(objective: Objective, batch: LossBatch,
-                       stats: Stats) -> tuple[Tensor | None, dict[str, Tensor]]:
+def _off_policy_factor(
+    objective: Objective, batch: LossBatch, stats: Stats
+) -> tuple[Tensor | None, dict[str, Tensor]]:
     """What multiplies the surrogate term, [n]; None for 1. Also who was rejected, bool [n].
 
     `stats` keeps the distances by sample of domains whose threshold is still to be calibrated."""
     o, factor, masks, decisions = objective.config, None, {}, batch.decisions or {}
     if o.mismatch != "none":
         log_rho = ratios.bounded(batch.old_logprobs.detach() - batch.rollout_logprobs)
-        weigh = partial(ratios.MISMATCH[o.mismatch], log_rho=log_rho, sample=batch.sample,
-                        counts=batch.token_counts)
+        weigh = partial(
+            ratios.MISMATCH[o.mismatch],
+            log_rho=log_rho,
+            sample=batch.sample,
+            counts=batch.token_counts,
+        )
         factor = weigh(o)
         masks["mismatch"] = factor == 0
         if "mismatch" in decisions:
@@ -131,8 +155,9 @@ def _off_policy_factor(objective: Objective, batch: LossBatch,
             factor = torch.where(at_bound, free, factor).masked_fill(decisions["mismatch"], 0.0)
     if o.off_policy_mask == "opsm":
         # staleness and mismatch at once, [S] (DeepSeek-V3.2, arXiv:2512.02556)
-        distance = ratios.segment_mean(batch.rollout_logprobs - batch.logprobs.detach(),
-                                       batch.sample, batch.token_counts)
+        distance = ratios.segment_mean(
+            batch.rollout_logprobs - batch.logprobs.detach(), batch.sample, batch.token_counts
+        )
         deltas = objective.deltas()
         for number, (name, delta) in enumerate(zip(objective.domains, deltas, strict=True)):
             if delta is None:
@@ -146,14 +171,24 @@ def _off_policy_factor(objective: Objective, batch: LossBatch,
 
 def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
     """Tokens with an infinite log-prob, left out, bool [n]. NaN stays: the trainer stops at it."""
-    columns = {name: column for name in ("logprobs", "old_logprobs", "rollout_logprobs",
-        "untruncated_logprobs", "ref_logprobs") if (column := getattr(batch, name)) is not None}
+    columns = {
+        name: column
+        for name in (
+            "logprobs",
+            "old_logprobs",
+            "rollout_logprobs",
+            "untruncated_logprobs",
+            "ref_logprobs",
+        )
+        if (column := getattr(batch, name)) is not None
+    }
     infinite = torch.stack([torch.isinf(column.detach()) for column in columns.values()]).any(0)
     if not bool(infinite.any()):
         return batch, infinite
     columns["weights"] = batch.weights
-    return replace(batch, **{name: torch.where(infinite, 0.0, column)
-                             for name, column in columns.items()}), infinite
+    return replace(
+        batch, **{name: torch.where(infinite, 0.0, column) for name, column in columns.items()}
+    ), infinite
 
 
 def _at_tokens(values: Sequence[float], batch: LossBatch) -> float | Tensor:

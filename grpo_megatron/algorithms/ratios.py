@@ -45,8 +45,10 @@ def sequence_mean(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     return segment_mean(log_diff.exp(), segment, counts).clamp(min=1e-9).log()[segment]
 
 
-RATIOS = {f.__name__: f for f in (
-    token, sequence_geo, turn_geo, sequence_token, sequence_product, sequence_mean)}
+RATIOS = {
+    f.__name__: f
+    for f in (token, sequence_geo, turn_geo, sequence_token, sequence_product, sequence_mean)
+}
 
 
 def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:

@@ -39,19 +39,24 @@ class Stats:
 
     def add(self, other: Self) -> None:
         self.units |= other.units
-        for mine, theirs, join in ((self.means, other.means, torch.add),
-                                   (self.maxima, other.maxima, torch.maximum),
-                                   (self.samples, other.samples, lambda *both: torch.cat(both))):
+        for mine, theirs, join in (
+            (self.means, other.means, torch.add),
+            (self.maxima, other.maxima, torch.maximum),
+            (self.samples, other.samples, lambda *both: torch.cat(both)),
+        ):
             for name, value in theirs.items():
                 mine[name] = join(mine[name], value) if name in mine else value
 
     def result(self) -> dict[str, float]:
         """Sums (unit "sum") as they are; what nothing was counted for is left out."""
-        out = {name: float(total if self.units.get(name) == "sum" else total / count)
-               for name, (total, count) in self.means.items()
-               if count > 0 or self.units.get(name) == "sum"}
-        return out | {name: float(value) for name, value in self.maxima.items()
-                      if value > -torch.inf}
+        out = {
+            name: float(total if self.units.get(name) == "sum" else total / count)
+            for name, (total, count) in self.means.items()
+            if count > 0 or self.units.get(name) == "sum"
+        }
+        return out | {
+            name: float(value) for name, value in self.maxima.items() if value > -torch.inf
+        }
 
 
 class Meter:
@@ -63,8 +68,9 @@ class Meter:
         self._domain = {"tokens": token_domain, "samples": sample_domain}
         self._domains = domains if len(domains) > 1 else ()
 
-    def mean(self, name: str, values: Tensor, unit: str = "tokens",
-             where: Tensor | None = None) -> None:
+    def mean(
+        self, name: str, values: Tensor, unit: str = "tokens", where: Tensor | None = None
+    ) -> None:
         """Mean of `values` ([n] or [S] by unit), of those with `where` only."""
         values = values.detach().double()
         counts = torch.ones_like(values) if where is None else where.double()
@@ -81,9 +87,17 @@ class Meter:
             self.stats.maximum(f"{name}@{label}", values[self._domain["tokens"] == number])
 
 
-def measure(meter: Meter, batch: LossBatch, ratio: Tensor, log_diff: Tensor, *,
-            clipped: Mapping[str, Tensor], rejected: Mapping[str, Tensor], infinite: Tensor,
-            factor: Tensor | None) -> None:
+def measure(
+    meter: Meter,
+    batch: LossBatch,
+    ratio: Tensor,
+    log_diff: Tensor,
+    *,
+    clipped: Mapping[str, Tensor],
+    rejected: Mapping[str, Tensor],
+    infinite: Tensor,
+    factor: Tensor | None,
+) -> None:
     """Fill `meter`. ratio, log_diff, factor of the surrogate term: [n], detached; masks: bool."""
     if clipped:
         clipped = {**clipped, "region": torch.stack(list(clipped.values())).any(0)}

@@ -32,9 +32,17 @@ class StepTerms:
     turns: Tensor | None  # int32 [n]
     preference: Tensor | None = None  # float64 [2, N]
 
-    def loss_batch(self, rows: Tensor, logprobs: Tensor, old: Tensor, rollout: Tensor,
-                   entropies: Tensor, ref: Tensor | None = None, untruncated: Tensor | None = None,
-                   decisions: Mapping[str, Tensor] | None = None) -> LossBatch:
+    def loss_batch(
+        self,
+        rows: Tensor,
+        logprobs: Tensor,
+        old: Tensor,
+        rollout: Tensor,
+        entropies: Tensor,
+        ref: Tensor | None = None,
+        untruncated: Tensor | None = None,
+        decisions: Mapping[str, Tensor] | None = None,
+    ) -> LossBatch:
         """The loss's view of the samples `rows` (int64 [S]) and of their tokens ([n]); `decisions`,
         of the whole batch, are to be followed (bool by name)."""
         device, counts = logprobs.device, self.batch.token_counts[rows]
@@ -44,18 +52,31 @@ class StepTerms:
         def spread(values: Tensor) -> Tensor:
             return values[rows].to(logprobs).repeat_interleave(counts.to(device))
 
-        turn = None if self.turns is None else torch.unique_consecutive(
-            self.turns[index], return_inverse=True)[1].to(device)
+        turn = (
+            None
+            if self.turns is None
+            else torch.unique_consecutive(self.turns[index], return_inverse=True)[1].to(device)
+        )
         preference = None if self.preference is None else self.preference[:, rows].to(logprobs)
         if decisions is not None:
             decisions = {name: flags[index].to(device) for name, flags in decisions.items()}
-        return LossBatch(logprobs, old, rollout, entropies,
+        return LossBatch(
+            logprobs,
+            old,
+            rollout,
+            entropies,
             advantages=values[index].to(logprobs) if per_token else spread(values),
-            weights=spread(self.weights), token_counts=counts.to(device), ref_logprobs=ref,
-            sample=torch.arange(len(rows)).repeat_interleave(counts).to(device), turn=turn,
-            domain=self.batch.domains[rows].to(device), preference=preference, decisions=decisions,
+            weights=spread(self.weights),
+            token_counts=counts.to(device),
+            ref_logprobs=ref,
+            sample=torch.arange(len(rows)).repeat_interleave(counts).to(device),
+            turn=turn,
+            domain=self.batch.domains[rows].to(device),
+            preference=preference,
+            decisions=decisions,
             untruncated_logprobs=logprobs if untruncated is None else untruncated,
-            weight_slopes=None if self.slopes is None else spread(self.slopes))
+            weight_slopes=None if self.slopes is None else spread(self.slopes),
+        )
 
     def with_margins(self, objective: Objective, margins: Tensor) -> StepTerms:
         """Fix the preference loss of this step at the current weights. margins: float64 [N]."""
@@ -64,18 +85,32 @@ class StepTerms:
         return replace(self, preference=torch.stack(parts))
 
 
-def step_terms(objective: Objective, batch: SampleBatch, advantages: Advantages,
-               rows: Tensor, constant_length: int) -> StepTerms:
+def step_terms(
+    objective: Objective,
+    batch: SampleBatch,
+    advantages: Advantages,
+    rows: Tensor,
+    constant_length: int,
+) -> StepTerms:
     """Weights of one optimizer step. `advantages` are of the whole rollout batch; `rows` (int64)
     are the samples of this step, which the denominators count; `constant_length` tokens are what
     `aggregation = "constant"` divides by."""
     o, found = objective.config, np.zeros((2, len(batch)))
-    lengths = Lengths(batch.token_counts[rows].numpy(), batch.group_ids[rows].numpy(),
-                      constant_length, objective.exponent)
+    lengths = Lengths(
+        batch.token_counts[rows].numpy(),
+        batch.group_ids[rows].numpy(),
+        constant_length,
+        objective.exponent,
+    )
     found[:, rows.numpy()] = token_weights(o, lengths, batch.domains[rows].numpy())
     weights, slopes = torch.from_numpy(found)
-    return StepTerms(batch, advantages, weights, slopes if o.aggregation == "lambda_grpo" else None,
-                     turn_index(batch) if o.ratio == "turn_geo" else None)
+    return StepTerms(
+        batch,
+        advantages,
+        weights,
+        slopes if o.aggregation == "lambda_grpo" else None,
+        turn_index(batch) if o.ratio == "turn_geo" else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -149,5 +184,14 @@ def lambda_grpo(o: ObjectiveConfig, lengths: Lengths) -> tuple[np.ndarray, np.nd
     return share / total, slope / total
 
 
-AGGREGATIONS = {f.__name__: f for f in (
-    seq_mean_token_mean, token_mean, seq_mean_token_sum, constant, prompt_mean, lambda_grpo)}
+AGGREGATIONS = {
+    f.__name__: f
+    for f in (
+        seq_mean_token_mean,
+        token_mean,
+        seq_mean_token_sum,
+        constant,
+        prompt_mean,
+        lambda_grpo,
+    )
+}

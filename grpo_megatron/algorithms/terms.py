@@ -128,8 +128,9 @@ def llds(log_diff: Tensor, advantages: Tensor, sample: Tensor, counts: Tensor) -
     return torch.where((advantages >= 0) & fell[sample], drop.clamp(min=0), 0.0)
 
 
-def preference_coefficients(o: ObjectiveConfig, batch: SampleBatch, rewards: Tensor,
-                            margins: Tensor) -> tuple[Tensor, Tensor]:
+def preference_coefficients(
+    o: ObjectiveConfig, batch: SampleBatch, rewards: Tensor, margins: Tensor
+) -> tuple[Tensor, Tensor]:
     """`d loss / d m_i`, and the loss, given to the best samples, of
     `-log sigmoid(beta (m_best - m_worst))`, a mean over the groups with spread (of the domain, with
     `denominator = "domain"`), m the sum of `log pi_theta - log pi_ref` over a sample, which is

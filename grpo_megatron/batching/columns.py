@@ -22,8 +22,10 @@ def write_columns(path: Path, columns: dict[str, np.ndarray]) -> str:
 
 def read_columns(path: Path) -> dict[str, np.ndarray]:
     """Memory-map every array of a file. Raises DataError when it is truncated or foreign."""
-    with (raised_as(DataError, "unreadable sample file", where=path),
-          safe_open(path, "pt") as file):  # for numpy it copies
+    with (
+        raised_as(DataError, "unreadable sample file", where=path),
+        safe_open(path, "pt") as file,
+    ):  # for numpy it copies
         return {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
 
 

@@ -16,8 +16,9 @@ def sample_costs(lengths: np.ndarray, quadratic: float = 1 / 4096) -> np.ndarray
     return lengths + quadratic * lengths**2
 
 
-def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
-                      multiple_of: int = 1) -> list[list[np.ndarray]]:
+def plan_microbatches(
+    lengths: np.ndarray, *, num_ranks: int, max_tokens: int, multiple_of: int = 1
+) -> list[list[np.ndarray]]:
     """The longest first into the cheapest bin of `max_tokens` with room, as few bins as that takes.
 
     lengths: prompt plus completion tokens per sample, int [N]; num_ranks: data-parallel size.
@@ -25,9 +26,12 @@ def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
     micro-batches, a multiple of `multiple_of` (interleaved pipelines)."""
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > max_tokens:
-        raise DataError(f"sample {lengths.argmax()} has {lengths.max()} tokens, a micro-batch "
-                        f"holds {max_tokens}", where="trainer.max_tokens_per_microbatch",
-                        remedy="raise it to at least rollout.max_model_len")
+        raise DataError(
+            f"sample {lengths.argmax()} has {lengths.max()} tokens, a micro-batch "
+            f"holds {max_tokens}",
+            where="trainer.max_tokens_per_microbatch",
+            remedy="raise it to at least rollout.max_model_len",
+        )
     order = np.argsort(-lengths, kind="stable")
     step = num_ranks * multiple_of
     # fewer do not hold all tokens, and none holds two samples of more than half of it
@@ -38,8 +42,9 @@ def plan_microbatches(lengths: np.ndarray, *, num_ranks: int, max_tokens: int,
     return _deal([(float(costs[rows].sum()), rows) for rows in bins], num_ranks)
 
 
-def _level(lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, num_bins: int,
-           capacity: int) -> list[np.ndarray] | None:
+def _level(
+    lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, num_bins: int, capacity: int
+) -> list[np.ndarray] | None:
     """Longest first into the cheapest bin with room; None when some sample finds no room."""
     heap = [(0.0, b) for b in range(num_bins)]
     used, rows = [0] * num_bins, [[] for _ in range(num_bins)]

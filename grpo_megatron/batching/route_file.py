@@ -25,8 +25,9 @@ BLOCK_BYTES = 1 << 16
 _NO_ROUTE = -1
 
 
-def write_routes(path: Path, groups: Sequence[RolloutGroup],
-                 shape: RouteShape) -> dict[str, np.ndarray]:
+def write_routes(
+    path: Path, groups: Sequence[RolloutGroup], shape: RouteShape
+) -> dict[str, np.ndarray]:
     """Write a shard's routes durably; returns their columns."""
     chosen: list[int] = []
     checksums: list[int] = []
@@ -44,9 +45,11 @@ def write_routes(path: Path, groups: Sequence[RolloutGroup],
         for block in _blocks(parts()):
             file.write(block)
             checksums.append(xxhash.xxh3_64_intdigest(block))
-    exceptions = [(sample, *span) for sample, (group, completion) in enumerate(
-        (g, c) for g in groups for c in g.completions)
-        for span in _exceptions(completion, len(group.prompt.token_ids))]
+    exceptions = [
+        (sample, *span)
+        for sample, (group, completion) in enumerate((g, c) for g in groups for c in g.completions)
+        for span in _exceptions(completion, len(group.prompt.token_ids))
+    ]
     columns = {"route_checksums": np.array(checksums, np.uint64)}
     if any(chosen):
         columns["route_prompt"] = np.array(chosen, np.int32)
@@ -73,9 +76,12 @@ def _ids(completion: Completion, start: int, end: int, shape: RouteShape) -> np.
         return np.zeros((end - start, len(shape.layers), shape.experts_per_token), shape.dtype)
     _, num_layers, num_experts = completion.routes.shape
     if num_layers <= max(shape.layers) or num_experts != shape.experts_per_token:
-        raise EngineError(f"the engine's routes have {num_layers} layers of {num_experts} experts "
-                          f"per token, the model has {shape}", where="routed experts",
-                          remedy="the engine serves another model than the trainer's")
+        raise EngineError(
+            f"the engine's routes have {num_layers} layers of {num_experts} experts "
+            f"per token, the model has {shape}",
+            where="routed experts",
+            remedy="the engine serves another model than the trainer's",
+        )
     return completion.routes[start:end, list(shape.layers)].astype(shape.dtype, copy=False)
 
 
@@ -97,10 +103,10 @@ def _exceptions(completion: Completion, num_prompt: int) -> Iterator[tuple[int, 
     num_rows = num_prompt + len(completion.token_ids) - 1
     used = np.full(num_rows, completion.versions[0].version if completion.versions else 0)
     for span in completion.versions:
-        used[num_prompt - 1 + span.start:num_prompt - 1 + span.end] = span.version
+        used[num_prompt - 1 + span.start : num_prompt - 1 + span.end] = span.version
     have = np.full(num_rows, _NO_ROUTE)
     for span in completion.route_versions if completion.routes is not None else ():
-        have[span.start:span.end] = span.version
+        have[span.start : span.end] = span.version
     differs = np.where(have != used, have, np.iinfo(np.int32).max)
     edges = np.flatnonzero(np.diff(differs, prepend=np.iinfo(np.int32).min))
     for first, end in zip(edges, [*edges[1:], num_rows], strict=True):
@@ -141,26 +147,31 @@ class RouteFile:
         """Routes of a sample in some `layers`, which are positions in `shape.layers`.
 
         Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
-        parts = [self._part(self._prompt_start[sample], self._num_prompt[sample], layers),
-                 self._part(self._sample_start[sample], self._num_completion[sample], layers)]
+        parts = [
+            self._part(self._prompt_start[sample], self._num_prompt[sample], layers),
+            self._part(self._sample_start[sample], self._num_completion[sample], layers),
+        ]
         ids, status = (np.concatenate(x, 1) for x in zip(*parts, strict=True))
         status[(status == RouteStatus.OK) & invalid(ids, self.shape.num_experts)] = (
-            RouteStatus.INVALID)
+            RouteStatus.INVALID
+        )
         first, last = np.searchsorted(self._exceptions[:, 0], [sample, sample + 1])
         for _, start, end, version in self._exceptions[first:last]:
-            status[:, start:end] = (RouteStatus.MISSING if version == _NO_ROUTE
-                                    else RouteStatus.STALE)
+            status[:, start:end] = (
+                RouteStatus.MISSING if version == _NO_ROUTE else RouteStatus.STALE
+            )
         return ids, status
 
-    def _part(self, start: int, tokens: int,
-              layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _part(
+        self, start: int, tokens: int, layers: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
         size = int(self.shape.num_bytes(tokens)) // max(len(self.shape.layers), 1)
         row = self.shape.experts_per_token * self.shape.dtype.itemsize
         ids = np.zeros((len(layers), tokens, self.shape.experts_per_token), self.shape.dtype)
         status = np.full((len(layers), tokens), RouteStatus.OK, np.uint8)
         for i, layer in enumerate(layers):
             begin = int(start) + layer * size
-            data = np.asarray(self._bytes[begin:begin + size])
+            data = np.asarray(self._bytes[begin : begin + size])
             if len(data) == size:
                 ids[i] = data.view(self.shape.dtype).reshape(ids[i].shape)
             for bad in self._bad_blocks(begin, begin + size):
@@ -174,6 +185,6 @@ class RouteFile:
         blocks = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)) if end > begin else ()
         for block in blocks:
             if block not in self._is_bad:
-                data = self._bytes[block * BLOCK_BYTES:(block + 1) * BLOCK_BYTES]
+                data = self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
                 self._is_bad[block] = xxhash.xxh3_64_intdigest(data) != self._checksums[block]
         return [block for block in blocks if self._is_bad[block]]

@@ -27,12 +27,20 @@ from grpo_megatron.routing.shape import RouteShape, RouteStatus
 from grpo_megatron.types import Completion, KeptSets, RolloutGroup
 
 FORMAT = 2
-_ROW_COLUMNS = {"shard": np.int32, "index": np.int64, "group": np.int32, "update": np.int32,
-                "reward": np.float64, "domain": np.int32, "truncated": np.uint8}
+_ROW_COLUMNS = {
+    "shard": np.int32,
+    "index": np.int64,
+    "group": np.int32,
+    "update": np.int32,
+    "reward": np.float64,
+    "domain": np.int32,
+    "truncated": np.uint8,
+}
 
 
-def write_shard(path: Path, groups: Sequence[RolloutGroup],
-                route_shape: RouteShape | None = None) -> dict[str, Any]:
+def write_shard(
+    path: Path, groups: Sequence[RolloutGroup], route_shape: RouteShape | None = None
+) -> dict[str, Any]:
     """Columns of many groups in one file, durably; a prompt is stored once per group. With
     `route_shape`, routes are recorded too. Returns the shard's entry of the manifest: `name`,
     `checksum`, `routes` (fields of RouteShape).
@@ -44,28 +52,37 @@ def write_shard(path: Path, groups: Sequence[RolloutGroup],
     `kept_offsets` int64 [n+1], by completion token."""
     samples = [(g, c) for g, group in enumerate(groups) for c in group.completions]
     spans = [span for _, c in samples for span in c.versions]
-    columns = {"prompt_ids": _concatenate([g.prompt.token_ids for g in groups], np.int32),
-               "prompt_offsets": _offsets([len(g.prompt.token_ids) for g in groups]),
-               "completion_ids": _concatenate([c.token_ids for _, c in samples], np.int32),
-               "rollout_logprobs": _concatenate([c.logprobs for _, c in samples], np.float32),
-               "completion_offsets": _offsets([len(c.token_ids) for _, c in samples]),
-               "group": np.array([g for g, _ in samples], np.int32),
-               **{f"span_{name}": np.array([getattr(span, name) for span in spans], np.int32)
-                  for name in ("version", "start", "end")},
-               "span_offsets": _offsets([len(c.versions) for _, c in samples]),
-               **_kept_columns([c for _, c in samples])}
+    columns = {
+        "prompt_ids": _concatenate([g.prompt.token_ids for g in groups], np.int32),
+        "prompt_offsets": _offsets([len(g.prompt.token_ids) for g in groups]),
+        "completion_ids": _concatenate([c.token_ids for _, c in samples], np.int32),
+        "rollout_logprobs": _concatenate([c.logprobs for _, c in samples], np.float32),
+        "completion_offsets": _offsets([len(c.token_ids) for _, c in samples]),
+        "group": np.array([g for g, _ in samples], np.int32),
+        **{
+            f"span_{name}": np.array([getattr(span, name) for span in spans], np.int32)
+            for name in ("version", "start", "end")
+        },
+        "span_offsets": _offsets([len(c.versions) for _, c in samples]),
+        **_kept_columns([c for _, c in samples]),
+    }
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape)
-    return {"name": path.name, "checksum": write_columns(path, columns),
-            "routes": asdict(route_shape) if route_shape else None}
+    return {
+        "name": path.name,
+        "checksum": write_columns(path, columns),
+        "routes": asdict(route_shape) if route_shape else None,
+    }
 
 
 def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     if all(c.kept is None for c in completions):
         return {}
     kept = [c.kept or KeptSets(np.empty(0), np.zeros(len(c.token_ids) + 1)) for c in completions]
-    return {"kept_ids": _concatenate([k.ids for k in kept], np.int32),
-            "kept_offsets": _offsets(_concatenate([k.sizes for k in kept], np.int64))}
+    return {
+        "kept_ids": _concatenate([k.ids for k in kept], np.int32),
+        "kept_offsets": _offsets(_concatenate([k.sizes for k in kept], np.int64)),
+    }
 
 
 def _concatenate(parts: Sequence, dtype) -> np.ndarray:
@@ -94,24 +111,40 @@ def begin_step(directory: Path) -> Path:
     return empty_directory(directory.with_name(directory.name + ".tmp"))
 
 
-def finish_step(directory: Path, shards: Sequence[dict], rows: Sequence[SampleRow],
-                manifest: dict, components: Mapping[str, np.ndarray] | None = None,
-                steps: Sequence[tuple[int, int, float]] = (),
-                taught: Mapping[str, np.ndarray] | None = None) -> None:
+def finish_step(
+    directory: Path,
+    shards: Sequence[dict],
+    rows: Sequence[SampleRow],
+    manifest: dict,
+    components: Mapping[str, np.ndarray] | None = None,
+    steps: Sequence[tuple[int, int, float]] = (),
+    taught: Mapping[str, np.ndarray] | None = None,
+) -> None:
     """Write the training rows and the manifest, then give the directory its final name.
 
     components: rewards by component, float64 [N], NaN where skipped; steps: rewards of single
     steps, as row, last completion token of the step, reward; taught: by `served_teachers`."""
     working = directory.with_name(directory.name + ".tmp")
-    columns = {**{name: np.array([getattr(r, name) for r in rows], dtype)
-                  for name, dtype in _ROW_COLUMNS.items()},
-               **{f"step_{name}": np.array([step[i] for step in steps], dtype) for i, (name, dtype)
-                  in enumerate((("row", np.int64), ("end", np.int64), ("reward", np.float64)))},
-               **{f"component/{name}": values for name, values in (components or {}).items()},
-               **{f"taught/{name}": values for name, values in (taught or {}).items()}}
-    document = {"format": FORMAT, **manifest,
-                "train_checksum": write_columns(working / "train.safetensors", columns),
-                "shards": list(shards)}
+    columns = {
+        **{
+            name: np.array([getattr(r, name) for r in rows], dtype)
+            for name, dtype in _ROW_COLUMNS.items()
+        },
+        **{
+            f"step_{name}": np.array([step[i] for step in steps], dtype)
+            for i, (name, dtype) in enumerate(
+                (("row", np.int64), ("end", np.int64), ("reward", np.float64))
+            )
+        },
+        **{f"component/{name}": values for name, values in (components or {}).items()},
+        **{f"taught/{name}": values for name, values in (taught or {}).items()},
+    }
+    document = {
+        "format": FORMAT,
+        **manifest,
+        "train_checksum": write_columns(working / "train.safetensors", columns),
+        "shards": list(shards),
+    }
     write_atomically(working / "manifest.json", json.dumps(document, indent=1))
     replace_directory(working, directory)
 
@@ -127,27 +160,46 @@ class SampleTable:
         with raised_as(DataError, "not a recorded step", (OSError, ValueError), where=manifest):
             self.manifest = json.loads(manifest.read_text())
         if self.manifest.get("format") != FORMAT:
-            raise DataError(f"sample store format {self.manifest.get('format')!r}, "
-                            f"this version reads {FORMAT}", where=str(directory))
+            raise DataError(
+                f"sample store format {self.manifest.get('format')!r}, this version reads {FORMAT}",
+                where=str(directory),
+            )
         files = {"train.safetensors": self.manifest["train_checksum"]}
         files |= {s["name"]: s["checksum"] for s in self.manifest["shards"]}
         for name, checksum in files.items() if verify else ():
             if not (directory / name).exists() or file_checksum(directory / name) != checksum:
-                raise DataError(f"{name} is missing or its checksum differs from the manifest",
-                                where=str(directory), remedy="delete the step; it is sampled anew")
+                raise DataError(
+                    f"{name} is missing or its checksum differs from the manifest",
+                    where=str(directory),
+                    remedy="delete the step; it is sampled anew",
+                )
         self._shards = [read_columns(directory / s["name"]) for s in self.manifest["shards"]]
-        self._routes = [RouteFile((directory / s["name"]).with_suffix(".routes"), columns,
-            msgspec.convert(s["routes"], RouteShape)) if s.get("routes") else None
-            for s, columns in zip(self.manifest["shards"], self._shards, strict=True)]
+        self._routes = [
+            RouteFile(
+                (directory / s["name"]).with_suffix(".routes"),
+                columns,
+                msgspec.convert(s["routes"], RouteShape),
+            )
+            if s.get("routes")
+            else None
+            for s, columns in zip(self.manifest["shards"], self._shards, strict=True)
+        ]
         train = read_columns(directory / "train.safetensors")
         self.shard, self.index, self.group, self.update, self.reward, self.domain, truncated = (
-            np.array(train[name]) for name in _ROW_COLUMNS)
+            np.array(train[name]) for name in _ROW_COLUMNS
+        )
         self.truncated = truncated.astype(bool)
         self.steps = tuple(np.array(train[f"step_{name}"]) for name in ("row", "end", "reward"))
-        self.components = {name.partition("/")[2]: np.array(values)
-                           for name, values in train.items() if name.startswith("component/")}
-        self.taught = {name.partition("/")[2]: values  # left on disk
-                       for name, values in train.items() if name.startswith("taught/")}
+        self.components = {
+            name.partition("/")[2]: np.array(values)
+            for name, values in train.items()
+            if name.startswith("component/")
+        }
+        self.taught = {
+            name.partition("/")[2]: values  # left on disk
+            for name, values in train.items()
+            if name.startswith("taught/")
+        }
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -174,13 +226,13 @@ class SampleTable:
         """int32 [T_p]."""
         columns = self._shards[self.shard[row]]
         group = columns["group"][self.index[row]]
-        start, end = columns["prompt_offsets"][group:group + 2]
+        start, end = columns["prompt_offsets"][group : group + 2]
         return columns["prompt_ids"][start:end]
 
     def _at(self, row: int, offsets: str) -> tuple[Mapping[str, np.ndarray], int, int]:
         """The columns of a sample's shard, and where in them it is."""
         columns, index = self._shards[self.shard[row]], self.index[row]
-        return columns, *columns[offsets][index:index + 2]
+        return columns, *columns[offsets][index : index + 2]
 
     def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [T] and behaviour log-probs float32 [T]."""
@@ -192,8 +244,8 @@ class SampleTable:
         columns, start, end = self._at(row, "completion_offsets")
         if "kept_ids" not in columns:
             return None
-        offsets = np.asarray(columns["kept_offsets"][start:end + 1])
-        return KeptSets(columns["kept_ids"][offsets[0]:offsets[-1]], offsets - offsets[0])
+        offsets = np.asarray(columns["kept_offsets"][start : end + 1])
+        return KeptSets(columns["kept_ids"][offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def all_completion_ids(self) -> np.ndarray:
         """Completion tokens of all samples, flat, int64 [n]."""
@@ -210,8 +262,9 @@ class SampleTable:
         """Of the shards with routes; empty: nothing was recorded."""
         return [file.shape for file in self._routes if file is not None]
 
-    def routes(self, row: int, layers: Sequence[int],
-               shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
+    def routes(
+        self, row: int, layers: Sequence[int], shape: RouteShape
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Experts of a sample's tokens in some layers (numbers from 0) of a model of `shape`.
 
         Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
@@ -220,20 +273,28 @@ class SampleTable:
             return file.read(int(self.index[row]), [shape.layers.index(i) for i in layers])
         tokens = int(self.prompt_lengths[row] + self.completion_lengths[row]) - 1
         why = RouteStatus.MISSING if file is None else RouteStatus.MISSHAPEN
-        return (np.zeros((len(layers), tokens, shape.experts_per_token), shape.dtype),
-                np.full((len(layers), tokens), why, np.uint8))
+        return (
+            np.zeros((len(layers), tokens, shape.experts_per_token), shape.dtype),
+            np.full((len(layers), tokens), why, np.uint8),
+        )
 
 
-def write_decisions(directory: Path, rank: int, num_ranks: int,
-                    found: Sequence[tuple[np.ndarray, Mapping[str, np.ndarray]]]) -> None:
+def write_decisions(
+    directory: Path,
+    rank: int,
+    num_ranks: int,
+    found: Sequence[tuple[np.ndarray, Mapping[str, np.ndarray]]],
+) -> None:
     """What a rank decided about each token, to be followed at another layout, where rounding may
     decide otherwise. found: of every micro-batch, table rows int64 [S], token flags bool [n]."""
     if rank == 0:  # an earlier attempt may have had more ranks
         for path in directory.glob("decisions-*.safetensors"):
             if int(path.stem.partition("-")[2]) >= num_ranks:
                 path.unlink()
-    columns = {name: np.packbits(np.concatenate([flags[name] for _, flags in found]))
-               for name in dict.fromkeys(name for _, flags in found for name in flags)}
+    columns = {
+        name: np.packbits(np.concatenate([flags[name] for _, flags in found]))
+        for name in dict.fromkeys(name for _, flags in found for name in flags)
+    }
     columns["rows"] = _concatenate([rows for rows, _ in found], np.int64)
     write_columns(directory / f"decisions-{rank}.safetensors", columns)
 
@@ -249,11 +310,12 @@ def read_decisions(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray
         rows = columns.pop("rows")
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(lengths):
             raise DataError("decisions belong to another step", where=str(path))
-        index = _concatenate([np.arange(*starts[row:row + 2]) for row in rows], np.int64)
+        index = _concatenate([np.arange(*starts[row : row + 2]) for row in rows], np.int64)
         for name, packed in columns.items():
             if len(packed) != -(-len(index) // 8):
-                raise DataError(f"{name} has {len(packed)} bytes for {len(index)} tokens",
-                                where=str(path))
+                raise DataError(
+                    f"{name} has {len(packed)} bytes for {len(index)} tokens", where=str(path)
+                )
             flags = found.setdefault(name, np.zeros(starts[-1], bool))
             flags[index] = np.unpackbits(packed, count=len(index)).astype(bool)
     return found

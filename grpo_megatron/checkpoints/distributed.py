@@ -1,9 +1,9 @@
 """Megatron distributed checkpoints (`torch_dist`): saved at one layout, loaded at another.
 
-    step_000100/weights/       distributed checkpoint: model, optimizer
-    step_000100/complete.json  without it the checkpoint does not exist
-    step_000100/digests.json   of every file, as it was read back from disk
-    reference_step_000100/     reference weights, written when new; checkpoints name theirs"""
+step_000100/weights/       distributed checkpoint: model, optimizer
+step_000100/complete.json  without it the checkpoint does not exist
+step_000100/digests.json   of every file, as it was read back from disk
+reference_step_000100/     reference weights, written when new; checkpoints name theirs"""
 
 import json
 import os
@@ -26,8 +26,13 @@ from grpo_megatron.weights.gather import all_gathered, on_rank_0
 COMPLETE = "complete.json"
 
 
-def save_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any,
-                    state: dict[str, Any], source: Path | None = None) -> None:
+def save_checkpoint(
+    directory: Path,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+    state: dict[str, Any],
+    source: Path | None = None,
+) -> None:
     """Write model and optimizer, then `state` and the mark that it is complete; copy config,
     tokenizer and template of `source`, a Hugging Face directory. Collective."""
     with _appearing_whole(directory) as working:
@@ -64,7 +69,7 @@ def damage(directory: Path) -> list[str]:
 
 def _digests(directory: Path, names: Sequence[str]) -> dict[str, Any]:
     """[bytes, digest] of files as they are on disk; every rank reads its share. Collective."""
-    mine = names[dist.get_rank()::dist.get_world_size()]
+    mine = names[dist.get_rank() :: dist.get_world_size()]
     shares = all_gathered({name: _digest(directory / name) for name in mine})
     return {name: value for share in shares for name, value in share.items()}
 
@@ -99,8 +104,9 @@ def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
     _fill(chunks, model_state(chunks), directory)
 
 
-def _fill(chunks: Sequence[torch.nn.Module], state: dict[str, Any],
-          directory: Path) -> dict[str, Any]:
+def _fill(
+    chunks: Sequence[torch.nn.Module], state: dict[str, Any], directory: Path
+) -> dict[str, Any]:
     """Load `state`, of which the model is a part; returns all of it."""
     with explained("cannot load", directory, remedy="resume from the checkpoint before it"):
         loaded = dist_checkpointing.load(state, str(directory))
@@ -120,20 +126,30 @@ def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     return {f"model{index if len(models) > 1 else ''}": m for index, m in enumerate(models)}
 
 
-def _sharded_state(chunks: Sequence[torch.nn.Module], optimizer: Any, *,
-                   is_loading: bool = False) -> dict[str, Any]:
+def _sharded_state(
+    chunks: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool = False
+) -> dict[str, Any]:
     state = model_state(chunks)
-    return {**state, "optimizer": optimizer.sharded_state_dict(
-        state, is_loading=is_loading, metadata=_metadata())}
+    return {
+        **state,
+        "optimizer": optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=_metadata()
+        ),
+    }
 
 
 def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Megatron's description of every parameter, by model chunk."""
-    return {key: model.sharded_state_dict(metadata=_metadata())
-            for key, model in _by_key(chunks).items()}
+    return {
+        key: model.sharded_state_dict(metadata=_metadata())
+        for key, model in _by_key(chunks).items()
+    }
 
 
 def _metadata() -> dict[str, Any]:
-    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }

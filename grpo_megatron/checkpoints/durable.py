@@ -16,8 +16,19 @@ from grpo_megatron.files import replace_directory, sync, write_atomically
 PROGRESS = ".progress"
 """Inside a working directory: one record a finished file. Not part of the result."""
 
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json",
-               "complete.json", "conversion.json", ".lock")
+_NOT_COPIED = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".index.json",
+    "complete.json",
+    "conversion.json",
+    ".lock",
+)
 
 
 def working_directory(final: Path) -> Path:
@@ -62,8 +73,9 @@ def explained(what: str, where: Path, remedy: str | None = None) -> Iterator[Non
     except GrpoMegatronError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}", where=str(where),
-                              remedy=remedy) from error
+        raise CheckpointError(
+            f"{what}: {type(error).__name__}: {error}", where=str(where), remedy=remedy
+        ) from error
 
 
 @contextmanager
@@ -76,5 +88,8 @@ def disk_errors(where: Path) -> Iterator[None]:
         cause = error if isinstance(error, OSError) else error.__context__
         if getattr(cause, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise SetupError(f"cannot write: {cause.strerror}", where=str(where),
-                         remedy="make room; a conversion goes on where it stopped") from error
+        raise SetupError(
+            f"cannot write: {cause.strerror}",
+            where=str(where),
+            remedy="make room; a conversion goes on where it stopped",
+        ) from error

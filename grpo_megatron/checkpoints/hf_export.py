@@ -29,8 +29,11 @@ class SafetensorsFile(shard_files.OutputFile):
         # wider types first keeps every tensor aligned
         for entry in sorted(file.entries, key=lambda e: -e.torch_dtype.itemsize):
             self._missing[entry.name] = entry, end
-            header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape,
-                                  "data_offsets": (end, end := end + entry.num_bytes)}
+            header[entry.name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": entry.shape,
+                "data_offsets": (end, end := end + entry.num_bytes),
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._start = 8 + len(text)
@@ -40,8 +43,10 @@ class SafetensorsFile(shard_files.OutputFile):
     def put(self, name: str, tensor: torch.Tensor) -> None:
         entry, begin = self._missing.pop(name, (None, 0))
         if entry is None or entry_of(name, tensor) != entry:
-            raise CheckpointError(f"{name!r} {tensor.dtype} {tuple(tensor.shape)} was not planned "
-                                  "for this file", where=str(self.path))
+            raise CheckpointError(
+                f"{name!r} {tensor.dtype} {tuple(tensor.shape)} was not planned for this file",
+                where=str(self.path),
+            )
         with durable.disk_errors(self.path):
             self.file.seek(self._start + begin)
             self.file.write(as_bytes(tensor))
@@ -49,8 +54,11 @@ class SafetensorsFile(shard_files.OutputFile):
 
     def close(self) -> None:
         if self._missing:
-            raise CheckpointError(f"{len(self._missing)} tensors did not come, for example "
-                                  f"{sorted(self._missing)[:3]}", where=str(self.path))
+            raise CheckpointError(
+                f"{len(self._missing)} tensors did not come, for example "
+                f"{sorted(self._missing)[:3]}",
+                where=str(self.path),
+            )
         super().close()
 
 
@@ -72,14 +80,20 @@ class HFTarget(shard_files.Target):
 
     def finish(self, source: Path) -> None:
         if len(self.files) > 1:
-            index = {"metadata": {"total_size": sum(file.num_bytes for file in self.files)},
-                     "weight_map": {e.name: file.name for file in self.files for e in file.entries}}
+            index = {
+                "metadata": {"total_size": sum(file.num_bytes for file in self.files)},
+                "weight_map": {e.name: file.name for file in self.files for e in file.entries},
+            }
             durable.write_json(self.working / "model.safetensors.index.json", index)
         super().finish(source)
 
 
-def export_model(model: ShardedModel, directory: Path, source: Path,
-                 shard_bytes: int = shard_files.DEFAULT_SHARD_BYTES) -> int:
+def export_model(
+    model: ShardedModel,
+    directory: Path,
+    source: Path,
+    shard_bytes: int = shard_files.DEFAULT_SHARD_BYTES,
+) -> int:
     """Write a model that is spread over all ranks; each writes its own files. Collective.
 
     Config, tokenizer and template are those of `source`. Returns the bytes of weights written.
@@ -89,8 +103,9 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
     on_rank_0(empty_directory, working)
     target = HFTarget(working, [e.parameter.entries(e.dtype) for e in model.entries], shard_bytes)
     order = _interleaved(target.files, world)
-    tensors = model.stream([model.entries[unit] for _, unit in order],
-                           [number % world for number, _ in order])
+    tensors = model.stream(
+        [model.entries[unit] for _, unit in order], [number % world for number, _ in order]
+    )
     for file in target.files[rank::world]:
         target.write(file, islice(tensors, len(file.entries)))
     for _ in tensors:  # ranks that have all of theirs still take part in the gathers
@@ -105,6 +120,9 @@ def export_model(model: ShardedModel, directory: Path, source: Path,
 
 def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> list[tuple[int, int]]:
     """(file, unit): `world` files grow together, so that no rank waits for another's file."""
-    order = sorted((number // world, place, number, unit) for number, file in enumerate(files)
-                   for place, unit in enumerate(file.units))
+    order = sorted(
+        (number // world, place, number, unit)
+        for number, file in enumerate(files)
+        for place, unit in enumerate(file.units)
+    )
     return [(number, unit) for _, _, number, unit in order]

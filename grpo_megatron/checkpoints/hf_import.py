@@ -26,15 +26,18 @@ def scale_name(name: str) -> str:
     return name + "_scale_inv"
 
 
-def dequantise(weight: torch.Tensor, scale_inv: torch.Tensor,
-               dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantise(
+    weight: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """float8_e4m3fn [rows, columns] times fp32 [ceil(rows / 128), ceil(columns / 128)], rounded
     once, one row of blocks at a time. ValueError for other shapes."""
     rows, columns = weight.shape
     wanted = (-(-rows // BLOCK), -(-columns // BLOCK))
     if tuple(scale_inv.shape) != wanted:
-        raise ValueError(f"a weight of shape {tuple(weight.shape)} has scales of shape {wanted}, "
-                         f"not {tuple(scale_inv.shape)}")
+        raise ValueError(
+            f"a weight of shape {tuple(weight.shape)} has scales of shape {wanted}, "
+            f"not {tuple(scale_inv.shape)}"
+        )
     out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
     for index, scales in enumerate(scale_inv.float()):
         block = slice(index * BLOCK, (index + 1) * BLOCK)
@@ -60,8 +63,11 @@ class HFReader:
         elif (directory / "model.safetensors").exists():
             self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
-            raise CheckpointError("no model.safetensors and no index", where=str(directory),
-                                  remedy="give a Hugging Face checkpoint in safetensors format")
+            raise CheckpointError(
+                "no model.safetensors and no index",
+                where=str(directory),
+                remedy="give a Hugging Face checkpoint in safetensors format",
+            )
 
     def names(self) -> set[str]:
         """Without the scales of block-quantised tensors."""
@@ -74,8 +80,11 @@ class HFReader:
             named[file].add(name)
         for file, wanted in sorted(named.items()):
             if other := sorted(wanted.symmetric_difference(self._open(file).keys())):
-                raise CheckpointError(f"{file} and the index disagree about {other[:3]}",
-                                      where=str(self.directory), remedy="download it again")
+                raise CheckpointError(
+                    f"{file} and the index disagree about {other[:3]}",
+                    where=str(self.directory),
+                    remedy="download it again",
+                )
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -86,9 +95,11 @@ class HFReader:
         if scale_name(name) in self.files and stored == "F8_E4M3":
             return torch.bfloat16
         if stored not in _DTYPES:
-            raise CheckpointError(f"tensor {name!r} is {stored}; weights are {', '.join(_DTYPES)}, "
-                                  f"or F8_E4M3 with a tensor {scale_name(name)!r}",
-                                  where=str(self.directory))
+            raise CheckpointError(
+                f"tensor {name!r} is {stored}; weights are {', '.join(_DTYPES)}, "
+                f"or F8_E4M3 with a tensor {scale_name(name)!r}",
+                where=str(self.directory),
+            )
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -147,9 +158,11 @@ class HFSource:
         found = {self.reader.dtype(name) for name, _ in parameter.hf}
         if len(found) > 1:
             names = [name for name, _ in parameter.hf]
-            raise CheckpointError(f"{names} are one parameter in Megatron, but have dtypes "
-                                  f"{sorted(map(str, found))}", remedy="choose one with --dtype",
-                                  where=str(self.reader.directory))
+            raise CheckpointError(
+                f"{names} are one parameter in Megatron, but have dtypes {sorted(map(str, found))}",
+                remedy="choose one with --dtype",
+                where=str(self.reader.directory),
+            )
         return found.pop()
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,22 +173,35 @@ class HFSource:
             self.reader.prefetch(name)
 
 
-def refuse_unfit(directory: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape],
-                 model: str = "config.json",
-                 remedy: str = "is config.json of this checkpoint?") -> None:
+def refuse_unfit(
+    directory: Path,
+    found: Mapping[str, Shape],
+    wanted: Mapping[str, Shape],
+    model: str = "config.json",
+    remedy: str = "is config.json of this checkpoint?",
+) -> None:
     """Raises CheckpointError with all differences between a checkpoint and a model."""
-    other = [f"{name}: {found[name]}, the model has {shape}" for name, shape in wanted.items()
-             if found.get(name, shape) != shape]
+    other = [
+        f"{name}: {found[name]}, the model has {shape}"
+        for name, shape in wanted.items()
+        if found.get(name, shape) != shape
+    ]
     lines = []
-    for what, names in (("missing", wanted.keys() - found.keys()), ("of another shape", other),
-                        ("without a place in the model", found.keys() - wanted.keys())):
+    for what, names in (
+        ("missing", wanted.keys() - found.keys()),
+        ("of another shape", other),
+        ("without a place in the model", found.keys() - wanted.keys()),
+    ):
         if names:
             listed = [f"    {name}" for name in sorted(names)]
             lines += [f"  {len(names)} {what}:", *listed[:_LISTED]]
             lines += ["    ..."] * (len(names) > _LISTED)
     if lines:
-        raise CheckpointError("\n".join([f"the tensors are not those of {model}:", *lines]),
-                              where=str(directory), remedy=remedy)
+        raise CheckpointError(
+            "\n".join([f"the tensors are not those of {model}:", *lines]),
+            where=str(directory),
+            remedy=remedy,
+        )
 
 
 @torch.no_grad()
@@ -185,8 +211,9 @@ def import_weights(model: ShardedModel, directory: Path) -> None:
     for part in model.shards:
         parameter = model.map.parameter(part.name, part.full_shape)
         parts = part.size if part.dim == 0 else 1
-        merged = parameter.merge([_held(reader, name, shape[0], part)
-                                  for name, shape in parameter.hf], parts)
+        merged = parameter.merge(
+            [_held(reader, name, shape[0], part) for name, shape in parameter.hf], parts
+        )
         part.tensor[: len(merged)] = merged
         part.tensor[len(merged) :] = 0  # padding of the vocabulary
 

@@ -14,8 +14,12 @@ from grpo_megatron.files import empty_directory
 from grpo_megatron.weights.transfer_plan import TensorEntry
 
 
-def merge_checkpoints(weights: Mapping[Path, float], directory: Path, dtype: str | None = None,
-                      shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+def merge_checkpoints(
+    weights: Mapping[Path, float],
+    directory: Path,
+    dtype: str | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
     """Write `sum_i w_i * checkpoint_i / sum_i w_i`, computed in float64, as `dtype` (default: that
     of the first); config and tokenizer are the first's. CheckpointError where tensors differ in
     name or shape, MismatchError where something else is read back than was written."""
@@ -26,8 +30,11 @@ def merge_checkpoints(weights: Mapping[Path, float], directory: Path, dtype: str
         refuse_unfit(path, found, shapes, f"the model in {source}", "merge models of one shape")
     kinds = {name: dtype or str(first.dtype(name)).removeprefix("torch.") for name in shapes}
     working = empty_directory(durable.working_directory(directory))
-    target = HFTarget(working, [[TensorEntry(name, kinds[name], first.shape(name), 0)]
-                                for name in shapes], shard_bytes)
+    target = HFTarget(
+        working,
+        [[TensorEntry(name, kinds[name], first.shape(name), 0)] for name in shapes],
+        shard_bytes,
+    )
 
     def mean(name: str) -> torch.Tensor:
         total = sum(weight * reader.tensor(name).double() for reader, weight in readers.items())
@@ -38,6 +45,9 @@ def merge_checkpoints(weights: Mapping[Path, float], directory: Path, dtype: str
     target.wait()
     target.finish(source)
     if bad := [name for file in target.files for name in target.read_back(file)]:
-        raise MismatchError(f"{len(bad)} tensors were read back as something else than was "
-                            f"written, for example {bad[:3]}", where=str(directory))
+        raise MismatchError(
+            f"{len(bad)} tensors were read back as something else than was "
+            f"written, for example {bad[:3]}",
+            where=str(directory),
+        )
     durable.commit(working, directory)

@@ -34,8 +34,9 @@ def prune(directory: Path, keep: int) -> list[int]:
     removed = [step for step in steps if len(whole) >= keep and step < whole[-keep]]
     for step in removed:
         shutil.rmtree(steps.pop(step), ignore_errors=True)
-    named = {json.loads((path / "complete.json").read_text()).get("reference")
-             for path in steps.values()}
+    named = {
+        json.loads((path / "complete.json").read_text()).get("reference") for path in steps.values()
+    }
     for path in directory.glob("reference_*"):
         if path.name not in named:
             shutil.rmtree(path, ignore_errors=True)

@@ -87,11 +87,17 @@ class Target:
         names = [self.pattern.format(number=n + 1, count=len(groups)) for n in range(len(groups))]
         if self.single and len(groups) == 1:
             names = [self.single]
-        self.files = [ShardFile(name, tuple(group), tuple(e for unit in group for e in units[unit]))
-                      for name, group in zip(names, groups, strict=True)]
+        self.files = [
+            ShardFile(name, tuple(group), tuple(e for unit in group for e in units[unit]))
+            for name, group in zip(names, groups, strict=True)
+        ]
 
-    def write(self, file: ShardFile, tensors: NamedTensors,
-              report: Callable[[int], object] = lambda num_bytes: None) -> None:
+    def write(
+        self,
+        file: ShardFile,
+        tensors: NamedTensors,
+        report: Callable[[int], object] = lambda num_bytes: None,
+    ) -> None:
         """One file, reporting bytes. It is synced and recorded while the next one is written."""
         out, digests = self.open(file), {}
         for name, tensor in tensors:
@@ -136,8 +142,9 @@ class Target:
         return self.working / PROGRESS / f"{file.name}.json"
 
 
-def read_back(target: Target, final: Path,
-              report: Callable[[int], object] = lambda num_bytes: None) -> None:
+def read_back(
+    target: Target, final: Path, report: Callable[[int], object] = lambda num_bytes: None
+) -> None:
     """Each rank reads another one's files: on two machines that shows what never left one.
 
     Raises MismatchError where any rank read something else. Collective."""
@@ -146,9 +153,12 @@ def read_back(target: Target, final: Path,
         bad += target.read_back(file)
         report(file.num_bytes)
     if names := list(chain.from_iterable(all_gathered(bad))):
-        raise MismatchError(f"{len(names)} tensors were read back as something else than was "
-                            f"written, for example {names[:3]}", where=str(final),
-                            remedy="look at the disk: other bytes came back than went there")
+        raise MismatchError(
+            f"{len(names)} tensors were read back as something else than was "
+            f"written, for example {names[:3]}",
+            where=str(final),
+            remedy="look at the disk: other bytes came back than went there",
+        )
 
 
 def read_ahead(items: Sequence[Any], prefetch: Callable[[Any], None]) -> Iterator[Any]:

@@ -49,7 +49,8 @@ class ParameterTable:
     def pieces_of(self, parameter: Parameter) -> tuple[Piece, ...]:
         shape = parameter.shape
         return self.pieces.get(parameter.name) or (
-            Piece(parameter.name, (0,) * len(shape), shape, shape),)  # a carried one
+            Piece(parameter.name, (0,) * len(shape), shape, shape),
+        )  # a carried one
 
 
 def is_torch_dist(directory: Path) -> bool:
@@ -66,28 +67,48 @@ class MegatronSource:
         self.table, self.directory = table, directory / "weights"
         with durable.explained("not a distributed checkpoint", self.directory):
             self.metadata = FileSystemReader(self.directory).read_metadata()
-        self.stored = {key: found for key, found in self.metadata.state_dict_metadata.items()
-                        if isinstance(found, dcp.TensorStorageMetadata)}
-        self._whole = {(key, chunk.offsets, chunk.sizes): [chunk]
-                       for key, found in self.stored.items() for chunk in found.chunks}
-        found = {key: tuple(tensor.size) for key, tensor in self.stored.items()
-                 if not key.startswith("optimizer.")}
+        self.stored = {
+            key: found
+            for key, found in self.metadata.state_dict_metadata.items()
+            if isinstance(found, dcp.TensorStorageMetadata)
+        }
+        self._whole = {
+            (key, chunk.offsets, chunk.sizes): [chunk]
+            for key, found in self.stored.items()
+            for chunk in found.chunks
+        }
+        found = {
+            key: tuple(tensor.size)
+            for key, tensor in self.stored.items()
+            if not key.startswith("optimizer.")
+        }
         carried = {key: found.pop(key) for key in sorted(found) if key.startswith(CARRIED)}
-        wanted = {piece.key: piece.global_shape for p in table.parameters
-                  for piece in table.pieces[p.name]}
+        wanted = {
+            piece.key: piece.global_shape
+            for p in table.parameters
+            for piece in table.pieces[p.name]
+        }
         for key in VOCABULARY:  # the layout that saved it may have padded them
             if key in wanted and key in found and found[key][0] > wanted[key][0]:
                 found[key] = (wanted[key][0], *found[key][1:])
         hf_import.refuse_unfit(directory, found, wanted)
-        self.parameters = [*table.parameters, *(carried_parameter(key.removeprefix(CARRIED), shape)
-                                                for key, shape in carried.items() if carry)]
+        self.parameters = [
+            *table.parameters,
+            *(
+                carried_parameter(key.removeprefix(CARRIED), shape)
+                for key, shape in carried.items()
+                if carry
+            ),
+        ]
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         return self.stored[self.table.pieces_of(parameter)[0].key].properties.dtype
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-        regions = [self._region(piece).reshape(-1, *parameter.shape[1:])
-                   for piece in self.table.pieces_of(parameter)]
+        regions = [
+            self._region(piece).reshape(-1, *parameter.shape[1:])
+            for piece in self.table.pieces_of(parameter)
+        ]
         full = torch.cat(regions) if len(regions) > 1 else regions[0]
         return zip((name for name, _ in parameter.hf), parameter.split(full), strict=True)
 
@@ -100,8 +121,12 @@ class MegatronSource:
         out, filled = None, 0
         exact = self._whole.get((piece.key, piece.offset, piece.sizes))
         for chunk in exact or self.stored[piece.key].chunks:
-            bounds = [(max(a, b), min(a + m, b + n)) for a, m, b, n in
-                      zip(piece.offset, piece.sizes, chunk.offsets, chunk.sizes, strict=True)]
+            bounds = [
+                (max(a, b), min(a + m, b + n))
+                for a, m, b, n in zip(
+                    piece.offset, piece.sizes, chunk.offsets, chunk.sizes, strict=True
+                )
+            ]
             if any(low >= high for low, high in bounds):
                 continue
             part = self._chunk(piece.key, chunk)[_slices(bounds, chunk.offsets)]
@@ -117,8 +142,10 @@ class MegatronSource:
 
     def _chunk(self, key: str, chunk: dcp.ChunkStorageMetadata) -> torch.Tensor:
         place = self.metadata.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
-        with (durable.explained(f"cannot read {key} from {place.relative_path}", self.directory),
-              open(self.directory / place.relative_path, "rb") as file):
+        with (
+            durable.explained(f"cannot read {key} from {place.relative_path}", self.directory),
+            open(self.directory / place.relative_path, "rb") as file,
+        ):
             view = _create_file_view(file, place.offset, place.length)
             return torch.load(view, map_location="cpu", weights_only=True)
 
@@ -154,8 +181,17 @@ class DistcpFile(shard_files.OutputFile):
         with durable.disk_errors(self.path):
             torch.save(tensor, self.file)
             end = self.start_writing(begin)
-        self.items.append([piece.key, piece.global_shape, piece.offset, piece.sizes,
-                           str(tensor.dtype).removeprefix("torch."), begin, end - begin])
+        self.items.append(
+            [
+                piece.key,
+                piece.global_shape,
+                piece.offset,
+                piece.sizes,
+                str(tensor.dtype).removeprefix("torch."),
+                begin,
+                end - begin,
+            ]
+        )
 
 
 class MegatronTarget(shard_files.Target):
@@ -168,26 +204,34 @@ class MegatronTarget(shard_files.Target):
         self.table, self.parameters = table, parameters
 
     def open(self, file: shard_files.ShardFile) -> DistcpFile:
-        return DistcpFile(self.working / "weights" / file.name,
-                          [self.parameters[unit] for unit in file.units], self.table)
+        return DistcpFile(
+            self.working / "weights" / file.name,
+            [self.parameters[unit] for unit in file.units],
+            self.table,
+        )
 
     @cached_property
     def _source(self) -> MegatronSource:
         return MegatronSource(self.table, self.working)
 
     def read(self, file: shard_files.ShardFile) -> shard_files.NamedTensors:
-        return chain.from_iterable(self._source.tensors(self.parameters[unit])
-                                   for unit in file.units)
+        return chain.from_iterable(
+            self._source.tensors(self.parameters[unit]) for unit in file.units
+        )
 
     def finish(self, source: Path) -> None:
-        _write_metadata(self.working / "weights", self.table.objects, {
-            file.name: self.record(file)["items"] for file in self.files})
+        _write_metadata(
+            self.working / "weights",
+            self.table.objects,
+            {file.name: self.record(file)["items"] for file in self.files},
+        )
         super().finish(source)
         durable.write_json(self.working / "complete.json", {"converted_from": str(source)})
 
 
-def _write_metadata(directory: Path, objects: Sequence[str],
-                    items: Mapping[str, list[Any]]) -> None:
+def _write_metadata(
+    directory: Path, objects: Sequence[str], items: Mapping[str, list[Any]]
+) -> None:
     """What makes the files one checkpoint. items: of every `DistcpFile`, by file name."""
     known: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
@@ -203,11 +247,19 @@ def _write_metadata(directory: Path, objects: Sequence[str],
     with durable.disk_errors(directory):
         with open(directory / _OBJECTS, "wb") as file:
             for key in objects:
-                places[dcp.MetadataIndex(key)] = _StorageInfo(_OBJECTS, file.tell(), file.write(
-                    empty.getvalue()))
+                places[dcp.MetadataIndex(key)] = _StorageInfo(
+                    _OBJECTS, file.tell(), file.write(empty.getvalue())
+                )
                 known[key] = dcp.BytesStorageMetadata()
         torch.save({}, directory / "common.pt")
         with open(directory / ".metadata", "wb") as file:
             pickle.dump(dcp.Metadata(known, storage_data=places), file)
-    durable.write_json(directory / "metadata.json", {"sharded_backend": "torch_dist",
-        "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1})
+    durable.write_json(
+        directory / "metadata.json",
+        {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        },
+    )

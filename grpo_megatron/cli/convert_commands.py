@@ -11,8 +11,9 @@ from grpo_megatron.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help=HELP["convert"])
 Source = Annotated[Path, typer.Argument(help=HELP["source"], show_default=False)]
-Layout = Annotated[list[str] | None, typer.Argument(
-    metavar="KEY=VALUE", show_default=False, help=HELP["layout"])]
+Layout = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", show_default=False, help=HELP["layout"])
+]
 
 
 @app.command()
@@ -27,27 +28,48 @@ def check(source: Source, layout: Layout = None) -> None:
 
 @app.command("from-hf", help=HELP["from-hf"])
 @app.command("to-hf", help=HELP["to-hf"])
-def _convert(context: typer.Context, source: Source, to: Annotated[Path, flag("to")],
-             layout: Layout = None, dtype: Annotated[str | None, flag("dtype")] = None,
-             shard_gb: Annotated[float, flag("shard-gb")] = 5.0,
-             probe: Annotated[bool, typer.Option(help=HELP["probe"])] = True,
-             mtp: Annotated[bool, typer.Option(help=HELP["mtp"])] = True) -> None:
+def _convert(
+    context: typer.Context,
+    source: Source,
+    to: Annotated[Path, flag("to")],
+    layout: Layout = None,
+    dtype: Annotated[str | None, flag("dtype")] = None,
+    shard_gb: Annotated[float, flag("shard-gb")] = 5.0,
+    probe: Annotated[bool, typer.Option(help=HELP["probe"])] = True,
+    mtp: Annotated[bool, typer.Option(help=HELP["mtp"])] = True,
+) -> None:
     from grpo_megatron.launch.convert import convert
 
     if dtype not in (None, "float32", "float16", "bfloat16"):
-        raise ConfigError(f"--dtype {dtype} is not a dtype of weights", where="command line",
-                          remedy="float32, float16 or bfloat16")
+        raise ConfigError(
+            f"--dtype {dtype} is not a dtype of weights",
+            where="command line",
+            remedy="float32, float16 or bfloat16",
+        )
     if shard_gb <= 0:
         raise ConfigError(f"--shard-gb {shard_gb} is not positive", where="command line")
     if to.exists():
-        raise ConfigError(f"{to} exists", where="command line",
-                          remedy="remove it, or choose another --to")
+        raise ConfigError(
+            f"{to} exists", where="command line", remedy="remove it, or choose another --to"
+        )
     values = _layout(layout, source)
-    convert({"source": str(source.absolute()), "target": str(to.absolute()), "dtype": dtype,
-             "to": {"from-hf": "megatron", "to-hf": "hf"}[context.info_name], "layout": values,
-             "shard_bytes": int(shard_gb * 1e9), "probe": probe, "carry": mtp}, values["num_ranks"])
-    if not any((source / name).exists() for name in ("tokenizer.json", "tokenizer.model",
-                                                     "tokenizer_config.json", "vocab.json")):
+    convert(
+        {
+            "source": str(source.absolute()),
+            "target": str(to.absolute()),
+            "dtype": dtype,
+            "to": {"from-hf": "megatron", "to-hf": "hf"}[context.info_name],
+            "layout": values,
+            "shard_bytes": int(shard_gb * 1e9),
+            "probe": probe,
+            "carry": mtp,
+        },
+        values["num_ranks"],
+    )
+    if not any(
+        (source / name).exists()
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    ):
         typer.echo(f"warning: {source} has no tokenizer, so {to} has none", err=True)
     typer.echo(f"{to} was read back and is what {source} says")
 
@@ -67,8 +89,11 @@ def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:
         key, _, value = text.removeprefix("trainer.").partition("=")
         if key not in TrainerConfig.model_fields:
             near = nearest(key, TrainerConfig.model_fields) or ["tensor_parallel_size"]
-            raise ConfigError(f"{text!r} is not a key=value of [trainer]", where="command line",
-                              remedy=f"for example {near[0]}=2")
+            raise ConfigError(
+                f"{text!r} is not a key=value of [trainer]",
+                where="command line",
+                remedy=f"for example {near[0]}=2",
+            )
         values[key] = value
     try:
         layout = TrainerConfig.model_validate(values)
@@ -76,7 +101,8 @@ def _layout(overrides: list[str] | None, source: Path) -> dict[str, Any]:
         first = error.errors()[0]
         raise ConfigError(f"{first['loc'][0]}: {first['msg']}", where="command line") from error
     if "num_ranks" not in values:
-        layout = layout.model_copy(update={"num_ranks": math.lcm(
-            layout.attention_ranks, layout.expert_ranks)})
+        layout = layout.model_copy(
+            update={"num_ranks": math.lcm(layout.attention_ranks, layout.expert_ranks)}
+        )
     refuse_layout(layout, model_facts(ModelConfig(path=source)))
     return layout.model_dump(include={*values, "num_ranks"})

@@ -19,8 +19,12 @@ import typer
 from grpo_megatron import assets
 from grpo_megatron.errors import SetupError
 
-_STYLE = {"ok": {"fg": "green"}, "missing": {"fg": "red", "bold": True},
-          "warning": {"fg": "yellow"}, "optional": {"dim": True}}
+_STYLE = {
+    "ok": {"fg": "green"},
+    "missing": {"fg": "red", "bold": True},
+    "warning": {"fg": "yellow"},
+    "optional": {"dim": True},
+}
 _KNOWN = assets.tables(__file__, "doctor.toml")
 
 
@@ -53,14 +57,25 @@ def _print(findings: list[Finding]) -> None:
 
 def all_findings() -> list[Finding]:
     on_gpu = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
-    return [python_version(), *packages("gpu" if on_gpu else "cpu"), torch_works(on_gpu=on_gpu),
-            *modules(on_gpu=on_gpu), *system_tools(on_gpu=on_gpu), code_sandbox(), *sizes()]
+    return [
+        python_version(),
+        *packages("gpu" if on_gpu else "cpu"),
+        torch_works(on_gpu=on_gpu),
+        *modules(on_gpu=on_gpu),
+        *system_tools(on_gpu=on_gpu),
+        code_sandbox(),
+        *sizes(),
+    ]
 
 
 def python_version() -> Finding:
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    return Finding("python", "ok" if good else "missing", platform.python_version(),
-                   "Python 3.11 for `make setup`; 3.12: pip install")
+    return Finding(
+        "python",
+        "ok" if good else "missing",
+        platform.python_version(),
+        "Python 3.11 for `make setup`; 3.12: pip install",
+    )
 
 
 def packages(build: Literal["cpu", "gpu"]) -> Iterator[Finding]:
@@ -70,12 +85,17 @@ def packages(build: Literal["cpu", "gpu"]) -> Iterator[Finding]:
     try:
         texts = importlib.metadata.requires("grpo-megatron") or []
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("grpo-megatron", "missing", "not installed",
-                      "run `make setup`, or `pip install --no-deps -e .` in the checkout")
+        yield Finding(
+            "grpo-megatron",
+            "missing",
+            "not installed",
+            "run `make setup`, or `pip install --no-deps -e .` in the checkout",
+        )
         return
     for wanted in map(Requirement, texts):
-        needed = wanted.marker is None or any(wanted.marker.evaluate({"extra": extra})
-                                              for extra in ("", build))
+        needed = wanted.marker is None or any(
+            wanted.marker.evaluate({"extra": extra}) for extra in ("", build)
+        )
         if not needed or wanted.name == "transformer-engine":  # that one: modules
             continue
         text = f"{wanted.name}{wanted.specifier}"
@@ -84,33 +104,47 @@ def packages(build: Literal["cpu", "gpu"]) -> Iterator[Finding]:
             good = wanted.specifier.contains(version, prereleases=True)
         except importlib.metadata.PackageNotFoundError:
             version, good = "not installed", False
-        yield Finding(wanted.name, "ok" if good else "missing", version,
-                      f"{text} is required: run `make setup`, or `pip install '{text}'`")
+        yield Finding(
+            wanted.name,
+            "ok" if good else "missing",
+            version,
+            f"{text} is required: run `make setup`, or `pip install '{text}'`",
+        )
 
 
 def torch_works(*, on_gpu: bool) -> Finding:
     """Import torch in a child process, so that a broken build is a finding and not a crash."""
+
     def missing(found: str, remedy: str) -> Finding:
         return Finding("torch runtime", "missing", found, remedy)
 
     try:
-        done = subprocess.run([sys.executable, "-c", _KNOWN["torch_probe"]], capture_output=True,
-                              text=True, timeout=120, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", _KNOWN["torch_probe"]],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
     except subprocess.CalledProcessError as error:
         return missing((error.stderr.strip().splitlines() or ["died"])[-1], "run `make setup`")
     except subprocess.TimeoutExpired:
-        return missing("importing torch takes more than 120 s",
-                       "check the file system of the environment")
+        return missing(
+            "importing torch takes more than 120 s", "check the file system of the environment"
+        )
     facts = json.loads(done.stdout)
     if on_gpu and not facts["devices"]:
-        return missing(f"{facts['version']} sees no GPU",
-                       "install the CUDA build of torch that matches the driver")
+        return missing(
+            f"{facts['version']} sees no GPU",
+            "install the CUDA build of torch that matches the driver",
+        )
     device, collectives = "CPU", "gloo"
     if facts["devices"]:
         device, collectives = f"CUDA {facts['cuda']}, {facts['devices']} GPU(s)", "nccl"
     if not facts[collectives]:
-        return missing(f"{device}, {collectives} not available",
-                       f"install a build of torch with {collectives}")
+        return missing(
+            f"{device}, {collectives} not available", f"install a build of torch with {collectives}"
+        )
     return Finding("torch runtime", "ok", f"{device}, {collectives}")
 
 
@@ -118,14 +152,22 @@ def modules(*, on_gpu: bool) -> Iterator[Finding]:
     """CUDA builds that break `import vllm` beside a CPU torch, and the fused paths of training."""
     for name in () if on_gpu else _KNOWN["unwanted"]:
         if importlib.util.find_spec(name) is not None:
-            yield Finding(name, "missing", "installed: its CUDA build breaks vLLM's CPU build",
-                          f"remove it: pip uninstall {name}")
+            yield Finding(
+                name,
+                "missing",
+                "installed: its CUDA build breaks vLLM's CPU build",
+                f"remove it: pip uninstall {name}",
+            )
     for what, extra in _KNOWN["gpu_extras"].items():
         module, works = extra["module"], False
         found = "not installed" + ("" if on_gpu else " (no GPU)")
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            done = subprocess.run([sys.executable, "-c", f"import torch, {module}"], text=True,
-                                  capture_output=True, check=False)
+            done = subprocess.run(
+                [sys.executable, "-c", f"import torch, {module}"],
+                text=True,
+                capture_output=True,
+                check=False,
+            )
             works = done.returncode == 0
             found = "works" if works else "broken: " + (done.stderr.splitlines() or ["died"])[-1]
         yield Finding(what, "ok" if works else "optional", found, extra["remedy"])
@@ -143,16 +185,23 @@ def code_sandbox() -> Finding:
     from grpo_megatron.rewards import sandbox
 
     reason = sandbox.why_not()
-    return Finding("code sandbox", "optional" if reason else "ok", reason or "bubblewrap works",
-                   f"without it the reward code_tests is refused: {sandbox.REMEDY}")
+    return Finding(
+        "code sandbox",
+        "optional" if reason else "ok",
+        reason or "bubblewrap works",
+        f"without it the reward code_tests is refused: {sandbox.REMEDY}",
+    )
 
 
 def sizes() -> Iterator[Finding]:
     shared = Path("/dev/shm")
-    free = {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "/dev/shm": shutil.disk_usage(shared).free if shared.is_dir() else 0,
-            "disk": shutil.disk_usage(Path.cwd()).free}
+    free = {
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "/dev/shm": shutil.disk_usage(shared).free if shared.is_dir() else 0,
+        "disk": shutil.disk_usage(Path.cwd()).free,
+    }
     for what, num_bytes in free.items():
         gib, wanted = num_bytes / 2**30, _KNOWN["sizes"][what]
-        yield Finding(what, "ok" if gib >= wanted["gib"] else "warning", f"{gib:.1f} GiB",
-                      wanted["remedy"])
+        yield Finding(
+            what, "ok" if gib >= wanted["gib"] else "warning", f"{gib:.1f} GiB", wanted["remedy"]
+        )

@@ -28,8 +28,10 @@ def show(recipe: Source, overrides: Overrides = None, as_json: Json = False) -> 
     if as_json:
         typer.echo(to_json(resolved), nl=False)
         return
-    rows = [(key := dotted(path), as_toml(value), str(resolved.provenance[key]))
-            for path, value in leaves(resolved.config.model_dump(mode="json"))]
+    rows = [
+        (key := dotted(path), as_toml(value), str(resolved.provenance[key]))
+        for path, value in leaves(resolved.config.model_dump(mode="json"))
+    ]
     print_table(("key", "value", "set at"), rows, dim="default")
 
 
@@ -56,11 +58,21 @@ def list_objectives(as_json: Json = False) -> None:
     from grpo_megatron.config.objective import PRESETS
 
     if as_json:
-        typer.echo(json.dumps({name: p.model_dump(include={"title", "source", "use", "evidence"})
-                               for name, p in PRESETS.items()}, indent=2, ensure_ascii=False))
+        typer.echo(
+            json.dumps(
+                {
+                    name: p.model_dump(include={"title", "source", "use", "evidence"})
+                    for name, p in PRESETS.items()
+                },
+                indent=2,
+                ensure_ascii=False,
+            )
+        )
         return
-    print_table(("name", "what", "evidence", "when"),
-                [(name, p.title, p.evidence, p.use) for name, p in PRESETS.items()])
+    print_table(
+        ("name", "what", "evidence", "when"),
+        [(name, p.title, p.evidence, p.use) for name, p in PRESETS.items()],
+    )
 
 
 @objective_app.command("show")
@@ -74,9 +86,13 @@ def show_objective(name: Annotated[str, typer.Argument(help=HELP["preset"])]) ->
 
 
 @objective_app.command("eval")
-def evaluate(arguments: Annotated[list[str], typer.Argument(
-                 metavar="[KEY=VALUE]... CASE.json", show_default=False, help=HELP["case"])],
-             objective: Annotated[str, flag("objective")]) -> None:
+def evaluate(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="[KEY=VALUE]... CASE.json", show_default=False, help=HELP["case"]),
+    ],
+    objective: Annotated[str, flag("objective")],
+) -> None:
     """Loss, gradient, advantages and metrics of a batch in a file, in float64."""
     from grpo_megatron.algorithms.case import read_case
     from grpo_megatron.algorithms.evaluate import evaluate_case
@@ -85,8 +101,11 @@ def evaluate(arguments: Annotated[list[str], typer.Argument(
 
     files = [text for text in arguments if "=" not in text]
     if len(files) != 1:
-        raise ConfigError(f"{len(files)} case files given, exactly one is needed",
-                          where="command line", remedy="end with the path of a CASE.json")
+        raise ConfigError(
+            f"{len(files)} case files given, exactly one is needed",
+            where="command line",
+            remedy="end with the path of a CASE.json",
+        )
     load_objective(objective)
     case = read_case(Path(files[0]))
     config, own = load_objective(objective, [t for t in arguments if "=" in t], case.domains)
@@ -94,18 +113,27 @@ def evaluate(arguments: Annotated[list[str], typer.Argument(
     typer.echo(json.dumps(evaluate_case(objective_of_case, case)))
 
 
-def plan(recipe: Source, overrides: Overrides = None, search: Annotated[str | None, typer.Option(
-             "--search", metavar="NODESxGPUS", help="Rank trainer layouts that fit.")] = None,
-         device: Annotated[str, typer.Option(help="GPU, for example h200.")] = "h100-80g",
-         as_json: Json = False) -> None:
+def plan(
+    recipe: Source,
+    overrides: Overrides = None,
+    search: Annotated[
+        str | None,
+        typer.Option("--search", metavar="NODESxGPUS", help="Rank trainer layouts that fit."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="GPU, for example h200.")] = "h100-80g",
+    as_json: Json = False,
+) -> None:
     """Memory by component, bubble, tokens, bytes; an error if the recipe does not fit."""
     from grpo_megatron.config.suggest import did_you_mean
     from grpo_megatron.plan import search as layouts
     from grpo_megatron.plan.memory import DEVICES, memory_problems, plan_of
 
     if device not in DEVICES["memory"]:
-        raise ConfigError(f"no device is called {device!r}", where="--device",
-                          remedy=did_you_mean(device, DEVICES["memory"]))
+        raise ConfigError(
+            f"no device is called {device!r}",
+            where="--device",
+            remedy=did_you_mean(device, DEVICES["memory"]),
+        )
     config = resolve_any(recipe, overrides or []).config
     if search:
         _search(config, search, device, as_json)
@@ -117,24 +145,38 @@ def plan(recipe: Source, overrides: Overrides = None, search: Annotated[str | No
         _print(found)
     if problems := memory_problems(config, found):
         nodes, ranks = config.placement.trainer_nodes, config.trainer.num_ranks
-        fits = [f"fits: {row['settings']}" for row in layouts.search(
-            config, nodes, ranks // nodes, device)[:2] if problems[0].rule == "trainer_memory"]
-        raise ConfigError("\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems),
-            where=recipe, remedy="\n".join([*(p.remedy for p in problems), *fits]))
+        fits = [
+            f"fits: {row['settings']}"
+            for row in layouts.search(config, nodes, ranks // nodes, device)[:2]
+            if problems[0].rule == "trainer_memory"
+        ]
+        raise ConfigError(
+            "\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems),
+            where=recipe,
+            remedy="\n".join([*(p.remedy for p in problems), *fits]),
+        )
 
 
 def _print(found: Any) -> None:
-    rows = [(str(rank.stage), str(rank.rank), *map(_size, rank.parts.values()), _size(rank.total))
-            for rank in found.stages]
+    rows = [
+        (str(rank.stage), str(rank.rank), *map(_size, rank.parts.values()), _size(rank.total))
+        for rank in found.stages
+    ]
     print_table(("stage", "rank", *found.worst.parts, "total"), rows, labelled=True)
     usable = _size(found.usable_bytes) if found.usable_bytes is not None else "not known"
-    lines = {"fullest rank": f"{found.worst.rank}: {_size(found.worst.total)}, usable: {usable}",
-             "engine": ", ".join(f"{name} {n if name == 'kv_tokens' else _size(n)}"
-                                 for name, n in found.engine.items())}
+    lines = {
+        "fullest rank": f"{found.worst.rank}: {_size(found.worst.total)}, usable: {usable}",
+        "engine": ", ".join(
+            f"{name} {n if name == 'kv_tokens' else _size(n)}" for name, n in found.engine.items()
+        ),
+    }
     for name, n in found.numbers.items():
         words = name.removesuffix("_bytes").replace("_", " ")
-        lines[words] = _size(n) if name.endswith("_bytes") else (
-            f"{n:.1%}" if isinstance(n, float) else f"{n:,}")
+        lines[words] = (
+            _size(n)
+            if name.endswith("_bytes")
+            else (f"{n:.1%}" if isinstance(n, float) else f"{n:,}")
+        )
     typer.echo()
     print_table(("what", ""), list(lines.items()))
 
@@ -148,22 +190,37 @@ def _search(config: Any, text: str, device: str, as_json: bool) -> None:
     from grpo_megatron.plan.search import search
 
     if not (shape := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
-        raise ConfigError(f"{text!r} is not NODESxGPUS", where="--search",
-                          remedy="for example --search 16x8")
+        raise ConfigError(
+            f"{text!r} is not NODESxGPUS", where="--search", remedy="for example --search 16x8"
+        )
     rows = search(config, int(shape[1]), int(shape[2]), device)[:10]
     if not rows:
-        raise ConfigError(f"no layout of {text} fits", where="--search",
-                          remedy="more nodes, or fewer trainer.max_tokens_per_microbatch")
+        raise ConfigError(
+            f"no layout of {text} fits",
+            where="--search",
+            remedy="more nodes, or fewer trainer.max_tokens_per_microbatch",
+        )
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    print_table(("cost", "memory", "bubble", "settings"), [
-        (f"{row['cost']:.2f}", _size(row["bytes"]), f"{row['bubble_fraction']:.1%}",
-         row["settings"] or "as in the recipe") for row in rows], labelled=True)
+    print_table(
+        ("cost", "memory", "bubble", "settings"),
+        [
+            (
+                f"{row['cost']:.2f}",
+                _size(row["bytes"]),
+                f"{row['bubble_fraction']:.1%}",
+                row["settings"] or "as in the recipe",
+            )
+            for row in rows
+        ],
+        labelled=True,
+    )
 
 
-def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "",
-                labelled: bool = False) -> None:
+def print_table(
+    header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "", labelled: bool = False
+) -> None:
     """A table on a terminal; elsewhere tab-separated lines, with a header where `labelled`."""
     from rich.console import Console
     from rich.table import Table

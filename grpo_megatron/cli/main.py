@@ -11,12 +11,26 @@ import grpo_megatron
 from grpo_megatron.cli import convert_commands, inspect_commands, run_commands, stages_commands
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError, SetupError
 
-app = typer.Typer(name="grpo-megatron", no_args_is_help=True, add_completion=False,
-    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-    help="GRPO-family reinforcement learning on Megatron-Core and vLLM.")
-for _command in (run_commands.train, run_commands.resume, run_commands.submit, run_commands.status,
-                 run_commands.logs, run_commands.cancel, inspect_commands.plan, run_commands.replay,
-                 run_commands.mismatch, run_commands.report):
+app = typer.Typer(
+    name="grpo-megatron",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="GRPO-family reinforcement learning on Megatron-Core and vLLM.",
+)
+for _command in (
+    run_commands.train,
+    run_commands.resume,
+    run_commands.submit,
+    run_commands.status,
+    run_commands.logs,
+    run_commands.cancel,
+    inspect_commands.plan,
+    run_commands.replay,
+    run_commands.mismatch,
+    run_commands.report,
+):
     app.command()(_command)
 app.add_typer(inspect_commands.config_app, name="config")
 app.add_typer(convert_commands.app, name="convert")
@@ -31,8 +45,14 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
-        help="Print the version and exit.")] = False) -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     pass
 
 

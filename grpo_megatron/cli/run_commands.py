@@ -19,8 +19,10 @@ def flag(name: str) -> Any:
     return typer.Option(f"--{name}", help=HELP[name])
 
 
-Overrides = Annotated[list[str] | None, typer.Argument(
-    metavar="KEY=VALUE", show_default=False, help=HELP["overrides"])]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", show_default=False, help=HELP["overrides"]),
+]
 Recipe = Annotated[str, typer.Argument(help=HELP["recipe"])]
 Run = Annotated[Path, typer.Argument(help=HELP["run"])]
 RecordedStep = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=HELP["recorded-step"])]
@@ -29,15 +31,22 @@ SkipRewardCheck = Annotated[bool, flag("skip-reward-check")]
 InJob = Annotated[bool, flag("in-job")]
 
 
-def train(recipe: Recipe, overrides: Overrides = None,
-          resume_if_exists: Annotated[bool, flag("resume-if-exists")] = False,
-          overwrite: Annotated[bool, flag("overwrite")] = False, in_job: InJob = False) -> None:
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume_if_exists: Annotated[bool, flag("resume-if-exists")] = False,
+    overwrite: Annotated[bool, flag("overwrite")] = False,
+    in_job: InJob = False,
+) -> None:
     """Train from a recipe. The run directory is runs_dir/name."""
     from grpo_megatron.plan.resolve import resolve
 
     if overwrite and resume_if_exists:
-        raise ConfigError("--overwrite and --resume-if-exists exclude each other",
-                          where="command line", remedy="choose one of them")
+        raise ConfigError(
+            "--overwrite and --resume-if-exists exclude each other",
+            where="command line",
+            remedy="choose one of them",
+        )
     flags = overrides or []
     resolved = resolve(recipe, flags)
     from grpo_megatron.launch import local
@@ -47,8 +56,12 @@ def train(recipe: Recipe, overrides: Overrides = None,
     raise typer.Exit(local.train(resolved, overwrite=overwrite, in_job=in_job))
 
 
-def resume(run: Run, overrides: Overrides = None, in_job: InJob = False,
-           here: Annotated[bool, flag("here")] = False) -> None:
+def resume(
+    run: Run,
+    overrides: Overrides = None,
+    in_job: InJob = False,
+    here: Annotated[bool, flag("here")] = False,
+) -> None:
     """Continue a run from its newest checkpoint; one that was submitted, as a job again."""
     check_run(run)
     from grpo_megatron.launch import local, slurm
@@ -59,10 +72,14 @@ def resume(run: Run, overrides: Overrides = None, in_job: InJob = False,
     raise typer.Exit(local.resume(run, overrides or [], in_job=in_job))
 
 
-def submit(recipe: Recipe, site: Site, overrides: Overrides = None,
-           dry_run: Annotated[bool, flag("dry-run")] = False,
-           after: Annotated[str, flag("after")] = "",
-           skip_reward_check: SkipRewardCheck = False) -> None:
+def submit(
+    recipe: Recipe,
+    site: Site,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, flag("dry-run")] = False,
+    after: Annotated[str, flag("after")] = "",
+    skip_reward_check: SkipRewardCheck = False,
+) -> None:
     """Submit a recipe as a Slurm job. Prints the job's id."""
     from grpo_megatron.launch import slurm
     from grpo_megatron.launch.bindings import (
@@ -88,12 +105,19 @@ def submit(recipe: Recipe, site: Site, overrides: Overrides = None,
 
 def warn_unchecked_rewards() -> None:
     """Say on stderr what `--skip-reward-check` leaves to the job."""
-    typer.echo("warning: rewards are not checked here; one that cannot be imported or called "
-               "ends the job with exit code 10 when its controller starts", err=True)
+    typer.echo(
+        "warning: rewards are not checked here; one that cannot be imported or called "
+        "ends the job with exit code 10 when its controller starts",
+        err=True,
+    )
 
 
-def status(runs: Annotated[list[Path] | None, typer.Argument(
-        metavar="RUN", show_default=False, help="Default: all below runs/.")] = None) -> None:
+def status(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN", show_default=False, help="Default: all below runs/."),
+    ] = None,
+) -> None:
     """How far runs are, and how their jobs are."""
     from grpo_megatron.launch.slurm import status_line
 
@@ -115,8 +139,17 @@ def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = Fal
     roles = sorted(folder.glob("latest/*.log"))
     if follow:  # also what is yet to appear; inotify would miss a new `latest` and other nodes
         roles += [folder / "latest" / f"{role}.log" for role in ("controller", "trainer-0")]
-        os.execvp("tail", ["tail", "-n", "20", "-F", "---disable-inotify",
-                           *map(str, dict.fromkeys([*files, *roles]))])
+        os.execvp(
+            "tail",
+            [
+                "tail",
+                "-n",
+                "20",
+                "-F",
+                "---disable-inotify",
+                *map(str, dict.fromkeys([*files, *roles])),
+            ],
+        )
     if files := [p for p in (*files, *roles) if p.exists()]:
         os.execvp("tail", ["tail", "-n", "20", *map(str, files)])
     typer.echo(slurm.status_line(run))
@@ -141,9 +174,12 @@ def replay(target: RecordedStep, overrides: Overrides = None) -> None:
         typer.echo(line)
 
 
-def mismatch(target: RecordedStep, overrides: Overrides = None,
-             html: Annotated[Path | None, flag("html")] = None,
-             by_layer: Annotated[bool, typer.Option(help=HELP["by-layer"])] = True) -> None:
+def mismatch(
+    target: RecordedStep,
+    overrides: Overrides = None,
+    html: Annotated[Path | None, flag("html")] = None,
+    by_layer: Annotated[bool, typer.Option(help=HELP["by-layer"])] = True,
+) -> None:
     """Split the log-prob gap between trainer and engine into its causes."""
     from grpo_megatron.launch.mismatch import report_mismatch
 
@@ -151,9 +187,10 @@ def mismatch(target: RecordedStep, overrides: Overrides = None,
         typer.echo(line)
 
 
-def report(target: Annotated[str, typer.Argument(
-               metavar="RUN_OR_GRAPH", help="A graph: file or name.")],
-           to: Annotated[Path | None, typer.Option(metavar="FILE.html")] = None) -> None:
+def report(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_GRAPH", help="A graph: file or name.")],
+    to: Annotated[Path | None, typer.Option(metavar="FILE.html")] = None,
+) -> None:
     """Curves, samples, stages, memory as one page, by default report.html beside what it shows."""
     shipped = assets.names(assets.root() / "recipes" / "graphs")
     if not target.endswith(".toml") and target not in shipped:
@@ -166,8 +203,9 @@ def report(target: Annotated[str, typer.Argument(
 def _run_and_step(target: str) -> tuple[Path, int | None]:
     run, at, step = target.rpartition("@")
     if at and not step.isdecimal():
-        raise ConfigError(f"{step!r} is not a step number", where=target,
-                          remedy=f"for example {run}@100")
+        raise ConfigError(
+            f"{step!r} is not a step number", where=target, remedy=f"for example {run}@100"
+        )
     check_run(path := Path(run if at else target))
     return path, int(step) if at else None
 
@@ -175,8 +213,11 @@ def _run_and_step(target: str) -> tuple[Path, int | None]:
 def check_run(run: Path) -> None:
     """Raises ConfigError with the runs that there are."""
     if not _is_run(run):
-        raise ConfigError(f"{run} is not a run: it has no config.json", where=str(run.absolute()),
-                          remedy="runs here: " + (", ".join(runs_beside(run)[:5]) or "none"))
+        raise ConfigError(
+            f"{run} is not a run: it has no config.json",
+            where=str(run.absolute()),
+            remedy="runs here: " + (", ".join(runs_beside(run)[:5]) or "none"),
+        )
 
 
 def _is_run(path: Path) -> bool:
@@ -185,8 +226,12 @@ def _is_run(path: Path) -> bool:
 
 def runs_beside(path: Path) -> list[str]:
     """Runs in the parent directory and in `runs/`, those with a similar name first."""
-    found = {str(run): run.name for folder in (path.parent, Path("runs")) if folder.is_dir()
-             for run in sorted(folder.iterdir())
-             if _is_run(run) and RunDir(run).logs.is_dir()}  # checkpoints have no logs
+    found = {
+        str(run): run.name
+        for folder in (path.parent, Path("runs"))
+        if folder.is_dir()
+        for run in sorted(folder.iterdir())
+        if _is_run(run) and RunDir(run).logs.is_dir()
+    }  # checkpoints have no logs
     near = nearest(path.name, found.values())
     return sorted(found, key=lambda run: found[run] not in near)

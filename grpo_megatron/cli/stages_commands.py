@@ -15,16 +15,22 @@ Graph = Annotated[str, typer.Argument(metavar="GRAPH", help=HELP["graph"])]
 
 @app.command()
 @app.command("resume", help="The same as run: stages that are done and unchanged are not repeated.")
-def run(graph: Graph, only: Annotated[str | None, flag("only")] = None,
-        in_job: Annotated[bool, typer.Option("--in-job", hidden=True)] = False) -> None:
+def run(
+    graph: Graph,
+    only: Annotated[str | None, flag("only")] = None,
+    in_job: Annotated[bool, typer.Option("--in-job", hidden=True)] = False,
+) -> None:
     """Run what is not done, on this machine. A stage that fails stops what builds on it."""
     from grpo_megatron.stages.graph import load_graph
     from grpo_megatron.stages.runner import run_graph
 
     loaded = load_graph(graph)
     if only is not None and only not in loaded.table.stages:
-        raise ConfigError(f"no stage is called {only!r}", where=loaded.file.display,
-                          remedy=did_you_mean(only, loaded.order))
+        raise ConfigError(
+            f"no stage is called {only!r}",
+            where=loaded.file.display,
+            remedy=did_you_mean(only, loaded.order),
+        )
     code = run_graph(loaded, lambda text: typer.echo(f"=== {text}"), only)
     if only is None:
         status(graph)
@@ -56,11 +62,28 @@ def status(graph: Graph) -> None:
         if (job := job_of(loaded.run_dir(name))) and not result:
             notes.append(f"job {job} {state_of(job).get('JobState', 'unknown to Slurm')}")
         accuracy = result.get("eval", {}).get("all", {}).get("accuracy")
-        rows.append((name, loaded.kind(name), records.state(name).value,
-                     "" if accuracy is None else f"{accuracy:.3f}",
-                     f"{result['seconds']:.0f}" if result else "", "; ".join(notes)))
-    print_table(("stage", "kind", "state", "accuracy", "seconds", "gates, job"), rows,
-                labelled=True)
+        rows.append(
+            (
+                name,
+                loaded.kind(name),
+                records.state(name).value,
+                "" if accuracy is None else f"{accuracy:.3f}",
+                f"{result['seconds']:.0f}" if result else "",
+                "; ".join(notes),
+            )
+        )
+    print_table(
+        ("stage", "kind", "state", "accuracy", "seconds", "gates, job"), rows, labelled=True
+    )
     for level in loaded.levels():
-        typer.echo("   ".join(name + (f" <- {', '.join(parents)}" if (
-            parents := loaded.table.stages[name].parents) else "") for name in level))
+        typer.echo(
+            "   ".join(
+                name
+                + (
+                    f" <- {', '.join(parents)}"
+                    if (parents := loaded.table.stages[name].parents)
+                    else ""
+                )
+                for name in level
+            )
+        )

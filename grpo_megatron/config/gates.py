@@ -14,8 +14,10 @@ from grpo_megatron.errors import ConfigError, raised_as
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _VALUE = re.compile(r"([\w.@-]+) *(>=|<=|>|<) *(-?\d*\.?\d+(?:e-?\d+)?)")
 _DROP = re.compile(r"no domain drops more than (\d*\.?\d+) against (.+)")
-SYNTAX = ("write eval.DOMAIN.METRIC >= NUMBER (eval.all for all prompts; also seconds, "
-          "steps, accelerator_hours), or: no domain drops more than 0.02 against RUN")
+SYNTAX = (
+    "write eval.DOMAIN.METRIC >= NUMBER (eval.all for all prompts; also seconds, "
+    "steps, accelerator_hours), or: no domain drops more than 0.02 against RUN"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,15 @@ class Gate:
 
     def below(self, root: Path) -> Self:
         """The gate of a run whose relative paths start at `root`."""
-        return self if self.against is None else replace(self, against=root / self.against,
-            text=self.text.partition(" against ")[0] + f" against {root / self.against}")
+        return (
+            self
+            if self.against is None
+            else replace(
+                self,
+                against=root / self.against,
+                text=self.text.partition(" against ")[0] + f" against {root / self.against}",
+            )
+        )
 
 
 def parse_gate(text: str, domains: Sequence[str] = ()) -> Gate:

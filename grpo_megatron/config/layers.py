@@ -34,8 +34,13 @@ class Layers:
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
-    def merge(self, values: Mapping[str, Any], origin_of: Callable[[KeyPath], Origin],
-              tree: dict[str, Any] | None = None, prefix: KeyPath = ()) -> None:
+    def merge(
+        self,
+        values: Mapping[str, Any],
+        origin_of: Callable[[KeyPath], Origin],
+        tree: dict[str, Any] | None = None,
+        prefix: KeyPath = (),
+    ) -> None:
         """Put a layer on top: tables merge, everything else (also lists) replaces."""
         tree = self.tree if tree is None else tree
         for key, value in values.items():
@@ -48,7 +53,7 @@ class Layers:
 
     def place(self, path: KeyPath, value: Any, origin_of: Callable[[KeyPath], Origin]) -> Any:
         """Record the origins of `value`, forget those of what it replaces, return a copy."""
-        for old in [known for known in self.origins if known[:len(path)] == path]:
+        for old in [known for known in self.origins if known[: len(path)] == path]:
             del self.origins[old]
         self.origins |= {node: origin_of(node) for node, _ in nodes(value, path)}
         return copy.deepcopy(value)
@@ -68,8 +73,12 @@ def _apply(layers: Layers, text: str) -> Problem | None:
     with contextlib.suppress(ValueError):
         keys = split_key(key) if equals else ()
     if not keys:
-        return Problem(key or text, "is not a key=value override", str(origin),
-                       remedy="write a dotted key and a TOML value, like trainer.num_ranks=4")
+        return Problem(
+            key or text,
+            "is not a key=value override",
+            str(origin),
+            remedy="write a dotted key and a TOML value, like trainer.num_ranks=4",
+        )
     node: Any = layers.tree
     path: KeyPath = ()
     for part in keys:
@@ -84,9 +93,14 @@ def _apply(layers: Layers, text: str) -> Problem | None:
     try:
         value = _value_of(raw, path)
     except ValueError as error:
-        return Problem(dotted(path), f"is not valid TOML: {error}", str(origin), value=raw,
-                       meaning=schema.meaning_of(path),
-                       remedy="quote text, and mind the shell's own quotes: 'key=[\"a\", \"b\"]'")
+        return Problem(
+            dotted(path),
+            f"is not valid TOML: {error}",
+            str(origin),
+            value=raw,
+            meaning=schema.meaning_of(path),
+            remedy='quote text, and mind the shell\'s own quotes: \'key=["a", "b"]\'',
+        )
     node[path[-1]] = layers.place(path, value, lambda _: origin)
     return None
 
@@ -102,17 +116,29 @@ def _child(layers: Layers, node: Any, path: KeyPath, origin: Origin) -> Any:
     return node[key]
 
 
-def _misplaced(layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, raw: str,
-               origin: Origin) -> Problem:
+def _misplaced(
+    layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, raw: str, origin: Origin
+) -> Problem:
     name, key = dotted(path), ".".join(keys)
     if isinstance(node, list):
-        rest = keys[len(path) + 1:]
+        rest = keys[len(path) + 1 :]
         valid = tuple(dotted((*path, index, *rest)) for index in range(min(len(node), 4)))
-        return Problem(key, f"{name} has {len(node)} element(s), counted from 0", str(origin),
-            nearest=valid, remedy=f"use an index that exists, or set the whole list: {name}=[…]")
-    return Problem(key, f"{name} is a single value, not a table", str(origin), value=raw,
-                   nearest=(name,), remedy=f"set {name} itself",
-                   related=(f"{name} was set at {layers.origin(path)}",))
+        return Problem(
+            key,
+            f"{name} has {len(node)} element(s), counted from 0",
+            str(origin),
+            nearest=valid,
+            remedy=f"use an index that exists, or set the whole list: {name}=[…]",
+        )
+    return Problem(
+        key,
+        f"{name} is a single value, not a table",
+        str(origin),
+        value=raw,
+        nearest=(name,),
+        remedy=f"set {name} itself",
+        related=(f"{name} was set at {layers.origin(path)}",),
+    )
 
 
 def _value_of(raw: str, path: KeyPath) -> Any:

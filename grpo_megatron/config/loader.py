@@ -44,8 +44,9 @@ def write_resolved(path: Path, resolved: ResolvedConfig) -> None:
     write_atomically(path, to_json(resolved))
 
 
-def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
-                checks: Sequence[Check] = ()) -> ResolvedConfig:
+def load_recipe(
+    recipe: str | Path, overrides: Sequence[str] = (), *, checks: Sequence[Check] = ()
+) -> ResolvedConfig:
     """Read a recipe (TOML file, or name below `recipes/`), apply `overrides` (`cold_start=null`),
     validate, also by `checks`. InvalidConfigError with everything that is wrong (`problems`)."""
     chain = read_recipe_chain(find_recipe(recipe))
@@ -54,42 +55,75 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), *,
     return _finish(layers, problems, checks, chain[-1].display)
 
 
-def read_resolved(path: Path, overrides: Sequence[str] = (), *,
-                  checks: Sequence[Check] = ()) -> ResolvedConfig:
+def read_resolved(
+    path: Path, overrides: Sequence[str] = (), *, checks: Sequence[Check] = ()
+) -> ResolvedConfig:
     """Read a run's `config.json` (or its directory), with more overrides on top. ConfigError where
     it is missing, damaged, or of another version's schema; or as `load_recipe`."""
     file = path / "config.json" if path.is_dir() else path
     where = assets.display(file)
-    with raised_as(ConfigError, "cannot read the run's configuration", OSError, where=where,
-                   remedy="give the directory of a run, for example runs/demo"):
+    with raised_as(
+        ConfigError,
+        "cannot read the run's configuration",
+        OSError,
+        where=where,
+        remedy="give the directory of a run, for example runs/demo",
+    ):
         text = file.read_text(encoding="utf-8")
     try:
         resolved = ResolvedConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = f"the run's configuration is damaged: {dotted(first['loc'])}: {first['msg']}"
-        raise ConfigError(what, where=where, remedy="use the version of grpo-megatron that wrote "
-                          "it, or start the run again from its recipe") from None
+        raise ConfigError(
+            what,
+            where=where,
+            remedy="use the version of grpo-megatron that wrote "
+            "it, or start the run again from its recipe",
+        ) from None
     if not overrides:
         return resolved
     tree = resolved.config.model_dump(mode="json")
     # another preset replaces what the old one had set
-    tree["objective"] = {key: value for key, value in tree["objective"].items() if
-                         resolved.provenance[f"objective.{key}"].kind not in ("default", "preset")}
-    layers = Layers(tree, {path: resolved.provenance.get(dotted(path), DEFAULT)
-                           for path, _ in leaves(tree)})
+    tree["objective"] = {
+        key: value
+        for key, value in tree["objective"].items()
+        if resolved.provenance[f"objective.{key}"].kind not in ("default", "preset")
+    }
+    layers = Layers(
+        tree, {path: resolved.provenance.get(dotted(path), DEFAULT) for path, _ in leaves(tree)}
+    )
     return _finish(layers, apply_overrides(layers, overrides), checks, resolved.recipe)
 
 
-def load_objective(preset: str, overrides: Sequence[str] = (), domains: Sequence[str] = ("all",),
-                   ) -> tuple[ObjectiveConfig, dict[str, DomainObjective]]:
+def load_objective(
+    preset: str,
+    overrides: Sequence[str] = (),
+    domains: Sequence[str] = ("all",),
+) -> tuple[ObjectiveConfig, dict[str, DomainObjective]]:
     """Choices of a preset with changes (`clip_low=0.1`, `domain.math.kl_beta=0.01`), and what each
     domain sets for itself. Raises as `load_recipe`."""
-    tables = [{"name": name, "source": "file", "path": "case", "objective": {},
-               "rewards": [{"function": "case:rewards"}]} for name in domains]
+    tables = [
+        {
+            "name": name,
+            "source": "file",
+            "path": "case",
+            "objective": {},
+            "rewards": [{"function": "case:rewards"}],
+        }
+        for name in domains
+    ]
     layers = Layers()
-    layers.merge({"name": "objective", "num_steps": 0, "model": {"preset": preset_names()[0]},
-        "domains": tables, "objective": {"preset": preset}}, lambda path: Origin("flag", preset))
+    layers.merge(
+        {
+            "name": "objective",
+            "num_steps": 0,
+            "model": {"preset": preset_names()[0]},
+            "domains": tables,
+            "objective": {"preset": preset},
+        },
+        lambda path: Origin("flag", preset),
+    )
     problems = apply_overrides(layers, [_full_key(text, domains) for text in overrides])
     config = valid(layers, problems, (), "objective")
     return config.objective, {d.name: d.objective for d in config.domains if d.objective}
@@ -98,17 +132,19 @@ def load_objective(preset: str, overrides: Sequence[str] = (), domains: Sequence
 def _full_key(text: str, domains: Sequence[str]) -> str:
     for index, name in enumerate(domains):
         if text.startswith(f"domain.{name}."):
-            return f"domains.{index}.objective.{text[len(name) + 8:]}"
+            return f"domains.{index}.objective.{text[len(name) + 8 :]}"
     return text if text.startswith("objective.") else f"objective.{text}"
 
 
-def _assemble(preset: ModelPreset | None, chain: Sequence[TomlFile],
-              overrides: Sequence[str]) -> tuple[Layers, list[Problem]]:
+def _assemble(
+    preset: ModelPreset | None, chain: Sequence[TomlFile], overrides: Sequence[str]
+) -> tuple[Layers, list[Problem]]:
     """Merge all layers, lowest first; returns also what could not be placed."""
     layers = Layers()
     if preset:
-        layers.merge(preset.defaults,
-                     lambda path: Origin("model", preset.file.where(("defaults", *path))))
+        layers.merge(
+            preset.defaults, lambda path: Origin("model", preset.file.where(("defaults", *path)))
+        )
     for file in chain:
         layers.merge(file.values, lambda path, file=file: Origin("recipe", file.where(path)))
     return layers, apply_overrides(layers, overrides)
@@ -121,11 +157,17 @@ def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
     return load_preset(name) if isinstance(name, str) and name in preset_names() else None
 
 
-def _finish(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
-            recipe: str) -> ResolvedConfig:
+def _finish(
+    layers: Layers, problems: Sequence[Problem], checks: Sequence[Check], recipe: str
+) -> ResolvedConfig:
     config = valid(layers, problems, checks, recipe)
     preset, values = config.objective.preset, leaves(config.model_dump(mode="json"))
-    origins = {("objective", key): Origin("preset", f"objective preset {preset}")
-               for key in PRESETS[preset].values} | layers.origins
-    return ResolvedConfig(recipe=recipe, config=config, provenance={
-        dotted(path): origins.get(path, DEFAULT) for path, _ in values})
+    origins = {
+        ("objective", key): Origin("preset", f"objective preset {preset}")
+        for key in PRESETS[preset].values
+    } | layers.origins
+    return ResolvedConfig(
+        recipe=recipe,
+        config=config,
+        provenance={dotted(path): origins.get(path, DEFAULT) for path, _ in values},
+    )

@@ -18,8 +18,10 @@ class ObjectivePreset(Strict):
     with_data: dict[str, Any] = {}  # what the paper sets outside of [objective] (not applied)
 
 
-PRESETS = {name: ObjectivePreset(**table) for name, table in
-           assets.tables(__file__, "objective_presets.toml").items()}
+PRESETS = {
+    name: ObjectivePreset(**table)
+    for name, table in assets.tables(__file__, "objective_presets.toml").items()
+}
 TOKEN_LEVEL = ("process", "gtpo_entropy", "gagpo")  # advantages differ from token to token
 TOKEN_SHAPINGS = ("gtpo_conflict", "trace_recent", "trace_both")
 
@@ -52,8 +54,20 @@ class ObjectiveConfig(Strict):
     """GFPO: train only some samples of each group; the others leave statistics and loss."""
     subset_size: int = Field(8, ge=1)
     """Samples kept per group (`adaptive`: of hard groups; 3/4 of medium, half of easy ones)."""
-    advantage: Literal["reward", "group", "rloo", "maxrl", "process", "components", "passk", "pkpo",
-                       "best_minus_second", "gtpo_entropy", "grpo_s", "gagpo"] = "group"
+    advantage: Literal[
+        "reward",
+        "group",
+        "rloo",
+        "maxrl",
+        "process",
+        "components",
+        "passk",
+        "pkpo",
+        "best_minus_second",
+        "gtpo_entropy",
+        "grpo_s",
+        "gagpo",
+    ] = "group"
     """Estimator."""
     advantage_std: Literal["none", "group", "batch_raw", "batch_residual"] = "none"
     """What centred rewards are divided by."""
@@ -68,8 +82,9 @@ class ObjectiveConfig(Strict):
     shaping: Literal["none", "eda", "gtpo_conflict", "trace_recent", "trace_both", "xrpo"] = "none"
     """Reweights advantages after estimation."""
 
-    ratio: Literal["token", "sequence_geo", "sequence_token", "sequence_product",
-                   "sequence_mean", "turn_geo"] = "token"
+    ratio: Literal[
+        "token", "sequence_geo", "sequence_token", "sequence_product", "sequence_mean", "turn_geo"
+    ] = "token"
     """Level of the update ratio."""
     clip: Literal["ppo", "upper", "gmpo", "cispo", "sapo", "none"] = "ppo"
     """Surrogate term."""
@@ -87,8 +102,14 @@ class ObjectiveConfig(Strict):
     sapo_tau_positive: float = Field(1.0, gt=0)
     sapo_tau_negative: float = Field(1.05, gt=0)
 
-    aggregation: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "constant",
-                         "prompt_mean", "lambda_grpo"] = "seq_mean_token_mean"
+    aggregation: Literal[
+        "seq_mean_token_mean",
+        "token_mean",
+        "seq_mean_token_sum",
+        "constant",
+        "prompt_mean",
+        "lambda_grpo",
+    ] = "seq_mean_token_mean"
     """How per-token losses become one number."""
     aggregation_length: int | None = Field(None, ge=1)
     """constant: fixed length that divides; default: `rollout.max_new_tokens`."""
@@ -117,8 +138,9 @@ class ObjectiveConfig(Strict):
 
     proximal: Literal["recompute", "rollout"] = "recompute"
     """Old log-probs: from the trainer, or the engine's (bypasses the mismatch correction)."""
-    mismatch: Literal["none", "tis", "tis_sequence", "mis_sequence", "geometric_mask",
-                      "icepop"] = "none"
+    mismatch: Literal["none", "tis", "tis_sequence", "mis_sequence", "geometric_mask", "icepop"] = (
+        "none"
+    )
     """Weight for the gap between engine and trainer."""
     mismatch_min: float = Field(0.5, ge=0)
     """icepop, geometric_mask: smallest accepted ratio."""
@@ -184,8 +206,11 @@ class ObjectiveConfig(Strict):
 
     @property
     def token_level(self) -> bool:
-        return (self.advantage in TOKEN_LEVEL or self.shaping in TOKEN_SHAPINGS
-                or self.kl == "reward_k1")
+        return (
+            self.advantage in TOKEN_LEVEL
+            or self.shaping in TOKEN_SHAPINGS
+            or self.kl == "reward_k1"
+        )
 
     def for_domain(self, own: DomainObjective | None) -> Self:
         return self.model_copy(update=own.model_dump(exclude_none=True)) if own else self

@@ -30,14 +30,20 @@ def load_preset(name: str) -> ModelPreset:
     """ConfigError where there is none, or it is no preset."""
     folder, known = assets.root() / "models", preset_names()
     if name not in known:
-        raise ConfigError(f"no model preset is called {name!r}", where=str(folder),
-                          remedy=did_you_mean(name, known))
+        raise ConfigError(
+            f"no model preset is called {name!r}",
+            where=str(folder),
+            remedy=did_you_mean(name, known),
+        )
     document = read_toml(folder / f"{name}.toml")
     wrong = [key for key in document.values if key not in _TABLES]
     if wrong or not isinstance(document.values.get("hf"), dict):
         what = f"unknown key {wrong[0]}" if wrong else "no [hf] table"
-        raise ConfigError(f"{what} in a model preset", where=document.where(tuple(wrong[:1])),
-                          remedy="a model preset has the keys " + ", ".join(_TABLES))
+        raise ConfigError(
+            f"{what} in a model preset",
+            where=document.where(tuple(wrong[:1])),
+            remedy="a model preset has the keys " + ", ".join(_TABLES),
+        )
     values = {**document.values, "name": name, "file": document}
     values["hf"] = values["hf"] | dict.fromkeys(values.pop("hf_null", ()))
     return ModelPreset(**values)

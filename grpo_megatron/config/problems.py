@@ -23,9 +23,14 @@ class Problem:
 
     def __str__(self) -> str:
         lines = [f"{self.key}: {self.message}"]
-        rows = (("value", self.value), ("set at", self.where),
-                ("together with", "; ".join(self.related)), ("meaning", self.meaning),
-                ("nearest", " or ".join(self.nearest)), ("fix", self.remedy))
+        rows = (
+            ("value", self.value),
+            ("set at", self.where),
+            ("together with", "; ".join(self.related)),
+            ("meaning", self.meaning),
+            ("nearest", " or ".join(self.nearest)),
+            ("fix", self.remedy),
+        )
         lines += [f"     {label + ':':<15}{text}" for label, text in rows if text]
         return "\n".join(lines)
 

@@ -427,14 +427,21 @@ class RunConfig(Strict):
     def input_paths(self) -> list[Path]:
         """What a run reads: model, data sets, references, teachers."""
         teachers = self.distillation.teachers if self.distillation else ()
-        return sorted({self.model.path, *(t.path for t in teachers), *(
-            path for d in self.domains for path in (d.path, d.reference))} - {None})
+        return sorted(
+            {
+                self.model.path,
+                *(t.path for t in teachers),
+                *(path for d in self.domains for path in (d.path, d.reference)),
+            }
+            - {None}
+        )
 
     @property
     def uses_dataset(self) -> bool:
         """Whether the responses of a data set are trained, not the policy's own samples."""
         return self.kind == "sft" or (
-            self.distillation is not None and self.distillation.samples == "dataset")
+            self.distillation is not None and self.distillation.samples == "dataset"
+        )
 
     @property
     def canary_tolerance(self) -> float:
@@ -446,11 +453,16 @@ class RunConfig(Strict):
     def samples_prove(self) -> bool:
         """Whether a step's samples can be its canary: each is trained, the engine recorded for it
         sampled it, and training computes what that engine did, experts and all."""
-        return (self.publish.canary and self.kind == "rl" and self.batch.max_staleness == 0
-                and self.routing.replay != "r3" and not self.rollout.truncation
-                and self.objective.overlong == self.objective.subset == "none"
-                and not self.correction
-                and (self.rollout.num_replicas == 1 or not self.rollout.deterministic))
+        return (
+            self.publish.canary
+            and self.kind == "rl"
+            and self.batch.max_staleness == 0
+            and self.routing.replay != "r3"
+            and not self.rollout.truncation
+            and self.objective.overlong == self.objective.subset == "none"
+            and not self.correction
+            and (self.rollout.num_replicas == 1 or not self.rollout.deterministic)
+        )
 
     @property
     def records_routes(self) -> bool:

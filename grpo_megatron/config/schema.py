@@ -79,8 +79,11 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     same = [full for name in (plain(key), habit) for full in anywhere.get(name, ())]
     same.sort(key=lambda full: (dotted(tuple(table)) not in full, "*" in full))
     found = [*([habit] if habit in here else []), *nearest(key, here, cutoff=0.8)]
-    found = [dotted((*table, name)) for name in found] + same + [
-        dotted((*table, name)) for name in nearest(key, here)]
+    found = (
+        [dotted((*table, name)) for name in found]
+        + same
+        + [dotted((*table, name)) for name in nearest(key, here)]
+    )
     if not found:
         found = [full for name in nearest(key, anywhere, cutoff=0.75) for full in anywhere[name]]
     index = next((part for part in table if part.isdigit()), "0")
@@ -91,5 +94,7 @@ def json_schema() -> dict[str, Any]:
     schema = RunConfig.model_json_schema()
     schema["title"] = "grpo-megatron recipe"
     schema["properties"]["extends"] = {
-        "type": "string", "description": "Recipe to start from, relative to this file."}
+        "type": "string",
+        "description": "Recipe to start from, relative to this file.",
+    }
     return schema

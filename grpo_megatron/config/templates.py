@@ -25,29 +25,44 @@ class PromptTemplate:
             pieces = list(string.Formatter().parse(text))
         except ValueError as error:
             raise self._refused(str(error), "write literal braces as {{ and }}") from error
-        self._pieces = [(literal, self._checked(name, f"{spec or ''}{conversion or ''}"))
-                        for literal, name, spec, conversion in pieces]
+        self._pieces = [
+            (literal, self._checked(name, f"{spec or ''}{conversion or ''}"))
+            for literal, name, spec, conversion in pieces
+        ]
         if not any(field for _, field in self._pieces):
-            raise self._refused("uses no field: every prompt would be the same",
-                                "use {question} or {metadata[key]}")
+            raise self._refused(
+                "uses no field: every prompt would be the same", "use {question} or {metadata[key]}"
+            )
 
     def render(self, question: str, metadata: Mapping[str, Any]) -> str:
         """The prompt of a problem. Raises DataError where a metadata key is missing."""
         try:
-            return "".join(literal + (field and str(
-                question if field == "question" else metadata[field[len("metadata["):-1]]))
-                for literal, field in self._pieces)
+            return "".join(
+                literal
+                + (
+                    field
+                    and str(
+                        question if field == "question" else metadata[field[len("metadata[") : -1]]
+                    )
+                )
+                for literal, field in self._pieces
+            )
         except KeyError as error:
-            raise self._refused(f"a problem has no metadata {error}", "metadata of that problem: "
-                                + (", ".join(map(str, metadata)) or "none")) from None
+            raise self._refused(
+                f"a problem has no metadata {error}",
+                "metadata of that problem: " + (", ".join(map(str, metadata)) or "none"),
+            ) from None
 
     def _checked(self, name: str | None, extra: str) -> str:
         if name and any(leak in name.lower() for leak in _LEAKS):
-            raise self._refused(f"{{{name}}} would put the answer into the prompt",
-                                "remove the field")
+            raise self._refused(
+                f"{{{name}}} would put the answer into the prompt", "remove the field"
+            )
         if name is not None and (extra or not _FIELD.fullmatch(name)):
-            raise self._refused(f"{{{name}}} is not supported", "use {question} or "
-                                "{metadata[key]}; write literal braces as {{ and }}")
+            raise self._refused(
+                f"{{{name}}} is not supported",
+                "use {question} or {metadata[key]}; write literal braces as {{ and }}",
+            )
         return name or ""
 
     def _refused(self, reason: str, remedy: str) -> DataError:

@@ -36,18 +36,33 @@ class TomlFile:
 def read_toml(path: Path) -> TomlFile:
     """Parse one file; ConfigError, with file and line, where it is unreadable or not TOML."""
     display = assets.display(path)
-    with (raised_as(ConfigError, "cannot read the file", OSError, where=display,
-                    remedy="check the path and its permissions"),
-          raised_as(ConfigError, "not UTF-8 text", UnicodeDecodeError, where=display,
-                    remedy="save the file as UTF-8")):
+    with (
+        raised_as(
+            ConfigError,
+            "cannot read the file",
+            OSError,
+            where=display,
+            remedy="check the path and its permissions",
+        ),
+        raised_as(
+            ConfigError,
+            "not UTF-8 text",
+            UnicodeDecodeError,
+            where=display,
+            remedy="save the file as UTF-8",
+        ),
+    ):
         text = path.read_text(encoding="utf-8")
     try:
         return TomlFile(path, display, tomllib.loads(text), text)
     except tomllib.TOMLDecodeError as error:
         at = _AT_LINE.search(str(error))
         what, line = _AT_LINE.sub("", str(error)), at[1] if at else text.count("\n") + 1
-        raise ConfigError(f"{what}: not valid TOML", where=f"{display}:{line}",
-                          remedy="correct the syntax at this line") from None
+        raise ConfigError(
+            f"{what}: not valid TOML",
+            where=f"{display}:{line}",
+            remedy="correct the syntax at this line",
+        ) from None
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
@@ -100,8 +115,11 @@ def find_recipe(recipe: str | Path, shipped: Path | None = None) -> Path:
     by_stem = {Path(name).name: name for name in names}
     wanted = Path(recipe).name.removesuffix(".toml")
     listed = [by_stem[stem] for stem in nearest(wanted, by_stem)] or names
-    raise ConfigError(f"no {shipped.name[:-1]} at {str(recipe)!r}", where=str(Path.cwd()), remedy=(
-        "give a .toml file or the name of a shipped one: " + ", ".join(listed[:5])))
+    raise ConfigError(
+        f"no {shipped.name[:-1]} at {str(recipe)!r}",
+        where=str(Path.cwd()),
+        remedy=("give a .toml file or the name of a shipped one: " + ", ".join(listed[:5])),
+    )
 
 
 def read_recipe_chain(path: Path) -> list[TomlFile]:
@@ -112,8 +130,11 @@ def read_recipe_chain(path: Path) -> list[TomlFile]:
     while next_path is not None:
         file = read_toml(next_path)
         if any(file.path.resolve() == other.path.resolve() for other in chain):
-            raise ConfigError(f"{file.display} extends itself", where=chain[-1].where(("extends",)),
-                              remedy="break the circle of `extends`")
+            raise ConfigError(
+                f"{file.display} extends itself",
+                where=chain[-1].where(("extends",)),
+                remedy="break the circle of `extends`",
+            )
         chain.append(file)
         next_path = _base_of(file)
     return chain[::-1]
@@ -124,12 +145,18 @@ def _base_of(file: TomlFile) -> Path | None:
         return None
     base, where = file.values.pop("extends"), file.where(("extends",))
     if not isinstance(base, str):
-        raise ConfigError(f"extends must be the path of one recipe, not {base!r}", where=where,
-                          remedy='write extends = "other.toml"')
+        raise ConfigError(
+            f"extends must be the path of one recipe, not {base!r}",
+            where=where,
+            remedy='write extends = "other.toml"',
+        )
     path = file.path.parent / base
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else file.path.parent
-        raise ConfigError(f"extends names a file that does not exist: {base}", where=where,
-                          remedy="the path is relative to the recipe that extends it; " +
-                          did_you_mean(path.name, sorted(o.name for o in folder.glob("*.toml"))))
+        raise ConfigError(
+            f"extends names a file that does not exist: {base}",
+            where=where,
+            remedy="the path is relative to the recipe that extends it; "
+            + did_you_mean(path.name, sorted(o.name for o in folder.glob("*.toml"))),
+        )
     return path

@@ -95,6 +95,9 @@ class OptimizerConfig(Strict):
             return self.lr * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(num_steps - self.warmup_steps, 1)
         progress = min(max(progress, 0.0), 1.0)
-        factor = {"constant": 1.0, "linear": 1 - progress,
-                  "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[self.schedule]
+        factor = {
+            "constant": 1.0,
+            "linear": 1 - progress,
+            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        }[self.schedule]
         return self.min_lr + (self.lr - self.min_lr) * factor

@@ -24,8 +24,9 @@ _WORDS = assets.tables(__file__, "messages.toml")
 Check = Callable[[RunConfig], list[Violation]]  # of a whole, well-typed configuration
 
 
-def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
-          source: str) -> RunConfig:
+def valid(
+    layers: Layers, problems: Sequence[Problem], checks: Sequence[Check], source: str
+) -> RunConfig:
     """The configuration of `layers`; InvalidConfigError with the `problems` so far and everything
     else that is wrong.
 
@@ -37,12 +38,21 @@ def valid(layers: Layers, problems: Sequence[Problem], checks: Sequence[Check],
         config, _ = _parse(_without(layers.tree, [error["loc"] for error in errors]))
     if config is not None:
         unsure = {dotted(error["loc"]) for error in errors} | {  # and what unknown ones may mean
-            key for error in errors if error["type"] == "extra_forbidden"
-            for key in schema.nearest_keys(error["loc"])}
-        found += [_problem_of_violation(violation, config, layers)
-                  for check in (check_rules, *checks) for violation in check(config)
-                  if not any(f"{key}.".startswith(f"{wrong}.") for wrong in unsure
-                             for key in (violation.key, *violation.related))]
+            key
+            for error in errors
+            if error["type"] == "extra_forbidden"
+            for key in schema.nearest_keys(error["loc"])
+        }
+        found += [
+            _problem_of_violation(violation, config, layers)
+            for check in (check_rules, *checks)
+            for violation in check(config)
+            if not any(
+                f"{key}.".startswith(f"{wrong}.")
+                for wrong in unsure
+                for key in (violation.key, *violation.related)
+            )
+        ]
     if found:
         count = f"{len(found)} problem" + "s" * (len(found) > 1)
         raise InvalidConfigError(f"{count} in {source}; nothing was started", problems=found)
@@ -56,8 +66,16 @@ def _parse(tree: dict[str, Any]) -> tuple[RunConfig | None, list[dict[str, Any]]
     except ValidationError as error:
         errors = error.errors(include_url=False)
     # "list too short" is an echo where elements were left out only because they are wrong
-    return None, [error for error in errors if error["type"] != "too_short" or not any(
-        other["loc"][:len(error["loc"])] == error["loc"] for other in errors if other is not error)]
+    return None, [
+        error
+        for error in errors
+        if error["type"] != "too_short"
+        or not any(
+            other["loc"][: len(error["loc"])] == error["loc"]
+            for other in errors
+            if other is not error
+        )
+    ]
 
 
 def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
@@ -86,17 +104,30 @@ def _unknown_key(path: KeyPath, error: dict[str, Any], layers: Layers) -> Proble
         full, suffix = (*full, key), f"{suffix}.{key}"
     near = [key + suffix for key in near]
     parent = dotted(path[:-1])
-    fix = f"write {near[0]}" if near else (
-        f"valid keys of {parent or 'the top level'}: " + ", ".join(schema.keys_of(path[:-1])))
-    return Problem(dotted(full), "unknown key", str(layers.origin(full)), value=as_toml(value),
-                   nearest=tuple(near), remedy=fix)
+    fix = (
+        f"write {near[0]}"
+        if near
+        else (f"valid keys of {parent or 'the top level'}: " + ", ".join(schema.keys_of(path[:-1])))
+    )
+    return Problem(
+        dotted(full),
+        "unknown key",
+        str(layers.origin(full)),
+        value=as_toml(value),
+        nearest=tuple(near),
+        remedy=fix,
+    )
 
 
 def _missing_key(path: KeyPath, error: dict[str, Any], layers: Layers) -> Problem:
     where = str(layers.origin(path[:-1])) if len(path) > 1 else ""
-    return Problem(dotted(path), "is required", where if where != "default" else "",
-                   meaning=schema.meaning_of(path),
-                   remedy=f"add {path[-1]} to the recipe, or pass {dotted(path)}=…")
+    return Problem(
+        dotted(path),
+        "is required",
+        where if where != "default" else "",
+        meaning=schema.meaning_of(path),
+        remedy=f"add {path[-1]} to the recipe, or pass {dotted(path)}=…",
+    )
 
 
 def _wrong_value(path: KeyPath, error: dict[str, Any], layers: Layers) -> Problem:
@@ -105,12 +136,21 @@ def _wrong_value(path: KeyPath, error: dict[str, Any], layers: Layers) -> Proble
     words = {**context, "choices": ", ".join(choices)}
     message = _WORDS[kind].format(**words) if kind in _WORDS else error["msg"]
     bound = context.get("ge", context.get("le"))
-    near = nearest(str(value), choices, count=1) if choices else (
-        _meant(value, kind) if bound is None else [f"{bound:g}"])
+    near = (
+        nearest(str(value), choices, count=1)
+        if choices
+        else (_meant(value, kind) if bound is None else [f"{bound:g}"])
+    )
     key = dotted(path)
-    return Problem(key, message, str(layers.origin(path)), value=as_toml(value),
-                   nearest=tuple(near), meaning=schema.meaning_of(path),
-                   remedy=f"set {key}={near[0]}" if near else "")
+    return Problem(
+        key,
+        message,
+        str(layers.origin(path)),
+        value=as_toml(value),
+        nearest=tuple(near),
+        meaning=schema.meaning_of(path),
+        remedy=f"set {key}={near[0]}" if near else "",
+    )
 
 
 def _meant(value: Any, kind: str) -> list[str]:
@@ -135,8 +175,17 @@ def _problem_of_violation(violation: Violation, config: RunConfig, layers: Layer
         return layers.origins.get(path, DEFAULT)
 
     near = tuple(v if isinstance(v, str) else as_toml(v) for v in violation.nearest)
-    related = tuple(f"{key} = {as_toml(value_at(config, key))} ({origin(key)})"
-                    for key in violation.related if origin(key) is not DEFAULT)
-    return Problem(violation.key, violation.message, str(origin(violation.key)),
-                   value=as_toml(violation.value), nearest=near, related=related,
-                   remedy=violation.remedy or (f"set {violation.key}={near[0]}" if near else ""))
+    related = tuple(
+        f"{key} = {as_toml(value_at(config, key))} ({origin(key)})"
+        for key in violation.related
+        if origin(key) is not DEFAULT
+    )
+    return Problem(
+        violation.key,
+        violation.message,
+        str(origin(violation.key)),
+        value=as_toml(violation.value),
+        nearest=near,
+        related=related,
+        remedy=violation.remedy or (f"set {violation.key}={near[0]}" if near else ""),
+    )

@@ -17,13 +17,21 @@ class Alarms:
 
     def __call__(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Take a step's metrics; text by alarm, "" of those that are off."""
-        texts = {"lazy_displacement": "right answers become less likely while the gradient grows "
-                 "(lazy likelihood displacement); see objective.llds_weight"
-                 if self._lazy_displacement(metrics) else ""}
+        texts = {
+            "lazy_displacement": "right answers become less likely while the gradient grows "
+            "(lazy likelihood displacement); see objective.llds_weight"
+            if self._lazy_displacement(metrics)
+            else ""
+        }
         if (load := metrics.get("routing/load_max_ratio")) is not None:
-            texts["expert_load"] = "" if load <= self._load_limit else (
-                f"an expert has {load:.1f} times its layer's mean load (routing.load_alarm = "
-                f"{self._load_limit:g}); see routing.balance_weight")
+            texts["expert_load"] = (
+                ""
+                if load <= self._load_limit
+                else (
+                    f"an expert has {load:.1f} times its layer's mean load (routing.load_alarm = "
+                    f"{self._load_limit:g}); see routing.balance_weight"
+                )
+            )
         return texts
 
     def _lazy_displacement(self, metrics: Mapping[str, float]) -> bool:

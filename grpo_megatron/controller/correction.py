@@ -33,10 +33,15 @@ class Correction:
                     retries[number, sample] = prompt
         if not retries:
             return list(groups)
-        found = await session.worker.rollouts(step, list(retries.values()), num_samples=1,
-                                              max_tokens=self._settings.max_retry_tokens)
-        scored = await session.rewards.score([replace(retry, prompt=groups[number].group.prompt)
-            for (number, _), retry in zip(retries, found, strict=True)])
+        found = await session.worker.rollouts(
+            step, list(retries.values()), num_samples=1, max_tokens=self._settings.max_retry_tokens
+        )
+        scored = await session.rewards.score(
+            [
+                replace(retry, prompt=groups[number].group.prompt)
+                for (number, _), retry in zip(retries, found, strict=True)
+            ]
+        )
         self._seen += [float(self._selection.correct(retry)[0]) for retry in scored]
         corrected = list(groups)
         for ((number, sample), prompt), retry in zip(retries.items(), scored, strict=True):
@@ -78,7 +83,13 @@ def _with_retry(group: ScoredGroup, sample: int, prompt: Prompt, retry: ScoredGr
     completions[sample] = replace(retry.group.completions[0], context=prompt.token_ids[before:])
     steps[sample] = (retry.steps or [()])[0]
     here = np.arange(size) == sample
-    components = {name: np.where(here, retry.components[name], values)
-                  for name, values in group.components.items()}
-    return ScoredGroup(replace(group.group, completions=tuple(completions)), components,
-                       np.where(here, retry.rewards, group.rewards), tuple(steps))
+    components = {
+        name: np.where(here, retry.components[name], values)
+        for name, values in group.components.items()
+    }
+    return ScoredGroup(
+        replace(group.group, completions=tuple(completions)),
+        components,
+        np.where(here, retry.rewards, group.rewards),
+        tuple(steps),
+    )

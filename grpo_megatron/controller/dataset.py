@@ -18,13 +18,26 @@ class DatasetAnswers:
         self._tokenizer, self._longest = tokenizer, longest
 
     async def rollouts(self, step: int, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        return [RolloutGroup(prompt, tuple(self.completion(step, text) for text in
-                             prompt.metadata.get("responses") or [prompt.answer]), 0)
-                for prompt in prompts]
+        return [
+            RolloutGroup(
+                prompt,
+                tuple(
+                    self.completion(step, text)
+                    for text in prompt.metadata.get("responses") or [prompt.answer]
+                ),
+                0,
+            )
+            for prompt in prompts
+        ]
 
     def completion(self, step: int, text: str) -> Completion:
         tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]
         whole = len(tokens) <= self._longest
-        ids = np.asarray(tokens[:self._longest], np.int32)
-        return Completion(ids, np.full(len(ids), -np.inf, np.float32),
-                          (VersionSpan(step, 0, len(ids)),), "stop" if whole else "length", text)
+        ids = np.asarray(tokens[: self._longest], np.int32)
+        return Completion(
+            ids,
+            np.full(len(ids), -np.inf, np.float32),
+            (VersionSpan(step, 0, len(ids)),),
+            "stop" if whole else "length",
+            text,
+        )

@@ -26,21 +26,32 @@ async def evaluate(session: Session, prompts: Sequence[Prompt], num_samples: int
         return {"all": {"prompts": 0.0}}
     worker = session.worker
     await session.judges.wake()
-    found = _by_domain(session, await session.rewards.score(
-        await worker.greedy(prompts, session.config.rollout.max_new_tokens)), _greedy)
+    found = _by_domain(
+        session,
+        await session.rewards.score(
+            await worker.greedy(prompts, session.config.rollout.max_new_tokens)
+        ),
+        _greedy,
+    )
     if num_samples:
         groups = await worker.rollouts(0, prompts, num_samples=num_samples)
         sampled = _by_domain(session, await session.rewards.score(groups), _sampled)
         found = {domain: {**values, **sampled[domain]} for domain, values in found.items()}
     names = dict.fromkeys(name for values in found.values() for name in values)
     sizes = [values["prompts"] for values in found.values()]
-    every = {name: float(np.average([values[name] for values in found.values()], weights=sizes))
-             for name in names if not name.endswith(("_low", "_high"))}
+    every = {
+        name: float(np.average([values[name] for values in found.values()], weights=sizes))
+        for name in names
+        if not name.endswith(("_low", "_high"))
+    }
     return {**found, "all": every | {"prompts": float(len(prompts))}}
 
 
-def _by_domain(session: Session, scored: Sequence[ScoredGroup],
-               measure: Callable[[ScoredGroup, Selection], Mapping[str, float]]) -> Results:
+def _by_domain(
+    session: Session,
+    scored: Sequence[ScoredGroup],
+    measure: Callable[[ScoredGroup, Selection], Mapping[str, float]],
+) -> Results:
     selection, results = Selection(session.config), {}
     for domain in dict.fromkeys(group.group.prompt.domain for group in scored):
         rows = [measure(g, selection) for g in scored if g.group.prompt.domain == domain]

@@ -22,8 +22,11 @@ def main(run_path: str, attempt: str) -> int:
     from grpo_megatron.controller.run import run
     from grpo_megatron.rundir import RunDir
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr,
-                        format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
     run_dir = RunDir(Path(run_path), attempt)
     try:
         finished = asyncio.run(run(read_resolved(run_dir.config).config, run_dir, stop.listen_for))

@@ -22,8 +22,9 @@ CANARY_TOKENS = 16
 
 
 class Publisher:
-    def __init__(self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink,
-                 engines: ReplicaPool):
+    def __init__(
+        self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink, engines: ReplicaPool
+    ):
         self.config, self.run_dir = config, run_dir
         self.trainer, self.engines = trainer, engines
         self.version, self.resumed, self._seconds = -1, 0.0, 0.0  # when it came, how long it took
@@ -40,8 +41,11 @@ class Publisher:
     @property
     def resting(self) -> bool:
         """Whether engines keep requests that come now until the next weights have come, soon."""
-        return (self._publisher.paused and not self._publisher.asleep
-                and self._seconds < 0.1 * self.config.rollout.request_timeout_s)
+        return (
+            self._publisher.paused
+            and not self._publisher.asleep
+            and self._seconds < 0.1 * self.config.rollout.request_timeout_s
+        )
 
     async def reach(self, version: int) -> None:
         """Publish `version` unless the engines have it."""
@@ -55,7 +59,8 @@ class Publisher:
         async def rest(clients: Sequence[EngineClient]) -> None:
             await self._connect(clients)
             await self._publisher.rest(
-                sleep=placement.mode == "colocated" and placement.gpus_per_node > 0)
+                sleep=placement.mode == "colocated" and placement.gpus_per_node > 0
+            )
 
         await self._with_the_living(rest)
 
@@ -74,14 +79,16 @@ class Publisher:
             await self.trainer.call("export", directory=str(directory))
             await self._publisher.publish_file(version, str(directory.absolute()))
         else:
-            await self._publisher.publish(version, self._plan, lambda: self.trainer.call(
-                "publish_send", version=version))
+            await self._publisher.publish(
+                version, self._plan, lambda: self.trainer.call("publish_send", version=version)
+            )
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
         if clients == self._publisher.clients:
             return
-        publisher = WeightPublisher(clients, pause_mode=self.config.publish.pause,
-                                    asleep=self._publisher.asleep)
+        publisher = WeightPublisher(
+            clients, pause_mode=self.config.publish.pause, asleep=self._publisher.asleep
+        )
         if self.config.publish.method == "gloo":
             workers = await publisher.num_workers()
             opened = await self.trainer.call("publish_open", num_workers=workers)
@@ -101,19 +108,26 @@ class Publisher:
         started, worst = time.perf_counter(), {"canary/abs_max": 0.0, "canary/abs_mean": 0.0}
         for replica in self.engines.alive:
             try:
-                completions = await asyncio.gather(*(self._sample(replica.client, p)
-                                                     for p in prompts))
+                completions = await asyncio.gather(
+                    *(self._sample(replica.client, p) for p in prompts)
+                )
             except EngineError as error:
                 if replica.is_alive:  # else the rollouts found out first
                     await self._bury_dead(error, self.engines.alive)
                 continue
             directory = self.run_dir.root / "canary"
-            record_completions(directory, [(0, p, c) for p, c in zip(
-                prompts, completions, strict=True)], replica.client.name)
+            record_completions(
+                directory,
+                [(0, p, c) for p, c in zip(prompts, completions, strict=True)],
+                replica.client.name,
+            )
             found = await self.trainer.call("compare", directory=str(directory))
             if found["problem"]:
-                raise MismatchError(f"weight version {self.version}: {found['problem']}",
-                                    where="publish.canary_tolerance", remedy=found["remedy"])
+                raise MismatchError(
+                    f"weight version {self.version}: {found['problem']}",
+                    where="publish.canary_tolerance",
+                    remedy=found["remedy"],
+                )
             worst = {name: max(worst[name], found[name]) for name in worst}
         return {**worst, "canary/seconds": time.perf_counter() - started}
 
@@ -121,5 +135,11 @@ class Publisher:
         rollout = self.config.rollout
         tokens = min(CANARY_TOKENS, self.config.max_new_tokens_of(prompt.domain))
         seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)
-        return (await client.generate(prompt.token_ids, max_tokens=tokens,
-            temperature=rollout.temperature, seed=seed if rollout.deterministic else None))[0]
+        return (
+            await client.generate(
+                prompt.token_ids,
+                max_tokens=tokens,
+                temperature=rollout.temperature,
+                seed=seed if rollout.deterministic else None,
+            )
+        )[0]

@@ -17,10 +17,16 @@ from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
 Decode = Callable[[Sequence[int]], str]
 
 
-def record_step(directory: Path, groups: Sequence[ScoredGroup], num_updates: int,
-                domains: Sequence[str], manifest: dict, decode: Decode,
-                route_shape: RouteShape | None = None,
-                taught: Mapping[str, np.ndarray] | None = None) -> None:
+def record_step(
+    directory: Path,
+    groups: Sequence[ScoredGroup],
+    num_updates: int,
+    domains: Sequence[str],
+    manifest: dict,
+    decode: Decode,
+    route_shape: RouteShape | None = None,
+    taught: Mapping[str, np.ndarray] | None = None,
+) -> None:
     """Write a step, one shard a replica, in prompt order: equal rollouts give equal files. Each of
     `num_updates` optimizer steps trains a contiguous, nearly equal part. `domains`: in order."""
     working = begin_step(directory)
@@ -32,40 +38,70 @@ def record_step(directory: Path, groups: Sequence[ScoredGroup], num_updates: int
         update = number * min(num_updates, len(groups)) // len(groups)
         of_shards[shard].extend(scored.group.by_context())
         for reward, completion in zip(scored.rewards, scored.group.completions, strict=True):
-            rows.append(SampleRow(shard, num_rows[shard], number, update, float(reward),
-                                  domains.index(domain), completion.truncated))
+            rows.append(
+                SampleRow(
+                    shard,
+                    num_rows[shard],
+                    number,
+                    update,
+                    float(reward),
+                    domains.index(domain),
+                    completion.truncated,
+                )
+            )
             num_rows[shard] += 1
-    shards = [write_shard(working / f"rollout-{replica}.safetensors", parts, route_shape)
-              for replica, parts in zip(replicas, of_shards, strict=True)]
-    finish_step(directory, shards, rows, {**manifest, "domains": list(domains)},
-                _components(groups), _steps(groups, decode), taught)
+    shards = [
+        write_shard(working / f"rollout-{replica}.safetensors", parts, route_shape)
+        for replica, parts in zip(replicas, of_shards, strict=True)
+    ]
+    finish_step(
+        directory,
+        shards,
+        rows,
+        {**manifest, "domains": list(domains)},
+        _components(groups),
+        _steps(groups, decode),
+        taught,
+    )
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
     """Rewards by component over all samples, NaN where a group's domain has no such one."""
     names = dict.fromkeys(name for group in groups for name in group.components)
-    return {name: np.concatenate([np.asarray(g.components.get(
-        name, np.full(len(g.rewards), np.nan)), np.float64) for g in groups]) for name in names}
+    return {
+        name: np.concatenate(
+            [
+                np.asarray(g.components.get(name, np.full(len(g.rewards), np.nan)), np.float64)
+                for g in groups
+            ]
+        )
+        for name in names
+    }
 
 
 def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int, float]]:
     """Step rewards as (row, last token of the step, reward); steps without a token are left out."""
     completions = [c for group in groups for c in group.group.completions]
     per_row = [steps for g in groups for steps in (g.steps or [()] * len(g.rewards))]
-    return [(row, token_at(completion.token_ids, end, decode), reward)
-            for row, (completion, steps) in enumerate(zip(completions, per_row, strict=True))
-            for end, reward in steps if len(completion.token_ids)]
+    return [
+        (row, token_at(completion.token_ids, end, decode), reward)
+        for row, (completion, steps) in enumerate(zip(completions, per_row, strict=True))
+        for end, reward in steps
+        if len(completion.token_ids)
+    ]
 
 
 def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
     """The first token whose text reaches place `end`, else the last token."""
-    found = bisect.bisect_left(range(len(token_ids)), end,
-                               key=lambda t: len(decode(token_ids[:t + 1].tolist())))
+    found = bisect.bisect_left(
+        range(len(token_ids)), end, key=lambda t: len(decode(token_ids[: t + 1].tolist()))
+    )
     return min(found, len(token_ids) - 1)
 
 
-def record_completions(directory: Path, samples: Sequence[tuple[int, Prompt, Completion]],
-                       name: str = "completions") -> None:
+def record_completions(
+    directory: Path, samples: Sequence[tuple[int, Prompt, Completion]], name: str = "completions"
+) -> None:
     """(optimizer step, prompt, completion) for the trainer to compute, one sample each."""
     groups = [RolloutGroup(prompt, (completion,), 0) for _, prompt, completion in samples]
     rows = [SampleRow(0, i, i, update, 0.0) for i, (update, _, _) in enumerate(samples)]

@@ -22,24 +22,44 @@ async def sample_dataset(session: Session) -> dict[str, float]:
     """Write `dataset.jsonl`: question, answer, domain, responses. Returns asked and kept counts."""
     settings, selection = session.config.rejection, Selection(session.config)
     check_scripts(scripts=settings.scripts)
-    prompts = [prompt for domain in session.config.domains if domain.weight
-               for prompt in session.splits.train[domain.name][:settings.max_prompts]]
+    prompts = [
+        prompt
+        for domain in session.config.domains
+        if domain.weight
+        for prompt in session.splits.train[domain.name][: settings.max_prompts]
+    ]
     lines, kept = [], 0
     for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
         groups = await session.worker.rollouts(
-            0, prompts[start:start + _PROMPTS_AT_ONCE], num_samples=settings.num_samples)
+            0, prompts[start : start + _PROMPTS_AT_ONCE], num_samples=settings.num_samples
+        )
         for group in await session.rewards.score(groups):
-            accepted = (text for text in _accepted(group, selection, settings.scripts)
-                        if _is_text(text, session.tokenizer))
+            accepted = (
+                text
+                for text in _accepted(group, selection, settings.scripts)
+                if _is_text(text, session.tokenizer)
+            )
             responses = list(islice(accepted, settings.max_per_prompt))
             kept += len(responses)
             if responses:
                 prompt = group.group.prompt
-                lines.append(json.dumps({"question": prompt.text, "answer": prompt.answer,
-                                         "domain": prompt.domain, "responses": responses}))
+                lines.append(
+                    json.dumps(
+                        {
+                            "question": prompt.text,
+                            "answer": prompt.answer,
+                            "domain": prompt.domain,
+                            "responses": responses,
+                        }
+                    )
+                )
     write_atomically(session.run_dir.dataset, "\n".join([*lines, ""]))
-    return {"prompts": float(len(prompts)), "samples": float(len(prompts) * settings.num_samples),
-            "kept_prompts": float(len(lines)), "kept_samples": float(kept)}
+    return {
+        "prompts": float(len(prompts)),
+        "samples": float(len(prompts) * settings.num_samples),
+        "kept_prompts": float(len(lines)),
+        "kept_samples": float(kept),
+    }
 
 
 def _is_text(text: str, tokenizer: TextTokenizer) -> bool:
@@ -57,8 +77,11 @@ def _accepted(group: ScoredGroup, selection: Selection, scripts: Sequence[str]) 
         text = completion.text
         if correct != 1 or completion.truncated or text.strip() in seen:
             continue
-        if scripts and any(map(str.isalpha, NOT_PROSE.sub(" ", text))) and language_consistency(
-                text, "", scripts=scripts, think_tag=None) < 1.0:
+        if (
+            scripts
+            and any(map(str.isalpha, NOT_PROSE.sub(" ", text)))
+            and language_consistency(text, "", scripts=scripts, think_tag=None) < 1.0
+        ):
             continue
         seen.add(text.strip())
         yield text

@@ -22,8 +22,7 @@ async def newest_whole(session: Session, checkpoints: Path) -> Path | None:
             return directory
         show(
             "message",
-            text=f"the checkpoint of step {step} is damaged ({files[0]}): "
-            "taking the one before it",
+            text=f"the checkpoint of step {step} is damaged ({files[0]}): taking the one before it",
         )
         session.event("checkpoint_damaged", step=step, files=files)
     if steps:

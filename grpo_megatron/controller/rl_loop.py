@@ -50,8 +50,9 @@ class RLLoop:
         self.config, self.run_dir = session.config, session.run_dir
         self.ahead = self.config.batch.max_staleness > 0
         self.weights = {d.name: d.weight for d in self.config.domains}
-        self.sampler = PromptSampler(session.splits.train, self.weights, self.config.seed,
-                                     self.config.curriculum)
+        self.sampler = PromptSampler(
+            session.splits.train, self.weights, self.config.seed, self.config.curriculum
+        )
         if state.sampler:
             self.sampler.load_state_dict(state.sampler)
         self.source = GroupSource(session, self.sampler)
@@ -88,9 +89,15 @@ class RLLoop:
             await asyncio.wait([self.asked])  # engines finish before their weights change
         if not self.config.uses_dataset:
             with self.session.phase("publish"):
-                if more and publisher.resting and not (
-                        self.session.stopping.is_set() or self.config.placement.shared_servers
-                        or _is_due(self.config.evaluation.interval, step)):
+                if (
+                    more
+                    and publisher.resting
+                    and not (
+                        self.session.stopping.is_set()
+                        or self.config.placement.shared_servers
+                        or _is_due(self.config.evaluation.interval, step)
+                    )
+                ):
                     self.asked = asyncio.create_task(self._sample(step + 1))
                 await publisher.publish(step + 1)
                 if self.ahead:
@@ -128,30 +135,50 @@ class RLLoop:
         sampled = await self.source.groups_of(step)
         groups, metrics, rollout_s = sampled.groups, sampled.metrics, sampled.rollout_s
         stale = version < step or len(not_older(groups, step)) < len(groups)
-        manifest = {"kind": "rl", "step": step, "version": version, "stale": stale,
-                    "proven": sorted({g.group.replica for g in groups if not stale}),  # replicas
-                    "sampler": self.sampler.state_dict(),  # after the step's draws
-                    "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
-                    "extremes": extremes(step, groups, config.telemetry.samples_per_step)}
+        manifest = {
+            "kind": "rl",
+            "step": step,
+            "version": version,
+            "stale": stale,
+            "proven": sorted({g.group.replica for g in groups if not stale}),  # replicas
+            "sampler": self.sampler.state_dict(),  # after the step's draws
+            "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
+            "extremes": extremes(step, groups, config.telemetry.samples_per_step),
+        }
         if config.objective.advantage_std == "batch_raw":
             manifest["dropped_rewards"] = sampled.dropped_rewards
         scored_at = time.perf_counter()
         taught = await self.session.teachers.answers([scored.group for scored in groups])
         written_from = time.perf_counter()
         await asyncio.to_thread(
-            record_step, directory, groups, config.batch.updates_per_rollout, list(self.weights),
-            manifest, self.session.tokenizer.decode, recorded_shape(config), taught)
+            record_step,
+            directory,
+            groups,
+            config.batch.updates_per_rollout,
+            list(self.weights),
+            manifest,
+            self.session.tokenizer.decode,
+            recorded_shape(config),
+            taught,
+        )
         waited = 0.0 if self.ahead else max(0.0, publisher.resumed - started)  # for the weights
-        seconds = {"rollout": rollout_s - waited + time.perf_counter() - written_from,
-                   "reward": scored_at - started - rollout_s}
+        seconds = {
+            "rollout": rollout_s - waited + time.perf_counter() - written_from,
+            "reward": scored_at - started - rollout_s,
+        }
         if taught:
             seconds["teachers"] = written_from - scored_at
         return RecordedStep(step, directory, manifest, seconds, fresh=True)
 
     async def train(self, recorded: RecordedStep) -> dict[str, Any]:
         if recorded.manifest["metrics"]["sampling/skipped_steps"]:  # no group was kept
-            return {"metrics": {}, "updates": 0, "tokens": 0, "old_logprobs_s": 0.0,
-                    "state": self.state.objective}
+            return {
+                "metrics": {},
+                "updates": 0,
+                "tokens": 0,
+                "old_logprobs_s": 0.0,
+                "state": self.state.objective,
+            }
         with self.session.phase("train"):
             config, publisher, directory = self.config, self.session.publisher, recorded.directory
             engines_rest = not (self.ahead or config.uses_dataset)
@@ -160,10 +187,19 @@ class RLLoop:
             await self.session.judges.rest(sleep=config.placement.gpus_per_node > 0)
             beside = [publisher.make_room()] if engines_rest else []
             try:
-                report, *_ = await finish_or_cancel([self.session.trainer.call(
-                    "train", directory=str(directory), first_update=self.state.updates,
-                    state=self.state.objective, exact=recorded.fresh or recorded.step == self.first,
-                    num_updates=config.num_steps * config.batch.updates_per_rollout), *beside])
+                report, *_ = await finish_or_cancel(
+                    [
+                        self.session.trainer.call(
+                            "train",
+                            directory=str(directory),
+                            first_update=self.state.updates,
+                            state=self.state.objective,
+                            exact=recorded.fresh or recorded.step == self.first,
+                            num_updates=config.num_steps * config.batch.updates_per_rollout,
+                        ),
+                        *beside,
+                    ]
+                )
             except MismatchError:  # nor may a resume train them
                 replace_directory(directory, directory.with_name(f"rejected_{directory.name}"))
                 raise
@@ -175,16 +211,28 @@ class RLLoop:
         self.phase_seconds.update(seconds)
         version = float(manifest["version"])
         times = {**seconds, "old_logprobs": report["old_logprobs_s"], "step": sum(seconds.values())}
-        metrics = {**manifest["metrics"], **recorded.canary, **report["metrics"],
-                   "policy/version": version, "policy/staleness": step - version,
-                   **{f"time/{name}_s": value for name, value in times.items()}}
-        for phase, tokens in (("rollout", metrics["batch/num_tokens"]),
-                              ("train", report["tokens"])):
+        metrics = {
+            **manifest["metrics"],
+            **recorded.canary,
+            **report["metrics"],
+            "policy/version": version,
+            "policy/staleness": step - version,
+            **{f"time/{name}_s": value for name, value in times.items()},
+        }
+        for phase, tokens in (
+            ("rollout", metrics["batch/num_tokens"]),
+            ("train", report["tokens"]),
+        ):
             if seconds.get(phase):
                 metrics[f"throughput/{phase}_tokens_per_s"] = tokens / seconds[phase]
-        self.state = replace(self.state, step=step + 1, updates=self.state.updates
-                             + report["updates"], sampler=manifest["sampler"],
-                             seconds=time.monotonic() - self.started, objective=report["state"])
+        self.state = replace(
+            self.state,
+            step=step + 1,
+            updates=self.state.updates + report["updates"],
+            sampler=manifest["sampler"],
+            seconds=time.monotonic() - self.started,
+            objective=report["state"],
+        )
         for alarm, text in self.alarms(metrics).items():
             metrics[f"alarm/{alarm}"] = float(bool(text))
             if text:
@@ -192,7 +240,8 @@ class RLLoop:
         if _is_due(self.config.evaluation.interval, step):
             await self.session.publisher.reach(step + 1)
             metrics["evaluation/accuracy"] = await greedy_accuracy(
-                self.session, self.session.splits.validation)
+                self.session, self.session.splits.validation
+            )
         record = self.metrics.write(step, metrics)
         self.metrics.write_normalisers(report.get("normalisers", {}))
         self.mirrors.log(record)
@@ -205,8 +254,11 @@ class RLLoop:
         if self._checkpointed == self.state.step:
             return
         with self.session.phase("checkpoint"):
-            await self.session.trainer.call("save", state=asdict(self.state), directory=str(
-                self.run_dir.step_checkpoint(self.state.step)))
+            await self.session.trainer.call(
+                "save",
+                state=asdict(self.state),
+                directory=str(self.run_dir.step_checkpoint(self.state.step)),
+            )
         self._checkpointed = self.state.step
         self.session.event("checkpoint", step=self.state.step)
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)

@@ -41,19 +41,32 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
         if config.trains:
             state = await _train(session, state, on_start)
             if state.step < config.num_steps:
-                show("message", text=f"stopped after {state.step} steps; "
-                                     f"grpo-megatron resume {run_dir.root}")
+                show(
+                    "message",
+                    text=f"stopped after {state.step} steps; grpo-megatron resume {run_dir.root}",
+                )
                 return False
             exported = await session.trainer.call("export", directory=str(run_dir.export))
-            show("message", text=f"exported {exported['bytes'] / 1e9:.3f} GB, read back whole: "
-                                 f"{run_dir.export}")
+            show(
+                "message",
+                text=f"exported {exported['bytes'] / 1e9:.3f} GB, read back whole: "
+                f"{run_dir.export}",
+            )
         await session.publisher.reach(state.step)
         made = await sample_dataset(session) if config.kind == "rejection_sample" else {}
         results = await evaluate(session, session.splits.heldout, config.evaluation.num_samples)
         seconds, after = time.monotonic() - began, results["all"].get("accuracy", float("nan"))
-        _conclude(session, {"eval": results, "dataset": made, "seconds": seconds,
-            "before": state.heldout_before if config.trains else None, "steps": state.step,
-            "accelerator_hours": config.num_devices * seconds / 3600})
+        _conclude(
+            session,
+            {
+                "eval": results,
+                "dataset": made,
+                "seconds": seconds,
+                "before": state.heldout_before if config.trains else None,
+                "steps": state.step,
+                "accelerator_hours": config.num_devices * seconds / 3600,
+            },
+        )
         session.event("finished", before=state.heldout_before, after=after, seconds=seconds)
         before = f"before {state.heldout_before:.2f} after " if config.trains else ""
         show("result", text=f"held-out accuracy {before}{after:.2f} in {seconds:.0f} s")
@@ -64,14 +77,21 @@ def _tell_unused(config: RunConfig) -> None:
     """Say which setting of an older recipe decides nothing any more."""
     default = ObjectiveConfig.model_fields["correct_threshold"].default
     if config.objective.correct_threshold != default:
-        show("message", text="objective.correct_threshold is not used in training: the component "
-                             "domains.*.accuracy and its accuracy_threshold say what is correct")
+        show(
+            "message",
+            text="objective.correct_threshold is not used in training: the component "
+            "domains.*.accuracy and its accuracy_threshold say what is correct",
+        )
 
 
 async def _train(session: Session, state: RunState, on_start: Callable) -> RunState:
     config, run_dir = session.config, session.run_dir
-    with closing(MetricsWriter(run_dir)) as metrics, closing(make_mirrors(
-            config.telemetry, run_dir, config.name, config.model_dump(mode="json"))) as mirrors:
+    with (
+        closing(MetricsWriter(run_dir)) as metrics,
+        closing(
+            make_mirrors(config.telemetry, run_dir, config.name, config.model_dump(mode="json"))
+        ) as mirrors,
+    ):
         metrics.truncate_after(state.step - 1)
         loop = RLLoop(session, state, metrics, mirrors)
         on_start(session.stopping)
@@ -84,10 +104,16 @@ async def _train(session: Session, state: RunState, on_start: Callable) -> RunSt
 def _conclude(session: Session, result: dict[str, Any]) -> None:
     """Write `result.json`; GateError where it misses a gate of the recipe."""
     write_atomically(session.run_dir.result, json.dumps(result, indent=1))
-    if closed := [f"{gate.text} (seen: {seen})" for gate in map(parse_gate, session.config.gates)
-                  if (seen := gate.check(result)) is not None]:
-        raise GateError("; ".join(closed), where="gates", remedy="train more, or lower the gate; "
-                        f"the weights are in {session.run_dir.export}")
+    if closed := [
+        f"{gate.text} (seen: {seen})"
+        for gate in map(parse_gate, session.config.gates)
+        if (seen := gate.check(result)) is not None
+    ]:
+        raise GateError(
+            "; ".join(closed),
+            where="gates",
+            remedy=f"train more, or lower the gate; the weights are in {session.run_dir.export}",
+        )
 
 
 async def _begin(session: Session, started: float, on_start: Callable) -> RunState | None:
@@ -102,15 +128,18 @@ async def _begin(session: Session, started: float, on_start: Callable) -> RunSta
     await session.trainer.call("take_reference")
     before = float("nan")
     if session.config.trains:
-        show("message", text=f"answering {len(session.splits.heldout)} held-out prompts, before "
-                             "training")
+        show(
+            "message",
+            text=f"answering {len(session.splits.heldout)} held-out prompts, before training",
+        )
         before = await greedy_accuracy(session, session.splits.heldout)
         show("message", text=f"held-out accuracy before training {before:.3f}")
     seconds = cold_start.seconds if cold_start else time.monotonic() - started
     state = RunState(0, 0, {}, before, seconds)
     if cold_start:  # not to be repeated by a resume
-        await session.trainer.call("save", directory=str(session.run_dir.step_checkpoint(0)),
-                                   state=asdict(state))
+        await session.trainer.call(
+            "save", directory=str(session.run_dir.step_checkpoint(0)), state=asdict(state)
+        )
         cold_start.forget()
     return state
 

@@ -15,7 +15,8 @@ from grpo_megatron.rewards.code_tests import extract
 from grpo_megatron.types import ScoredGroup
 
 _BOXED = re.compile(
-    r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\})*)\}")
+    r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\})*)\}"
+)
 
 
 class Selection:
@@ -52,8 +53,9 @@ class Selection:
         if self._overlong != "drop":
             return group
         cut = _truncated(group)
-        components = {name: np.where(cut, np.nan, values)
-                      for name, values in group.components.items()}
+        components = {
+            name: np.where(cut, np.nan, values) for name, values in group.components.items()
+        }
         return replace(group, components=components, rewards=np.where(cut, np.nan, group.rewards))
 
     def keeps(self, group: ScoredGroup) -> bool:
@@ -86,20 +88,37 @@ class Selection:
         flat = np.concatenate(correct)
         lengths = np.array([len(c.token_ids) for g in groups for c in g.group.completions], float)
         right, wrong = lengths[flat == 1], lengths[flat == 0]
-        means = {"sampling/acceptance_rate": np.array([self.keeps(group) for group in groups]),
-                 "group/all_correct_fraction": rates == 1, "group/all_wrong_fraction": rates == 0,
-                 "accuracy/pass_at_1": rates, "accuracy/pass_at_group": rates > 0,
-                 "response/length_correct_mean": right, "response/length_incorrect_mean": wrong}
+        means = {
+            "sampling/acceptance_rate": np.array([self.keeps(group) for group in groups]),
+            "group/all_correct_fraction": rates == 1,
+            "group/all_wrong_fraction": rates == 0,
+            "accuracy/pass_at_1": rates,
+            "accuracy/pass_at_group": rates > 0,
+            "response/length_correct_mean": right,
+            "response/length_incorrect_mean": wrong,
+        }
         tails = {"": lengths, "correct_": right, "incorrect_": wrong}
-        return {**{f"response/length_{kind}p95": float(np.percentile(values, 95))
-                   for kind, values in tails.items() if len(values)},
-                **{name: float(values.mean()) for name, values in means.items() if len(values)}}
+        return {
+            **{
+                f"response/length_{kind}p95": float(np.percentile(values, 95))
+                for kind, values in tails.items()
+                if len(values)
+            },
+            **{name: float(values.mean()) for name, values in means.items() if len(values)},
+        }
 
 
 def not_older(groups: Sequence[ScoredGroup], version: int) -> list[ScoredGroup]:
     """The groups without a token that was sampled before weight version `version`."""
-    return [g for g in groups if all(span.version >= version for completion
-                                     in g.group.completions for span in completion.versions)]
+    return [
+        g
+        for g in groups
+        if all(
+            span.version >= version
+            for completion in g.group.completions
+            for span in completion.versions
+        )
+    ]
 
 
 def all_equal(rewards: np.ndarray) -> bool:
@@ -108,8 +127,7 @@ def all_equal(rewards: np.ndarray) -> bool:
     return len(valid) == 0 or float(valid.max() - valid.min()) <= ZERO_VARIANCE
 
 
-def _as_batch(group: ScoredGroup, weights: Mapping[str, float],
-              correct: np.ndarray) -> SampleBatch:
+def _as_batch(group: ScoredGroup, weights: Mapping[str, float], correct: np.ndarray) -> SampleBatch:
     """A group as estimators see it, without token columns. correct: bool [G]."""
     size = len(group.rewards)
     lengths = [len(completion.token_ids) for completion in group.group.completions]
@@ -157,8 +175,9 @@ def _truncated(group: ScoredGroup) -> np.ndarray:
     return np.array([completion.truncated for completion in group.group.completions])
 
 
-def by_domain(metrics_of: Callable[[Sequence[ScoredGroup]], dict[str, float]],
-              groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def by_domain(
+    metrics_of: Callable[[Sequence[ScoredGroup]], dict[str, float]], groups: Sequence[ScoredGroup]
+) -> dict[str, float]:
     """Metrics of all groups and, where there are several domains, `name@domain` of each."""
     metrics = metrics_of(groups)
     domains = sorted({g.group.prompt.domain for g in groups})
@@ -182,19 +201,28 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     lengths = np.array([len(c.token_ids) for c in completions], float)
     mean, std = _mean_std(rewards)
-    metrics = {"reward/mean": mean, "reward/std": std, "reward/unscorable": np.isnan(rewards).sum(),
-               "response/length_mean": lengths.mean(), "response/length_max": lengths.max(),
-               "response/truncated_fraction": np.mean([c.truncated for c in completions]),
-               "prompt/length_mean": np.mean([len(g.group.prompt.token_ids) for g in groups]),
-               "batch/num_samples": len(rewards), "batch/num_tokens": lengths.sum(),
-               "group/all_equal_fraction": np.mean([all_equal(g.rewards) for g in groups])}
+    metrics = {
+        "reward/mean": mean,
+        "reward/std": std,
+        "reward/unscorable": np.isnan(rewards).sum(),
+        "response/length_mean": lengths.mean(),
+        "response/length_max": lengths.max(),
+        "response/truncated_fraction": np.mean([c.truncated for c in completions]),
+        "prompt/length_mean": np.mean([len(g.group.prompt.token_ids) for g in groups]),
+        "batch/num_samples": len(rewards),
+        "batch/num_tokens": lengths.sum(),
+        "group/all_equal_fraction": np.mean([all_equal(g.rewards) for g in groups]),
+    }
     if kept := [c.kept.sizes for c in completions if c.kept is not None]:
         sizes = np.concatenate(kept)  # 0: the set is not known
-        metrics |= {"sampling_mask/size_mean": _mean_std(sizes[sizes > 0])[0],
-                    "sampling_mask/missing": (sizes == 0).sum()}
+        metrics |= {
+            "sampling_mask/size_mean": _mean_std(sizes[sizes > 0])[0],
+            "sampling_mask/missing": (sizes == 0).sum(),
+        }
     for name in dict.fromkeys(name for g in groups for name in g.components):
-        metrics[f"reward/{name}/mean"], _ = _mean_std(np.concatenate(
-            [g.components[name] for g in groups if name in g.components]))
+        metrics[f"reward/{name}/mean"], _ = _mean_std(
+            np.concatenate([g.components[name] for g in groups if name in g.components])
+        )
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -24,11 +24,18 @@ class ServedTeachers:
     def __init__(self, config: RunConfig):
         settings, rollout = config.distillation, config.rollout
         self._k = settings.top_k if settings else 0
-        self._teachers = {number: teacher for number, teacher in enumerate(
-            settings.teachers if settings else ()) if teacher.url}
-        self._pools = {number: ReplicaPool(
-            [EngineClient(teacher.url, f"the teacher at {teacher.url}")],
-            max_attempts=rollout.max_attempts) for number, teacher in self._teachers.items()}
+        self._teachers = {
+            number: teacher
+            for number, teacher in enumerate(settings.teachers if settings else ())
+            if teacher.url
+        }
+        self._pools = {
+            number: ReplicaPool(
+                [EngineClient(teacher.url, f"the teacher at {teacher.url}")],
+                max_attempts=rollout.max_attempts,
+            )
+            for number, teacher in self._teachers.items()
+        }
         self._names = [d.name for d in config.domains]
         self._turn = asyncio.Semaphore(rollout.max_concurrent_requests)
         self._timeout_s = rollout.request_timeout_s
@@ -40,26 +47,38 @@ class ServedTeachers:
     async def meet(self, prompts: Sequence[Prompt]) -> None:
         """MismatchError where a teacher has other tokens for a prompt than the student."""
         for number, prompt in ((n, p) for n in self._pools for p in prompts if self._teaches(n, p)):
-            told = (await self._post(number, "/tokenize", {
-                "prompt": prompt.text, "add_special_tokens": False}))["tokens"]
+            told = (
+                await self._post(
+                    number, "/tokenize", {"prompt": prompt.text, "add_special_tokens": False}
+                )
+            )["tokens"]
             if told != list(prompt.token_ids):
                 raise MismatchError(
                     f"{prompt.text[:60]!r} begins with the tokens {told[:8]} for the teacher and "
                     f"with {list(prompt.token_ids[:8])} for the student",
                     where=f"distillation.teachers.{number}.url",
-                    remedy="teacher and student must share their tokenizer")
+                    remedy="teacher and student must share their tokenizer",
+                )
 
     async def answers(self, groups: Sequence[RolloutGroup]) -> dict[str, np.ndarray]:
         """`N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n completion tokens
         of those groups that it teaches. EngineError: it does not answer, or not with log-probs."""
         found = {}
         for number in self._teachers:
-            parts = await finish_or_cancel([self._ask(number, part.prompt, completion)
-                for group in groups if self._teaches(number, group.prompt)
-                for part in group.by_context() for completion in part.completions])
+            parts = await finish_or_cancel(
+                [
+                    self._ask(number, part.prompt, completion)
+                    for group in groups
+                    if self._teaches(number, group.prompt)
+                    for part in group.by_context()
+                    for completion in part.completions
+                ]
+            )
             flat = np.concatenate([np.empty((0, self._k, 2)), *parts])
-            found |= {f"{number}/ids": flat[..., 0].astype(np.int32),
-                      f"{number}/logprobs": flat[..., 1].astype(np.float32)}
+            found |= {
+                f"{number}/ids": flat[..., 0].astype(np.int32),
+                f"{number}/logprobs": flat[..., 1].astype(np.float32),
+            }
         return found
 
     def _teaches(self, number: int, prompt: Prompt) -> bool:
@@ -67,22 +86,39 @@ class ServedTeachers:
 
     async def _ask(self, number: int, prompt: Prompt, completion: Completion) -> np.ndarray:
         """(id, log-prob) of the k likeliest at every token, float64 [T, k, 2]."""
-        answer = await self._post(number, "/v1/completions", {"prompt": [*prompt.token_ids,
-            *completion.token_ids.tolist()], "max_tokens": 1, "prompt_logprobs": self._k})
-        places = (answer["choices"][0]["prompt_logprobs"] or [])[len(prompt.token_ids):]
+        answer = await self._post(
+            number,
+            "/v1/completions",
+            {
+                "prompt": [*prompt.token_ids, *completion.token_ids.tolist()],
+                "max_tokens": 1,
+                "prompt_logprobs": self._k,
+            },
+        )
+        places = (answer["choices"][0]["prompt_logprobs"] or [])[len(prompt.token_ids) :]
         # the prompt's own token comes besides, where it is not among the likeliest
-        best = [sorted(((int(token), entry["logprob"]) for token, entry in place.items()),
-                       key=lambda pair: -pair[1])[:self._k] for place in places]
+        best = [
+            sorted(
+                ((int(token), entry["logprob"]) for token, entry in place.items()),
+                key=lambda pair: -pair[1],
+            )[: self._k]
+            for place in places
+        ]
         if [*map(len, best)] == [self._k] * len(completion.token_ids):
             found = np.array(best).reshape(-1, self._k, 2)
             if (np.exp(found[..., 1]).sum(-1) <= 1.01).all():  # bfloat16
                 return found
-        raise EngineError(f"a teacher did not answer with log-probs of {self._k} tokens at every "
-                          f"place of {prompt.prompt_id}",
-                          where=f"distillation.teachers.{number}.url",
-                          remedy="start it with vLLM's defaults and --max-logprobs of top_k")
+        raise EngineError(
+            f"a teacher did not answer with log-probs of {self._k} tokens at every "
+            f"place of {prompt.prompt_id}",
+            where=f"distillation.teachers.{number}.url",
+            remedy="start it with vLLM's defaults and --max-logprobs of top_k",
+        )
 
     async def _post(self, number: int, path: str, body: dict[str, Any]) -> Any:
         async with self._turn:  # what waits here does not run into the time limit
-            return (await self._pools[number].call(lambda replica: replica.client.control(
-                path, body, timeout_s=self._timeout_s)))[0]
+            return (
+                await self._pools[number].call(
+                    lambda replica: replica.client.control(path, body, timeout_s=self._timeout_s)
+                )
+            )[0]

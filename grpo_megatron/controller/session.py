@@ -56,44 +56,83 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
         stack.push_async_callback(trainer.close)
         tokenizer = load_tokenizer(config.model.path or run_dir.model)
         splits = load_splits(config, tokenizer)
-        rewards = await stack.enter_async_context(RewardPool(config.domains,
-            num_workers=config.data.reward_workers, timeout_s=config.data.reward_timeout_s,
-            concurrency=config.data.reward_concurrency, log_path=run_dir.logs / "rewards.log",
-            budgets={d.name: config.max_new_tokens_of(d.name) for d in config.domains}))
+        rewards = await stack.enter_async_context(
+            RewardPool(
+                config.domains,
+                num_workers=config.data.reward_workers,
+                timeout_s=config.data.reward_timeout_s,
+                concurrency=config.data.reward_concurrency,
+                log_path=run_dir.logs / "rewards.log",
+                budgets={d.name: config.max_new_tokens_of(d.name) for d in config.domains},
+            )
+        )
         teachers = ServedTeachers(config)
         stack.push_async_callback(teachers.close)
-        with raised_as(EngineError, "a teacher does not answer", EngineError,
-                       where="distillation.teachers", remedy="is its server up?"):
+        with raised_as(
+            EngineError,
+            "a teacher does not answer",
+            EngineError,
+            where="distillation.teachers",
+            remedy="is its server up?",
+        ):
             await teachers.meet([domain[0] for domain in splits.train.values() if domain])
-        judges = WeightPublisher([await stack.enter_async_context(EngineClient(url))
-                                  for url in config.placement.shared_servers],
-                                 asleep=config.placement.gpus_per_node > 0)  # as they were left
-        with raised_as(EngineError, "a judge cannot be woken", EngineError,
-                       where="placement.shared_servers", remedy="is it up? It needs "
-                       "VLLM_SERVER_DEV_MODE=1, and on GPUs --enable-sleep-mode"):
+        judges = WeightPublisher(
+            [
+                await stack.enter_async_context(EngineClient(url))
+                for url in config.placement.shared_servers
+            ],
+            asleep=config.placement.gpus_per_node > 0,
+        )  # as they were left
+        with raised_as(
+            EngineError,
+            "a judge cannot be woken",
+            EngineError,
+            where="placement.shared_servers",
+            remedy="is it up? It needs VLLM_SERVER_DEV_MODE=1, and on GPUs --enable-sleep-mode",
+        ):
             await judges.wake()
         show("phase", name="starting")
         clients = await _connect(config, run_dir, stack)
-        engines = ReplicaPool(clients, max_attempts=config.rollout.max_attempts,
-                              on_death=lambda replica: _mourn(run_dir, replica))
-        worker = RolloutWorker(config, engines, stop_token_ids=tokenizer.stop_token_ids,
-                               decode=tokenizer.decode)
-        yield Session(config, run_dir, tokenizer, splits, trainer, worker, rewards,
-                      Publisher(config, run_dir, trainer, engines), teachers, judges)
+        engines = ReplicaPool(
+            clients,
+            max_attempts=config.rollout.max_attempts,
+            on_death=lambda replica: _mourn(run_dir, replica),
+        )
+        worker = RolloutWorker(
+            config, engines, stop_token_ids=tokenizer.stop_token_ids, decode=tokenizer.decode
+        )
+        yield Session(
+            config,
+            run_dir,
+            tokenizer,
+            splits,
+            trainer,
+            worker,
+            rewards,
+            Publisher(config, run_dir, trainer, engines),
+            teachers,
+            judges,
+        )
 
 
-async def _connect(config: RunConfig, run_dir: RunDir,
-                   stack: contextlib.AsyncExitStack) -> list[EngineClient | None]:
+async def _connect(
+    config: RunConfig, run_dir: RunDir, stack: contextlib.AsyncExitStack
+) -> list[EngineClient | None]:
     """By replica, None for those that did not come up; they are named. EngineError: none did."""
+
     async def connect(name: str) -> EngineClient:
         def is_alive() -> bool:  # the supervisor knows
             return not (run_dir.endpoints / f"{name}.dead").exists()
 
         limit_s = config.rollout.startup_timeout_s
         found = await asyncio.to_thread(
-            wait_for_endpoint, run_dir.endpoints / f"{name}.json", limit_s, is_alive, EngineError)
-        client = await stack.enter_async_context(EngineClient(
-            f"http://{found.host}:{found.port}", name, config.rollout.request_timeout_s))
+            wait_for_endpoint, run_dir.endpoints / f"{name}.json", limit_s, is_alive, EngineError
+        )
+        client = await stack.enter_async_context(
+            EngineClient(
+                f"http://{found.host}:{found.port}", name, config.rollout.request_timeout_s
+            )
+        )
         await client.wait_ready(limit_s, is_alive)
         return client
 

@@ -36,11 +36,15 @@ class GroupSource:
     def __init__(self, session: Session, sampler: PromptSampler):
         self._session, self._sampler = session, sampler
         self._selection = Selection(session.config)
-        self._answers = session.worker if not session.config.uses_dataset else DatasetAnswers(
-            session.tokenizer, session.config.rollout.max_new_tokens)
+        self._answers = (
+            session.worker
+            if not session.config.uses_dataset
+            else DatasetAnswers(session.tokenizer, session.config.rollout.max_new_tokens)
+        )
         self._surplus: list[ScoredGroup] = []
-        self._correction = (Correction(session, self._selection)
-                            if session.config.correction else None)
+        self._correction = (
+            Correction(session, self._selection) if session.config.correction else None
+        )
 
     async def groups_of(self, step: int) -> SampledStep:
         """Sample `step`; moves the sampler and its curriculum."""
@@ -60,13 +64,23 @@ class GroupSource:
             first_tries.extend(scored)
             return await self._correction(step, scored) if self._correction else scored
 
-        kept, sampled, num_rounds = await fill_batch(settings, batch.num_prompts,
-            sampler.acceptance, self._surplus, sampler.draw, score, selection.keeps)
-        groups, surplus = kept[:batch.num_prompts], kept[batch.num_prompts:]
+        kept, sampled, num_rounds = await fill_batch(
+            settings,
+            batch.num_prompts,
+            sampler.acceptance,
+            self._surplus,
+            sampler.draw,
+            score,
+            selection.keeps,
+        )
+        groups, surplus = kept[: batch.num_prompts], kept[batch.num_prompts :]
         if not groups:
-            show("message", text=f"step {step}: none of {len(sampled)} groups was kept: nothing is "
-                                 "trained (group/all_correct_fraction and all_wrong_fraction tell "
-                                 "why)")
+            show(
+                "message",
+                text=f"step {step}: none of {len(sampled)} groups was kept: nothing is "
+                "trained (group/all_correct_fraction and all_wrong_fraction tell "
+                "why)",
+            )
         # decided now, not when they are due: a resumed run then counts the same
         oldest = step + 1 - batch.max_staleness - settings.surplus_staleness
         self._surplus = not_older(surplus, oldest)
@@ -75,16 +89,25 @@ class GroupSource:
                 sampler.observe(group.group.prompt, float(np.nanmean(correct)))
 
         seen = first_tries or groups
-        metrics = (by_domain(rollout_metrics, seen) | by_domain(selection.metrics, seen)
-                   | sampler.metrics() | session.rewards.take_metrics() | {
-            "sampling/rounds": num_rounds, "sampling/surplus": len(surplus),
-            "sampling/stale_dropped": len(surplus) - len(self._surplus),
-            "sampling/missing": batch.num_prompts - len(groups),
-            "sampling/skipped_steps": not groups})
+        metrics = (
+            by_domain(rollout_metrics, seen)
+            | by_domain(selection.metrics, seen)
+            | sampler.metrics()
+            | session.rewards.take_metrics()
+            | {
+                "sampling/rounds": num_rounds,
+                "sampling/surplus": len(surplus),
+                "sampling/stale_dropped": len(surplus) - len(self._surplus),
+                "sampling/missing": batch.num_prompts - len(groups),
+                "sampling/skipped_steps": not groups,
+            }
+        )
         if self._correction:  # acceptance is that of the corrected groups
             metrics |= self._correction.take_metrics() | {
-                name: value for name, value in by_domain(
-                    selection.metrics, sampled or groups).items() if name.startswith("sampling/")}
+                name: value
+                for name, value in by_domain(selection.metrics, sampled or groups).items()
+                if name.startswith("sampling/")
+            }
         if sampled:
             sampler.acceptance = metrics["sampling/acceptance_rate"]
         return SampledStep(
@@ -95,9 +118,7 @@ class GroupSource:
         )
 
 
-def dropped_rewards(
-    selection: Selection, sampled: Sequence[ScoredGroup]
-) -> dict[str, list[float]]:
+def dropped_rewards(selection: Selection, sampled: Sequence[ScoredGroup]) -> dict[str, list[float]]:
     """Rewards by domain of the groups that are not kept, as group statistics see them; unscorable
     ones are left out."""
     found: dict[str, list[float]] = {}
@@ -111,10 +132,14 @@ def dropped_rewards(
 
 
 async def fill_batch(
-        settings: SamplingConfig, target: int, acceptance: float, carried: Sequence[ScoredGroup],
-        draw: Callable[[int, Collection[str] | None], Sequence[Prompt]],
-        score: Callable[[Sequence[Prompt]], Awaitable[list[ScoredGroup]]],
-        keeps: Callable[[ScoredGroup], bool]) -> tuple[list[ScoredGroup], list[ScoredGroup], int]:
+    settings: SamplingConfig,
+    target: int,
+    acceptance: float,
+    carried: Sequence[ScoredGroup],
+    draw: Callable[[int, Collection[str] | None], Sequence[Prompt]],
+    score: Callable[[Sequence[Prompt]], Awaitable[list[ScoredGroup]]],
+    keeps: Callable[[ScoredGroup], bool],
+) -> tuple[list[ScoredGroup], list[ScoredGroup], int]:
     """Sample until `target` groups are kept or rounds run out (DAPO, arXiv:2503.14476).
 
     A round draws missing / acceptance prompts, within `max_oversampling`; the expected acceptance

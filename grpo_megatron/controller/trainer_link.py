@@ -59,8 +59,10 @@ class TrainerLink:
                         raise ConnectionError("end of the connection")
                     self._unanswered -= 1
             except TimeoutError as error:
-                raise TrainerError(f"no answer to {command!r} within {self._timeout_s:.0f} s",
-                                   where="trainer.command_timeout_s") from error
+                raise TrainerError(
+                    f"no answer to {command!r} within {self._timeout_s:.0f} s",
+                    where="trainer.command_timeout_s",
+                ) from error
             except ConnectionError as error:
                 raise TrainerError(f"the trainer went away during {command!r}") from error
         return raise_reply(json.loads(line))

@@ -41,7 +41,7 @@ class Curriculum:
         share = self._settings.replay_share
         due = int(share * (num_drawn + count)) - int(share * num_drawn)
         num_others = min(count - min(due, len(mastered)), len(others))
-        chosen = np.concatenate([mastered[:count - num_others], others[:num_others]])
+        chosen = np.concatenate([mastered[: count - num_others], others[:num_others]])
         # mastered and likely ones come first so far: spread them over the optimizer steps
         chosen = chosen[np.argsort(_mix(lottery[chosen]), kind="stable")]
         return [self._ids[index] for index in chosen]
@@ -57,10 +57,15 @@ class Curriculum:
     def buckets(self) -> dict[str, int]:
         """Number of prompts by bucket, for metrics: frozen is p < 0.05, hard p < 0.25."""
         p = self._success
-        bucket = np.select([self._streak == MASTERED_VISITS, np.isnan(p), p < 0.05, p < 0.25],
-                           ["mastered", "unseen", "frozen", "hard"], "frontier")
-        return {name: int((bucket == name).sum())
-                for name in ("unseen", "frozen", "hard", "frontier", "mastered")}
+        bucket = np.select(
+            [self._streak == MASTERED_VISITS, np.isnan(p), p < 0.05, p < 0.25],
+            ["mastered", "unseen", "frozen", "hard"],
+            "frontier",
+        )
+        return {
+            name: int((bucket == name).sum())
+            for name in ("unseen", "frozen", "hard", "frontier", "mastered")
+        }
 
     def state_dict(self) -> str:
         """Success and streaks, compressed: 16 bytes a prompt before that, and mostly alike."""

@@ -33,10 +33,16 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
 
     Prompts that leave no room for their domain's `max_new_tokens` are dropped with a warning."""
     longest = config.rollout.max_model_len
-    prompts = [prompt for domain in config.domains for prompt in _fitting(
-        domain, config.seed, tokenizer, longest - config.max_new_tokens_of(domain.name))]
-    splits = make_splits(prompts, num_heldout=config.data.num_heldout,
-                         num_validation=config.data.num_validation)
+    prompts = [
+        prompt
+        for domain in config.domains
+        for prompt in _fitting(
+            domain, config.seed, tokenizer, longest - config.max_new_tokens_of(domain.name)
+        )
+    ]
+    splits = make_splits(
+        prompts, num_heldout=config.data.num_heldout, num_validation=config.data.num_validation
+    )
     if splits.num_duplicates:
         logger.info("dropped %d prompts whose text occurs before", splits.num_duplicates)
     return splits
@@ -49,9 +55,17 @@ def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> l
     problems = load_problems(domain, seed)
     texts = [template.render(problem.question, problem.metadata) for problem in problems]
     token_ids = tokenizer.encode_batch(texts, where=where)
-    return [Prompt(f"{domain.name}-{text_hash(text)[:16]}", domain.name, text, tuple(ids),
-                   problem.answer, problem.metadata)
-            for problem, text, ids in zip(problems, texts, token_ids, strict=True)]
+    return [
+        Prompt(
+            f"{domain.name}-{text_hash(text)[:16]}",
+            domain.name,
+            text,
+            tuple(ids),
+            problem.answer,
+            problem.metadata,
+        )
+        for problem, text, ids in zip(problems, texts, token_ids, strict=True)
+    ]
 
 
 def _fitting(domain: DomainConfig, seed: int, tokenizer: TextTokenizer, limit: int) -> list[Prompt]:
@@ -59,12 +73,17 @@ def _fitting(domain: DomainConfig, seed: int, tokenizer: TextTokenizer, limit: i
     fitting = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
     if len(fitting) < len(prompts):
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        message = (f"domain {domain.name!r}: {len(prompts) - len(fitting)} of {len(prompts)} "
-                   f"prompts are empty or longer than {limit} tokens "
-                   f"(max_model_len - max_new_tokens); the longest has {longest}")
+        message = (
+            f"domain {domain.name!r}: {len(prompts) - len(fitting)} of {len(prompts)} "
+            f"prompts are empty or longer than {limit} tokens "
+            f"(max_model_len - max_new_tokens); the longest has {longest}"
+        )
         if not fitting:
-            raise DataError(message, where="[rollout] max_model_len, max_new_tokens",
-                            remedy=f"set max_model_len to at least {longest} + max_new_tokens")
+            raise DataError(
+                message,
+                where="[rollout] max_model_len, max_new_tokens",
+                remedy=f"set max_model_len to at least {longest} + max_new_tokens",
+            )
         logger.warning("%s; they are dropped", message)
     return fitting
 
@@ -90,16 +109,18 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
     for name, members in train.items():
         first, second = (each[name] for each in shares)
         heldout += members[:first]
-        validation += members[first:first + second]
-        kept[name] = tuple(members[first + second:])
+        validation += members[first : first + second]
+        kept[name] = tuple(members[first + second :])
         if not kept[name]:
             others = [other for other in sizes if other != name]
             scope = f" (its share beside {', '.join(others)})" if others else ""
             raise DataError(
                 f"domain {name!r} has {sizes[name]} distinct prompts, but {first} held-out and "
                 f"{second} validation prompts{scope} leave none for training; {num_duplicates} "
-                "duplicates were dropped", where="[data] num_heldout, num_validation",
-                remedy="raise num_problems of the domain, or lower num_heldout or num_validation")
+                "duplicates were dropped",
+                where="[data] num_heldout, num_validation",
+                remedy="raise num_problems of the domain, or lower num_heldout or num_validation",
+            )
     return Splits(kept, tuple(validation), tuple(heldout), num_duplicates)
 
 

@@ -21,23 +21,43 @@ class PromptSampler:
     `curriculum` they are drawn by success rate instead of epoch by epoch. `size_setting` says how
     many are drawn at a time, for the message where a domain has fewer."""
 
-    def __init__(self, train: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float],
-                 seed: int, curriculum: CurriculumConfig | None = None, *,
-                 size_setting: str = "batch.num_prompts"):
+    def __init__(
+        self,
+        train: Mapping[str, Sequence[Prompt]],
+        weights: Mapping[str, float],
+        seed: int,
+        curriculum: CurriculumConfig | None = None,
+        *,
+        size_setting: str = "batch.num_prompts",
+    ):
         self.acceptance = 1.0  # kept fraction of the last step's groups: sizes the next draw
         self._size_setting = size_setting
         self._weights = {name: float(weights[name]) for name in train}
-        self._prompts = {name: {prompt.prompt_id: prompt for prompt in prompts}
-                         for name, prompts in train.items()}
+        self._prompts = {
+            name: {prompt.prompt_id: prompt for prompt in prompts}
+            for name, prompts in train.items()
+        }
         self._num_drawn = dict.fromkeys(train, 0)
-        self._orders = {name: Curriculum(ids, f"{seed}\0{name}", curriculum) if curriculum
-                        else Epochs(ids, f"{seed}\0{name}") for name, ids in self._prompts.items()}
+        self._orders = {
+            name: Curriculum(ids, f"{seed}\0{name}", curriculum)
+            if curriculum
+            else Epochs(ids, f"{seed}\0{name}")
+            for name, ids in self._prompts.items()
+        }
         # what must be equal for a state to fit, in words
-        self._identity = {"seed": seed, "domains": ", ".join(train), **{
-            f"{what} of domain {name!r}": value for name, prompts in self._prompts.items()
-            for what, value in (
-                ("weight", self._weights[name]), ("curriculum", curriculum is not None),
-                ("prompts", f"{len(prompts)} prompts (fingerprint {_fingerprint(prompts)})"))}}
+        self._identity = {
+            "seed": seed,
+            "domains": ", ".join(train),
+            **{
+                f"{what} of domain {name!r}": value
+                for name, prompts in self._prompts.items()
+                for what, value in (
+                    ("weight", self._weights[name]),
+                    ("curriculum", curriculum is not None),
+                    ("prompts", f"{len(prompts)} prompts (fingerprint {_fingerprint(prompts)})"),
+                )
+            },
+        }
 
     def draw(self, n: int, exclude: Collection[str] | None = None) -> list[Prompt]:
         """The next `n` distinct prompts, none with an id in `exclude`. A domain that has too few
@@ -46,8 +66,9 @@ class PromptSampler:
         for _ in range(n):
             turns.append(self._next_domain(had))
             had[turns[-1]] += 1
-        drawn = {name: iter(self._draw(name, count, exclude))
-                 for name, count in Counter(turns).items()}
+        drawn = {
+            name: iter(self._draw(name, count, exclude)) for name, count in Counter(turns).items()
+        }
         return [prompt for name in turns if (prompt := next(drawn[name], None)) is not None]
 
     def observe(self, prompt: Prompt, success: float) -> None:
@@ -58,14 +79,21 @@ class PromptSampler:
         counts: Counter[str] = Counter()
         for name, order in self._orders.items():
             for domain in ("", f"@{name}") if len(self._orders) > 1 else ("",):
-                counts.update({f"curriculum/{bucket}{domain}": number
-                               for bucket, number in order.buckets().items()})
+                counts.update(
+                    {
+                        f"curriculum/{bucket}{domain}": number
+                        for bucket, number in order.buckets().items()
+                    }
+                )
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        return {"of": self._identity, "acceptance": self.acceptance,
-                "num_drawn": dict(self._num_drawn),
-                "orders": {name: order.state_dict() for name, order in self._orders.items()}}
+        return {
+            "of": self._identity,
+            "acceptance": self.acceptance,
+            "num_drawn": dict(self._num_drawn),
+            "orders": {name: order.state_dict() for name, order in self._orders.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; DataError if it is of another seed, domains or prompts."""
@@ -73,8 +101,10 @@ class PromptSampler:
             if (saved := state["of"].get(what, "none")) != current:
                 raise DataError(
                     f"the checkpoint's sampler does not fit this run: {what}: checkpoint has "
-                    f"{saved}, this run has {current}", where="resume",
-                    remedy="resume with the recipe and data of the checkpoint, or start a new run")
+                    f"{saved}, this run has {current}",
+                    where="resume",
+                    remedy="resume with the recipe and data of the checkpoint, or start a new run",
+                )
         for name, order in self._orders.items():
             order.load_state_dict(state["orders"][name])
         self.acceptance, self._num_drawn = state["acceptance"], dict(state["num_drawn"])
@@ -86,9 +116,12 @@ class PromptSampler:
     def _draw(self, name: str, count: int, exclude: Collection[str] | None) -> list[Prompt]:
         prompts = self._prompts[name]
         if exclude is None and count > len(prompts):
-            raise DataError(f"domain {name!r} has {len(prompts)} training prompts, but one batch "
-                            f"asks for {count} of them", where=self._size_setting,
-                            remedy="lower it or the domain's weight, or add problems")
+            raise DataError(
+                f"domain {name!r} has {len(prompts)} training prompts, but one batch "
+                f"asks for {count} of them",
+                where=self._size_setting,
+                remedy="lower it or the domain's weight, or add problems",
+            )
         had = prompts.keys() & (exclude or ())
         ids = self._orders[name].draw(count, had, self._num_drawn[name])
         self._num_drawn[name] += len(ids)
@@ -107,8 +140,9 @@ class Epochs:
         ids = self._take(count, exclude)
         if len(ids) < count:
             # No prompt twice in a batch: what this one already has ends the new epoch.
-            self.load_state_dict({"epoch": self._epoch + 1, "position": 0,
-                                  "deferred": [*ids, *sorted(exclude)]})
+            self.load_state_dict(
+                {"epoch": self._epoch + 1, "position": 0, "deferred": [*ids, *sorted(exclude)]}
+            )
             ids += self._take(count - len(ids), exclude)
         return ids
 
@@ -125,8 +159,13 @@ class Epochs:
         self._epoch, self._position = state["epoch"], state["position"]
         self._deferred = list(state["deferred"])  # moved to the end of this epoch's order
         late, prefix = set(self._deferred), f"{self._key}\0{self._epoch}\0"
-        self._order = sorted(self._ids, key=lambda prompt_id: (prompt_id in late, hashlib.blake2b(
-            (prefix + prompt_id).encode(), digest_size=16).digest()))
+        self._order = sorted(
+            self._ids,
+            key=lambda prompt_id: (
+                prompt_id in late,
+                hashlib.blake2b((prefix + prompt_id).encode(), digest_size=16).digest(),
+            ),
+        )
 
     def _take(self, count: int, exclude: Collection[str]) -> list[str]:
         ids: list[str] = []

@@ -42,12 +42,18 @@ def _of_file(domain: DomainConfig, where: str) -> Iterator[Problem]:
     fields become metadata. DataError with the line for what is not as it should be."""
     path, arguments = domain.path, domain.arguments
     if unknown := [key for key in arguments if key not in _FILE_ARGUMENTS]:
-        raise DataError(f"a file domain has no argument {unknown[0]!r}", where=where,
-                        remedy=f"known: {', '.join(_FILE_ARGUMENTS)}")
+        raise DataError(
+            f"a file domain has no argument {unknown[0]!r}",
+            where=where,
+            remedy=f"known: {', '.join(_FILE_ARGUMENTS)}",
+        )
     read = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}.get(path.suffix)
     if read is None:
-        raise DataError(f"unknown file type {path.suffix!r}", where=str(path),
-                        remedy="convert it to .jsonl (one JSON object a line) or .parquet")
+        raise DataError(
+            f"unknown file type {path.suffix!r}",
+            where=str(path),
+            remedy="convert it to .jsonl (one JSON object a line) or .parquet",
+        )
     is_empty = True
     for problem in itertools.islice(_problems(domain, read(path)), domain.num_problems):
         is_empty = False
@@ -60,15 +66,27 @@ def _of_file(domain: DomainConfig, where: str) -> Iterator[Problem]:
 
 
 def _jsonl_rows(path: Path) -> _Rows:
-    with (raised_as(DataError, "unreadable", OSError, where=path,
-                    remedy="it must be where the controller runs, also in a container"),
-          path.open("rb") as lines):
+    with (
+        raised_as(
+            DataError,
+            "unreadable",
+            OSError,
+            where=path,
+            remedy="it must be where the controller runs, also in a container",
+        ),
+        path.open("rb") as lines,
+    ):
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            with raised_as(DataError, "not a JSON object", ValueError, where=where,
-                           remedy="one JSON object a line, UTF-8"):
+            with raised_as(
+                DataError,
+                "not a JSON object",
+                ValueError,
+                where=where,
+                remedy="one JSON object a line, UTF-8",
+            ):
                 fields = json.loads(line)
                 if not isinstance(fields, dict):
                     raise ValueError(f"found {type(fields).__name__}")
@@ -79,8 +97,10 @@ def _parquet_rows(path: Path) -> _Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with (raised_as(DataError, "unreadable Parquet file", (pa.ArrowInvalid, OSError), where=path),
-          pq.ParquetFile(path) as file):
+    with (
+        raised_as(DataError, "unreadable Parquet file", (pa.ArrowInvalid, OSError), where=path),
+        pq.ParquetFile(path) as file,
+    ):
         rows = (fields for batch in file.iter_batches() for fields in batch.to_pylist())
         for number, fields in enumerate(rows, start=1):
             yield f"{path}:row {number}", fields
@@ -96,8 +116,11 @@ def _problems(domain: DomainConfig, rows: _Rows) -> Iterator[Problem]:
         if marker is not None:
             answer = answer.rpartition(marker)[2].strip() if marker in answer else ""
             if not answer:
-                raise DataError(f"field {domain.answer_field!r} has nothing after {marker!r}",
-                                where=where, remedy="correct the line, or `answer_after`")
+                raise DataError(
+                    f"field {domain.answer_field!r} has nothing after {marker!r}",
+                    where=where,
+                    remedy="correct the line, or `answer_after`",
+                )
         if not question.strip():
             raise DataError(f"field {domain.prompt_field!r} is empty", where=where)
         metadata = {key: value for key, value in fields.items() if key != domain.answer_field}
@@ -109,8 +132,9 @@ def _text(where: str, fields: Mapping[str, Any], name: str) -> str:
         raise DataError(f"no field {name!r}", where=where, remedy=did_you_mean(name, fields))
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"field {name!r} is {type(value).__name__}, expected text or a number",
-                        where=where)
+        raise DataError(
+            f"field {name!r} is {type(value).__name__}, expected text or a number", where=where
+        )
     return str(value)
 
 
@@ -120,25 +144,41 @@ def _of_gym(domain: DomainConfig, seed: int, where: str) -> Iterator[Problem]:
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if domain.dataset not in DATASETS:
-        raise DataError(f"reasoning-gym has no data set {domain.dataset!r}", where=where,
-                        remedy=did_you_mean(domain.dataset, sorted(DATASETS)))
+        raise DataError(
+            f"reasoning-gym has no data set {domain.dataset!r}",
+            where=where,
+            remedy=did_you_mean(domain.dataset, sorted(DATASETS)),
+        )
     what = f"reasoning-gym data set {domain.dataset!r}"
     known = {f.name for f in dataclasses.fields(DATASETS[domain.dataset][1])} - {"size"}
     if unknown := [key for key in domain.arguments if key not in known]:
-        raise DataError(f"{what} has no argument {unknown[0]!r}", where=where,
-                        remedy="use num_problems" if unknown[0] == "size"
-                        else did_you_mean(unknown[0], sorted(known)))
+        raise DataError(
+            f"{what} has no argument {unknown[0]!r}",
+            where=where,
+            remedy="use num_problems"
+            if unknown[0] == "size"
+            else did_you_mean(unknown[0], sorted(known)),
+        )
     size = {} if domain.num_problems is None else {"size": domain.num_problems}
     refusals = AssertionError, TypeError, ValueError
-    with raised_as(DataError, f"{what} refuses its arguments", refusals, where=where,
-                   remedy=f"arguments given: {dict(domain.arguments)}"):
+    with raised_as(
+        DataError,
+        f"{what} refuses its arguments",
+        refusals,
+        where=where,
+        remedy=f"arguments given: {dict(domain.arguments)}",
+    ):
         dataset = create_dataset(domain.dataset, **{"seed": seed, **domain.arguments, **size})
     for item in dataset:
         if domain.prompt_field not in item:
-            raise DataError(f"reasoning-gym items have no field {domain.prompt_field!r}",
-                            where=where, remedy=f"fields: {', '.join(item)}")
+            raise DataError(
+                f"reasoning-gym items have no field {domain.prompt_field!r}",
+                where=where,
+                remedy=f"fields: {', '.join(item)}",
+            )
         # Data sets with many right answers have none of their own; their scorer decides.
         answer = item.get(domain.answer_field)
         metadata = {**item.get("metadata", {}), "question": item["question"]}  # for the scorers
-        yield Problem(str(item[domain.prompt_field]), "" if answer is None else str(answer),
-                      metadata)
+        yield Problem(
+            str(item[domain.prompt_field]), "" if answer is None else str(answer), metadata
+        )

@@ -15,9 +15,12 @@ from grpo_megatron.errors import DataError, raised_as
 _SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>"}  # ids 0 and 1
 _ENDS = {"eos_token_id": 1, "pad_token_id": 0}
 _TOKENIZER_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast", **_SPECIAL, "clean_up_tokenization_spaces": False,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    **_SPECIAL,
+    "clean_up_tokenization_spaces": False,
     # Contents one after the other: a text model without roles has no tokens to mark turns with.
-    "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}"}
+    "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+}
 
 
 class CharacterTokenizerConfig(Strict):
@@ -35,9 +38,12 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     """Write config.json, generation_config.json and the tokenizer (no weights). config.json is
     `[hf]` as it stands, not what transformers would make of it: export copies it byte for byte."""
     if preset.checkpoint:
-        raise DataError(f"{preset.name} is a released checkpoint, not a model to start at random",
-                        where=preset.file.display, remedy="download "
-                        f"{preset.checkpoint['repository']} and set model.path to its directory")
+        raise DataError(
+            f"{preset.name} is a released checkpoint, not a model to start at random",
+            where=preset.file.display,
+            remedy="download "
+            f"{preset.checkpoint['repository']} and set model.path to its directory",
+        )
     try:
         settings = CharacterTokenizerConfig.model_validate(preset.tokenizer)
     except ValidationError as error:
@@ -48,8 +54,11 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {**preset.hf, "vocab_size": tokenizer.get_vocab_size(), **_ENDS}
-    for name, content in (("tokenizer_config", _TOKENIZER_CONFIG), ("config", config),
-                          ("generation_config", {**_ENDS, "do_sample": True})):
+    for name, content in (
+        ("tokenizer_config", _TOKENIZER_CONFIG),
+        ("config", config),
+        ("generation_config", {**_ENDS, "do_sample": True}),
+    ):
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
@@ -61,8 +70,12 @@ def init_weights(directory: Path, seed: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    with raised_as(DataError, "transformers cannot build the model",
-                   (OSError, ValueError, KeyError, TypeError), where=directory / "config.json"):
+    with raised_as(
+        DataError,
+        "transformers cannot build the model",
+        (OSError, ValueError, KeyError, TypeError),
+        where=directory / "config.json",
+    ):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -86,14 +99,18 @@ def _character_tokenizer(settings: CharacterTokenizerConfig) -> Tokenizer:
     """Padding, end of text, the alphabet, then visible fillers: an untrained policy samples
     these too, and they must show in the decoded text instead of vanishing from a wrong answer."""
     if repeated := sorted({c for c in settings.alphabet if settings.alphabet.count(c) > 1}):
-        raise DataError(f"the alphabet holds {repeated[0]!r} more than once",
-                        where="[tokenizer] alphabet", remedy="remove the repetition")
+        raise DataError(
+            f"the alphabet holds {repeated[0]!r} more than once",
+            where="[tokenizer] alphabet",
+            remedy="remove the repetition",
+        )
     tokens = [*_SPECIAL.values(), *settings.alphabet]
     tokens += [f"<|unused_{i}|>" for i in range(-len(tokens) % settings.pad_to_multiple)]
     # No unknown token: the library then raises on a character outside of the alphabet.
     tokenizer = Tokenizer(models.WordLevel(vocab={token: i for i, token in enumerate(tokens)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
-                                  for token in _SPECIAL.values()])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in _SPECIAL.values()]
+    )
     return tokenizer

@@ -37,10 +37,22 @@ def convert(job: dict[str, Any], num_ranks: int) -> None:
 
 def _ranks(job: Path, num_ranks: int) -> list[ChildProcess]:
     """On the CPU, whatever the machine has: bytes are moved, not computed with."""
-    return [ChildProcess(f"rank-{rank}", [sys.executable, "-m", "grpo_megatron.trainer.convert",
-        str(job), str(job.with_name("store"))], job.with_name(f"rank-{rank}.log"),
-        QUIET | rank_variables(rank, num_ranks) | {"CUDA_VISIBLE_DEVICES": ""}, piped=True)
-        for rank in range(num_ranks)]
+    return [
+        ChildProcess(
+            f"rank-{rank}",
+            [
+                sys.executable,
+                "-m",
+                "grpo_megatron.trainer.convert",
+                str(job),
+                str(job.with_name("store")),
+            ],
+            job.with_name(f"rank-{rank}.log"),
+            QUIET | rank_variables(rank, num_ranks) | {"CUDA_VISIBLE_DEVICES": ""},
+            piped=True,
+        )
+        for rank in range(num_ranks)
+    ]
 
 
 @contextmanager
@@ -78,9 +90,14 @@ class _Screen:
     """A bar a phase on a terminal; a line a finished phase and a message everywhere."""
 
     def __init__(self) -> None:
-        self.bar = progress.Progress(progress.TextColumn("{task.description:>10}"),
-            progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(), disable=not sys.stdout.isatty())
+        self.bar = progress.Progress(
+            progress.TextColumn("{task.description:>10}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+            disable=not sys.stdout.isatty(),
+        )
         self._tasks: dict[str, tuple[progress.TaskID, int]] = {}
 
     def show(self, message: dict[str, Any]) -> None:
@@ -93,8 +110,10 @@ class _Screen:
                 self.bar.advance(self._tasks[phase][0], count)
             case {"phase": phase, "seconds": seconds}:
                 size = self._tasks[phase][1] / 1e9
-                self._print(f"{phase}: {size:.3f} GB in {seconds:.1f} s, "
-                            f"{size / max(seconds, 1e-9):.2f} GB/s")
+                self._print(
+                    f"{phase}: {size:.3f} GB in {seconds:.1f} s, "
+                    f"{size / max(seconds, 1e-9):.2f} GB/s"
+                )
             case {"message": text}:
                 self._print(text)
 

@@ -42,5 +42,3 @@ def _run(resolved: ResolvedConfig, run_dir: RunDir, in_job: bool) -> int:
         attempt = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
         return Supervisor(SlurmSteps(resolved.config, run_dir.begin(attempt))).run()
     return Supervisor(LocalProcesses(resolved.config, run_dir.begin())).run()
-
-

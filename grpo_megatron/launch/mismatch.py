@@ -14,8 +14,9 @@ from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.gap import GapParts, gap_page, split_gap
 
 
-def report_mismatch(path: Path, step: int | None, overrides: Sequence[str], page: Path | None, *,
-                    by_layer: bool) -> Iterator[str]:
+def report_mismatch(
+    path: Path, step: int | None, overrides: Sequence[str], page: Path | None, *, by_layer: bool
+) -> Iterator[str]:
     """Lines of a table; writes the page with heat maps too."""
     run_dir = RunDir(path)
     step = choose_step(run_dir, step)
@@ -28,30 +29,36 @@ def report_mismatch(path: Path, step: int | None, overrides: Sequence[str], page
     yield f"  parts add up to the total within {gap.residual:.1e}"
     for layer, values in gap.by_layer.items():
         rate = metrics.get(f"routing/rollout_token_flip_rate/layer_{layer}", 0.0)
-        yield (f"  routing, layer {layer:<4}  {values.mean():>11.3e}  "
-               f"{np.abs(values).mean():>11.3e}  tokens routed elsewhere {rate:.3%}")
+        yield (
+            f"  routing, layer {layer:<4}  {values.mean():>11.3e}  "
+            f"{np.abs(values).mean():>11.3e}  tokens routed elsewhere {rate:.3%}"
+        )
     yield from (f"  note: {note}" for note in notes)
     page = page or run_dir.root / f"mismatch-{step}.html"
     page.write_text(gap_page(f"Mismatch of {run_dir.root.name}, step {step}", gap, metrics, notes))
     yield f"heat maps: {page}"
 
 
-async def _measure(run_dir: RunDir, step: int, overrides: Sequence[str], table: SampleTable,
-                   by_layer: bool) -> tuple[GapParts, dict[str, float], list[str]]:
+async def _measure(
+    run_dir: RunDir, step: int, overrides: Sequence[str], table: SampleTable, by_layer: bool
+) -> tuple[GapParts, dict[str, float], list[str]]:
     notes = []
 
     async def columns(weights_of: int, flags: Sequence[str], layers: bool) -> tuple:
         async with offline_trainer(run_dir, flags, f"mismatch-{step}") as trainer:
             await trainer.go_to(weights_of)
             to = trainer.scratch.root / "gaps.safetensors"
-            metrics = await trainer.call("gaps", directory=str(trainer.store(step)), to=str(to),
-                                         by_layer=layers)
+            metrics = await trainer.call(
+                "gaps", directory=str(trainer.store(step)), to=str(to), by_layer=layers
+            )
             return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics, trainer.config)
 
     run, metrics, config = await columns(step, overrides, by_layer)
     if not table.route_shapes:
-        notes.append("the engine recorded no routes (rollout.record_routes): a routing part cannot "
-                     "be told from the rest")
+        notes.append(
+            "the engine recorded no routes (rollout.record_routes): a routing part cannot "
+            "be told from the rest"
+        )
     precise, flags = None, [*overrides, f"trainer.precision={config.rollout.dtype}"]
     if config.rollout.dtype != config.trainer.precision:
         precise = (await columns(step, flags, False))[0]
@@ -62,6 +69,8 @@ async def _measure(run_dir: RunDir, step: int, overrides: Sequence[str], table: 
         if len(versions) == 1 and version in there:
             sampled_by = (await columns(version, flags, False))[0]
         else:
-            notes.append(f"sampled by weight versions {sorted(versions)}, whose checkpoints are "
-                         "gone: staleness is within the rest")
+            notes.append(
+                f"sampled by weight versions {sorted(versions)}, whose checkpoints are "
+                "gone: staleness is within the rest"
+            )
     return (split_gap(run, precise, sampled_by, table.completion_lengths), metrics, notes)

@@ -11,8 +11,12 @@ import nemo_run as run
 from grpo_megatron.plan.resolve import resolve
 
 
-def add_stages(experiment: run.Experiment, recipes: Sequence[str], executor: run.Executor,
-               overrides: Sequence[str] = ()) -> None:
+def add_stages(
+    experiment: run.Experiment,
+    recipes: Sequence[str],
+    executor: run.Executor,
+    overrides: Sequence[str] = (),
+) -> None:
     """Each run after the one before."""
     before: list[str] = []
     for recipe in recipes:
@@ -24,5 +28,11 @@ def add_stages(experiment: run.Experiment, recipes: Sequence[str], executor: run
             where.gpus_per_node = config.placement.gpus_per_node or None
             where.srun_args = [*(where.srun_args or []), "--nodes=1", "--ntasks=1", "--overlap"]
         command = ["grpo-megatron", "train", recipe, *flags, *overrides]
-        before = [experiment.add(run.Script(inline=shlex.join(command)), executor=where,
-                                 name=config.name, dependencies=before or None)]
+        before = [
+            experiment.add(
+                run.Script(inline=shlex.join(command)),
+                executor=where,
+                name=config.name,
+                dependencies=before or None,
+            )
+        ]

@@ -40,16 +40,21 @@ def choose_step(run_dir: RunDir, step: int | None) -> int:
     """`step`, by default the newest; DataError where it cannot be computed again."""
     steps = recorded_steps(run_dir)
     if not steps:
-        raise DataError("no recorded step of this run has its checkpoint any more",
-                        where=str(run_dir.store),
-                        remedy="raise checkpoint.keep and checkpoint.keep_steps, which retain them")
+        raise DataError(
+            "no recorded step of this run has its checkpoint any more",
+            where=str(run_dir.store),
+            remedy="raise checkpoint.keep and checkpoint.keep_steps, which retain them",
+        )
     if step is None:
         return steps[-1]
     if step not in steps:
         near = min(steps, key=lambda s: abs(s - step))
         shown = ", ".join(map(str, steps if len(steps) < 9 else [*steps[:4], "…", *steps[-4:]]))
-        raise DataError(f"step {step} cannot be computed again; these can: {shown}",
-                        where=str(run_dir.root), remedy=f"take {run_dir.root}@{near}")
+        raise DataError(
+            f"step {step} cannot be computed again; these can: {shown}",
+            where=str(run_dir.root),
+            remedy=f"take {run_dir.root}@{near}",
+        )
     return step
 
 
@@ -77,8 +82,14 @@ class OfflineTrainer:
 
     async def train(self, step: int, state: RunState, **options: Any) -> dict[str, Any]:
         num_updates = self.config.num_steps * self.config.batch.updates_per_rollout
-        return await self.call("train", directory=str(self.store(step)), state=state.objective,
-                               first_update=state.updates, num_updates=num_updates, **options)
+        return await self.call(
+            "train",
+            directory=str(self.store(step)),
+            state=state.objective,
+            first_update=state.updates,
+            num_updates=num_updates,
+            **options,
+        )
 
     async def go_to(self, step: int) -> RunState:
         """Weights, optimizer and references as they were before `step`."""
@@ -106,8 +117,9 @@ class OfflineTrainer:
 
 
 @asynccontextmanager
-async def offline_trainer(run_dir: RunDir, overrides: Sequence[str],
-                          name: str) -> AsyncIterator[OfflineTrainer]:
+async def offline_trainer(
+    run_dir: RunDir, overrides: Sequence[str], name: str
+) -> AsyncIterator[OfflineTrainer]:
     """Start trainer ranks in a scratch directory of the run, which is removed at the end."""
     resolved = resolve_run(run_dir.config, overrides)
     config = resolved.config

@@ -27,8 +27,12 @@ class End:
             lines = self.log.read_text(errors="replace").splitlines()[-15:]
         except OSError:
             lines = []
-        return "\n".join([f"{self.name} ended with exit code {self.exit_code}",
-                          *(f"    {self.name}| {line}" for line in lines)])
+        return "\n".join(
+            [
+                f"{self.name} ended with exit code {self.exit_code}",
+                *(f"    {self.name}| {line}" for line in lines),
+            ]
+        )
 
 
 @dataclass
@@ -48,10 +52,15 @@ class ChildProcess:
         number = signal.SIGTERM if self.piped else signal.SIGKILL  # vLLM loses one while it starts
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(self.argv, stderr=log, start_new_session=True,
+            self.process = subprocess.Popen(
+                self.argv,
+                stderr=log,
+                start_new_session=True,
                 stdin=subprocess.PIPE if self.piped else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if self.piped else log, env={**os.environ, **self.env},
-                preexec_fn=partial(die_with_parent, os.getpid(), number))
+                stdout=subprocess.PIPE if self.piped else log,
+                env={**os.environ, **self.env},
+                preexec_fn=partial(die_with_parent, os.getpid(), number),
+            )
         self.pidfd = os.pidfd_open(self.process.pid)
 
     @property
@@ -81,8 +90,9 @@ class ChildProcess:
             os.write(self.process.stdin.fileno(), line.encode() + b"\n")
 
 
-def wait_readable(children: Sequence[ChildProcess], files: Sequence[int],
-                  timeout_s: float) -> list[int]:
+def wait_readable(
+    children: Sequence[ChildProcess], files: Sequence[int], timeout_s: float
+) -> list[int]:
     """Wait until a child ends, one of `files` is readable or the time is up; returns which of
     `files` are readable. That a child has ended is for the caller to see (`alive`)."""
     ready, *_ = select.select([child.pidfd for child in children] + list(files), [], [], timeout_s)

@@ -21,20 +21,27 @@ def replay_step(path: Path, step: int | None, overrides: Sequence[str]) -> Itera
     step = choose_step(run_dir, step)
     recorded = next((m for m in read_metrics(run_dir.metrics) if m["step"] == step), None)
     if recorded is None:
-        raise DataError(f"metrics.jsonl has no step {step}", where=str(run_dir.metrics),
-                        remedy="the step was sampled, but its training was not recorded")
+        raise DataError(
+            f"metrics.jsonl has no step {step}",
+            where=str(run_dir.metrics),
+            remedy="the step was sampled, but its training was not recorded",
+        )
     yield f"replaying step {step} of {path}"
     found, precision = asyncio.run(_replay(run_dir, step, overrides))
     yield from compare(recorded, found)
     if problems := disagreements(recorded, found, TOLERANCE[precision]):
-        raise MismatchError("; ".join(problems), where=f"{path}@{step}",
-                            remedy="another layout must give the same numbers: look at the "
-                                   "metrics above, the first that differs is nearest the cause")
+        raise MismatchError(
+            "; ".join(problems),
+            where=f"{path}@{step}",
+            remedy="another layout must give the same numbers: look at the "
+            "metrics above, the first that differs is nearest the cause",
+        )
     yield f"the step is reproduced (tolerance {TOLERANCE[precision]:g})"
 
 
-async def _replay(run_dir: RunDir, step: int,
-                  overrides: Sequence[str]) -> tuple[dict[str, float], str]:
+async def _replay(
+    run_dir: RunDir, step: int, overrides: Sequence[str]
+) -> tuple[dict[str, float], str]:
     async with offline_trainer(run_dir, overrides, f"replay-{step}") as trainer:
         report = await trainer.train(step, await trainer.go_to(step), replayed=True)
         return report["metrics"], trainer.config.trainer.precision
@@ -51,15 +58,19 @@ def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator
             yield f"  {name:<{width}}  {before:>14.8g}  {now:>14.8g}  {change:>9.2g}"
     changed = found.get("replay/decisions_changed", 0.0)
     yield f"  tokens on the other side of a clip or mask bound now: {changed:.3%}, held as recorded"
-    flips = {n.rpartition("_")[2]: v for n, v in found.items()
-             if n.startswith("routing/rollout_token_flip_rate/") and v > 0}
+    flips = {
+        n.rpartition("_")[2]: v
+        for n, v in found.items()
+        if n.startswith("routing/rollout_token_flip_rate/") and v > 0
+    }
     if flips:
         where = ", ".join(f"layer {layer} {rate:.3%}" for layer, rate in flips.items())
         yield f"  tokens that the live router would send elsewhere now: {where}"
 
 
-def disagreements(recorded: Mapping[str, Any], found: Mapping[str, float],
-                  tolerance: float) -> list[str]:
+def disagreements(
+    recorded: Mapping[str, Any], found: Mapping[str, float], tolerance: float
+) -> list[str]:
     out = []
     for name, scale in (("loss/value", "loss/abs_terms"), ("grad/norm", "grad/norm")):
         size = abs(recorded.get(scale, recorded[name]))

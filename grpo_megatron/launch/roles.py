@@ -12,8 +12,11 @@ CONTROLLER = "grpo_megatron.controller.main"
 REPLICA = "grpo_megatron.rollout.replica"
 # PYTHONWARNINGS: hundreds of lines about absent CUDA packages would bury a rank's last words
 # glibc keeps what a rank frees: giving it back cost a small model 5000 page faults a step
-_KEEP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-         "MALLOC_TOP_PAD_": str(64 << 20)}
+_KEEP = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 QUIET = {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 
 
@@ -23,12 +26,20 @@ class LocalProcesses:
 
     def trainers(self) -> list[ChildProcess]:
         layout = self.config.trainer
-        return [self._child(f"trainer-{rank}", TRAINER, env=rank_variables(
-            rank, layout.num_ranks, layout.num_threads)) for rank in range(layout.num_ranks)]
+        return [
+            self._child(
+                f"trainer-{rank}",
+                TRAINER,
+                env=rank_variables(rank, layout.num_ranks, layout.num_threads),
+            )
+            for rank in range(layout.num_ranks)
+        ]
 
     def replicas(self) -> list[ChildProcess]:
-        return [self._child(f"rollout-{index}", REPLICA, str(index))
-                for index in range(self.config.rollout.num_replicas)]
+        return [
+            self._child(f"rollout-{index}", REPLICA, str(index))
+            for index in range(self.config.rollout.num_replicas)
+        ]
 
     def controller(self) -> ChildProcess:
         """Its standard output carries display messages, see `controller.display`."""
@@ -37,8 +48,14 @@ class LocalProcesses:
     def stop(self, children: list[ChildProcess]) -> None:
         stop_all(children)
 
-    def _child(self, name: str, module: str, *arguments: str, env: dict[str, str] | None = None,
-               piped: bool = False) -> ChildProcess:
+    def _child(
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        piped: bool = False,
+    ) -> ChildProcess:
         run_dir = self.run_dir
         argv = [sys.executable, "-m", module, str(run_dir.root), run_dir.attempt, *arguments]
         return ChildProcess(name, argv, run_dir.logs / f"{name}.log", QUIET | (env or {}), piped)
@@ -47,7 +64,10 @@ class LocalProcesses:
 def rank_variables(rank: int, world: int, num_threads: int | None = None) -> dict[str, str]:
     """What torchrun would set."""
     return thread_limit(world, num_threads) | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+    }
 
 
 def thread_limit(num_processes: int, num_threads: int | None) -> dict[str, str]:

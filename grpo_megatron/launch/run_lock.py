@@ -28,11 +28,15 @@ def run_lock(run_dir: RunDir) -> Iterator[None]:
         except OSError:
             is_free = False
         if not is_free:
-            raise RunLockedError(f"{run_dir.root} is being written by {owner or 'another process'}",
-                                 remedy="wait for it, or stop it")
+            raise RunLockedError(
+                f"{run_dir.root} is being written by {owner or 'another process'}",
+                remedy="wait for it, or stop it",
+            )
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}"
-                   + (f", Slurm job {job}" if job else ""))
+        file.write(
+            f"process {os.getpid()} on {os.uname().nodename}"
+            + (f", Slurm job {job}" if job else "")
+        )
         file.flush()
         yield
         file.truncate(0)

@@ -19,19 +19,30 @@ from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
 from grpo_megatron.telemetry.metrics import read_metrics
 
-_SETTINGS = ("PARTITION", "ROLLOUT_PARTITION", "ACCOUNT", "TIME_LIMIT", "NOTICE_S", "MAX_RESTARTS",
-             "SBATCH_FLAGS", *(f"GRPO_MEGATRON_{name}" for name in (
-                 "INTERFACE", "PYTHON", "ENTER", "SRUN_FLAGS")))
+_SETTINGS = (
+    "PARTITION",
+    "ROLLOUT_PARTITION",
+    "ACCOUNT",
+    "TIME_LIMIT",
+    "NOTICE_S",
+    "MAX_RESTARTS",
+    "SBATCH_FLAGS",
+    *(f"GRPO_MEGATRON_{name}" for name in ("INTERFACE", "PYTHON", "ENTER", "SRUN_FLAGS")),
+)
 
 
 def render(resolved: ResolvedConfig, site: str) -> str:
     placement = resolved.config.placement
-    return render_job(resolved.run_path, site, (placement.trainer_nodes, placement.rollout_nodes,
-                                                placement.gpus_per_node))
+    return render_job(
+        resolved.run_path,
+        site,
+        (placement.trainer_nodes, placement.rollout_nodes, placement.gpus_per_node),
+    )
 
 
-def render_job(directory: Path, site: str, sizes: tuple[int, int, int],
-               arguments: Sequence[str] = ()) -> str:
+def render_job(
+    directory: Path, site: str, sizes: tuple[int, int, int], arguments: Sequence[str] = ()
+) -> str:
     """See `slurm/render.sh`. ConfigError: `site`, a file or a shipped one's name, is no good."""
     folder = assets.root() / "slurm"
     shipped = folder / "sites"
@@ -39,18 +50,28 @@ def render_job(directory: Path, site: str, sizes: tuple[int, int, int],
     if path is None:
         known = sorted(p.stem for p in shipped.glob("*.env"))
         near = nearest(site, known)
-        raise ConfigError(f"no site {site!r}" + (f", did you mean {near[0]!r}?" if near else ""),
-                          where="--site", remedy="give the path of your own file; examples in "
-                                                 f"{assets.display(shipped)}: {', '.join(known)}")
+        raise ConfigError(
+            f"no site {site!r}" + (f", did you mean {near[0]!r}?" if near else ""),
+            where="--site",
+            remedy="give the path of your own file; examples in "
+            f"{assets.display(shipped)}: {', '.join(known)}",
+        )
     _refuse_mistyped(path)
     words = (path.resolve(), directory.resolve(), directory.name, *sizes, *arguments)
-    done = subprocess.run(["bash", folder / "render.sh", *map(str, words)],
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", folder / "render.sh", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         said = re.sub(r"^.*: line \d+: ", "", done.stderr.strip())
         said = re.sub(r"^([A-Z_]+): ", r"\1 is not set: ", said)
-        raise ConfigError(said or "the file failed", where=assets.display(path),
-                          remedy="set it in the file, or in the environment of this command")
+        raise ConfigError(
+            said or "the file failed",
+            where=assets.display(path),
+            remedy="set it in the file, or in the environment of this command",
+        )
     return done.stdout
 
 
@@ -61,8 +82,11 @@ def _refuse_mistyped(site: Path) -> None:
     found = set(re.findall(r"(?m)^(?:export )?(\w{4,})=", text))
     for name in sorted(found.difference(_SETTINGS)):
         if near := nearest(name, set(_SETTINGS) - found, cutoff=0.88):
-            raise ConfigError(f"{name} is no setting, did you mean {near[0]}?",
-                              where=assets.display(site), remedy=f"rename it, or set {near[0]} too")
+            raise ConfigError(
+                f"{name} is no setting, did you mean {near[0]}?",
+                where=assets.display(site),
+                remedy=f"rename it, or set {near[0]} too",
+            )
 
 
 def submit(resolved: ResolvedConfig, site: str, after: Sequence[str] = ()) -> str:
@@ -93,14 +117,20 @@ def resume(path: Path, overrides: Sequence[str]) -> str:
     run_dir = RunDir(path)
     refuse_active(run_dir)
     if run_dir.result.exists() and not overrides:
-        raise ConfigError("the run is finished", where=str(run_dir.result),
-                          remedy="num_steps=… trains it further")
+        raise ConfigError(
+            "the run is finished", where=str(run_dir.result), remedy="num_steps=… trains it further"
+        )
     if overrides:
         old, resolved = read_resolved(run_dir.config).config, resolve_run(run_dir.config, overrides)
-        if any(getattr(old, key) != getattr(resolved.config, key)
-               for key in ("name", "runs_dir", "placement")):
-            raise ConfigError("a resumed job keeps name, runs_dir and placement", where="overrides",
-                              remedy=f"submit another run with model.path={run_dir.export}")
+        if any(
+            getattr(old, key) != getattr(resolved.config, key)
+            for key in ("name", "runs_dir", "placement")
+        ):
+            raise ConfigError(
+                "a resumed job keeps name, runs_dir and placement",
+                where="overrides",
+                remedy=f"submit another run with model.path={run_dir.export}",
+            )
         write_resolved(run_dir.config, resolved)
     return submit_again(run_dir)
 
@@ -109,8 +139,10 @@ def refuse_active(run_dir: RunDir) -> None:
     """RunLockedError where the run's job has not ended."""
     if job := active_job(run_dir):
         raise RunLockedError(
-            f"{run_dir.root} is being written by Slurm job {job}", where=str(run_dir.slurm / "job"),
-            remedy=f"wait for it, or grpo-megatron cancel {run_dir.root}")
+            f"{run_dir.root} is being written by Slurm job {job}",
+            where=str(run_dir.slurm / "job"),
+            remedy=f"wait for it, or grpo-megatron cancel {run_dir.root}",
+        )
 
 
 def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
@@ -143,8 +175,14 @@ def active_job(run_dir: RunDir) -> str | None:
 
 def is_active(job: str) -> bool:
     """Whether Slurm still has the job to run, to end or to start again."""
-    return state_of(job).get("JobState") in ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED",
-                                             "COMPLETING", "REQUEUED")
+    return state_of(job).get("JobState") in (
+        "PENDING",
+        "CONFIGURING",
+        "RUNNING",
+        "SUSPENDED",
+        "COMPLETING",
+        "REQUEUED",
+    )
 
 
 def state_of(job: str) -> dict[str, str]:
@@ -167,18 +205,27 @@ def status_line(path: Path) -> str:
     words = ["no job"]
     if job := job_of(run_dir):
         state = state_of(job)
-        words = [f"job {job}", state.get("JobState", "unknown to Slurm"), *(
-            f"{key.lower()} {state[key]}" for key in ("Reason", "Restarts", "RunTime")
-            if state.get(key, "None") != "None")]
-    return (f"{path}  step {steps}/{read_resolved(run_dir.config).config.num_steps}  "
-            f"{' '.join(words)}  last event: {last}")
+        words = [
+            f"job {job}",
+            state.get("JobState", "unknown to Slurm"),
+            *(
+                f"{key.lower()} {state[key]}"
+                for key in ("Reason", "Restarts", "RunTime")
+                if state.get(key, "None") != "None"
+            ),
+        ]
+    return (
+        f"{path}  step {steps}/{read_resolved(run_dir.config).config.num_steps}  "
+        f"{' '.join(words)}  last event: {last}"
+    )
 
 
 def cancel(path: Path, *, now: bool) -> str:
     """End a run's job, with a checkpoint unless `now`; returns the job's id."""
     if (job := active_job(RunDir(path))) is None:
-        raise ConfigError("no job of this run waits or runs", where=str(path),
-                          remedy="grpo-megatron status")
+        raise ConfigError(
+            "no job of this run waits or runs", where=str(path), remedy="grpo-megatron status"
+        )
     running = state_of(job)["JobState"] == "RUNNING"
     slurm("scancel", *(["--batch", "--signal=INT"] if running and not now else []), job)
     return job
@@ -189,8 +236,11 @@ def slurm(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise SetupError(f"{command[0]} is not here", where="PATH",
-                         remedy="run this on a login node of the cluster") from None
+        raise SetupError(
+            f"{command[0]} is not here",
+            where="PATH",
+            remedy="run this on a login node of the cluster",
+        ) from None
     if done.returncode:
         lines = re.sub(r"(?m)^sbatch: (error: )?", "", done.stderr).strip().splitlines()
         raise SetupError("; ".join(lines), where=" ".join(command))

@@ -51,10 +51,13 @@ class SlurmSteps:
         self.components = [_nodes(os.environ[name]) for name in names if name in os.environ][:2]
         self.nodes = [node for component in self.components for node in component]
         if len(self.nodes) != (wanted := self.placement.num_nodes):
-            raise SetupError(f"the job has {len(self.nodes)} nodes, the recipe is for "
-                             f"{self.placement.trainer_nodes} that train and "
-                             f"{self.placement.rollout_nodes} that generate", where="placement",
-                             remedy=f"sbatch --nodes={wanted}")
+            raise SetupError(
+                f"the job has {len(self.nodes)} nodes, the recipe is for "
+                f"{self.placement.trainer_nodes} that train and "
+                f"{self.placement.rollout_nodes} that generate",
+                where="placement",
+                remedy=f"sbatch --nodes={wanted}",
+            )
         self.check()
 
     def check(self) -> None:
@@ -62,76 +65,143 @@ class SlurmSteps:
         canary = self.run_dir.endpoints / "canary"
         canary.touch()
         for nodes in self.components:
-            done = subprocess.run([*self._srun(nodes, 1, "--job-name=canary"), "cat", str(canary)],
-                                  text=True, check=False, capture_output=True)
+            done = subprocess.run(
+                [*self._srun(nodes, 1, "--job-name=canary"), "cat", str(canary)],
+                text=True,
+                check=False,
+                capture_output=True,
+            )
             if done.returncode:
                 blind = sorted(set(re.findall(r"error: (\S+): tasks? ", done.stderr)))
                 if not (said := re.findall("^.*cat: (.*)", done.stderr, re.MULTILINE)):
-                    raise SetupError(f"srun starts no step: {done.stderr.strip()[-500:]}",
-                        where=" ".join(done.args), remedy="look at the flags of job and site")
-                raise SetupError(f"{', '.join(blind) or 'a node'} cannot read what another wrote: "
-                                 f"{said[0]}", where=str(self.run_dir.root),
-                                 remedy="set runs_dir to a file system that all nodes share; "
-                                        "containers must mount it")
+                    raise SetupError(
+                        f"srun starts no step: {done.stderr.strip()[-500:]}",
+                        where=" ".join(done.args),
+                        remedy="look at the flags of job and site",
+                    )
+                raise SetupError(
+                    f"{', '.join(blind) or 'a node'} cannot read what another wrote: {said[0]}",
+                    where=str(self.run_dir.root),
+                    remedy="set runs_dir to a file system that all nodes share; "
+                    "containers must mount it",
+                )
 
     def trainers(self) -> list[ChildProcess]:
-        layout, nodes = self.config.trainer, self.nodes[:self.placement.trainer_nodes]
+        layout, nodes = self.config.trainer, self.nodes[: self.placement.trainer_nodes]
         per_node = layout.num_ranks // len(nodes)
-        return [self._step("trainer", TRAINER, nodes=nodes, tasks_per_node=per_node,
-                           log="trainer-%t.log", env=thread_limit(per_node, layout.num_threads))]
+        return [
+            self._step(
+                "trainer",
+                TRAINER,
+                nodes=nodes,
+                tasks_per_node=per_node,
+                log="trainer-%t.log",
+                env=thread_limit(per_node, layout.num_threads),
+            )
+        ]
 
     def replicas(self) -> list[ChildProcess]:
         """A step for each server, so that one can die alone; wide ones take several nodes."""
         rollout, placement = self.config.rollout, self.placement
-        nodes = self.nodes[placement.trainer_nodes:] or self.nodes
+        nodes = self.nodes[placement.trainer_nodes :] or self.nodes
         gpus = placement.gpus_per_node or rollout.tensor_parallel_size
         wide = max(rollout.tensor_parallel_size // gpus, 1)
         steps = []
         for index in range(rollout.num_replicas):
             first = index * len(nodes) // rollout.num_replicas
-            steps.append(self._step(f"rollout-{index}", REPLICA, str(index), str(wide),
-                                    nodes=nodes[first:first + wide], log=f"rollout-{index}.log"))
+            steps.append(
+                self._step(
+                    f"rollout-{index}",
+                    REPLICA,
+                    str(index),
+                    str(wide),
+                    nodes=nodes[first : first + wide],
+                    log=f"rollout-{index}.log",
+                )
+            )
         return steps
 
     def controller(self) -> ChildProcess:
-        return self._step("controller", CONTROLLER, nodes=self.nodes[:1], log="controller.log",
-                          env={"OMP_NUM_THREADS": "1"}, piped=True)
+        return self._step(
+            "controller",
+            CONTROLLER,
+            nodes=self.nodes[:1],
+            log="controller.log",
+            env={"OMP_NUM_THREADS": "1"},
+            piped=True,
+        )
 
     def stop(self, children: list[ChildProcess]) -> None:
         """TERM to every process of every step, so that servers can clean up; then KILL."""
         if any(child.alive for child in children):
-            subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]],
-                           check=False, capture_output=True)
+            subprocess.run(
+                ["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]],
+                check=False,
+                capture_output=True,
+            )
         deadline = time.monotonic() + GRACE_S
         while any(child.alive for child in children) and time.monotonic() < deadline:
             time.sleep(0.05)
         stop_all(children)  # a TERM makes srun kill its tasks
 
-    def _step(self, name: str, module: str, *arguments: str, nodes: Sequence[str], log: str,
-              tasks_per_node: int = 1, env: dict[str, str] | None = None,
-              piped: bool = False) -> Step:
+    def _step(
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        nodes: Sequence[str],
+        log: str,
+        tasks_per_node: int = 1,
+        env: dict[str, str] | None = None,
+        piped: bool = False,
+    ) -> Step:
         logs, plain = self.run_dir.logs, str(self.run_dir.logs).replace("%", "%%")
-        srun = self._srun(nodes, tasks_per_node, f"--job-name={name}", "--open-mode=append",
-                          f"--{'error' if piped else 'output'}={plain}/{log}")
+        srun = self._srun(
+            nodes,
+            tasks_per_node,
+            f"--job-name={name}",
+            "--open-mode=append",
+            f"--{'error' if piped else 'output'}={plain}/{log}",
+        )
         python = os.environ.get("GRPO_MEGATRON_PYTHON", sys.executable)
-        argv = [*srun, python, "-m", module, str(self.run_dir.root), self.run_dir.attempt,
-                *arguments]
+        argv = [
+            *srun,
+            python,
+            "-m",
+            module,
+            str(self.run_dir.root),
+            self.run_dir.attempt,
+            *arguments,
+        ]
         env = QUIET | {NODES_VARIABLE: " ".join(self.nodes)} | (env or {})
         return Step(name, argv, logs / f"srun-{name}.log", env, piped, task_log=log)
 
     def _srun(self, nodes: Sequence[str], tasks_per_node: int, *flags: str) -> list[str]:
-        argv = ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
-                f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}",
-                "--overlap", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=1", *flags]
+        argv = [
+            "srun",
+            f"--nodes={len(nodes)}",
+            f"--nodelist={','.join(nodes)}",
+            f"--ntasks={len(nodes) * tasks_per_node}",
+            f"--ntasks-per-node={tasks_per_node}",
+            "--overlap",
+            "--cpu-bind=none",
+            "--export=ALL",
+            "--kill-on-bad-exit=1",
+            *flags,
+        ]
         if self.placement.gpus_per_node:
             argv.append(f"--gpus-per-node={self.placement.gpus_per_node}")
         if len(self.components) > 1:
             argv.append(f"--het-group={int(nodes[0] not in self.components[0])}")
-        return [*argv, *shlex.split(os.environ.get("GRPO_MEGATRON_SRUN_FLAGS", "")),
-                *shlex.split(os.environ.get("GRPO_MEGATRON_ENTER", ""))]
+        return [
+            *argv,
+            *shlex.split(os.environ.get("GRPO_MEGATRON_SRUN_FLAGS", "")),
+            *shlex.split(os.environ.get("GRPO_MEGATRON_ENTER", "")),
+        ]
 
 
 def _nodes(compressed: str) -> list[str]:
     """`node[1-3]` spelled out."""
-    return subprocess.run(["scontrol", "show", "hostnames", compressed], check=True, text=True,
-                          stdout=subprocess.PIPE).stdout.split()
+    return subprocess.run(
+        ["scontrol", "show", "hostnames", compressed], check=True, text=True, stdout=subprocess.PIPE
+    ).stdout.split()

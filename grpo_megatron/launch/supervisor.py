@@ -108,8 +108,9 @@ class Supervisor:
             (self.run_dir.endpoints / f"{replica.name}.dead").touch()
             end = self._died(replica)
             if len(self._reported_dead) == len(self.replicas):
-                raise errors.EngineError(f"the last rollout server died: {end}", where=str(end.log),
-                                  remedy=self.remedy)
+                raise errors.EngineError(
+                    f"the last rollout server died: {end}", where=str(end.log), remedy=self.remedy
+                )
             self.screen.message(f"{end.name} died with exit code {end.exit_code}; see {end.log}")
 
     def _died(self, child: ChildProcess) -> End:

@@ -30,8 +30,16 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def known(self) -> set[str]:
-        parts = (self.required, self.optional, self.present, self.null, self.rope, self.ignored,
-                 self.default, self.fixed)
+        parts = (
+            self.required,
+            self.optional,
+            self.present,
+            self.null,
+            self.rope,
+            self.ignored,
+            self.default,
+            self.fixed,
+        )
         return {name.split(".")[0] for part in parts for name in part}
 
 
@@ -59,12 +67,16 @@ def family_of(model_type: str | None) -> Family:
     known = family_names()
     if model_type not in known:
         near = nearest(str(model_type), known) or known
-        raise ConfigError(f"model_type {model_type!r} is not supported", where="config.json",
-                          remedy=f"known families: {', '.join(near)}")
+        raise ConfigError(
+            f"model_type {model_type!r} is not supported",
+            where="config.json",
+            remedy=f"known families: {', '.join(near)}",
+        )
     family = msgspec.convert({"name": model_type, **tables_of(model_type)}, Family)
     if family.lacks:
-        raise ConfigError(f"model_type {model_type!r} is not supported: {family.lacks}",
-                          where="config.json")
+        raise ConfigError(
+            f"model_type {model_type!r} is not supported: {family.lacks}", where="config.json"
+        )
     return family
 
 
@@ -82,7 +94,9 @@ def tables_of(name: str) -> dict[str, Any]:
 
 def _merge(below: Any, above: Any, path: tuple[str, ...] = ()) -> Any:
     if isinstance(below, dict) and isinstance(above, dict):
-        return below | {key: _merge(below[key], value, (*path, key)) if key in below else value
-                        for key, value in above.items()}
+        return below | {
+            key: _merge(below[key], value, (*path, key)) if key in below else value
+            for key, value in above.items()
+        }
     are_names = path[:1] == ("fields",) and len(path) == 2  # lists of names
     return [*below, *above] if are_names else above

@@ -20,8 +20,9 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
         fields = unified(hf)
         _refuse_unknown(fields, family)
         _refuse_values(fields, family)
-        fields |= {name: value for name, value in family.fields.default.items()
-                   if fields.get(name) is None}
+        fields |= {
+            name: value for name, value in family.fields.default.items() if fields.get(name) is None
+        }
         for name in family.fields.required:
             if fields.get(name) is None:
                 raise ConfigError(f"{name} is missing in the configuration of {family.name}")
@@ -76,12 +77,17 @@ def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
     heads, num_layers = fields["num_attention_heads"], fields["num_hidden_layers"]
-    shared = fields.get("shared_expert_intermediate_size") or (
-        (fields.get("n_shared_experts") or 0) * (fields.get("moe_intermediate_size") or 0)) or None
-    found = {"num_key_value_heads": fields.get("num_key_value_heads") or heads,
-             "head_dim": fields.get("head_dim") or fields["hidden_size"] // heads,
-             "moe_layers": _moe_layers(fields, num_layers) if fields.get("num_experts") else [],
-             "shared_expert_intermediate_size": shared}
+    shared = (
+        fields.get("shared_expert_intermediate_size")
+        or ((fields.get("n_shared_experts") or 0) * (fields.get("moe_intermediate_size") or 0))
+        or None
+    )
+    found = {
+        "num_key_value_heads": fields.get("num_key_value_heads") or heads,
+        "head_dim": fields.get("head_dim") or fields["hidden_size"] // heads,
+        "moe_layers": _moe_layers(fields, num_layers) if fields.get("num_experts") else [],
+        "shared_expert_intermediate_size": shared,
+    }
     if fields.get("topk_method") == "greedy" or (fields.get("n_group") or 1) == 1:
         found |= {"n_group": None, "topk_group": None}
     return found
@@ -92,8 +98,10 @@ def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
     dense, first = fields.get("mlp_only_layers") or (), fields.get("first_k_dense_replace") or 0
     if isinstance(frequency, list):
         return [int(bool(x)) for x in frequency]
-    return [int(i >= first and i not in dense and (i + 1) % step == 0 and i % frequency == 0)
-            for i in range(num_layers)]
+    return [
+        int(i >= first and i not in dense and (i + 1) % step == 0 and i % frequency == 0)
+        for i in range(num_layers)
+    ]
 
 
 def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -102,12 +110,17 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     old, kind = given.pop("type", None), given.pop("rope_type", None)
     kind = kind or old or "default"
-    found = {"type": kind, "theta": given.pop("rope_theta", None) or fields.get("rope_theta"),
-             "percent": given.pop("partial_rotary_factor", None)
-             or fields.get("partial_rotary_factor") or 1.0}
+    found = {
+        "type": kind,
+        "theta": given.pop("rope_theta", None) or fields.get("rope_theta"),
+        "percent": given.pop("partial_rotary_factor", None)
+        or fields.get("partial_rotary_factor")
+        or 1.0,
+    }
     if kind not in family.rope:
-        raise ConfigError(f"rope type {kind!r} is not supported",
-                          remedy=f"supported: {', '.join(family.rope)}")
+        raise ConfigError(
+            f"rope type {kind!r} is not supported", remedy=f"supported: {', '.join(family.rope)}"
+        )
     if found["percent"] != 1.0 and "partial_rotary_factor" not in family.fields.known:
         raise ConfigError(f"{family.name} rotates whole heads, not {found['percent']} of one")
     if found["theta"] is None:
@@ -127,7 +140,8 @@ def _refuse_unknown(fields: Mapping[str, Any], family: Family) -> None:
         near = nearest(unknown[0], sorted(family.fields.known))
         raise ConfigError(
             f"{family.name} has no field {unknown[0]!r}; it may change what the model computes",
-            remedy=f"did you mean {near[0]!r}?" if near else "remove it if it changes nothing")
+            remedy=f"did you mean {near[0]!r}?" if near else "remove it if it changes nothing",
+        )
 
 
 def _refuse_values(fields: Mapping[str, Any], family: Family) -> None:
@@ -137,13 +151,19 @@ def _refuse_values(fields: Mapping[str, Any], family: Family) -> None:
             value = value.get(key) if value else None
         values = value if isinstance(value, list) and not isinstance(allowed[0], list) else [value]
         if wrong := [x for x in values if x is not None and x not in allowed]:
-            raise ConfigError(f"{name} = {wrong[0]!r} is not supported for {family.name}",
-                              remedy=f"supported: {', '.join(map(str, allowed))}")
+            raise ConfigError(
+                f"{name} = {wrong[0]!r} is not supported for {family.name}",
+                remedy=f"supported: {', '.join(map(str, allowed))}",
+            )
     for name in family.fields.null:
         if fields.get(name) is not None:
-            raise ConfigError(f"{name} = {fields[name]!r} is not supported for {family.name}",
-                              remedy=f"supported: {name} = null")
+            raise ConfigError(
+                f"{name} = {fields[name]!r} is not supported for {family.name}",
+                remedy=f"supported: {name} = null",
+            )
     for name in family.fields.present:
         if name not in fields:
-            raise ConfigError(f"{name} is missing in the configuration of {family.name}",
-                              remedy=f"write it, as {name} = null if the model has none")
+            raise ConfigError(
+                f"{name} is missing in the configuration of {family.name}",
+                remedy=f"write it, as {name} = null if the model has none",
+            )

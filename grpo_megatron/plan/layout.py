@@ -58,8 +58,9 @@ def _with_nearest(case: Case, violation: Violation) -> Violation:
     return replace(violation, nearest=found)
 
 
-def _search(case: Case, violation: Violation,
-            accepts: Callable[[set[str]], bool]) -> tuple[int, ...]:
+def _search(
+    case: Case, violation: Violation, accepts: Callable[[set[str]], bool]
+) -> tuple[int, ...]:
     """The closest accepted value below and the closest above, closest first."""
     value = violation.value
     table, name = violation.key.split(".")

@@ -55,8 +55,14 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
     pp = config.trainer.pipeline_parallel_size
     wanted = {0, min(1, pp - 1), pp - 1} if worst_only else range(pp)
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
-    return Plan(stages, usable, _engine(config, hf, vocab_size, memory), _numbers(
-        config, sizes_of(hf, vocab_size, TrainerConfig()), sizes, work["num_microbatches"]))
+    return Plan(
+        stages,
+        usable,
+        _engine(config, hf, vocab_size, memory),
+        _numbers(
+            config, sizes_of(hf, vocab_size, TrainerConfig()), sizes, work["num_microbatches"]
+        ),
+    )
 
 
 MEMORY_RULES = RuleSet()
@@ -111,16 +117,22 @@ def _workload(config: RunConfig, s: Sizes) -> dict[str, int]:
     samples = batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
     mine = -(-samples // s.trainer.dp)
     packed = max(t.max_tokens_per_microbatch // length, 1)
-    return {"tokens": min(t.max_tokens_per_microbatch, mine * length), "sequence": length,
-            "num_microbatches": -(-mine // packed), "replayed": config.routing.replay != "none",
-            "on_gpu": config.placement.gpus_per_node > 0}
+    return {
+        "tokens": min(t.max_tokens_per_microbatch, mine * length),
+        "sequence": length,
+        "num_microbatches": -(-mine // packed),
+        "replayed": config.routing.replay != "none",
+        "on_gpu": config.placement.gpus_per_node > 0,
+    }
 
 
 def _fullest(config: RunConfig, s: Sizes, work: dict[str, int], stage: int) -> RankMemory:
     frozen = config.routing.router_policy == "freeze_weights"
     count = s.trainer.num_ranks // s.trainer.pipeline_parallel_size
-    static = {rank: static_bytes(s, stage, rank, frozen_routers=frozen, overlaps=work["on_gpu"])
-              for rank in (0, count - 1)}  # shards differ by padding only
+    static = {
+        rank: static_bytes(s, stage, rank, frozen_routers=frozen, overlaps=work["on_gpu"])
+        for rank in (0, count - 1)
+    }  # shards differ by padding only
     rank = max(static, key=lambda rank: sum(static[rank].values()))
     return RankMemory(stage, stage * count + rank, static[rank] | step_bytes(s, stage, **work))
 
@@ -130,14 +142,21 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     parameters = sum(w.numel for w in weights_of_chunk(whole, 0, 0))
     weights = parameters * s.symbols["element"]
     references = config.objective.kl != "none"
-    tokens = (config.batch.num_prompts * config.batch.num_samples_per_prompt
-              * config.rollout.max_model_len)
+    tokens = (
+        config.batch.num_prompts
+        * config.batch.num_samples_per_prompt
+        * config.rollout.max_model_len
+    )
     routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * (1 + (symbols["experts"] > 256))
-    return {"parameters": parameters, "microbatches_per_update": num_microbatches,
-            "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
-            "tokens_per_step": tokens, "publish_bytes": weights,
-            "checkpoint_bytes": weights * (1 + references) + 12 * parameters,
-            "sample_store_bytes": tokens * (8 + routes * config.records_routes)}
+    return {
+        "parameters": parameters,
+        "microbatches_per_update": num_microbatches,
+        "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
+        "tokens_per_step": tokens,
+        "publish_bytes": weights,
+        "checkpoint_bytes": weights * (1 + references) + 12 * parameters,
+        "sample_store_bytes": tokens * (8 + routes * config.records_routes),
+    }
 
 
 def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) -> dict[str, int]:
@@ -150,8 +169,11 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
     cache = int(rollout.kv_cache_gib * _GIB)
     if memory:
         cache = max(int(_utilisation(config) * memory - weights - DEVICES["engine"] * _GIB), 0)
-    return {"weights": weights, "kv_cache": cache,
-            "kv_tokens": cache // (per_layer * s.model["num_layers"] * element)}
+    return {
+        "weights": weights,
+        "kv_cache": cache,
+        "kv_tokens": cache // (per_layer * s.model["num_layers"] * element),
+    }
 
 
 def _utilisation(config: RunConfig) -> float:

@@ -63,10 +63,22 @@ def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
 
 def read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
-    with (raised_as(ConfigError, "cannot read the model's config.json", OSError, where=file,
-                    remedy="give a Hugging Face checkpoint directory"),
-          raised_as(ConfigError, "the model's config.json is not valid", ValueError, where=file,
-                    remedy="download the checkpoint again")):
+    with (
+        raised_as(
+            ConfigError,
+            "cannot read the model's config.json",
+            OSError,
+            where=file,
+            remedy="give a Hugging Face checkpoint directory",
+        ),
+        raised_as(
+            ConfigError,
+            "the model's config.json is not valid",
+            ValueError,
+            where=file,
+            remedy="download the checkpoint again",
+        ),
+    ):
         return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -77,12 +89,19 @@ def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
     num_experts, intermediate = hf.get("num_experts") or 0, hf.get("intermediate_size") or 0
     moe_intermediate = (hf.get("moe_intermediate_size") or intermediate) if num_experts else 0
     return ModelFacts(
-        model_type=hf["model_type"], hidden_size=hf["hidden_size"], head_dim=hf["head_dim"],
-        num_layers=hf["num_hidden_layers"], num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf["num_key_value_heads"], intermediate_size=intermediate,
-        num_experts=num_experts, num_experts_per_token=hf.get("num_experts_per_tok") or 0,
-        moe_intermediate_size=moe_intermediate, vocab_size=hf.get("vocab_size"),
+        model_type=hf["model_type"],
+        hidden_size=hf["hidden_size"],
+        head_dim=hf["head_dim"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=hf["num_attention_heads"],
+        num_kv_heads=hf["num_key_value_heads"],
+        intermediate_size=intermediate,
+        num_experts=num_experts,
+        num_experts_per_token=hf.get("num_experts_per_tok") or 0,
+        moe_intermediate_size=moe_intermediate,
+        vocab_size=hf.get("vocab_size"),
         shared_expert_intermediate_size=hf["shared_expert_intermediate_size"] or 0,
         moe_layers=tuple(i for i, is_moe in enumerate(hf["moe_layers"]) if is_moe),
         is_mla=hf.get("kv_lora_rank") is not None,
-        max_position_embeddings=hf.get("max_position_embeddings"))
+        max_position_embeddings=hf.get("max_position_embeddings"),
+    )

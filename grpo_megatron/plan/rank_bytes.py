@@ -14,22 +14,28 @@ _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 _Span = tuple[int, int]
 
 
-def static_bytes(s: Sizes, stage: int, local_rank: int, *, frozen_routers: bool = False,
-                 overlaps: bool = False) -> dict[str, int]:
+def static_bytes(
+    s: Sizes, stage: int, local_rank: int, *, frozen_routers: bool = False, overlaps: bool = False
+) -> dict[str, int]:
     """`weights`, `gradients`, `optimizer` (Adam's moments, and float32 weights where the model's
     are not) and `buffers` of rank `local_rank` of a pipeline stage's ranks. Frozen routers have no
     gradients; reductions that overlap with computation (on GPUs) are done in buckets."""
     t, element = s.trainer, s.symbols["element"]
     replicas = t.dp * t.context_parallel_size
-    places = {False: (replicas, local_rank // t.tensor_parallel_size),
-              True: (t.num_ranks // t.expert_ranks, local_rank // (t.etp * t.expert_parallel_size))}
+    places = {
+        False: (replicas, local_rank // t.tensor_parallel_size),
+        True: (t.num_ranks // t.expert_ranks, local_rank // (t.etp * t.expert_parallel_size)),
+    }
     num_frozen = num_elements = num_states = 0
     for chunk in range(s.num_chunks):
         weights = weights_of_chunk(s, stage, chunk)
         frozen = "router" if frozen_routers else None
         num_frozen += sum(w.numel for w in weights if w.kind == frozen)
-        limit = max(40_000_000, 1_000_000 * replicas) if overlaps and stage == chunk == 0 else (
-            math.inf)
+        limit = (
+            max(40_000_000, 1_000_000 * replicas)
+            if overlaps and stage == chunk == 0
+            else (math.inf)
+        )
         for is_expert, (num_shards, shard) in places.items():
             if not t.distributed_optimizer:
                 num_shards, shard = 0, 0
@@ -39,12 +45,17 @@ def static_bytes(s: Sizes, stage: int, local_rank: int, *, frozen_routers: bool 
                 first = start + shard * size
                 num_states += sum(max(0, min(b, first + size) - max(a, first)) for a, b in spans)
                 num_elements += end - start
-    return {"weights": (num_elements + num_frozen) * element, "gradients": 4 * num_elements,
-            "optimizer": (12 if element < 4 else 8) * num_states, "buffers": _buffers(s, stage)}
+    return {
+        "weights": (num_elements + num_frozen) * element,
+        "gradients": 4 * num_elements,
+        "optimizer": (12 if element < 4 else 8) * num_states,
+        "buffers": _buffers(s, stage),
+    }
 
 
-def _buckets(weights: Sequence[Weight], num_shards: int,
-             limit: float) -> Iterator[tuple[int, int, list[_Span]]]:
+def _buckets(
+    weights: Sequence[Weight], num_shards: int, limit: float
+) -> Iterator[tuple[int, int, list[_Span]]]:
     """First element, end, and those of its weights, of every bucket: last weight first, as
     backward goes. Without shards nothing is padded."""
     aligned = _PARAMETER_ALIGNMENT if num_shards else 1
@@ -80,8 +91,16 @@ def _buffers(s: Sizes, stage: int) -> int:
     return found
 
 
-def step_bytes(s: Sizes, stage: int, *, tokens: int, sequence: int, num_microbatches: int,
-               on_gpu: bool, replayed: bool) -> dict[str, int]:
+def step_bytes(
+    s: Sizes,
+    stage: int,
+    *,
+    tokens: int,
+    sequence: int,
+    num_microbatches: int,
+    on_gpu: bool,
+    replayed: bool,
+) -> dict[str, int]:
     """Bytes of `activations`, `logits`, `routing`, `communication` of a rank at their highest,
     for `tokens` of a full micro-batch and of the longest `sequence`."""
     t, element = s.trainer, s.symbols["element"]
@@ -89,22 +108,43 @@ def step_bytes(s: Sizes, stage: int, *, tokens: int, sequence: int, num_microbat
     copies = element if on_gpu else 8  # torch's plain norms keep float32
     own = tokens // (tp if t.sp else 1)
     chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
-    buffers = [sum(w.numel for w in weights if (w.kind == "expert") == experts)
-               for weights in chunks for experts in (True, False)]
-    s = replace(s, symbols={**s.symbols, "tokens": tokens, "own": own, "sequence": sequence,
-        "norm": copies + element, "qk_copies": copies * bool(s.symbols.get("head_norm")),
-        "rows": tokens * s.symbols["top_k"] * t.etp // tp, "upcast": 4 - element,
-        "chunk": min(t.logprob_chunk_tokens, tokens),
-        "plain": t.recompute == "none" and not on_gpu, "replayed": replayed,
-        "is_last": stage == pp - 1, "pipelined": pp > 1, "dispatched": t.expert_parallel_size > 1,
-        "nccl_dimensions": on_gpu * sum(
-            size > 1 for size in (tp, pp, t.dp, t.expert_parallel_size)),
-        "gloo_copy": 4 * max(buffers) * (t.distributed_optimizer and not on_gpu)})
+    buffers = [
+        sum(w.numel for w in weights if (w.kind == "expert") == experts)
+        for weights in chunks
+        for experts in (True, False)
+    ]
+    s = replace(
+        s,
+        symbols={
+            **s.symbols,
+            "tokens": tokens,
+            "own": own,
+            "sequence": sequence,
+            "norm": copies + element,
+            "qk_copies": copies * bool(s.symbols.get("head_norm")),
+            "rows": tokens * s.symbols["top_k"] * t.etp // tp,
+            "upcast": 4 - element,
+            "chunk": min(t.logprob_chunk_tokens, tokens),
+            "plain": t.recompute == "none" and not on_gpu,
+            "replayed": replayed,
+            "is_last": stage == pp - 1,
+            "pipelined": pp > 1,
+            "dispatched": t.expert_parallel_size > 1,
+            "nccl_dimensions": on_gpu
+            * sum(size > 1 for size in (tp, pp, t.dp, t.expert_parallel_size)),
+            "gloo_copy": 4 * max(buffers) * (t.distributed_optimizer and not on_gpu),
+        },
+    )
     found = {name: _total(forms, s) for name, forms in FORMS["beside"].items()}
-    boundary, layers = own * s.symbols["hidden"] * element, [
-        _kept(s, is_moe) for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)]
-    held, one = ([boundary] * len(layers), 2 * max(layers)) if t.recompute == "full" else (
-        layers, max(layers) // 2)
+    boundary, layers = (
+        own * s.symbols["hidden"] * element,
+        [_kept(s, is_moe) for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)],
+    )
+    held, one = (
+        ([boundary] * len(layers), 2 * max(layers))
+        if t.recompute == "full"
+        else (layers, max(layers) // 2)
+    )
     held = sum(held) + 2 * boundary * (pp > 1)
     activations = int(in_flight(s, stage, num_microbatches) * held) + one
     # Adam's two float32 copies of the largest weight's share, when activations have gone
@@ -125,8 +165,9 @@ def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
 def _kept(s: Sizes, is_moe: bool) -> int:
     """Bytes of one layer and micro-batch between forward and backward."""
     attention = "latent" if "latent" in s.symbols else "grouped_query"
-    return sum(_total(FORMS["kept"][part], s)
-               for part in ("norms", attention, "moe" if is_moe else "mlp"))
+    return sum(
+        _total(FORMS["kept"][part], s) for part in ("norms", attention, "moe" if is_moe else "mlp")
+    )
 
 
 def _total(forms: Mapping[str, int], s: Sizes) -> int:

@@ -32,8 +32,11 @@ def refuse_missing(config: RunConfig, *, coming: bool = False) -> None:
     holds a run's config.json will do, because a submitted run is to write it."""
     for path in config.input_paths:
         if not path.exists() and not (coming and (path.parent / "config.json").exists()):
-            raise DataError("no such file or directory", where=str(path.absolute()),
-                            remedy="paths are relative to the directory the command runs in")
+            raise DataError(
+                "no such file or directory",
+                where=str(path.absolute()),
+                remedy="paths are relative to the directory the command runs in",
+            )
 
 
 def check_plan(config: RunConfig) -> list[Violation]:

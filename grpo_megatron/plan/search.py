@@ -21,37 +21,62 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
     `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction` and `cost`,
     the relative time of a token: 1 without recomputation, bubble and tensor parallelism."""
     facts, found, old = model_facts(config.model), [], config.trainer.model_dump()
-    placement = config.placement.model_copy(update={
-        "trainer_nodes": nodes, "gpus_per_node": gpus_per_node})
+    placement = config.placement.model_copy(
+        update={"trainer_nodes": nodes, "gpus_per_node": gpus_per_node}
+    )
     for trainer in _layouts(config.trainer, facts, nodes * gpus_per_node, gpus_per_node):
         hopeless = _expert_bytes(facts, trainer) > DEVICES["memory"][device] * 2**30
         if hopeless or any(TRAINER_RULES.broken_names(trainer, facts)):
             continue
-        plan = plan_of(config.model_copy(update={
-            "trainer": trainer, "placement": placement}), device, worst_only=True)
+        plan = plan_of(
+            config.model_copy(update={"trainer": trainer, "placement": placement}),
+            device,
+            worst_only=True,
+        )
         if plan.worst.total <= plan.usable_bytes:
-            found.append({"settings": " ".join(f"trainer.{name}={as_toml(value)}" for name, value
-                              in trainer.model_dump().items() if value != old[name]),
-                          "bytes": plan.worst.total, "cost": _cost(trainer, plan, gpus_per_node),
-                          "bubble_fraction": plan.numbers["bubble_fraction"]})
+            found.append(
+                {
+                    "settings": " ".join(
+                        f"trainer.{name}={as_toml(value)}"
+                        for name, value in trainer.model_dump().items()
+                        if value != old[name]
+                    ),
+                    "bytes": plan.worst.total,
+                    "cost": _cost(trainer, plan, gpus_per_node),
+                    "bubble_fraction": plan.numbers["bubble_fraction"],
+                }
+            )
     return sorted(found, key=lambda row: (round(row["cost"], 3), row["bytes"]))
 
 
-def _layouts(trainer: TrainerConfig, facts: ModelFacts, ranks: int,
-             gpus_per_node: int) -> Iterator[TrainerConfig]:
+def _layouts(
+    trainer: TrainerConfig, facts: ModelFacts, ranks: int, gpus_per_node: int
+) -> Iterator[TrainerConfig]:
     powers = [2**i for i in range(ranks.bit_length())]
     for tp, pp, ep, vpp, recompute in itertools.product(
-            [size for size in powers if size <= gpus_per_node], powers,
-            powers if facts.is_moe else [1], (None, 2, 4), ("none", "full")):
+        [size for size in powers if size <= gpus_per_node],
+        powers,
+        powers if facts.is_moe else [1],
+        (None, 2, 4),
+        ("none", "full"),
+    ):
         if max(tp, ep) * pp > ranks or pp > facts.num_layers:
             continue
         last = facts.num_layers - math.ceil(facts.num_layers / pp) * (pp - 1)
-        yield trainer.model_copy(update={
-            "num_ranks": ranks, "tensor_parallel_size": tp, "pipeline_parallel_size": pp,
-            "expert_parallel_size": ep, "virtual_pipeline_parallel_size": vpp,
-            "expert_tensor_parallel_size": 1 if facts.is_moe else None, "recompute": recompute,
-            "first_stage_layers": None, "sequence_parallel": None,
-            "last_stage_layers": last if facts.num_layers % pp and last > 0 else None})
+        yield trainer.model_copy(
+            update={
+                "num_ranks": ranks,
+                "tensor_parallel_size": tp,
+                "pipeline_parallel_size": pp,
+                "expert_parallel_size": ep,
+                "virtual_pipeline_parallel_size": vpp,
+                "expert_tensor_parallel_size": 1 if facts.is_moe else None,
+                "recompute": recompute,
+                "first_stage_layers": None,
+                "sequence_parallel": None,
+                "last_stage_layers": last if facts.num_layers % pp and last > 0 else None,
+            }
+        )
 
 
 def _expert_bytes(facts: ModelFacts, trainer: TrainerConfig) -> float:

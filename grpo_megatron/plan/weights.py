@@ -41,7 +41,7 @@ class Sizes:
         sizes[0], sizes[-1] = ends[0] or sizes[0], ends[1] or sizes[-1]
         start = (chunk * sum(sizes) + sum(sizes[:stage])) // self.num_chunks
         pattern = self.hf["moe_layers"] or [0] * self.model["num_layers"]
-        return [bool(x) for x in pattern[start:start + sizes[stage] // self.num_chunks]]
+        return [bool(x) for x in pattern[start : start + sizes[stage] // self.num_chunks]]
 
 
 def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> Sizes:
@@ -49,8 +49,13 @@ def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> 
     fields = {**model_fields(hf), "vocab_size": vocab_size}
     model = megatron_settings(family_of(hf["model_type"]), fields)
     attention = "latent" if model.get("multi_latent_attention") else "grouped_query"
-    known = {**model, "vocabulary": vocab_size, "tp": trainer.tensor_parallel_size,
-             "etp": trainer.etp, "element": ELEMENT_BYTES[trainer.precision]}
+    known = {
+        **model,
+        "vocabulary": vocab_size,
+        "tp": trainer.tensor_parallel_size,
+        "etp": trainer.etp,
+        "element": ELEMENT_BYTES[trainer.precision],
+    }
     for name, form in {**FORMS["sizes"]["any"], **FORMS["sizes"][attention]}.items():
         whole, _, divisor = form.partition(" / ")
         total = sum(product(part, known) for part in whole.split(" + "))
@@ -66,19 +71,23 @@ def product(form: str, known: Mapping[str, Any]) -> int:
 
 def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
     """The parameters of one model chunk of a rank of pipeline stage `stage`, in order."""
+
     def of(part: str, kind: str = "") -> list[Weight]:
         numels = [product(form, s.symbols) for form in FORMS["weights"][part]]
         return [Weight(numel, kind) for numel in numels if numel]
 
     pp, tied = s.trainer.pipeline_parallel_size, s.hf["tie_word_embeddings"]
     is_first, is_last = stage == chunk == 0, (stage, chunk) == (pp - 1, s.num_chunks - 1)
-    table = Weight(s.symbols["vocabulary"] * s.symbols["hidden"],
-                   "shared" if tied and pp > 1 else "")
+    table = Weight(
+        s.symbols["vocabulary"] * s.symbols["hidden"], "shared" if tied and pp > 1 else ""
+    )
     experts = s.symbols["experts"] // s.trainer.expert_parallel_size
     kind = "expert" if s.trainer.expert_parallel_size > 1 else ""  # then Megatron keeps them apart
     attention = of("latent" if "latent" in s.symbols else "grouped_query")
-    mlp = {False: of("mlp"),
-           True: of("router", "router") + of("expert", kind) * experts + of("shared")}
+    mlp = {
+        False: of("mlp"),
+        True: of("router", "router") + of("expert", kind) * experts + of("shared"),
+    }
     weights = [table] if is_first else []
     for is_moe in s.layers_of(stage, chunk):
         weights += [*of("norm"), *attention, *of("norm"), *mlp[is_moe]]

@@ -28,8 +28,15 @@ def _check(*, mode: str = "all", **_: object) -> None:
 
 
 @needs(check=_check)
-def code_tests(completion: str, answer: str, *, mode: str = "all", answer_tag: str | None = None,
-               timeout_s: float = 4.0, memory_mib: int = 512) -> float:
+def code_tests(
+    completion: str,
+    answer: str,
+    *,
+    mode: str = "all",
+    answer_tag: str | None = None,
+    timeout_s: float = 4.0,
+    memory_mib: int = 512,
+) -> float:
     """1 where the completion's Python program passes every test, else 0; NaN where the tests are
     no good or the sandbox fails; with `mode = "fraction"` the share that passes. The answer is JSON
     (docs/rewards.md). All tests together have `timeout_s` of wall time."""
@@ -42,13 +49,17 @@ def code_tests(completion: str, answer: str, *, mode: str = "all", answer_tag: s
         return 0.0
     pairs, gold = tests
     limits = Limits(wall_s=timeout_s, memory_bytes=memory_mib * MIB)
-    share = asyncio.run(_share_of_pairs(program, pairs, limits, stop_early=mode == "all") if pairs
-                        else _share_of_asserts(program, gold, limits))
+    share = asyncio.run(
+        _share_of_pairs(program, pairs, limits, stop_early=mode == "all")
+        if pairs
+        else _share_of_asserts(program, gold, limits)
+    )
     return share if mode == "fraction" or math.isnan(share) else float(share == 1)
 
 
-async def _share_of_pairs(program: str, pairs: Sequence[tuple[str, str]], limits: Limits, *,
-                          stop_early: bool) -> float:
+async def _share_of_pairs(
+    program: str, pairs: Sequence[tuple[str, str]], limits: Limits, *, stop_early: bool
+) -> float:
     end, passed = time.monotonic() + limits.wall_s, 0
     for given, expected in pairs:
         left = replace(limits, wall_s=max(0.0, end - time.monotonic()))
@@ -65,11 +76,17 @@ async def _share_of_pairs(program: str, pairs: Sequence[tuple[str, str]], limits
 
 async def _share_of_asserts(program: str, gold: Mapping[str, Any], limits: Limits) -> float:
     ours, theirs = (end.detach() for end in socket.socketpair())
-    candidate = asyncio.ensure_future(sandbox.run(
-        {**_INSIDE, "/program.py": program}, limits=replace(limits, wall_s=2 * limits.wall_s),
-        arguments=("serve", str(theirs), "/program.py"), give_fds=(theirs,)))
-    judge = await sandbox.run(_INSIDE, json.dumps(gold), limits=limits, give_fds=(ours,),
-                              arguments=("judge", str(ours)))
+    candidate = asyncio.ensure_future(
+        sandbox.run(
+            {**_INSIDE, "/program.py": program},
+            limits=replace(limits, wall_s=2 * limits.wall_s),
+            arguments=("serve", str(theirs), "/program.py"),
+            give_fds=(theirs,),
+        )
+    )
+    judge = await sandbox.run(
+        _INSIDE, json.dumps(gold), limits=limits, give_fds=(ours,), arguments=("judge", str(ours))
+    )
     candidate.cancel()  # which the judge's end ends: the time is the judge's
     await asyncio.gather(candidate, return_exceptions=True)
     marks = judge.stdout
@@ -88,7 +105,8 @@ def _parse(answer: str) -> tuple[list[tuple[str, str]], dict[str, Any]] | None:
     except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError):
         return None
     good = bool(pairs) != bool(gold["asserts"]) and all(
-        isinstance(text, str) for pair in pairs for text in pair)
+        isinstance(text, str) for pair in pairs for text in pair
+    )
     return (pairs, gold) if good else None
 
 
@@ -106,7 +124,7 @@ def last_code_block(completion: str) -> str:
     lines = completion.splitlines()
     fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
     last = len(fences) // 2 * 2
-    return "\n".join(lines[fences[last - 2] + 1:fences[last - 1]]) if last else ""
+    return "\n".join(lines[fences[last - 2] + 1 : fences[last - 1]]) if last else ""
 
 
 def _lines(text: str) -> list[str]:

@@ -16,12 +16,17 @@ from grpo_megatron.rewards.registry import BoundReward, bind, needs, to_float
 
 _EXACT_MATCH = "grpo_megatron.rewards.functions:exact_match"
 # A sign counts only where no operand stands before it: "42-17" ends with 17, "x = -17" with -17.
-_NUMBER = re.compile(r"(?:(?<![\d)])[-+])?(?:\d+(?:,\d{3})+|\d+|(?=\.\d))"
-                     r"(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?!\d)")
+_NUMBER = re.compile(
+    r"(?:(?<![\d)])[-+])?(?:\d+(?:,\d{3})+|\d+|(?=\.\d))"
+    r"(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:/\d+)?(?!\d)"
+)
 _MATH_TIMEOUT_S = 2  # math-verify's own, in whole seconds, beneath the pool's hard limit
 _UNSPACED = {"han", "hiragana", "katakana", "khmer", "lao", "myanmar", "thai", "tibetan"}
-NOT_PROSE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)"
-                        r"|\\\[.*?\\\]|\\[a-zA-Z]+", re.DOTALL)
+NOT_PROSE = re.compile(
+    r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)"
+    r"|\\\[.*?\\\]|\\[a-zA-Z]+",
+    re.DOTALL,
+)
 
 
 def exact_match(completion: str, answer: str, *, answer_tag: str | None = None) -> float:
@@ -32,8 +37,9 @@ def exact_match(completion: str, answer: str, *, answer_tag: str | None = None) 
     return float(given is not None and given.strip() == answer.strip())
 
 
-def numeric_match(completion: str, answer: str, *, tolerance: float = 0.0,
-                  answer_tag: str | None = None) -> float:
+def numeric_match(
+    completion: str, answer: str, *, tolerance: float = 0.0, answer_tag: str | None = None
+) -> float:
     """1 where the last number of the completion equals the answer, else 0; NaN where the answer
     is not a number. Numbers may have a sign, thousands separators, decimals, or be fractions; they
     are compared exactly (`0.5` equals `1/2`), up to an absolute difference of `tolerance`."""
@@ -62,20 +68,29 @@ def math_verify(completion: str, answer: str, *, answer_tag: str | None = None) 
 
 
 @needs("reasoning_gym")
-def reasoning_gym_score(completion: str, answer: str, *, metadata: Mapping[str, Any],
-                        answer_tag: str | None = None) -> float:
+def reasoning_gym_score(
+    completion: str, answer: str, *, metadata: Mapping[str, Any], answer_tag: str | None = None
+) -> float:
     """The score in [0, 1] that reasoning-gym's own data set gives, by `source_dataset`."""
     if "source_dataset" not in metadata:
-        raise DataError("the prompt's metadata has no `source_dataset`",
-                        remedy="use reasoning_gym_score with source = \"reasoning_gym\" only")
+        raise DataError(
+            "the prompt's metadata has no `source_dataset`",
+            remedy='use reasoning_gym_score with source = "reasoning_gym" only',
+        )
     given = extract(completion, answer_tag)
     entry = {"question": metadata.get("question", ""), "answer": answer, "metadata": metadata}
     score = _reasoning_gym_scorer(metadata["source_dataset"])
     return float(score(answer=None if given is None else given.strip(), entry=entry))
 
 
-def format_tags(completion: str, answer: str, *, think_tag: str = "think",
-                answer_tag: str = "answer", opened: bool = False) -> float:
+def format_tags(
+    completion: str,
+    answer: str,
+    *,
+    think_tag: str = "think",
+    answer_tag: str = "answer",
+    opened: bool = False,
+) -> float:
     """1 for exactly one think block, then exactly one answer block, neither empty, with only white
     space outside (DeepSeek-R1, arXiv:2501.12948); else 0. `opened`: the prompt opened it."""
     text = f"<{think_tag}>{completion}" if opened else completion
@@ -88,13 +103,20 @@ def format_tags(completion: str, answer: str, *, think_tag: str = "think",
 def check_scripts(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
     known = set(map(_script, map(chr, range(0x20000))))
     if isinstance(scripts, str) or not known.issuperset(scripts):
-        raise RewardError(f"scripts = {scripts!r} is not a list of Unicode scripts",
-                          remedy='for example ["latin"], ["cyrillic"] or ["han"]')
+        raise RewardError(
+            f"scripts = {scripts!r} is not a list of Unicode scripts",
+            remedy='for example ["latin"], ["cyrillic"] or ["han"]',
+        )
 
 
 @needs(check=check_scripts)
-def language_consistency(completion: str, answer: str, *, scripts: Sequence[str] = ("latin",),
-                         think_tag: str | None = "think") -> float:
+def language_consistency(
+    completion: str,
+    answer: str,
+    *,
+    scripts: Sequence[str] = ("latin",),
+    think_tag: str | None = "think",
+) -> float:
     """Words of the target language / words of the chain of thought (DeepSeek-R1,
     arXiv:2501.12948), in [0, 1]; 0 without a word. What is a word: docs/rewards.md."""
     if think_tag:  # a block that the prompt opened, or that nothing closed, counts too
@@ -112,29 +134,43 @@ def language_consistency(completion: str, answer: str, *, scripts: Sequence[str]
     return matching / words if words else 0.0
 
 
-def _bound(accuracy: str = _EXACT_MATCH, accuracy_arguments: Mapping[str, Any] | None = None,
-           **_: object) -> BoundReward:
+def _bound(
+    accuracy: str = _EXACT_MATCH, accuracy_arguments: Mapping[str, Any] | None = None, **_: object
+) -> BoundReward:
     return bind(accuracy, accuracy_arguments or {})
 
 
 @needs(check=_bound)
-def cosine_length(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, Any],
-                  num_tokens: int, max_tokens: int, correct: tuple[float, float] = (1.0, 0.5),
-                  wrong: tuple[float, float] = (-1.0, -0.5), accuracy: str = _EXACT_MATCH,
-                  accuracy_arguments: Mapping[str, Any] | None = None) -> float:
+def cosine_length(
+    completion: str,
+    answer: str,
+    *,
+    prompt: str,
+    metadata: Mapping[str, Any],
+    num_tokens: int,
+    max_tokens: int,
+    correct: tuple[float, float] = (1.0, 0.5),
+    wrong: tuple[float, float] = (-1.0, -0.5),
+    accuracy: str = _EXACT_MATCH,
+    accuracy_arguments: Mapping[str, Any] | None = None,
+) -> float:
     """b + (a − b)/2 · (1 + cos(π n/L)), from a at no token to b at L and beyond
     (arXiv:2502.03373): short right answers score most, short wrong ones least. L is `max_tokens`;
     (a, b) are `correct` for answers that the reward `accuracy` (`module:function`, with
     `accuracy_arguments`) scores above 0.5, else `wrong`; NaN stays NaN."""
-    score = to_float(_bound(accuracy, accuracy_arguments)(
-        completion, answer, {"prompt": prompt, "metadata": metadata}))
+    score = to_float(
+        _bound(accuracy, accuracy_arguments)(
+            completion, answer, {"prompt": prompt, "metadata": metadata}
+        )
+    )
     start, end = correct if score > 0.5 else wrong
     value = end + (start - end) / 2 * (1 + math.cos(math.pi * min(num_tokens / max_tokens, 1.0)))
     return math.nan if math.isnan(score) else value
 
 
-def soft_overlong(completion: str, answer: str, *, num_tokens: int, max_tokens: int,
-                  buffer: int) -> float:
+def soft_overlong(
+    completion: str, answer: str, *, num_tokens: int, max_tokens: int, buffer: int
+) -> float:
     """0 to L − B (max_tokens, buffer), ((L − B) − n)/B to L, then −1 (DAPO, arXiv:2503.14476)."""
     return max(-1.0, min(0.0, (max_tokens - buffer - num_tokens) / buffer))
 
@@ -144,8 +180,9 @@ def length_penalty(completion: str, answer: str, *, num_tokens: int, max_tokens:
     return -min(1.0, num_tokens / max_tokens)
 
 
-def repetition(completion: str, answer: str, *, token_ids: tuple[int, ...], n: int = 3,
-               penalty: float = -1.0) -> float:
+def repetition(
+    completion: str, answer: str, *, token_ids: tuple[int, ...], n: int = 3, penalty: float = -1.0
+) -> float:
     """penalty · (1 − different n-grams / n-grams) of tokens (arXiv:2502.03373); 0 below n."""
     ngrams = list(zip(*(token_ids[i:] for i in range(n)), strict=False))
     return penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0

@@ -110,8 +110,12 @@ def judge(setup: str, asserts: list[str]) -> None:
 
 def serve(path: str) -> None:
     names: dict[str, Any] = {"__name__": "program"}
-    actions = {"name": names.__getitem__, "attribute": getattr, "items": list,
-               "call": lambda function, args, kwargs: function(*args, **kwargs)}
+    actions = {
+        "name": names.__getitem__,
+        "attribute": getattr,
+        "items": list,
+        "call": lambda function, args, kwargs: function(*args, **kwargs),
+    }
     Sender(outgoing).dump("started")
     with open(path, encoding="utf-8") as source:
         exec(compile(source.read(), path, "exec"), names)

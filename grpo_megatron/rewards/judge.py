@@ -14,16 +14,30 @@ _RUBRIC = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").removes
 _SCORE = re.compile(r"^\W*(\d+)\W*:\W*(\d+(?:\.\d+)?)", re.MULTILINE)
 
 
-async def judge(completion: str, answer: str, *, prompt: str, url: str, model: str,
-                criteria: Sequence[str] = ("The response is correct.",), template: str = _RUBRIC,
-                timeout_s: float = 60.0, attempts: int = 2, max_tokens: int = 512) -> float:
+async def judge(
+    completion: str,
+    answer: str,
+    *,
+    prompt: str,
+    url: str,
+    model: str,
+    criteria: Sequence[str] = ("The response is correct.",),
+    template: str = _RUBRIC,
+    timeout_s: float = 60.0,
+    attempts: int = 2,
+    max_tokens: int = 512,
+) -> float:
     """A rubric-based generative reward in [0, 1]: the mean over `criteria` of what a chat model
     says. `template` has the fields criteria, prompt, answer and completion; the reply has to score
     every criterion. RewardError after `attempts` replies that do not."""
     listed = "\n".join(f"{number}. {text}" for number, text in enumerate(criteria, 1))
     text = template.format(criteria=listed, prompt=prompt, answer=answer, completion=completion)
-    body = {"model": model, "temperature": 0.0, "max_tokens": max_tokens,
-            "messages": [{"role": "user", "content": text}]}
+    body = {
+        "model": model,
+        "temperature": 0.0,
+        "max_tokens": max_tokens,
+        "messages": [{"role": "user", "content": text}],
+    }
     for _ in range(attempts):
         reply = await _post(f"{url}/v1/chat/completions", body, timeout_s)
         said = reply["choices"][0]["message"]["content"] or ""
@@ -33,8 +47,17 @@ async def judge(completion: str, answer: str, *, prompt: str, url: str, model: s
     raise RewardError(f"the judge did not score every criterion: {said[:200]!r}", where=url)
 
 
-async def reward_model(completion: str, answer: str, *, prompt: str, url: str, model: str,
-                       scale: float = 1.0, shift: float = 0.0, timeout_s: float = 60.0) -> float:
+async def reward_model(
+    completion: str,
+    answer: str,
+    *,
+    prompt: str,
+    url: str,
+    model: str,
+    scale: float = 1.0,
+    shift: float = 0.0,
+    timeout_s: float = 60.0,
+) -> float:
     """`(score - shift) * scale` of a reward model's scalar, by a vLLM server's `/pooling` route."""
     reply = await _post(f"{url}/pooling", {"model": model, "input": prompt + completion}, timeout_s)
     score = reply["data"][0]["data"]
@@ -46,8 +69,10 @@ async def reward_model(completion: str, answer: str, *, prompt: str, url: str, m
 async def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
     limit = aiohttp.ClientTimeout(total=timeout_s)
     try:
-        async with (aiohttp.ClientSession(timeout=limit) as session,
-                    session.post(url, json=body) as response):
+        async with (
+            aiohttp.ClientSession(timeout=limit) as session,
+            session.post(url, json=body) as response,
+        ):
             if response.status != 200:
                 raise RewardError(f"{response.status}: {(await response.text())[:200]}", where=url)
             return await response.json()

@@ -27,9 +27,11 @@ logger = logging.getLogger(__name__)
 CHUNK_CALLS = 64  # calls per message, which costs about as much as 20 cheap calls
 MAX_KILLS = 32  # workers that one function may cost without a single result in between
 _MIN_SAMPLES_TO_GIVE_UP = 64
-_OF_COMPLETION = {"num_tokens": lambda completion: len(completion.token_ids),
-                  "truncated": lambda completion: completion.truncated,
-                  "token_ids": lambda completion: tuple(completion.token_ids.tolist())}
+_OF_COMPLETION = {
+    "num_tokens": lambda completion: len(completion.token_ids),
+    "truncated": lambda completion: completion.truncated,
+    "token_ids": lambda completion: tuple(completion.token_ids.tolist()),
+}
 
 
 @dataclass(slots=True)
@@ -55,30 +57,41 @@ class Component:
         if outcome.failure != "raised":
             self.kills_in_a_row += 1
             if self.kills_in_a_row >= MAX_KILLS:
-                raise self.error(f"{outcome.failure.replace('_', ' ')} on {MAX_KILLS} samples "
-                                 "without a result in between")
+                raise self.error(
+                    f"{outcome.failure.replace('_', ' ')} on {MAX_KILLS} samples "
+                    "without a result in between"
+                )
         elif not self.trace:
             self.trace = outcome.trace.rstrip()
-            logger.warning("reward %s of domain %s raised; the sample is unscorable. First "
-                           "traceback:\n%s", self.name, self.domain, self.trace)
+            logger.warning(
+                "reward %s of domain %s raised; the sample is unscorable. First traceback:\n%s",
+                self.name,
+                self.domain,
+                self.trace,
+            )
 
     def check(self, failures: Sequence[str]) -> None:
         """RewardError for a broken function: of a batch, whose `failures` these are, every sample
         failed, and no sample ever succeeded or the batch is large."""
-        if failures and all(failures) and (
-                self.num_scored == 0 or len(failures) >= _MIN_SAMPLES_TO_GIVE_UP):
-            told = ", ".join(f"{number} {cause.replace('_', ' ')}"
-                             for cause, number in Counter(failures).items())
+        if (
+            failures
+            and all(failures)
+            and (self.num_scored == 0 or len(failures) >= _MIN_SAMPLES_TO_GIVE_UP)
+        ):
+            told = ", ".join(
+                f"{number} {cause.replace('_', ' ')}" for cause, number in Counter(failures).items()
+            )
             raise self.error(f"failed on every sample ({told})")
 
     def error(self, what: str) -> RewardError:
-        return RewardError(f"reward {self.reward.reference} {what}\n{self.trace}".rstrip(),
-                           where=f"[[domains]] {self.domain}, reward {self.name}",
-                           remedy="correct the function, or raise [data] reward_timeout_s")
+        return RewardError(
+            f"reward {self.reward.reference} {what}\n{self.trace}".rstrip(),
+            where=f"[[domains]] {self.domain}, reward {self.name}",
+            remedy="correct the function, or raise [data] reward_timeout_s",
+        )
 
 
-def components_of(domain: DomainConfig,
-                  max_new_tokens: int | None = None) -> tuple[Component, ...]:
+def components_of(domain: DomainConfig, max_new_tokens: int | None = None) -> tuple[Component, ...]:
     """The domain's components, imported. RewardError: one cannot be called, or comes twice.
 
     max_new_tokens: the domain's length budget, which rewards get as `max_tokens` where they
@@ -89,10 +102,12 @@ def components_of(domain: DomainConfig,
         name = reward.component
         try:
             if name in components:
-                raise RewardError(f"two reward components are called {name!r}",
-                                  remedy="give one of them a `name`")
-            components[name] = Component(domain.name, name, reward.weight,
-                                         bind(reward.function, reward.arguments, offered))
+                raise RewardError(
+                    f"two reward components are called {name!r}", remedy="give one of them a `name`"
+                )
+            components[name] = Component(
+                domain.name, name, reward.weight, bind(reward.function, reward.arguments, offered)
+            )
         except RewardError as error:
             error.where = f"[[domains]] {domain.name}, reward {name}"
             raise
@@ -107,14 +122,23 @@ class RewardPool:
     print goes to `log_path`. `budgets`: the length budget of domains, in tokens. RewardError as by
     `components_of`."""
 
-    def __init__(self, domains: Sequence[DomainConfig], *, num_workers: int = 1,
-                 timeout_s: float = 5.0, concurrency: int = 16, log_path: Path = Path(os.devnull),
-                 budgets: Mapping[str, int] | None = None):
+    def __init__(
+        self,
+        domains: Sequence[DomainConfig],
+        *,
+        num_workers: int = 1,
+        timeout_s: float = 5.0,
+        concurrency: int = 16,
+        log_path: Path = Path(os.devnull),
+        budgets: Mapping[str, int] | None = None,
+    ):
         self.components: list[Component] = []
         for domain in domains:
             self.components += components_of(domain, (budgets or {}).get(domain.name))
-        self._of_domain = {domain.name: [i for i, c in enumerate(self.components)
-                                         if c.domain == domain.name] for domain in domains}
+        self._of_domain = {
+            domain.name: [i for i, c in enumerate(self.components) if c.domain == domain.name]
+            for domain in domains
+        }
         self._clips = {domain.name: domain.reward_clip or np.inf for domain in domains}
         self._timeout_s = timeout_s
         functions = [(c.reward.reference, c.reward.arguments) for c in self.components]
@@ -144,12 +168,18 @@ class RewardPool:
                     size = max(1, min(CHUNK_CALLS, -(-len(mine) // len(self._workers))))
                     for start in range(0, len(mine), size):
                         tasks.create_task(
-                            self._run(tasks, calls, mine[start:start + size], outcomes))
+                            self._run(tasks, calls, mine[start : start + size], outcomes)
+                        )
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         for index, component in enumerate(self.components):
-            component.check([outcome.failure for call, outcome in zip(calls, outcomes, strict=True)
-                             if call[0] == index])
+            component.check(
+                [
+                    outcome.failure
+                    for call, outcome in zip(calls, outcomes, strict=True)
+                    if call[0] == index
+                ]
+            )
         left = iter(outcomes)
         return [self._scored(group, left) for group in groups]
 
@@ -158,30 +188,48 @@ class RewardPool:
         metrics = {"reward/pool/restarts": float(sum(w.num_restarts for w in self._workers))}
         for worker in self._workers:
             worker.num_restarts = 0
-        return metrics | {f"reward/{c.domain}.{c.name}/{cause}": float(c.failures.pop(cause, 0))
-                          for c in self.components for cause in ("raised", "timed_out", "died")}
+        return metrics | {
+            f"reward/{c.domain}.{c.name}/{cause}": float(c.failures.pop(cause, 0))
+            for c in self.components
+            for cause in ("raised", "timed_out", "died")
+        }
 
     def _calls(self, group: RolloutGroup) -> list[Call]:
         """One completion after the other, each with every component of the domain."""
         prompt = group.prompt
         shared = {"prompt": prompt.text, "metadata": dict(prompt.metadata)}
-        return [(index, completion.text, prompt.answer,
-                 {name: shared[name] if name in shared else _OF_COMPLETION[name](completion)
-                  for name in self.components[index].reward.context})
-                for completion in group.completions for index in self._of_domain[prompt.domain]]
+        return [
+            (
+                index,
+                completion.text,
+                prompt.answer,
+                {
+                    name: shared[name] if name in shared else _OF_COMPLETION[name](completion)
+                    for name in self.components[index].reward.context
+                },
+            )
+            for completion in group.completions
+            for index in self._of_domain[prompt.domain]
+        ]
 
     def _is_async(self, call: Call) -> bool:
         return self.components[call[0]].reward.is_async
 
-    async def _run(self, tasks: asyncio.TaskGroup, calls: Sequence[Call], chunk: Sequence[int],
-                   outcomes: list[Outcome]) -> None:
+    async def _run(
+        self,
+        tasks: asyncio.TaskGroup,
+        calls: Sequence[Call],
+        chunk: Sequence[int],
+        outcomes: list[Outcome],
+    ) -> None:
         """Fill in the outcomes of `chunk`. Of plain calls the first without an outcome ended the
         process; coroutines run together: each of those without runs again, alone."""
         is_async = self._is_async(calls[chunk[0]])
         worker = await self._idle.get()
         try:
-            found, failure = await worker.run([calls[i] for i in chunk],
-                                              self._timeout_s * (2 if is_async else 1))
+            found, failure = await worker.run(
+                [calls[i] for i in chunk], self._timeout_s * (2 if is_async else 1)
+            )
         finally:
             self._idle.put_nowait(worker)
         if failure and (len(chunk) == 1 or not is_async):
@@ -196,15 +244,25 @@ class RewardPool:
     def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
         components = [self.components[i] for i in self._of_domain[group.prompt.domain]]
         rows = [list(islice(outcomes, len(components))) for _ in group.completions]
-        table = np.asarray([[outcome.value for outcome in row] for row in rows],
-                           np.float64).reshape(len(rows), len(components))
+        table = np.asarray(
+            [[outcome.value for outcome in row] for row in rows], np.float64
+        ).reshape(len(rows), len(components))
         weights = np.asarray([component.weight for component in components])
-        steps = tuple(tuple((end, reward * component.weight)
-                            for component, outcome in zip(components, row, strict=True)
-                            for end, reward in outcome.steps) for row in rows)
+        steps = tuple(
+            tuple(
+                (end, reward * component.weight)
+                for component, outcome in zip(components, row, strict=True)
+                for end, reward in outcome.steps
+            )
+            for row in rows
+        )
         rewards = weighted_sum(table, weights, self._clips[group.prompt.domain])
-        return ScoredGroup(group, {c.name: table[:, k].copy() for k, c in enumerate(components)},
-                           rewards, steps if any(steps) else ())
+        return ScoredGroup(
+            group,
+            {c.name: table[:, k].copy() for k, c in enumerate(components)},
+            rewards,
+            steps if any(steps) else (),
+        )
 
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float = np.inf) -> np.ndarray:

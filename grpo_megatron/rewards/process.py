@@ -23,8 +23,12 @@ class RewardProcess:
     """One worker: given a chunk at a time, killed when a call takes too long, replaced when gone.
     Calls name `functions`, (reference, arguments) each, by index."""
 
-    def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]],
-                 limits: Mapping[str, float], log_path: Path):
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, Mapping[str, Any]]],
+        limits: Mapping[str, float],
+        log_path: Path,
+    ):
         self._task, self._log_path = (functions, limits), log_path
         self.process: asyncio.subprocess.Process | None = None
         self.num_restarts, self._started = 0, False
@@ -37,14 +41,26 @@ class RewardProcess:
         self._started = True
         ours, theirs = socket.socketpair()
         # One thread a worker, since there are many.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(
-            entry or os.getcwd() for entry in sys.path)}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        }
         with theirs, self._log_path.open("ab") as log:
             # An own session: Ctrl-C reaches the parent only, a kill also what a reward started.
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "grpo_megatron.rewards.worker", str(theirs.fileno()),
-                str(os.getpid()), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                pass_fds=(theirs.fileno(),), start_new_session=True, env=environment)
+                sys.executable,
+                "-m",
+                "grpo_megatron.rewards.worker",
+                str(theirs.fileno()),
+                str(os.getpid()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=environment,
+            )
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
         async with self._killed_on_error():
             try:
@@ -126,5 +142,6 @@ class RewardProcess:
         return json.loads(line)
 
     def _broken(self, what: str) -> RewardError:
-        return RewardError(what, where=str(self._log_path),
-                           remedy="see the messages there; is memory short?")
+        return RewardError(
+            what, where=str(self._log_path), remedy="see the messages there; is memory short?"
+        )

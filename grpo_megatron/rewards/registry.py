@@ -40,6 +40,7 @@ class BoundReward:
 def needs(*modules: str, check: Callable[..., Any] = lambda **_: None):
     """Modules that workers import before the first call, so that no call's time pays for it.
     `check(**arguments)` raises RewardError where the reward cannot work with the recipe's."""
+
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         function.needs = modules, check
         return function
@@ -47,8 +48,9 @@ def needs(*modules: str, check: Callable[..., Any] = lambda **_: None):
     return mark
 
 
-def bind(reference: str, arguments: Mapping[str, Any],
-         offered: Mapping[str, Any] | None = None) -> BoundReward:
+def bind(
+    reference: str, arguments: Mapping[str, Any], offered: Mapping[str, Any] | None = None
+) -> BoundReward:
     """Import `module:function`; RewardError where that fails, or it cannot be called as a reward
     with these arguments, or its check refuses them.
 
@@ -60,8 +62,9 @@ def bind(reference: str, arguments: Mapping[str, Any],
     function = _imported(reference)
     modules, check = getattr(function, "needs", ((), lambda **_: None))
     for module in modules:
-        with raised_as(RewardError, f"reward {reference} needs {module}",
-                       remedy=f"install {module}"):
+        with raised_as(
+            RewardError, f"reward {reference} needs {module}", remedy=f"install {module}"
+        ):
             importlib.import_module(module)
     try:
         signature = inspect.signature(function)
@@ -73,17 +76,22 @@ def bind(reference: str, arguments: Mapping[str, Any],
         if is_required and key not in arguments:
             arguments = {**arguments, key: value}
     if taken := [key for key in arguments if key in CONTEXT]:
-        raise RewardError(f"reward {reference}: argument {taken[0]!r} is the pool's own",
-                          remedy="rename the argument")
+        raise RewardError(
+            f"reward {reference}: argument {taken[0]!r} is the pool's own",
+            remedy="rename the argument",
+        )
     context = tuple(key for key in CONTEXT if _takes(signature, key))
     try:
         signature.bind("", "", **dict.fromkeys(context), **arguments)
     except TypeError as error:
         known = [name for name in signature.parameters if name not in CONTEXT][2:]
         strange = next((key for key in arguments if key not in signature.parameters), None)
-        raise RewardError(f"reward {reference}{signature} cannot be called: {error}",
+        raise RewardError(
+            f"reward {reference}{signature} cannot be called: {error}",
             remedy=f"{strange!r} is not an argument of it. {did_you_mean(strange, known)}"
-            if strange else f"a reward is {_SIGNATURE}") from error
+            if strange
+            else f"a reward is {_SIGNATURE}",
+        ) from error
     check(**arguments)
     return BoundReward(reference, function, arguments, context)
 
@@ -92,10 +100,12 @@ def to_float(value: Any) -> float:
     """A reward's return value as a finite float, or NaN for NaN and None ("cannot be scored")."""
     if value is None:
         return math.nan
-    if isinstance(value, str | bytes) or not (hasattr(value, "__float__")
-                                              or hasattr(value, "__index__")):
-        raise TypeError(f"a reward must return a number or None, not "
-                        f"{type(value).__name__} {str(value)[:80]!r}")
+    if isinstance(value, str | bytes) or not (
+        hasattr(value, "__float__") or hasattr(value, "__index__")
+    ):
+        raise TypeError(
+            f"a reward must return a number or None, not {type(value).__name__} {str(value)[:80]!r}"
+        )
     number = float(value)
     if math.isinf(number):
         raise ValueError("a reward must be finite")
@@ -104,17 +114,22 @@ def to_float(value: Any) -> float:
 
 def _takes(signature: inspect.Signature, key: str) -> bool:
     if key in signature.parameters:
-        return signature.parameters[key].kind in (inspect.Parameter.KEYWORD_ONLY,
-                                                  inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return key in CONTEXT[:2] and any(p.kind is inspect.Parameter.VAR_KEYWORD
-                                      for p in signature.parameters.values())
+        return signature.parameters[key].kind in (
+            inspect.Parameter.KEYWORD_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+    return key in CONTEXT[:2] and any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()
+    )
 
 
 def _imported(reference: str) -> Callable[..., Any]:
     module_name, _, name = reference.partition(":")
     if not (module_name and name):
-        raise RewardError(f"reward {reference!r} is not `module:function`",
-                          remedy="for example grpo_megatron.rewards.functions:exact_match")
+        raise RewardError(
+            f"reward {reference!r} is not `module:function`",
+            remedy="for example grpo_megatron.rewards.functions:exact_match",
+        )
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -122,17 +137,27 @@ def _imported(reference: str) -> Callable[..., Any]:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise RewardError(f"no module {missing!r}", remedy="install it, or run from the "
-                              "directory that holds it") from error
-        raise RewardError(f"module {module_name} fails to import: {type(error).__name__}: {error}",
-                          remedy=f'see python -c "import {module_name}"') from error
+            raise RewardError(
+                f"no module {missing!r}",
+                remedy="install it, or run from the directory that holds it",
+            ) from error
+        raise RewardError(
+            f"module {module_name} fails to import: {type(error).__name__}: {error}",
+            remedy=f'see python -c "import {module_name}"',
+        ) from error
     function = getattr(module, name, None)
     if function is None:
-        known = [key for key, value in vars(module).items()
-                 if inspect.isfunction(value) and not key.startswith("_")]
-        raise RewardError(f"module {module_name} has no function {name!r}",
-                          remedy=did_you_mean(name, known))
+        known = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and not key.startswith("_")
+        ]
+        raise RewardError(
+            f"module {module_name} has no function {name!r}", remedy=did_you_mean(name, known)
+        )
     if not callable(function):
-        raise RewardError(f"{reference} is {type(function).__name__}, not a function",
-                          remedy=f"a reward is {_SIGNATURE}")
+        raise RewardError(
+            f"{reference} is {type(function).__name__}, not a function",
+            remedy=f"a reward is {_SIGNATURE}",
+        )
     return function

@@ -21,9 +21,11 @@ from typing import Literal
 from grpo_megatron.rewards import seccomp
 
 MIB = 2**20
-REMEDY = ("install bubblewrap 0.7 or newer (apt-get install bubblewrap) and allow it user "
-          "namespaces: sysctl kernel.apparmor_restrict_unprivileged_userns=0, or a container "
-          "whose seccomp profile permits them")
+REMEDY = (
+    "install bubblewrap 0.7 or newer (apt-get install bubblewrap) and allow it user "
+    "namespaces: sysctl kernel.apparmor_restrict_unprivileged_userns=0, or a container "
+    "whose seccomp profile permits them"
+)
 _MAX_THREADS = _MAX_FILES = 64
 
 
@@ -48,8 +50,14 @@ class Outcome:
     stderr: bytearray = field(default_factory=bytearray)
 
 
-async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
-              arguments: Sequence[str] = (), give_fds: Sequence[int] = ()) -> Outcome:
+async def run(
+    files: Mapping[str, str],
+    stdin: str = "",
+    *,
+    limits: Limits,
+    arguments: Sequence[str] = (),
+    give_fds: Sequence[int] = (),
+) -> Outcome:
     """Run a Python program, the first of `files` (content by path), to its end or until cancelled;
     nothing of it is left. `give_fds`, sockets for it, keep their numbers and are closed here."""
     outcome = Outcome()
@@ -57,19 +65,33 @@ async def run(files: Mapping[str, str], stdin: str = "", *, limits: Limits,
     with open(status, "rb", 0) as report, contextlib.ExitStack() as theirs:
         for fd in (status_fd, *give_fds):
             theirs.callback(os.close, fd)
-        data = {path: _memory_file(theirs, content.encode(errors="replace"))
-                for path, content in files.items()}
+        data = {
+            path: _memory_file(theirs, content.encode(errors="replace"))
+            for path, content in files.items()
+        }
         filter_fd = _memory_file(theirs, seccomp.program())
         process = await asyncio.create_subprocess_exec(
-            *_command(limits, data, filter_fd, status_fd), *arguments,
-            stdin=_memory_file(theirs, stdin.encode(errors="replace")), stdout=PIPE, stderr=PIPE,
+            *_command(limits, data, filter_fd, status_fd),
+            *arguments,
+            stdin=_memory_file(theirs, stdin.encode(errors="replace")),
+            stdout=PIPE,
+            stderr=PIPE,
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-            pass_fds=(*data.values(), filter_fd, status_fd, *give_fds), start_new_session=True)
+            pass_fds=(*data.values(), filter_fd, status_fd, *give_fds),
+            start_new_session=True,
+        )
         theirs.close()
         # Read to the end in any case: asyncio waits for no process whose output nobody reads.
-        ended = asyncio.gather(process.wait(), *(
-            _read(stream, into, limits.output_bytes, process) for stream, into in (
-                (process.stdout, outcome.stdout), (process.stderr, outcome.stderr))))
+        ended = asyncio.gather(
+            process.wait(),
+            *(
+                _read(stream, into, limits.output_bytes, process)
+                for stream, into in (
+                    (process.stdout, outcome.stdout),
+                    (process.stderr, outcome.stderr),
+                )
+            ),
+        )
         try:
             async with asyncio.timeout(limits.wall_s):
                 await asyncio.shield(ended)
@@ -102,25 +124,65 @@ def why_not() -> str | None:
 
 
 def _command(limits: Limits, data: Mapping[str, int], filter_fd: int, status_fd: int) -> list[str]:
-    visible = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache",
-               os.path.realpath(sys.base_prefix))
-    limited = {"as": limits.memory_bytes, "cpu": math.ceil(limits.wall_s) + 1, "core": 0,
-               "fsize": limits.tmp_bytes, "nofile": _MAX_FILES, "nproc": _MAX_THREADS}
-    return [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534",
-            "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL", "--new-session",
-            "--die-with-parent", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp",
-            *(word for path in visible for word in ("--ro-bind-try", path, path)),
-            *(word for path, fd in data.items() for word in ("--ro-bind-data", str(fd), path)),
-            "--remount-ro", "/", "--chdir", "/tmp", "--seccomp", str(filter_fd),
-            "--json-status-fd", str(status_fd), "--", "prlimit",
-            *(f"--{name}={value}" for name, value in limited.items()),
-            os.path.realpath(sys.executable), "-I", "-B", next(iter(data))]
+    visible = (
+        "/usr",
+        "/bin",
+        "/lib",
+        "/lib64",
+        "/etc/ld.so.cache",
+        os.path.realpath(sys.base_prefix),
+    )
+    limited = {
+        "as": limits.memory_bytes,
+        "cpu": math.ceil(limits.wall_s) + 1,
+        "core": 0,
+        "fsize": limits.tmp_bytes,
+        "nofile": _MAX_FILES,
+        "nproc": _MAX_THREADS,
+    }
+    return [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--hostname",
+        "sandbox",
+        "--cap-drop",
+        "ALL",
+        "--new-session",
+        "--die-with-parent",
+        "--size",
+        str(limits.tmp_bytes),
+        "--tmpfs",
+        "/tmp",
+        *(word for path in visible for word in ("--ro-bind-try", path, path)),
+        *(word for path, fd in data.items() for word in ("--ro-bind-data", str(fd), path)),
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/tmp",
+        "--seccomp",
+        str(filter_fd),
+        "--json-status-fd",
+        str(status_fd),
+        "--",
+        "prlimit",
+        *(f"--{name}={value}" for name, value in limited.items()),
+        os.path.realpath(sys.executable),
+        "-I",
+        "-B",
+        next(iter(data)),
+    ]
 
 
-async def _read(stream: asyncio.StreamReader, into: bytearray, limit: int,
-                process: asyncio.subprocess.Process) -> None:
+async def _read(
+    stream: asyncio.StreamReader, into: bytearray, limit: int, process: asyncio.subprocess.Process
+) -> None:
     while piece := await stream.read(2**16):
-        into += piece[:limit - len(into)]
+        into += piece[: limit - len(into)]
         if len(into) == limit:
             _kill(process)
 

@@ -13,7 +13,11 @@ from grpo_megatron import assets
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _ALLOW, _KILL, _NOT_PERMITTED, _NO_CALL = (
-    0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS)
+    0x7FFF0000,
+    0x80000000,
+    0x50000 | errno.EPERM,
+    0x50000 | errno.ENOSYS,
+)
 _CLONE_THREAD = 0x10000
 
 # From here on all architectures number alike: io_uring, clone3, the new mount calls, pidfd_getfd …
@@ -26,11 +30,21 @@ ARCHITECTURES = assets.tables(__file__, "seccomp.toml")
 def program() -> bytes:
     """The filter for this machine, as `bwrap --seccomp` reads it."""
     numbers = ARCHITECTURES[platform.machine()]
-    steps = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 1, 0, numbers["audit"]),
-             (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER_AT),
-             (_AT_LEAST, 0, 1, _FIRST_NEW_CALL), (_RETURN, 0, 0, _NO_CALL)]
+    steps = [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_EQUAL, 1, 0, numbers["audit"]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER_AT),
+        (_AT_LEAST, 0, 1, _FIRST_NEW_CALL),
+        (_RETURN, 0, 0, _NO_CALL),
+    ]
     for number in numbers["refused"].values():
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _NOT_PERMITTED)]
-    steps += [(_EQUAL, 0, 3, numbers["clone"]), (_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (
-        _ANY_BIT, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, _NOT_PERMITTED), (_RETURN, 0, 0, _ALLOW)]
+    steps += [
+        (_EQUAL, 0, 3, numbers["clone"]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
+        (_ANY_BIT, 1, 0, _CLONE_THREAD),
+        (_RETURN, 0, 0, _NOT_PERMITTED),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

@@ -58,8 +58,13 @@ def main() -> None:
                     tell((index, _outcome(call)))
 
 
-async def _await_all(calls: Sequence[Callable[[], Any]], tell: Callable[[Any], None], *,
-                     timeout_s: float, concurrency: int) -> None:
+async def _await_all(
+    calls: Sequence[Callable[[], Any]],
+    tell: Callable[[Any], None],
+    *,
+    timeout_s: float,
+    concurrency: int,
+) -> None:
     """A call over its limit is cancelled; the parent ends one that does not let itself be."""
     free = asyncio.Semaphore(concurrency)
 

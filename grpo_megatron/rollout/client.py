@@ -30,8 +30,11 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         self._request_timeout_s = request_timeout_s
         # The caller bounds concurrency; a second limit here would only hide it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False,
-            json_serialize=lambda request: msgspec.json.encode(request).decode())
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            auto_decompress=False,
+            json_serialize=lambda request: msgspec.json.encode(request).decode(),
+        )
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -43,8 +46,9 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         """Sample completions of one prompt, with fields of `GenerateRequest`. Raises EngineError:
         the engine refused or answered wrongly; EngineUnreachable: it did not answer or failed."""
         request = GenerateRequest(prompt_token_ids, **settings)
-        answer = await self._call("/inference/v1/generate", request.body(),
-                                  timeout_s=self._request_timeout_s)
+        answer = await self._call(
+            "/inference/v1/generate", request.body(), timeout_s=self._request_timeout_s
+        )
         return request.decode(answer, self.name)
 
     async def health(self) -> bool:
@@ -53,16 +57,19 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
             return True
         return False
 
-    async def wait_ready(self, timeout_s: float, is_alive: Callable[[], bool] = lambda: True
-                         ) -> None:
+    async def wait_ready(
+        self, timeout_s: float, is_alive: Callable[[], bool] = lambda: True
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not await self.health():
             if not is_alive():
                 raise EngineError(f"{self.name} ended before it was ready", where=self.base_url)
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{self.name} was not ready after {timeout_s:.0f} s", where=self.base_url,
-                    remedy="look at its log, or raise rollout.startup_timeout_s")
+                    f"{self.name} was not ready after {timeout_s:.0f} s",
+                    where=self.base_url,
+                    remedy="look at its log, or raise rollout.startup_timeout_s",
+                )
             await asyncio.sleep(0.1)
 
     async def set_weight_version(self, version: int) -> None:
@@ -76,32 +83,44 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
     async def reset_prefix_cache(self) -> None:
         """Drop cached keys and values, which running requests may not hold."""
         if not (await self.control("/reset_prefix_cache"))["success"]:
-            raise EngineError(f"{self.name} could not drop its prefix cache: it is in use",
-                              where=self.base_url)
+            raise EngineError(
+                f"{self.name} could not drop its prefix cache: it is in use", where=self.base_url
+            )
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of every worker; results that are not JSON arrive as text."""
-        return (await self.control("/collective_rpc",
-                                   {"method": method, "kwargs": arguments}))["results"]
+        return (await self.control("/collective_rpc", {"method": method, "kwargs": arguments}))[
+            "results"
+        ]
 
     async def control(self, path: str, request: Any = None, **options: Any) -> Any:
         """Make a control request (`method`, `params`); returns its answer, None if empty."""
         body = await self._call(path, request, **options)
         return msgspec.json.decode(body) if body else None
 
-    async def _call(self, path: str, request: Any = None, *, method: str = "POST",
-                    params: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> bytes:
+    async def _call(
+        self,
+        path: str,
+        request: Any = None,
+        *,
+        method: str = "POST",
+        params: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+    ) -> bytes:
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
         try:
-            async with self._session.request(method, self.base_url + path, json=request,
-                                             params=params, timeout=limits) as response:
+            async with self._session.request(
+                method, self.base_url + path, json=request, params=params, timeout=limits
+            ) as response:
                 body, status = await response.read(), response.status
         except TimeoutError as error:
-            raise EngineUnreachable(f"{self.name} did not answer {path} within {timeout_s:.0f} s",
-                                    where=self.base_url) from error
+            raise EngineUnreachable(
+                f"{self.name} did not answer {path} within {timeout_s:.0f} s", where=self.base_url
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnreachable(f"{self.name} is not reachable for {path}: {error}",
-                                    where=self.base_url) from error
+            raise EngineUnreachable(
+                f"{self.name} is not reachable for {path}: {error}", where=self.base_url
+            ) from error
         if status != 200:
             kind = EngineUnreachable if status >= 500 else EngineError
             text = body[:500].decode("utf-8", "replace")

@@ -35,10 +35,16 @@ class GenerateRequest:
 
     def body(self) -> dict[str, Any]:
         sampling: dict[str, Any] = {
-            "n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature,
-            "logprobs": 0, "detokenize": False, "stop_token_ids": list(self.stop_token_ids),
+            "n": self.n,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "logprobs": 0,
+            "detokenize": False,
+            "stop_token_ids": list(self.stop_token_ids),
             # else generation_config.json of the checkpoint ends them as well
-            "ignore_eos": True, **self.truncation}
+            "ignore_eos": True,
+            **self.truncation,
+        }
         if self.seed is not None:
             sampling["seed"] = self.seed
         if self.routes_from:
@@ -101,21 +107,30 @@ class _Response(msgspec.Struct, Generic[_Entry], gc=False):
     choices: list[_Choice[_Entry]]
 
 
-_decoders = {truncated: msgspec.json.Decoder(_Response[entry])
-             for truncated, entry in ((False, _TokenLogprob), (True, _Candidates))}
+_decoders = {
+    truncated: msgspec.json.Decoder(_Response[entry])
+    for truncated, entry in ((False, _TokenLogprob), (True, _Candidates))
+}
 
 
 def _completion(request: GenerateRequest, choice: _Choice) -> Completion:
     num_tokens = len(choice.token_ids)
     aborted = request.may_abort and choice.finish_reason == "abort"
     if choice.finish_reason not in ("stop", "length") and not aborted:
-        raise EngineError(f"completion ended with {choice.finish_reason!r}",
-                          remedy="requests must not be in flight while weights are published")
+        raise EngineError(
+            f"completion ended with {choice.finish_reason!r}",
+            remedy="requests must not be in flight while weights are published",
+        )
     if not (0 if aborted else 1) <= num_tokens <= request.max_tokens:
         raise EngineError(f"{num_tokens} tokens where 1 to {request.max_tokens} were asked for")
-    completion = Completion(np.array(choice.token_ids, np.int32), _logprobs(choice),
-        _spans(choice.weight_versions or [], num_tokens), choice.finish_reason, text="",
-        kept=_kept(choice) if request.truncation else None)
+    completion = Completion(
+        np.array(choice.token_ids, np.int32),
+        _logprobs(choice),
+        _spans(choice.weight_versions or [], num_tokens),
+        choice.finish_reason,
+        text="",
+        kept=_kept(choice) if request.truncation else None,
+    )
     if request.record_routes and num_tokens:
         try:
             return _with_routes(completion, request, choice.routed_experts)
@@ -133,8 +148,10 @@ def _logprobs(choice: _Choice) -> np.ndarray:
         raise EngineError(f"{len(values)} log-probs for {len(choice.token_ids)} tokens")
     # no sampled token has _NO_PROBABILITY, and NaN fails both
     if not ((values > _NO_PROBABILITY) & (values <= 0.0)).all():
-        raise EngineError("log-probs are not finite and at most 0",
-                          remedy="the policy's logits have overflowed; look at the weights")
+        raise EngineError(
+            "log-probs are not finite and at most 0",
+            remedy="the policy's logits have overflowed; look at the weights",
+        )
     if [entry.token_id for entry in content] != choice.token_ids:
         raise EngineError("log-probs belong to other tokens")
     return values
@@ -160,28 +177,38 @@ def _kept(choice: _Choice[_Candidates]) -> KeptSets:
 
 def _spans(spans: list[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
     ends = [0, *(span.end for span in spans)]
-    if (ends[-1] != num_tokens or [span.start for span in spans] != ends[:-1]
-            or any(span.end <= span.start for span in spans)):
+    if (
+        ends[-1] != num_tokens
+        or [span.start for span in spans] != ends[:-1]
+        or any(span.end <= span.start for span in spans)
+    ):
         raise EngineError(f"weight-version spans {spans} do not cover {num_tokens} tokens")
     if strange := [span.version for span in spans if not span.version.isdecimal()]:
         raise EngineError(f"weight version {strange[0]!r} is not a number")
     return tuple(VersionSpan(int(span.version), span.start, span.end) for span in spans)
 
 
-def _with_routes(completion: Completion, request: GenerateRequest,
-                 encoded: str | None) -> Completion:
+def _with_routes(
+    completion: Completion, request: GenerateRequest, encoded: str | None
+) -> Completion:
     """Row T_p - 1 + t sampled token t. What came before was computed by the first version: a
     request that is held computes it anew, but the engine then returns later rows only."""
     if encoded is None:
-        raise EngineError("expert routes were asked for and are missing",
-                          remedy="start the engine with --enable-return-routed-experts")
+        raise EngineError(
+            "expert routes were asked for and are missing",
+            remedy="start the engine with --enable-return-routed-experts",
+        )
     with raised_as(EngineError, "unreadable expert routes", (ValueError, EOFError, OSError)):
         routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
     before, first = len(request.prompt_token_ids) - 1, request.routes_from
     num_rows = before + len(completion.token_ids) - first
     if routes.ndim != 3 or routes.shape[0] != num_rows or routes.dtype not in (np.uint8, np.uint16):
-        raise EngineError(f"expert routes are {routes.dtype} {routes.shape}, expected uint8 or "
-                          f"uint16 [{num_rows}, layers, experts per token]")
-    spans = tuple(VersionSpan(span.version, before + span.start if span.start else first,
-                              before + span.end) for span in completion.versions)
+        raise EngineError(
+            f"expert routes are {routes.dtype} {routes.shape}, expected uint8 or "
+            f"uint16 [{num_rows}, layers, experts per token]"
+        )
+    spans = tuple(
+        VersionSpan(span.version, before + span.start if span.start else first, before + span.end)
+        for span in completion.versions
+    )
     return replace(completion, routes=routes, route_versions=spans)

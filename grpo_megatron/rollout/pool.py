@@ -25,8 +25,13 @@ class ReplicaPool:
     """Replicas (None: one that never was) with health, and retries on another one, `max_attempts`
     in all. `on_death` is called once with a replica that was found dead."""
 
-    def __init__(self, clients: Sequence[EngineClient | None], *, max_attempts: int = 3,
-                 on_death: Callable[[Replica], None] = lambda replica: None):
+    def __init__(
+        self,
+        clients: Sequence[EngineClient | None],
+        *,
+        max_attempts: int = 3,
+        on_death: Callable[[Replica], None] = lambda replica: None,
+    ):
         self.replicas = [Replica(i, client) for i, client in enumerate(clients) if client]
         self._max_attempts, self._on_death = max_attempts, on_death
 
@@ -41,12 +46,15 @@ class ReplicaPool:
             *_, last = (replica for replica in self.replicas if not replica.is_alive)
             raise EngineError(
                 f"no engine is alive: all {len(self.replicas)} died, {last.client.name} "
-                f"because {last.cause_of_death.message}", where=last.client.base_url,
-                remedy="look at the end of its log; the run can be resumed")
+                f"because {last.cause_of_death.message}",
+                where=last.client.base_url,
+                remedy="look at the end of its log; the run can be resumed",
+            )
         return min(choices, key=lambda replica: replica.in_flight)
 
-    async def call(self, request: Callable[[Replica], Awaitable[Result]], *,
-                   first: Replica | None = None) -> tuple[Result, Replica]:
+    async def call(
+        self, request: Callable[[Replica], Awaitable[Result]], *, first: Replica | None = None
+    ) -> tuple[Result, Replica]:
         """Make a request, first of `first`, on another live replica when one does not answer;
         `request` may run several times. Returns what it returned and the replica that served it.
 

@@ -24,8 +24,14 @@ class WeightPublisher:
     client continues them, see `segments`), or `keep` them, so that they go on under the new weights
     (with spans that say so) after their keys and values were computed anew."""
 
-    def __init__(self, clients: Sequence[EngineClient], *, timeout_s: float = 300.0,
-                 pause_mode: str = "wait", asleep: bool = False):
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        *,
+        timeout_s: float = 300.0,
+        pause_mode: str = "wait",
+        asleep: bool = False,
+    ):
         self.clients, self.pause_mode, self._timeout_s = list(clients), pause_mode, timeout_s
         self.asleep, self.paused, self._started = asleep, False, False
         self._world_sizes: list[int] = []
@@ -36,22 +42,30 @@ class WeightPublisher:
         self._world_sizes = [answer["world_size"] for answer in answers]
         return sum(self._world_sizes)
 
-    async def prepare(self, senders: Sequence[tuple[str, int]],
-                      join: Callable[[], Awaitable[Any]]) -> None:
+    async def prepare(
+        self, senders: Sequence[tuple[str, int]], join: Callable[[], Awaitable[Any]]
+    ) -> None:
         """Connect every worker with every sender (host and port, in plan order), once, after
         `num_workers`. `join` makes the senders wait for the workers; it runs at the same time."""
-        info = {"senders": senders, "timeout_s": self._timeout_s,
-                "world_size": 1 + sum(self._world_sizes)}
+        info = {
+            "senders": senders,
+            "timeout_s": self._timeout_s,
+            "world_size": 1 + sum(self._world_sizes),
+        }
         await _all(client.call_workers("abandon_update") for client in self.clients)
         calls, offset = [join()], 1
         for client, workers in zip(self.clients, self._world_sizes, strict=True):
-            calls.append(client.control("/init_weight_transfer_engine",
-                                        {"init_info": {**info, "rank_offset": offset}}))
+            calls.append(
+                client.control(
+                    "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}}
+                )
+            )
             offset += workers
         await _all(calls)
 
-    async def publish(self, version: int, plan: TransferPlan,
-                      send: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+    async def publish(
+        self, version: int, plan: TransferPlan, send: Callable[[], Awaitable[Mapping[str, Any]]]
+    ) -> None:
         """Bring `version` into every replica and prove that it arrived; `send` makes the trainer
         send and returns `digests` of all tensors. Raises MismatchError: a worker received another
         one, or replicas of equal layout hold different weights; EngineError: a replica died."""
@@ -87,6 +101,7 @@ class WeightPublisher:
 
     async def publish_file(self, version: int, path: str) -> None:
         """The fallback: every replica reloads the checkpoint directory `path`."""
+
         async def reload(client: EngineClient) -> None:
             await client.call_workers("reload_from_path", path=path)
             await client.reset_prefix_cache()
@@ -112,13 +127,20 @@ class WeightPublisher:
             await self._control("/start_weight_update")
             self._started = True
 
-    def _check_reports(self, plan: TransferPlan, sent: Mapping[str, str],
-                       reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    def _check_reports(
+        self,
+        plan: TransferPlan,
+        sent: Mapping[str, str],
+        reports: Sequence[Sequence[Mapping[str, Any]]],
+    ) -> None:
         names = [entry.name for entry in plan.entries]
         for client, size, workers in zip(self.clients, self._world_sizes, reports, strict=True):
             if len(workers) != size:
-                raise MismatchError(f"{len(workers)} of {size} workers of {client.name} reported",
-                                    where="rollout.engine_arguments", remedy=_FIRST_ONLY)
+                raise MismatchError(
+                    f"{len(workers)} of {size} workers of {client.name} reported",
+                    where="rollout.engine_arguments",
+                    remedy=_FIRST_ONLY,
+                )
             for number, report in enumerate(workers):
                 if report["failure"]:
                     raise EngineError(f"worker {number} of {client.name}: {report['failure']}")
@@ -126,8 +148,10 @@ class WeightPublisher:
                 if wrong := [name for name in names if digests.get(name) != sent[name]]:
                     raise MismatchError(
                         f"{len(wrong)} of {len(names)} tensors reached worker {number} of "
-                        f"{client.name} changed, the first is {wrong[0]!r}", remedy=_REMEDY,
-                        where=f"trainer {sent[wrong[0]]}, engine {digests.get(wrong[0])}")
+                        f"{client.name} changed, the first is {wrong[0]!r}",
+                        remedy=_REMEDY,
+                        where=f"trainer {sent[wrong[0]]}, engine {digests.get(wrong[0])}",
+                    )
 
     async def _check_and_resume(self) -> None:
         """Replicas with the same workers hold bit-identical parameters."""
@@ -137,9 +161,12 @@ class WeightPublisher:
             for index, mine in enumerate(checksums):
                 other = first.setdefault(frozenset(mine), index)
                 if wrong := sorted(k for k in mine if mine[k] != checksums[other][k]):
-                    raise MismatchError(f"parameter {wrong[0]!r} of {self.clients[index].name} "
-                                        f"differs from that of {self.clients[other].name} "
-                                        f"({len(wrong)} of {len(mine)} do)", remedy=_REMEDY)
+                    raise MismatchError(
+                        f"parameter {wrong[0]!r} of {self.clients[index].name} "
+                        f"differs from that of {self.clients[other].name} "
+                        f"({len(wrong)} of {len(mine)} do)",
+                        remedy=_REMEDY,
+                    )
         await self.wake(tags="kv_cache")
 
 

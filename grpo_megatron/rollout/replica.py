@@ -36,8 +36,17 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
         if node == 0:
             Endpoint(host, _reserve_port(host)).write(group)
         head = wait_for_endpoint(group, config.rollout.startup_timeout_s, error=EngineError)
-        argv += ["--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", head.host,
-                 "--master-port", str(head.port), *(["--headless"] if node else [])]
+        argv += [
+            "--nnodes",
+            str(nodes),
+            "--node-rank",
+            str(node),
+            "--master-addr",
+            head.host,
+            "--master-port",
+            str(head.port),
+            *(["--headless"] if node else []),
+        ]
     if node == 0:
         Endpoint(host, port).write(run_dir.endpoints / f"{name}.json")
     os.execve(argv[0], argv, {**os.environ, **env, **_gpus(config, index)})
@@ -60,32 +69,47 @@ def _gpus(config: RunConfig, index: int) -> dict[str, str]:
     count = placement.gpus_per_node
     if not count or size >= count:
         return {}
-    first = (config.trainer.num_ranks // placement.trainer_nodes
-             if placement.mode == "separate" and not placement.rollout_nodes else 0)
+    first = (
+        config.trainer.num_ranks // placement.trainer_nodes
+        if placement.mode == "separate" and not placement.rollout_nodes
+        else 0
+    )
     first += index % ((count - first) // size) * size
     there = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(there[first:first + size])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(there[first : first + size])}
 
 
-def serve_command(config: RunConfig, model_path: str, replica: int, port: int,
-                  host: str = LOOPBACK) -> tuple[list[str], dict[str, str]]:
+def serve_command(
+    config: RunConfig, model_path: str, replica: int, port: int, host: str = LOOPBACK
+) -> tuple[list[str], dict[str, str]]:
     """What to start for one replica: `argv`, and variables to add to the environment, from
     `engine.toml`. Unseeded requests of each replica have random numbers of their own. vLLM's
     control routes have no authentication: `host` is loopback, or in a network of this job only."""
     rollout, on_cpu = config.rollout, is_cpu_engine()
     hf = _hf_config(Path(model_path))
     loopback = host in (LOOPBACK, "::1", "localhost")
-    values = {**rollout.model_dump(), "model": model_path, "host": host, "port": port,
-        "seed": derive_seed(config.seed, "engine", replica), "num_threads": num_threads(config),
+    values = {
+        **rollout.model_dump(),
+        "model": model_path,
+        "host": host,
+        "port": port,
+        "seed": derive_seed(config.seed, "engine", replica),
+        "num_threads": num_threads(config),
         "max_logprobs": rollout.truncation.get("logprobs", 1),
-        "kv_cache_bytes": int(rollout.kv_cache_gib * (1 << 30))}
-    conditions = {"always": True, "routes": config.records_routes, "cpu": on_cpu,
-                  "cpu_one_worker": on_cpu and rollout.tensor_parallel_size == 1,
-                  "cpu_latent": on_cpu and hf.get("kv_lora_rank") is not None,
-                  "cpu_deterministic": on_cpu and rollout.deterministic,
-                  "gpu_deterministic": rollout.deterministic and not on_cpu,
-                  "gpu_colocated": config.placement.mode == "colocated" and not on_cpu,
-                  "loopback": loopback, "cpu_loopback": on_cpu and loopback}
+        "kv_cache_bytes": int(rollout.kv_cache_gib * (1 << 30)),
+    }
+    conditions = {
+        "always": True,
+        "routes": config.records_routes,
+        "cpu": on_cpu,
+        "cpu_one_worker": on_cpu and rollout.tensor_parallel_size == 1,
+        "cpu_latent": on_cpu and hf.get("kv_lora_rank") is not None,
+        "cpu_deterministic": on_cpu and rollout.deterministic,
+        "gpu_deterministic": rollout.deterministic and not on_cpu,
+        "gpu_colocated": config.placement.mode == "colocated" and not on_cpu,
+        "loopback": loopback,
+        "cpu_loopback": on_cpu and loopback,
+    }
     tables = assets.tables(__file__, "engine.toml")
     argv, environment = [sys.executable, "-m", "grpo_megatron.rollout.serve"], {}
     for name in (name for name, holds in conditions.items() if holds):

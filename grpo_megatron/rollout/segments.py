@@ -22,8 +22,15 @@ Ask = Callable[..., Awaitable[list[Completion]]]  # (ids, n=, max_tokens=, seed=
 _MAX_EMPTY = 100  # aborted segments without a token in a row: publishes before their turn
 
 
-async def complete(ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int,
-                   segment_tokens: int | None = None, seed: int | None = None) -> list[Completion]:
+async def complete(
+    ask: Ask,
+    prompt: Sequence[int],
+    *,
+    n: int,
+    max_tokens: int,
+    segment_tokens: int | None = None,
+    seed: int | None = None,
+) -> list[Completion]:
     """`n` whole completions of a prompt, in segments of at most `segment_tokens`; without, only
     aborted ones are continued. Segments after the first derive their seeds from `seed` and their
     position, because an engine cannot enter a seed's random numbers midway.
@@ -36,13 +43,19 @@ async def complete(ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int,
         num_empty, goal = 0, longest
         while (done := len(whole.token_ids)) < max_tokens and _goes_on(whole, goal):
             goal = min(done + longest, max_tokens)
-            tail, = await ask([*prompt, *whole.token_ids.tolist()], n=1, max_tokens=goal - done,
+            (tail,) = await ask(
+                [*prompt, *whole.token_ids.tolist()],
+                n=1,
+                max_tokens=goal - done,
                 seed=None if seed is None else derive_seed(seed + child, "segment", done),
-                routes_from=len(prompt) + done - 1 if done else 0)
+                routes_from=len(prompt) + done - 1 if done else 0,
+            )
             num_empty = 0 if len(tail.token_ids) else num_empty + 1
             if num_empty >= _MAX_EMPTY:
-                raise EngineError(f"a request was aborted {num_empty} times before its next token",
-                                  remedy="publish less often, or set publish.pause=keep")
+                raise EngineError(
+                    f"a request was aborted {num_empty} times before its next token",
+                    remedy="publish less often, or set publish.pause=keep",
+                )
             whole = merge(whole, tail, len(prompt))
         return replace(whole, finish_reason="stop" if whole.finish_reason == "stop" else "length")
 
@@ -52,7 +65,8 @@ async def complete(ask: Ask, prompt: Sequence[int], *, n: int, max_tokens: int,
 def _goes_on(part: Completion, goal: int) -> bool:
     """Aborted, or cut at its goal; one that is cut before has filled the engine's context."""
     return part.finish_reason == "abort" or (
-        part.finish_reason == "length" and len(part.token_ids) == goal)
+        part.finish_reason == "length" and len(part.token_ids) == goal
+    )
 
 
 def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
@@ -66,18 +80,25 @@ def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
     if not len(tail.token_ids):
         return replace(head, finish_reason=tail.finish_reason)
     shifted = [VersionSpan(s.version, s.start + done, s.end + done) for s in tail.versions]
-    return Completion(np.concatenate([head.token_ids, tail.token_ids]),
+    return Completion(
+        np.concatenate([head.token_ids, tail.token_ids]),
         np.concatenate([head.logprobs, tail.logprobs]),
-        _joined([*head.versions, *shifted]), tail.finish_reason, text="",
-        routes=_merged_routes(head, tail, num_prompt), kept=_merged_kept(head.kept, tail.kept),
-        route_versions=_joined([*head.route_versions, *tail.route_versions]))
+        _joined([*head.versions, *shifted]),
+        tail.finish_reason,
+        text="",
+        routes=_merged_routes(head, tail, num_prompt),
+        kept=_merged_kept(head.kept, tail.kept),
+        route_versions=_joined([*head.route_versions, *tail.route_versions]),
+    )
 
 
 def _merged_kept(head: KeptSets | None, tail: KeptSets | None) -> KeptSets | None:
     if head is None or tail is None:
         return None
-    return KeptSets(np.concatenate([head.ids, tail.ids]),
-                    np.concatenate([head.offsets, head.offsets[-1] + tail.offsets[1:]]))
+    return KeptSets(
+        np.concatenate([head.ids, tail.ids]),
+        np.concatenate([head.offsets, head.offsets[-1] + tail.offsets[1:]]),
+    )
 
 
 def _merged_routes(head: Completion, tail: Completion, num_prompt: int) -> np.ndarray | None:
@@ -85,12 +106,20 @@ def _merged_routes(head: Completion, tail: Completion, num_prompt: int) -> np.nd
     if not known:
         return None
     if len({(routes.shape[1:], routes.dtype) for routes in known}) > 1:
-        raise EngineError("segments of one completion have routes of shapes " + str(
-            [routes.shape[1:] for routes in known]), remedy="all engines must serve the same model")
+        raise EngineError(
+            "segments of one completion have routes of shapes "
+            + str([routes.shape[1:] for routes in known]),
+            remedy="all engines must serve the same model",
+        )
     num_rows = num_prompt + len(head.token_ids) - 1, len(tail.token_ids)
-    return np.concatenate([
-        np.zeros((count, *known[0].shape[1:]), known[0].dtype) if part.routes is None
-        else part.routes for part, count in zip((head, tail), num_rows, strict=True)])
+    return np.concatenate(
+        [
+            np.zeros((count, *known[0].shape[1:]), known[0].dtype)
+            if part.routes is None
+            else part.routes
+            for part, count in zip((head, tail), num_rows, strict=True)
+        ]
+    )
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
@@ -103,8 +132,9 @@ def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
     return tuple(joined)
 
 
-async def finish_or_cancel(coroutines: Iterable[Awaitable[Result]], settle_s: float = 0.0
-                           ) -> list[Result]:
+async def finish_or_cancel(
+    coroutines: Iterable[Awaitable[Result]], settle_s: float = 0.0
+) -> list[Result]:
     """The results of `coroutines`, run together, in order. When one fails, or this is cancelled,
     the others have `settle_s` seconds to end, are cancelled, and the error is raised; what they
     raised within that time is added to it as notes."""

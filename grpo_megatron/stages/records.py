@@ -58,8 +58,11 @@ class Records:
 
     def closed_gates(self, name: str) -> list[str]:
         """Gates that a stage misses, with what was seen; none before its end."""
-        return [f"{gate.text} (seen: {seen})" for gate in map(parse_gate, self.graph.gates(name))
-                if (result := self.result(name)) and (seen := gate.check(result)) is not None]
+        return [
+            f"{gate.text} (seen: {seen})"
+            for gate in map(parse_gate, self.graph.gates(name))
+            if (result := self.result(name)) and (seen := gate.check(result)) is not None
+        ]
 
     def fingerprint(self, name: str) -> str:
         """Of a stage's settings, files and code, and of what it builds on; its gates may change."""
@@ -67,16 +70,20 @@ class Records:
             return self._fingerprints[name]
         graph, stage = self.graph, self.graph.table.stages[name]
         known: dict[str, Any] = {
-            "code": _code(), "stage": stage.model_dump(mode="json", exclude={"gates"}),
-            "parents": {source: self.fingerprint(source) for source in stage.sources}}
+            "code": _code(),
+            "stage": stage.model_dump(mode="json", exclude={"gates"}),
+            "parents": {source: self.fingerprint(source) for source in stage.sources},
+        }
         if stage.recipe is not None:
             config = graph.resolve(name).config
-            known["config"] = config.model_dump(mode="json",
-                                                exclude={"runs_dir", "telemetry", "gates"})
+            known["config"] = config.model_dump(
+                mode="json", exclude={"runs_dir", "telemetry", "gates"}
+            )
             made = {graph.output(parent) for parent in stage.inputs.values()}
             known["preset"] = config.model.preset and load_preset(config.model.preset).hf
-            known["files"] = {str(path): _stamp(path) for path in config.input_paths
-                              if path not in made}
+            known["files"] = {
+                str(path): _stamp(path) for path in config.input_paths if path not in made
+            }
         text = json.dumps(known, sort_keys=True).encode()
         return self._fingerprints.setdefault(name, hashlib.sha256(text).hexdigest())
 

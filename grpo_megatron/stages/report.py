@@ -25,8 +25,11 @@ from grpo_megatron.telemetry.metrics import read_metrics
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 
 CURVE_POINTS, NEWEST_STEPS, SHOWN_TOKENS = 1000, 3, 512
-_ASSETS = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined,
-                             loader=jinja2.PackageLoader(__package__, "report_assets"))
+_ASSETS = jinja2.Environment(
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    loader=jinja2.PackageLoader(__package__, "report_assets"),
+)
 
 
 def write_report(target: str, to: Path | None = None) -> Path:
@@ -34,12 +37,16 @@ def write_report(target: str, to: Path | None = None) -> Path:
     graph = None if RunDir(Path(target)).config.is_file() else load_graph(target)
     root = graph.root if graph else Path(target)
     runs = [*map(graph.run_dir, graph.order)] if graph else [RunDir(root)]
-    report = {"graph": graph and _stages(graph), "levels": graph and graph.levels(),
-              "runs": [_run(run_dir) for run_dir in runs if run_dir.config.exists()]}
+    report = {
+        "graph": graph and _stages(graph),
+        "levels": graph and graph.levels(),
+        "runs": [_run(run_dir) for run_dir in runs if run_dir.config.exists()],
+    }
     # what JSON lacks (NaN, infinities) becomes null
     finite = json.loads(json.dumps(report, default=str), parse_constant=lambda _: None)
     page = _ASSETS.get_template("page.html").render(
-        title=root.resolve().name, data=json.dumps(finite).replace("<", "\\u003c"))
+        title=root.resolve().name, data=json.dumps(finite).replace("<", "\\u003c")
+    )
     file = to or root / "report.html"
     with raised_as(ConfigError, "cannot write the page", OSError, where=file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -52,8 +59,14 @@ def _stages(graph: Graph) -> dict[str, Any]:
     for name, stage in graph.table.stages.items():
         state = records.state(name)
         closed = records.closed_gates(name) if state in (State.DONE, State.GATED) else []
-        found[name] = {"kind": graph.kind(name), "state": state, "parents": stage.parents,
-                       "gates": graph.gates(name), "closed": closed, "result": records.result(name)}
+        found[name] = {
+            "kind": graph.kind(name),
+            "state": state,
+            "parents": stage.parents,
+            "gates": graph.gates(name),
+            "closed": closed,
+            "result": records.result(name),
+        }
     return found
 
 
@@ -62,18 +75,32 @@ def _run(run_dir: RunDir) -> dict[str, Any]:
     config, notes = read_resolved(run_dir.config).config, []
     steps = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
     every = len(steps) // CURVE_POINTS + 1
-    rows = [step for left, step in enumerate(reversed(steps))
-            if left % every == 0 or "evaluation/accuracy" in step][::-1]
-    found = {"name": run_dir.root.resolve().name, "config": config.model_dump(mode="json"),
-             "result": json.loads(run_dir.result.read_text()) if run_dir.result.exists() else {},
-             "events": [event["kind"] for event in read_events(run_dir.events)],
-             "metrics": {name: [row.get(name, "") for row in rows]
-                         for name in dict.fromkeys(name for row in rows for name in row)},
-             "every": every, "notes": notes, "samples": [
-                 json.loads(line) for file in sorted(run_dir.samples.glob("step_*.jsonl"))
-                 [-NEWEST_STEPS:] for line in file.read_text().splitlines()]}
-    for part, make in (("recorded", lambda: _recorded(config, run_dir)),
-                       ("memory", lambda: plan_of(config, worst_only=True).worst.parts)):
+    rows = [
+        step
+        for left, step in enumerate(reversed(steps))
+        if left % every == 0 or "evaluation/accuracy" in step
+    ][::-1]
+    found = {
+        "name": run_dir.root.resolve().name,
+        "config": config.model_dump(mode="json"),
+        "result": json.loads(run_dir.result.read_text()) if run_dir.result.exists() else {},
+        "events": [event["kind"] for event in read_events(run_dir.events)],
+        "metrics": {
+            name: [row.get(name, "") for row in rows]
+            for name in dict.fromkeys(name for row in rows for name in row)
+        },
+        "every": every,
+        "notes": notes,
+        "samples": [
+            json.loads(line)
+            for file in sorted(run_dir.samples.glob("step_*.jsonl"))[-NEWEST_STEPS:]
+            for line in file.read_text().splitlines()
+        ],
+    }
+    for part, make in (
+        ("recorded", lambda: _recorded(config, run_dir)),
+        ("memory", lambda: plan_of(config, worst_only=True).worst.parts),
+    ):
         try:
             found[part] = make()
         except (GrpoMegatronError, OSError) as error:
@@ -103,9 +130,15 @@ def _recorded(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
             row = rows[sample["group"]][sample["index"]]
             ids = table.completion(row)[0][:SHOWN_TOKENS].tolist()
             texts = [decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
-            pieces = [text[len(before):] for before, text in pairwise(texts)]
-            own = tokens[batch.offsets[row]:][:len(ids)].tolist()
+            pieces = [text[len(before) :] for before, text in pairwise(texts)]
+            own = tokens[batch.offsets[row] :][: len(ids)].tolist()
             samples.append({**sample, "tokens": [*zip(ids, pieces, own, strict=True)]})
-        found.append({"step": table.manifest["step"], "lacks": sorted(lacks), "samples": samples,
-            "groups": [(int(table.domain[row[0]]), table.reward[row].tolist()) for row in rows]})
+        found.append(
+            {
+                "step": table.manifest["step"],
+                "lacks": sorted(lacks),
+                "samples": samples,
+                "groups": [(int(table.domain[row[0]]), table.reward[row].tolist()) for row in rows],
+            }
+        )
     return found

@@ -91,8 +91,11 @@ def _merge(graph: Graph, name: str) -> int:
 
     started, stage, run_dir = time.monotonic(), graph.table.stages[name], graph.run_dir(name)
     try:
-        merge_checkpoints({graph.output(part): weight for part, weight in stage.parts.items()},
-                          run_dir.export, stage.dtype)
+        merge_checkpoints(
+            {graph.output(part): weight for part, weight in stage.parts.items()},
+            run_dir.export,
+            stage.dtype,
+        )
     except GrpoMegatronError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -100,8 +103,9 @@ def _merge(graph: Graph, name: str) -> int:
     return GateError.exit_code if Records(graph).closed_gates(name) else 0
 
 
-def submit_graph(graph: Graph, site: str, say: Callable[[str], object], *,
-                 check_rewards: bool = False) -> dict[str, str]:
+def submit_graph(
+    graph: Graph, site: str, say: Callable[[str], object], *, check_rewards: bool = False
+) -> dict[str, str]:
     """One job a stage that is not done, after its parents' jobs; returns job ids by stage. Jobs of
     stages that build on a failed one are cancelled by Slurm. Errors as by `slurm.submit`;
     RewardError, before any job, where `check_rewards` and a stage's rewards cannot be called."""
@@ -118,8 +122,13 @@ def submit_graph(graph: Graph, site: str, say: Callable[[str], object], *,
             blocked = closed.intersection(parents)
             if state is State.GATED or blocked:
                 closed.add(name)
-                say(f"{name}: " + "; ".join(records.closed_gates(name) or [
-                    f"not run, because of {', '.join(sorted(blocked))}"]))
+                say(
+                    f"{name}: "
+                    + "; ".join(
+                        records.closed_gates(name)
+                        or [f"not run, because of {', '.join(sorted(blocked))}"]
+                    )
+                )
                 continue
             after = [jobs[parent] for parent in parents if parent in jobs]
             try:
@@ -153,7 +162,15 @@ def _submit(graph: Graph, records: Records, name: str, site: str, after: list[st
         return slurm.submit(graph.resolve(name), site, after)
     for folder in (run_dir.slurm, run_dir.root / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
-    script = slurm.render(graph.resolve(name), site) if goes_on else slurm.render_job(run_dir.root,
-        site, (1, 0, 0), ["stages", "run", str(graph.file.path.resolve()), "--only", name])
+    script = (
+        slurm.render(graph.resolve(name), site)
+        if goes_on
+        else slurm.render_job(
+            run_dir.root,
+            site,
+            (1, 0, 0),
+            ["stages", "run", str(graph.file.path.resolve()), "--only", name],
+        )
+    )
     write_atomically(run_dir.slurm / "train.sbatch", script)
     return slurm.submit_again(run_dir, after)

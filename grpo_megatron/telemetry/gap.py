@@ -12,7 +12,8 @@ import numpy as np
 
 POSITION_BINS = 16
 _PAGE = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
-    Path(__file__).with_name("gap_page.html").read_text(encoding="utf-8"))
+    Path(__file__).with_name("gap_page.html").read_text(encoding="utf-8")
+)
 _RATE = "routing/rollout_slot_flip_rate/"
 
 
@@ -43,8 +44,10 @@ class GapParts:
         bins = self.position * POSITION_BINS // (int(self.position.max(initial=0)) + 1)
         counts = np.bincount(bins, minlength=POSITION_BINS).astype(float)
         counts[counts == 0] = np.nan
-        return {name: np.bincount(bins, np.abs(v), POSITION_BINS) / counts
-                for name, v in self.parts.items()}
+        return {
+            name: np.bincount(bins, np.abs(v), POSITION_BINS) / counts
+            for name, v in self.parts.items()
+        }
 
 
 def sizes(values: np.ndarray) -> tuple[float, float, float]:
@@ -52,8 +55,12 @@ def sizes(values: np.ndarray) -> tuple[float, float, float]:
     return float(values.mean()), float(np.abs(values).mean()), float(np.abs(values).max(initial=0))
 
 
-def split_gap(run: Mapping[str, np.ndarray], engine_precision: Mapping[str, np.ndarray] | None,
-              sampled_by: Mapping[str, np.ndarray] | None, lengths: np.ndarray) -> GapParts:
+def split_gap(
+    run: Mapping[str, np.ndarray],
+    engine_precision: Mapping[str, np.ndarray] | None,
+    sampled_by: Mapping[str, np.ndarray] | None,
+    lengths: np.ndarray,
+) -> GapParts:
     """Apply the corrections one after the other, to columns of `trainer.checks.logprob_diff`; at
     the engine's precision, if it differs; at the weights that sampled, if others.
 
@@ -75,8 +82,14 @@ def split_gap(run: Mapping[str, np.ndarray], engine_precision: Mapping[str, np.n
             now = columns[last]
     parts["rest"] = run["rollout"] - now
     position = np.concatenate([np.arange(0), *(np.arange(n) for n in lengths)])
-    return GapParts(run["rollout"] - run.get("unmasked", run["live"]), parts,
-                    by_layer if len(by_layer) > 1 else {}, run.get("flipped"), position, layers)
+    return GapParts(
+        run["rollout"] - run.get("unmasked", run["live"]),
+        parts,
+        by_layer if len(by_layer) > 1 else {},
+        run.get("flipped"),
+        position,
+        layers,
+    )
 
 
 def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Sequence[str]) -> str:
@@ -87,21 +100,36 @@ def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Seq
         experts, layers = gap.flipped.shape
         names = gap.layers if len(gap.layers) == layers else range(layers)
         flipped = _heat_map([f"layer {n}" for n in names], range(experts), gap.flipped.T)
-    return _PAGE.render(title=title, notes=notes, causes=gap.table(), flipped=flipped,
-        positions=_heat_map(positions, range(len(next(iter(positions.values())))),
-                            np.array(list(positions.values())), per_row=True),
+    return _PAGE.render(
+        title=title,
+        notes=notes,
+        causes=gap.table(),
+        flipped=flipped,
+        positions=_heat_map(
+            positions,
+            range(len(next(iter(positions.values())))),
+            np.array(list(positions.values())),
+            per_row=True,
+        ),
         layers=[(f"layer {layer}", *sizes(v)) for layer, v in gap.by_layer.items()],
-        rates=rates and _heat_map(["flip rate"], rates, np.array([list(rates.values())])))
+        rates=rates and _heat_map(["flip rate"], rates, np.array([list(rates.values())])),
+    )
 
 
-def _heat_map(rows: Sequence[str], columns: Sequence[str], values: np.ndarray, *,
-              per_row: bool = False) -> dict[str, Any]:
+def _heat_map(
+    rows: Sequence[str], columns: Sequence[str], values: np.ndarray, *, per_row: bool = False
+) -> dict[str, Any]:
     """values: [rows, columns]; darker is more, NaN is grey; a cell's number shows on hover."""
     top = np.nanmax(np.abs(values), axis=1 if per_row else None, keepdims=True, initial=0)
     shades = np.broadcast_to(np.abs(values) / np.where(top > 0, top, 1), values.shape)
-    return {"columns": list(columns), "every": max(len(columns) // 16, 1),
-            "rows": [(name, list(zip(row, map(_colour, shade), strict=True)))
-                     for name, row, shade in zip(rows, values, shades, strict=True)]}
+    return {
+        "columns": list(columns),
+        "every": max(len(columns) // 16, 1),
+        "rows": [
+            (name, list(zip(row, map(_colour, shade), strict=True)))
+            for name, row, shade in zip(rows, values, shades, strict=True)
+        ],
+    }
 
 
 def _colour(share: float) -> str:

@@ -16,9 +16,16 @@ from grpo_megatron.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
-NORMALISERS = {"reward/": "samples", "response/": "samples", "prompt/": "groups",
-               "group/": "groups", "accuracy/": "groups", "advantage/": "samples",
-               "time/": "step", "throughput/": "second"}
+NORMALISERS = {
+    "reward/": "samples",
+    "response/": "samples",
+    "prompt/": "groups",
+    "group/": "groups",
+    "accuracy/": "groups",
+    "advantage/": "samples",
+    "time/": "step",
+    "throughput/": "second",
+}
 """What metrics are normalised by whose origin does not say so, by the start of their names."""
 NONFINITE = "telemetry/nonfinite/count"  # of a step's values, written only if there are any
 
@@ -40,15 +47,22 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Append one step; returns exactly what was written, for the mirrors."""
         if self.last_step is not None and step <= self.last_step:
-            raise DataError(f"step {step} after step {self.last_step}", where=str(
-                self._run_dir.metrics), remedy="call truncate_after with the step to resume from")
+            raise DataError(
+                f"step {step} after step {self.last_step}",
+                where=str(self._run_dir.metrics),
+                remedy="call truncate_after with the step to resume from",
+            )
         numbers = {name: _number(value) for name, value in metrics.items()}
         bad = [name for name, number in numbers.items() if number is None]
         for name in (name for name in bad if name not in self.nonfinite):
             logger.warning("metric %s is %s in step %d; written as null", name, metrics[name], step)
         self.nonfinite.update(bad)
-        record = {"step": int(step), "time_s": round(time.time(), 3), **numbers,
-                  **({NONFINITE: len(bad)} if bad else {})}
+        record = {
+            "step": int(step),
+            "time_s": round(time.time(), 3),
+            **numbers,
+            **({NONFINITE: len(bad)} if bad else {}),
+        }
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         self._names.update(metrics)
@@ -58,8 +72,12 @@ class MetricsWriter:
     def write_normalisers(self, known: Mapping[str, str]) -> None:
         """Keep beside the file what each metric is a mean over (tokens, samples, groups, updates),
         or that it is a sum or a maximum. Rewritten when names are new."""
-        found = {name: next((unit for start, unit in NORMALISERS.items()
-                             if name.startswith(start)), "step") for name in sorted(self._names)}
+        found = {
+            name: next(
+                (unit for start, unit in NORMALISERS.items() if name.startswith(start)), "step"
+            )
+            for name in sorted(self._names)
+        }
         found |= {n: unit for n, unit in {**self._normalisers, **known}.items() if n in found}
         if found != self._normalisers:
             self._normalisers = found
@@ -77,8 +95,11 @@ class MetricsWriter:
         """Open the file without a torn line and the lines after step `last`."""
         path = self._run_dir.metrics
         old = path.read_text(errors="replace") if path.exists() else ""
-        kept = [(line, step) for line, record in _complete(old, path)
-                if (step := record["step"]) <= last]
+        kept = [
+            (line, step)
+            for line, record in _complete(old, path)
+            if (step := record["step"]) <= last
+        ]
         new = "".join(line for line, _ in kept)
         if new != old:
             write_atomically(path, new)
@@ -90,8 +111,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Every complete line of a metrics.jsonl, in order; a torn last line is left out. DataError
     where there is no such file, or a line before the last is not JSON."""
     if not path.is_file():
-        raise DataError("no metrics there", where=str(path),
-                        remedy="give the metrics.jsonl of a run directory")
+        raise DataError(
+            "no metrics there", where=str(path), remedy="give the metrics.jsonl of a run directory"
+        )
     return [record for _, record in _complete(path.read_text(errors="replace"), path)]
 
 
@@ -105,8 +127,9 @@ def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record
         elif number < len(lines):
-            raise DataError("this line is no metrics record", where=f"{path}:{number}",
-                            remedy="remove the line")
+            raise DataError(
+                "this line is no metrics record", where=f"{path}:{number}", remedy="remove the line"
+            )
 
 
 def _number(value: Any) -> int | float | None:

@@ -52,12 +52,18 @@ class Mirrors:
             yield
         except Exception as error:  # whatever a service does, the run goes on
             self.running.pop(name, None)
-            logger.warning("%s fails and is off for the rest of this run (metrics.jsonl has "
-                           "everything): %s: %s", name, type(error).__name__, error)
+            logger.warning(
+                "%s fails and is off for the rest of this run (metrics.jsonl has "
+                "everything): %s: %s",
+                name,
+                type(error).__name__,
+                error,
+            )
 
 
-def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
-                 settings: dict[str, Any] | None = None) -> Mirrors:
+def make_mirrors(
+    config: TelemetryConfig, run_dir: RunDir, run_name: str, settings: dict[str, Any] | None = None
+) -> Mirrors:
     """What the recipe (`settings`, for display) asks for; SetupError where a package is missing."""
     wanted: dict[str, Callable[[], Any]] = {}
     if config.wandb != "off":
@@ -66,13 +72,17 @@ def make_mirrors(config: TelemetryConfig, run_dir: RunDir, run_name: str,
         wanted["tensorboard"] = lambda: _tensorboard_mirror(run_dir.root / "tensorboard")
     for package in wanted:
         if importlib.util.find_spec(package) is None:
-            raise SetupError(f"telemetry asks for {package}, which is not installed",
-                             where="[telemetry]", remedy="pip install 'grpo-megatron[mirrors]'")
+            raise SetupError(
+                f"telemetry asks for {package}, which is not installed",
+                where="[telemetry]",
+                remedy="pip install 'grpo-megatron[mirrors]'",
+            )
     return Mirrors(wanted)
 
 
-def _wandb_mirror(run_dir: RunDir, run_name: str, config: TelemetryConfig,
-                  settings: dict[str, Any] | None) -> SimpleNamespace:
+def _wandb_mirror(
+    run_dir: RunDir, run_name: str, config: TelemetryConfig, settings: dict[str, Any] | None
+) -> SimpleNamespace:
     """Weights & Biases; a resumed run continues under the id kept in `wandb/run_id`.
 
     Records go in without wandb's own step, which refuses steps that a resumed run repeats."""
@@ -83,10 +93,24 @@ def _wandb_mirror(run_dir: RunDir, run_name: str, config: TelemetryConfig,
     if not id_file.is_file():
         id_file.parent.mkdir(parents=True, exist_ok=True)
         id_file.write_text(uuid.uuid4().hex[:12])
-    quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True,
-                           init_timeout=_WANDB_TIMEOUT_S, login_timeout=_WANDB_TIMEOUT_S)
-    run = wandb.init(project=config.wandb_project, name=run_name, id=id_file.read_text().strip(),
-        resume="allow", dir=run_dir.root, mode=config.wandb, config=settings, settings=quiet)
+    quiet = wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        disable_code=True,
+        init_timeout=_WANDB_TIMEOUT_S,
+        login_timeout=_WANDB_TIMEOUT_S,
+    )
+    run = wandb.init(
+        project=config.wandb_project,
+        name=run_name,
+        id=id_file.read_text().strip(),
+        resume="allow",
+        dir=run_dir.root,
+        mode=config.wandb,
+        config=settings,
+        settings=quiet,
+    )
     run.define_metric("*", step_metric="step")
     return SimpleNamespace(log=run.log, close=run.finish)
 
@@ -122,8 +146,11 @@ def _tensorboard_mirror(directory: Path) -> SimpleNamespace:
         at = {"step": record["step"], "wall_time": record["time_s"]}
         if start:
             writer.add_event(Event(session_log=start.pop(), **at))
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in record.items()
-                  if name not in ("step", "time_s") and value is not None]
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in record.items()
+            if name not in ("step", "time_s") and value is not None
+        ]
         writer.add_event(Event(summary=Summary(value=values), **at))
         writer.flush()
 

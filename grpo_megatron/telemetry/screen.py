@@ -22,8 +22,13 @@ _PHASE_STYLES = {"rollout": "cyan", "reward": "magenta", "train": "green", "publ
 class Screen:
     """One line a step and one a message, for logs and pipes; what a live screen draws is kept."""
 
-    def __init__(self, run_name: str, num_steps: int, console: Console,
-                 clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        run_name: str,
+        num_steps: int,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.run_name, self.num_steps = run_name, num_steps
         self.console, self.clock = console, clock
         self.steps_done = 0
@@ -55,16 +60,22 @@ class Screen:
             self._ended_phases, self.current_phase = self.phase_seconds(), None
             self.steps_done = int(metrics["step"]) + 1  # steps count from 0
             self.samples = {sample["rank"]: sample for sample in reversed(samples)}
-            self.latest = {label: metrics[name] for label, row in ROWS.items()
-                           if (name := next((n for n in row["names"] if n in metrics), None))}
+            self.latest = {
+                label: metrics[name]
+                for label, row in ROWS.items()
+                if (name := next((n for n in row["names"] if n in metrics), None))
+            }
             for label, value in self.latest.items():
                 self.history.setdefault(label, deque(maxlen=_TREND_STEPS)).append(value)
         self._show_step()
 
     def _show_step(self) -> None:
         """In one line: `step 7/300  reward 0.51  entropy 0.2 …`; 7 steps are done."""
-        shown = [f"{label.replace(' ', '_')} {format_value(value)}"
-                 for label, value in self.latest.items() if ROWS[label].get("plain")]
+        shown = [
+            f"{label.replace(' ', '_')} {format_value(value)}"
+            for label, value in self.latest.items()
+            if ROWS[label].get("plain")
+        ]
         self.message("  ".join([f"step {self.steps_done}/{self.num_steps}", *shown]))
 
     def message(self, text: str) -> None:
@@ -79,8 +90,12 @@ class LiveScreen(Screen):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._live = Live(get_renderable=lambda: render(self), console=self.console,
-                          refresh_per_second=4, vertical_overflow="crop")
+        self._live = Live(
+            get_renderable=lambda: render(self),
+            console=self.console,
+            refresh_per_second=4,
+            vertical_overflow="crop",
+        )
         self._live.start()
 
     def _show_step(self) -> None:
@@ -101,8 +116,12 @@ def make_screen(run_name: str, num_steps: int, console: Console | None = None) -
 
 def render(screen: Screen) -> RenderableType:
     with screen.lock:
-        return Group(_header(screen), _phase_bar(screen), _metrics_table(screen),
-                     *(_sample(*sample) for sample in sorted(screen.samples.items())))
+        return Group(
+            _header(screen),
+            _phase_bar(screen),
+            _metrics_table(screen),
+            *(_sample(*sample) for sample in sorted(screen.samples.items())),
+        )
 
 
 def format_value(value: float | None) -> str:
@@ -125,8 +144,12 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 def _header(screen: Screen) -> Text:
     minutes, seconds = divmod(int(screen.clock() - screen.started_s), 60)
-    return Text.assemble((screen.run_name, "bold"), f"  step {screen.steps_done}/{screen.num_steps}"
-                         f"  {minutes}:{seconds:02d}", no_wrap=True, overflow="ellipsis")
+    return Text.assemble(
+        (screen.run_name, "bold"),
+        f"  step {screen.steps_done}/{screen.num_steps}  {minutes}:{seconds:02d}",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
 
 
 def _phase_bar(screen: Screen) -> Text:
@@ -137,8 +160,9 @@ def _phase_bar(screen: Screen) -> Text:
         style = _PHASE_STYLES.get(name, "blue")
         bar.append("━" * round(_BAR_CELLS * passed / total), style)
         running = name == screen.current_phase
-        labels.append(f"  {'▸' if running else ''}{name} {passed:.1f}s",
-                      f"bold {style}" if running else style)
+        labels.append(
+            f"  {'▸' if running else ''}{name} {passed:.1f}s", f"bold {style}" if running else style
+        )
     return Text.assemble(bar, labels, no_wrap=True, overflow="ellipsis")
 
 
@@ -153,9 +177,13 @@ def _metrics_table(screen: Screen) -> Table:
 
 
 def _sample(name: str, sample: Mapping[str, Any]) -> Text:
-    return Text.assemble((f"{name} {format_value(sample.get('reward'))}  ", "bold"),
-                         (_one_line(sample.get("prompt", "")), "dim"), " → ",
-                         _one_line(sample.get("completion", "")), overflow="fold")
+    return Text.assemble(
+        (f"{name} {format_value(sample.get('reward'))}  ", "bold"),
+        (_one_line(sample.get("prompt", "")), "dim"),
+        " → ",
+        _one_line(sample.get("completion", "")),
+        overflow="fold",
+    )
 
 
 def _one_line(text: str) -> str:

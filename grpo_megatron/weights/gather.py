@@ -29,8 +29,9 @@ class Shard:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        return tuple(n * self.size if dim == self.dim else n
-                     for dim, n in enumerate(self.tensor.shape))
+        return tuple(
+            n * self.size if dim == self.dim else n for dim, n in enumerate(self.tensor.shape)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,16 @@ class ShardedModel:
         for rank, held in enumerate(world):
             for described in held:
                 holders.setdefault(described, []).append(rank)
-        return [GatherEntry(self.map.parameter(name, shape), dtype, tuple(ranks))
-                for (name, shape, dtype), ranks in sorted(holders.items(), key=_checkpoint_order)
-                if not (self.map.tied_embeddings and name == OUTPUT_LAYER)]
+        return [
+            GatherEntry(self.map.parameter(name, shape), dtype, tuple(ranks))
+            for (name, shape, dtype), ranks in sorted(holders.items(), key=_checkpoint_order)
+            if not (self.map.tied_embeddings and name == OUTPUT_LAYER)
+        ]
 
     @torch.no_grad()
-    def stream(self, entries: Sequence[GatherEntry],
-               receivers: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(
+        self, entries: Sequence[GatherEntry], receivers: Sequence[int]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) on the receiver (a global rank) of each entry.
 
         Collective: every rank must exhaust the iterator."""
@@ -98,8 +102,9 @@ def on_rank_0(action: Callable[..., object], *arguments: Any) -> None:
     dist.barrier()
 
 
-def shared_out(entries: Sequence[GatherEntry],
-               senders: Sequence[int]) -> dict[int, list[GatherEntry]]:
+def shared_out(
+    entries: Sequence[GatherEntry], senders: Sequence[int]
+) -> dict[int, list[GatherEntry]]:
     """The entries that each of `senders` (global ranks) sends: an entry goes to one that holds it,
     or to any where none does; of several, to the one with the fewest bytes so far."""
     load, parts = dict.fromkeys(senders, 0), {sender: [] for sender in senders}

@@ -21,8 +21,12 @@ VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 CARRIED = "carried."
 """Begins the names of tensors that are kept although Megatron has no parameter for them."""
 _LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
-_KINDS = {".linear_qkv.": "qkv", ".linear_fc1.": "gate_up", "word_embeddings.": "vocab",
-          "output_layer.": "vocab"}
+_KINDS = {
+    ".linear_qkv.": "qkv",
+    ".linear_fc1.": "gate_up",
+    "word_embeddings.": "vocab",
+    "output_layer.": "vocab",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +126,11 @@ class TensorMap:
             name = EMBEDDING
         kind, names = resolve(self.rules, name)
         heads = (self.num_heads, self.num_query_groups, self.num_query_groups)
-        rows = {"qkv": [count * self.head_dim for count in heads], "vocab": [self.vocab_size],
-                "gate_up": [shape[0] // 2] * 2}.get(kind, [shape[0]])
+        rows = {
+            "qkv": [count * self.head_dim for count in heads],
+            "vocab": [self.vocab_size],
+            "gate_up": [shape[0] // 2] * 2,
+        }.get(kind, [shape[0]])
         hf = tuple((n, (count, *shape[1:])) for n, count in zip(names, rows, strict=True))
         return Parameter(name, shape, hf, self.num_query_groups if kind == "qkv" else 1)
 
@@ -137,8 +144,11 @@ def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     first = fields["num_hidden_layers"]
     extra = range(first, first + (fields.get("num_nextn_predict_layers") or 0))
     layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in names}
-    return {name for name, layer in layers.items() if layer and (
-        int(layer[1]) in extra or name.endswith(".rotary_emb.inv_freq"))}
+    return {
+        name
+        for name, layer in layers.items()
+        if layer and (int(layer[1]) in extra or name.endswith(".rotary_emb.inv_freq"))
+    }
 
 
 def carried_parameter(name: str, shape: tuple[int, ...]) -> Parameter:

@@ -29,8 +29,9 @@ class WeightSender:
     """The trainer's end of one group. `host` is the address at which the workers of all replicas
     reach this process, which listens on no other; `index` says which sender of the plan it is."""
 
-    def __init__(self, host: str, num_workers: int, *, index: int = 0,
-                 timeout_s: float = DEFAULT_TIMEOUT_S):
+    def __init__(
+        self, host: str, num_workers: int, *, index: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ):
         self.host, self.index = host, index
         self._num_workers, self._timeout = num_workers, timedelta(seconds=timeout_s)
         self._store = listening_store(host, num_workers, self._timeout)
@@ -41,11 +42,13 @@ class WeightSender:
         """Wait until all workers have joined (idempotent). Raises TransferError after the limit."""
         if self._group is None:
             with _naming(f"sender {self.index} waiting for {self._num_workers} workers to join"):
-                self._group = _group(self._store, self.host, 0, 1 + self._num_workers,
-                                     self._timeout)
+                self._group = _group(
+                    self._store, self.host, 0, 1 + self._num_workers, self._timeout
+                )
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], plan: TransferPlan, *,
-             publish: int = 0) -> dict[str, str]:
+    def send(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], plan: TransferPlan, *, publish: int = 0
+    ) -> dict[str, str]:
         """Stream this sender's tensors, holding at most two buckets.
 
         tensors: the plan's entries of this sender, in its order; each may be dropped once the next
@@ -75,8 +78,9 @@ class WeightSender:
             raise
         return digests
 
-    def _pack(self, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]],
-              digests: dict[str, str]) -> torch.Tensor:
+    def _pack(
+        self, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]], digests: dict[str, str]
+    ) -> torch.Tensor:
         """`uint8 [bucket.num_bytes]` on the CPU; gaps between tensors are zero."""
         data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         for entry, (_, view) in zip(bucket.entries, bucket.views(data), strict=True):
@@ -86,7 +90,8 @@ class WeightSender:
             if entry_of(name, tensor, entry.sender) != entry:
                 raise MismatchError(
                     f"sender {self.index} was given {name!r} {tensor.dtype} {tuple(tensor.shape)} "
-                    f"where the transfer plan has {entry.name!r} {entry.dtype} {entry.shape}")
+                    f"where the transfer plan has {entry.name!r} {entry.dtype} {entry.shape}"
+                )
             tensor = tensor.detach().cpu()
             digests[name] = digest_tensor(tensor)
             view.copy_(tensor)
@@ -107,8 +112,14 @@ class WeightSender:
 class WeightReceiver:
     """An engine worker's end of all groups, as rank 1 or higher. senders: (host, port) in order."""
 
-    def __init__(self, senders: Sequence[tuple[str, int]], *, rank: int, world_size: int,
-                 timeout_s: float = DEFAULT_TIMEOUT_S):
+    def __init__(
+        self,
+        senders: Sequence[tuple[str, int]],
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ):
         self._groups: dict[str, ProcessGroupGloo] = {}
         timeout = timedelta(seconds=timeout_s)
         for number, (host, port) in enumerate(senders):
@@ -117,8 +128,13 @@ class WeightReceiver:
                 store = TCPStore(host, port, None, is_master=False, timeout=timeout)
                 self._groups[name] = _group(store, host, rank, world_size, timeout)
 
-    def receive(self, plan: TransferPlan, load: Callable[[list[tuple[str, torch.Tensor]]], object],
-                *, publish: int = 0) -> dict[str, str]:
+    def receive(
+        self,
+        plan: TransferPlan,
+        load: Callable[[list[tuple[str, torch.Tensor]]], object],
+        *,
+        publish: int = 0,
+    ) -> dict[str, str]:
         """Receive a whole publish, handing each bucket's tensors to `load`.
 
         `load` may keep them: a bucket's storage is never written again. Returns every tensor's
@@ -145,8 +161,10 @@ class WeightReceiver:
             if status == _ABORT:
                 raise TransferError(f"{name} failed and gave up publish {got[0]}")
             if got != expected:
-                raise TransferError(f"{name} sends publish, bucket, bytes {got} where this worker "
-                                    f"expects {expected}")
+                raise TransferError(
+                    f"{name} sends publish, bucket, bytes {got} where this worker "
+                    f"expects {expected}"
+                )
             data = torch.empty(expected[2], dtype=torch.uint8)
             self._groups[name].broadcast(data, 0).wait()
         return data
@@ -155,19 +173,30 @@ class WeightReceiver:
 def listening_store(host: str, num_clients: int, timeout: timedelta) -> TCPStore:
     """On a free port, of `host` only: TCPStore by itself listens on every interface."""
     listener = socket.create_server((host, 0), backlog=max(128, num_clients))
-    return TCPStore(host, listener.getsockname()[1], None, is_master=True, timeout=timeout,
-                    wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        None,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
-def _group(store: TCPStore, host: str, rank: int, world_size: int,
-           timeout: timedelta) -> ProcessGroupGloo:
+def _group(
+    store: TCPStore, host: str, rank: int, world_size: int, timeout: timedelta
+) -> ProcessGroupGloo:
     """A gloo group outside torch's global one; blocks until all members have come."""
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
     # A loopback store means that every member is on this machine: then no other interface listens.
     # Otherwise gloo takes the host's own address, or what GLOO_SOCKET_IFNAME says.
-    options._devices = [ProcessGroupGloo.create_device(hostname=host) if ipaddress.ip_address(
-        host).is_loopback else ProcessGroupGloo.create_default_device()]
+    options._devices = [
+        ProcessGroupGloo.create_device(hostname=host)
+        if ipaddress.ip_address(host).is_loopback
+        else ProcessGroupGloo.create_default_device()
+    ]
     return ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, options)
 
 
@@ -177,5 +206,7 @@ def _naming(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # none of ours is one
-        raise TransferError(f"{what}: {str(error).splitlines()[0]}", remedy=(
-            "look for the first error in the logs of the trainer and of the engines")) from error
+        raise TransferError(
+            f"{what}: {str(error).splitlines()[0]}",
+            remedy=("look for the first error in the logs of the trainer and of the engines"),
+        ) from error

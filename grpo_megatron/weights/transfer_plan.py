@@ -43,8 +43,10 @@ class Bucket:
 
     def views(self, data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The tensors inside `data` (uint8 [num_bytes]), sharing its storage."""
-        return [(e.name, data[o : o + e.num_bytes].view(e.torch_dtype).view(e.shape))
-                for e, o in zip(self.entries, self.offsets, strict=True)]
+        return [
+            (e.name, data[o : o + e.num_bytes].view(e.torch_dtype).view(e.shape))
+            for e, o in zip(self.entries, self.offsets, strict=True)
+        ]
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
@@ -67,8 +69,10 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
     def buckets(self, sender: int) -> list[Bucket]:
         mine = self.of_sender(sender)
-        return [Bucket(tuple(mine[i] for i in group), tuple(group.values())) for group in
-                grouped((e.num_bytes for e in mine), self.bucket_bytes, ALIGNMENT)]
+        return [
+            Bucket(tuple(mine[i] for i in group), tuple(group.values()))
+            for group in grouped((e.num_bytes for e in mine), self.bucket_bytes, ALIGNMENT)
+        ]
 
 
 def grouped(sizes: Iterable[int], limit: int, alignment: int = 1) -> list[dict[int, int]]:

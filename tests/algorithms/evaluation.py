@@ -20,16 +20,27 @@ def evaluated(preset: str, overrides: Sequence[str] = (), /, **case: Any) -> dic
     return evaluate_case(Objective(config, parsed.domains, own), parsed)
 
 
-def advantages(preset: str, rewards: Sequence[Sequence[float]],
-               lengths: Sequence[Sequence[int]], *overrides: str, **more: Any) -> list[list]:
+def advantages(
+    preset: str,
+    rewards: Sequence[Sequence[float]],
+    lengths: Sequence[Sequence[int]],
+    *overrides: str,
+    **more: Any,
+) -> list[list]:
     """Advantages by group of nested rewards."""
     flat = [r for group in rewards for r in group]
     counts = [int(n) for group in lengths for n in group]
     groups = [number for number, group in enumerate(rewards) for _ in group]
-    found = evaluated(preset, overrides, rewards=flat, group_ids=groups,
-                      logprobs=[[-1.0] * n for n in counts], **more)["advantages"]
+    found = evaluated(
+        preset,
+        overrides,
+        rewards=flat,
+        group_ids=groups,
+        logprobs=[[-1.0] * n for n in counts],
+        **more,
+    )["advantages"]
     ends = np.cumsum([len(group) for group in rewards])
-    return [found[end - len(group):end] for group, end in zip(rewards, ends, strict=True)]
+    return [found[end - len(group) : end] for group, end in zip(rewards, ends, strict=True)]
 
 
 def flat(values: Any) -> list[float]:

@@ -21,8 +21,14 @@ NOTHING = RunningDistribution.from_state([])
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.125, 0.5, 0.875, 1.0, 3.7]), max_size=9),
-                min_size=1, max_size=5), st.floats(0, 1))
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.125, 0.5, 0.875, 1.0, 3.7]), max_size=9),
+        min_size=1,
+        max_size=5,
+    ),
+    st.floats(0, 1),
+)
 def test_quantiles_of_few_values_are_numpys(steps, q):
     distribution = NOTHING
     for values in steps:
@@ -87,8 +93,9 @@ def test_quartiles_are_those_of_the_run():
 
 def test_domains_have_quartiles_of_their_own():
     domains = ["a"] * 4 + ["b"] * 4
-    case = groups_case([0.25, 0.25], domains=domains,
-                       earlier_success={"a": [0.0] * 9, "b": [1.0] * 9})
+    case = groups_case(
+        [0.25, 0.25], domains=domains, earlier_success={"a": [0.0] * 9, "b": [1.0] * 9}
+    )
     assert kept_by_group(case) == [2, 4]
     assert kept_by_group(case, ["statistics_scope=global"]) == [4, 4]  # their own median
 
@@ -117,24 +124,27 @@ def test_no_other_objective_keeps_success():
 
 def test_the_raw_deviation_counts_groups_that_were_dropped():
     case = groups_case([0.5, 0.25], dropped_rewards={"all": [1.0] * 4 + [0.0] * 4})
-    rewards = torch.tensor([*case["rewards"], *case["dropped_rewards"]["all"]],
-                           dtype=torch.float64)
+    rewards = torch.tensor([*case["rewards"], *case["dropped_rewards"]["all"]], dtype=torch.float64)
     found = evaluated("lite_ppo", ["advantage_eps=0"], **case)["advantages"]
     centred = [0.5, 0.5, -0.5, -0.5, 0.75, -0.25, -0.25, -0.25]
     assert found == pytest.approx([value / float(rewards.std()) for value in centred], abs=1e-12)
     residual = ["advantage_std=batch_residual"]
     without = {**case, "dropped_rewards": {}}
-    assert (evaluated("lite_ppo", residual, **case)["advantages"]
-            == evaluated("lite_ppo", residual, **without)["advantages"])
+    assert (
+        evaluated("lite_ppo", residual, **case)["advantages"]
+        == evaluated("lite_ppo", residual, **without)["advantages"]
+    )
 
 
 def test_dropped_rewards_belong_to_their_domain():
-    case = groups_case([0.5, 0.5], domains=["a"] * 4 + ["b"] * 4,
-                       dropped_rewards={"b": [7.0, -7.0]})
+    case = groups_case(
+        [0.5, 0.5], domains=["a"] * 4 + ["b"] * 4, dropped_rewards={"b": [7.0, -7.0]}
+    )
     a, b = np.array(evaluated("lite_ppo", [], **case)["advantages"]).reshape(2, 4)
     assert np.abs(b).max() < np.abs(a).max() / 3
-    a, b = np.array(evaluated("lite_ppo", ["statistics_scope=global"], **case)["advantages"]
-                    ).reshape(2, 4)
+    a, b = np.array(
+        evaluated("lite_ppo", ["statistics_scope=global"], **case)["advantages"]
+    ).reshape(2, 4)
     assert a.tolist() == b.tolist()
 
 
@@ -153,16 +163,21 @@ def test_traces_do_not_go_below_their_least_advantage():
     case = {"rewards": [1.0] * 7 + [0.0], "group_ids": [0] * 8, "logprobs": [[-1.0, -1.0]] * 8}
     found = np.array(evaluated("grpo_lambda_trace", [], **case)["advantages"])
     assert found[-1].tolist() == [-0.98, -1.0]
-    free = np.array(evaluated("grpo_lambda_trace", ["trace_min_advantage=null"],
-                              **case)["advantages"])
+    free = np.array(
+        evaluated("grpo_lambda_trace", ["trace_min_advantage=null"], **case)["advantages"]
+    )
     assert free[-1, -1] == pytest.approx(-2.4748, abs=1e-4)
     assert found[:-1].tolist() == free[:-1].tolist()
 
 
 def test_the_preference_loss_moves_on_policy():
     """Before the first update the policy is the old one, but it may have left the reference."""
-    case = {"rewards": [1, 0], "group_ids": [0, 0], "logprobs": [[-1.0, -0.4], [-1.0]],
-            "ref_logprobs": [[-1.5, -0.4], [-0.6]]}
+    case = {
+        "rewards": [1, 0],
+        "group_ids": [0, 0],
+        "logprobs": [[-1.0, -0.4], [-1.0]],
+        "ref_logprobs": [[-1.5, -0.4], [-0.6]],
+    }
     overrides = ["preference_weight=1.0", "preference_beta=0.5"]
     both = evaluated("dr_grpo", overrides, **case)
     alone = evaluated("dr_grpo", [], **case)

@@ -18,15 +18,21 @@ from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.errors import ConfigError, DataError
 from tests.algorithms.evaluation import evaluated, flat
 
-BASE = {"rewards": [1, 0, 1, 0], "group_ids": [0, 0, 1, 1],
-        "logprobs": [[-1.0, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]],
-        "ref_logprobs": [[-1.1, -0.6], [-1.9], [-0.3, -0.3, -0.1], [-1.4, -1.2]],
-        "entropies": [[0.5, 0.2], [0.3], [0.1, 0.2, 0.6], [0.4, 0.4]],
-        "token_ids": [[1, 2], [1], [2, 2, 3], [2, 3]],
-        "components": {"a": [1, 0, 1, 0]},
-        "turns": [[{"end": 1, "reward": 1, "state": "s"}], [{"end": 0, "reward": 0, "state": "s"}],
-                  [{"end": 2, "reward": 1, "state": "s"}],
-                  [{"end": 1, "reward": 0, "state": "s"}]]}
+BASE = {
+    "rewards": [1, 0, 1, 0],
+    "group_ids": [0, 0, 1, 1],
+    "logprobs": [[-1.0, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]],
+    "ref_logprobs": [[-1.1, -0.6], [-1.9], [-0.3, -0.3, -0.1], [-1.4, -1.2]],
+    "entropies": [[0.5, 0.2], [0.3], [0.1, 0.2, 0.6], [0.4, 0.4]],
+    "token_ids": [[1, 2], [1], [2, 2, 3], [2, 3]],
+    "components": {"a": [1, 0, 1, 0]},
+    "turns": [
+        [{"end": 1, "reward": 1, "state": "s"}],
+        [{"end": 0, "reward": 0, "state": "s"}],
+        [{"end": 2, "reward": 1, "state": "s"}],
+        [{"end": 1, "reward": 0, "state": "s"}],
+    ],
+}
 
 
 def variant(**changes) -> dict:
@@ -38,24 +44,27 @@ EDGES = {
     "groups of one": variant(group_ids=[0, 1, 2, 3]),
     "no reward at all": variant(rewards=[None] * 4, components={"a": [None] * 4}),
     "one unscorable": variant(rewards=[float("nan"), 0, 1, 0]),
-    "everything masked": variant(loss_mask=[[0, 0], [0], [0, 0, 0], [0, 0]],
-                                 turns=[[]] * 4),
+    "everything masked": variant(loss_mask=[[0, 0], [0], [0, 0, 0], [0, 0]], turns=[[]] * 4),
     "an empty response": variant(
         logprobs=[[-1.0, -0.5], [], [-0.3, -0.2, -0.1], [-1.5, -1.0]],
         ref_logprobs=[[-1.1, -0.6], [], [-0.3, -0.3, -0.1], [-1.4, -1.2]],
         entropies=[[0.5, 0.2], [], [0.1, 0.2, 0.6], [0.4, 0.4]],
         token_ids=[[1, 2], [], [2, 2, 3], [2, 3]],
-        turns=[BASE["turns"][0], [], *BASE["turns"][2:]]),
+        turns=[BASE["turns"][0], [], *BASE["turns"][2:]],
+    ),
     "an infinite log-prob": variant(
-        old_logprobs=[[-math.inf, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]]),
+        old_logprobs=[[-math.inf, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]]
+    ),
     "an infinite engine log-prob": variant(
-        rollout_logprobs=[[-1.0, -0.5], [-math.inf], [-0.3, -0.2, -0.1], [-1.5, -1.0]]),
+        rollout_logprobs=[[-1.0, -0.5], [-math.inf], [-0.3, -0.2, -0.1], [-1.5, -1.0]]
+    ),
     "a far engine log-prob": variant(
-        rollout_logprobs=[[-900.0, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]]),
+        rollout_logprobs=[[-900.0, -0.5], [-2.0], [-0.3, -0.2, -0.1], [-1.5, -1.0]]
+    ),
     "a far reference": variant(
-        ref_logprobs=[[-1.1, -0.6], [-1200.0], [-0.3, -0.3, -0.1], [-1.4, -1.2]]),
-    "far ratios": variant(old_logprobs=[[-90.0, -0.5], [-80.0], [-0.3, -70.0, -0.1],
-                                        [-1.5, -1.0]]),
+        ref_logprobs=[[-1.1, -0.6], [-1200.0], [-0.3, -0.3, -0.1], [-1.4, -1.2]]
+    ),
+    "far ratios": variant(old_logprobs=[[-90.0, -0.5], [-80.0], [-0.3, -70.0, -0.1], [-1.5, -1.0]]),
 }
 
 
@@ -88,12 +97,16 @@ def test_defined_results_and_counts():
     assert found["grad_logprobs"][2] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("how", "not_trained", "advantage"), [
-    ("none", 0, True), ("loss", 1, True), ("drop", 1, False)])
+@pytest.mark.parametrize(
+    ("how", "not_trained", "advantage"), [("none", 0, True), ("loss", 1, True), ("drop", 1, False)]
+)
 def test_the_overlong_filter(how, not_trained, advantage):
     """loss: the truncated sample still is in the statistics of its group; drop: it is not."""
-    found = evaluated("dr_grpo", [f"overlong={how}", "aggregation=token_mean"],
-                      **variant(truncated=[False, True, False, False]))
+    found = evaluated(
+        "dr_grpo",
+        [f"overlong={how}", "aggregation=token_mean"],
+        **variant(truncated=[False, True, False, False]),
+    )
     assert found["metrics"]["batch/not_trained"] == not_trained
     assert (found["advantages"][0] > 0) == advantage
     assert any(found["grad_logprobs"][1]) == (how == "none")
@@ -112,8 +125,10 @@ def test_samples_zeroed_by_a_mask_still_count_in_the_denominator():
 
 
 def test_opsm_without_a_threshold_is_calibrated_per_domain():
-    case = variant(domains=["a", "a", "b", "b"],
-                   rollout_logprobs=[[-1.0, -0.5], [-1.98], [-0.3, -0.2, -0.1], [-0.5, -1.0]])
+    case = variant(
+        domains=["a", "a", "b", "b"],
+        rollout_logprobs=[[-1.0, -0.5], [-1.98], [-0.3, -0.2, -0.1], [-0.5, -1.0]],
+    )
     metrics = evaluated("deepseek_v3_2", **case)["metrics"]
     assert metrics["opsm/calibrated_delta@a"] == pytest.approx(5 * 0.02 * 0.99, rel=0.05)
     assert metrics["opsm/calibrated_delta@b"] == 0.5  # bounded
@@ -125,12 +140,17 @@ def test_the_preference_loss_is_exact():
     overrides = ["preference_weight=1.0", "preference_beta=0.7", "clip=none"]
 
     def loss(first: float) -> float:
-        case = {"rewards": [1, 0], "group_ids": [0, 0], "logprobs": [[first, -0.4], [-1.0]],
-                "ref_logprobs": [[-1.2, -0.5], [-0.9]]}
+        case = {
+            "rewards": [1, 0],
+            "group_ids": [0, 0],
+            "logprobs": [[first, -0.4], [-1.0]],
+            "ref_logprobs": [[-1.2, -0.5], [-0.9]],
+        }
         both = evaluated("dr_grpo", overrides, **case)
         alone = evaluated("dr_grpo", ["clip=none"], **case)
-        return both["loss"] - alone["loss"], (both["grad_logprobs"][0][0]
-                                              - alone["grad_logprobs"][0][0])
+        return both["loss"] - alone["loss"], (
+            both["grad_logprobs"][0][0] - alone["grad_logprobs"][0][0]
+        )
 
     (above, _), (below, _), (_, gradient) = loss(-1.0 + 1e-6), loss(-1.0 - 1e-6), loss(-1.0)
     assert gradient == pytest.approx((above - below) / 2e-6, rel=1e-6)
@@ -159,34 +179,46 @@ def test_an_infinite_log_prob_has_no_part_in_the_preference_loss():
 
 def test_the_subset_is_chosen_by_shaped_rewards():
     """The same samples count in the statistics and in the loss."""
-    case = {"rewards": [1, 1, 1, 0.9], "group_ids": [0] * 4,
-            "logprobs": [[-1.0] * n for n in (2, 3, 3, 2)]}
+    case = {
+        "rewards": [1, 1, 1, 0.9],
+        "group_ids": [0] * 4,
+        "logprobs": [[-1.0] * n for n in (2, 3, 3, 2)],
+    }
     found = evaluated("gfpo", ["reward_shaping=per_token", "subset_size=2"], **case)
     trained = [any(row) for row in found["grad_logprobs"]]
     assert trained == [a != 0 for a in found["advantages"]] == [True, False, False, True]
 
 
 def test_component_weights_are_exact():
-    found = evaluated("mo_grpo", ["std_kind=population", "advantage_eps=0"], rewards=[0, 0],
-                      group_ids=[0, 0], logprobs=[[-1.0]] * 2, components={"a": [1, 0]},
-                      component_weights={"a": 0.7})
+    found = evaluated(
+        "mo_grpo",
+        ["std_kind=population", "advantage_eps=0"],
+        rewards=[0, 0],
+        group_ids=[0, 0],
+        logprobs=[[-1.0]] * 2,
+        components={"a": [1, 0]},
+        component_weights={"a": 0.7},
+    )
     assert found["advantages"] == [0.7, -0.7]
 
 
 def test_a_kl_weight_of_one_domain_asks_for_its_columns():
     config, own = load_objective("grpo", ["kl=reward_k1", "domain.a.kl_beta=0.1"], ("a", "b"))
     objective = Objective(config, ("a", "b"), own)
-    assert needed_columns(config, weighs_kl=objective.weighs_kl) == {
-        "old_logprobs", "ref_logprobs"}
+    assert needed_columns(config, weighs_kl=objective.weighs_kl) == {"old_logprobs", "ref_logprobs"}
 
 
 def test_gagpo_by_hand():
     """Two rollouts share the first state; V(s) is the mean of its returns."""
-    case = {"rewards": [0, 0], "group_ids": [0, 0],
-            "logprobs": [[-1.0] * 3, [-1.0] * 2],
-            "turns": [[[0, 0.0, "s"], [2, 1.0, "t"]], [[1, 0.0, "s"]]]}
-    found = evaluated("gagpo", ["gagpo_lambda=1.0", "std_kind=population", "advantage_eps=0"],
-                      **case)["advantages"]
+    case = {
+        "rewards": [0, 0],
+        "group_ids": [0, 0],
+        "logprobs": [[-1.0] * 3, [-1.0] * 2],
+        "turns": [[[0, 0.0, "s"], [2, 1.0, "t"]], [[1, 0.0, "s"]]],
+    }
+    found = evaluated(
+        "gagpo", ["gagpo_lambda=1.0", "std_kind=population", "advantage_eps=0"], **case
+    )["advantages"]
     # V(s) = 1/2, V(t) = 1: advantages of the turns 1/2, 0, -1/2
     z = 0.5 / math.sqrt(1 / 6)
     np.testing.assert_allclose(flat(found), [z, 0, 0, -z, -z], atol=1e-12)
@@ -197,10 +229,12 @@ def test_length_switch_by_hand():
     rewards = [[1, 1, 1], *[[1, 0, 0]] * 4]
     groups = [g for g, row in enumerate(rewards) for _ in row]
     found = evaluated(
-        "grpo_lambda_length", ["advantage_std=none", "length_switch_weight=0.5",
-                               "advantage_eps=0"],
-        rewards=[r for row in rewards for r in row], group_ids=groups,
-        logprobs=[[-1.0] * n for n in (2, 4, 6)] + [[-1.0] * 3] * 12)["advantages"]
+        "grpo_lambda_length",
+        ["advantage_std=none", "length_switch_weight=0.5", "advantage_eps=0"],
+        rewards=[r for row in rewards for r in row],
+        group_ids=groups,
+        logprobs=[[-1.0] * n for n in (2, 4, 6)] + [[-1.0] * 3] * 12,
+    )["advantages"]
     z = 1 / math.sqrt(2 / 3)
     paid = [1 - 0.5 / (1 + math.exp(z)), 0.75, 1 - 0.5 / (1 + math.exp(-z))]
     np.testing.assert_allclose(found[:3], np.array(paid) - np.mean(paid), atol=1e-12)
@@ -213,10 +247,12 @@ BAD_CASES = [
     (variant(rewards=[1, 0]), "rewards", "2 entries"),
     (variant(rewards=[1, "x", 1, 0]), "rewards[1]", "not a number"),
     (variant(rewards=[1, math.inf, 1, 0]), "rewards[1]", "infinite"),
-    (variant(logprobs=[[-1.0, math.nan], [-2.0], [-0.3] * 3, [-1.5] * 2]), "logprobs[0][1]",
-     "NaN"),
-    (variant(old_logprobs=[[-1.0], [-2.0], [-0.3] * 3, [-1.5] * 2]), "old_logprobs[0]",
-     "1 tokens, logprobs[0] has 2"),
+    (variant(logprobs=[[-1.0, math.nan], [-2.0], [-0.3] * 3, [-1.5] * 2]), "logprobs[0][1]", "NaN"),
+    (
+        variant(old_logprobs=[[-1.0], [-2.0], [-0.3] * 3, [-1.5] * 2]),
+        "old_logprobs[0]",
+        "1 tokens, logprobs[0] has 2",
+    ),
     (variant(group_ids=[0, 0, 2, 2]), "group_ids", "1 empty"),
     (variant(group_ids=[0, 0, -1, -1]), "group_ids[2]", "negative"),
     (variant(group_ids=[0, 0, 1]), "group_ids", "3 entries"),
@@ -233,8 +269,11 @@ BAD_CASES = [
     ({"logprobs": [[-1.0]], "group_ids": [0]}, "rewards", "missing"),
     (variant(rewards=[10**400, 0, 0, 1]), "rewards[0]", "too large"),
     (variant(advantages=[math.inf, 1, 1, 0]), "advantages[0]", "infinite"),
-    (variant(entropies=[[math.inf, 0.2], [0.3], [0.1] * 3, [0.4] * 2]), "entropies[0][0]",
-     "infinite"),
+    (
+        variant(entropies=[[math.inf, 0.2], [0.3], [0.1] * 3, [0.4] * 2]),
+        "entropies[0][0]",
+        "infinite",
+    ),
     (variant(token_ids=[[1.5, 2], [1], [2, 2, 3], [2, 3]]), "token_ids[0][0]", "whole number"),
     (variant(sample_ids=["a", "b", "c", "d"]), "sample_ids[0]", "whole number"),
     (variant(truncated=["yes", "no", "no", "no"]), "truncated[0]", "not 0 or 1"),
@@ -264,13 +303,19 @@ def test_missing_columns_and_files_are_named(tmp_path):
         case = {k: v for k, v in BASE.items() if k not in ("entropies", "ref_logprobs")}
         with pytest.raises(DataError, match=column):
             evaluated(preset, **case)
-    for preset, column in (("gagpo", "turns"), ("gtpo_conflict", "token_ids"),
-                           ("mo_grpo", "components")):
+    for preset, column in (
+        ("gagpo", "turns"),
+        ("gtpo_conflict", "token_ids"),
+        ("mo_grpo", "components"),
+    ):
         with pytest.raises(DataError, match=column):
             evaluated(preset, **{k: v for k, v in BASE.items() if k != column})
     with pytest.raises(DataError, match="no turns"):
-        evaluated("gagpo", **{k: v for k, v in BASE.items() if k != "turns"},
-                  steps=[[[0, 1.0]], [], [], []])
+        evaluated(
+            "gagpo",
+            **{k: v for k, v in BASE.items() if k != "turns"},
+            steps=[[[0, 1.0]], [], [], []],
+        )
     with pytest.raises(DataError, match="cannot read"):
         read_case(tmp_path / "absent.json")
     (tmp_path / "bad.json").write_text("{")
@@ -307,8 +352,9 @@ def test_wrong_combinations_are_refused(preset, overrides, key, said):
 
 
 def test_what_is_meant_can_be_said():
-    config, _ = load_objective("gspo", ["aggregation=token_mean",
-                                        'allow=["sequence_ratio_aggregation"]'])
+    config, _ = load_objective(
+        "gspo", ["aggregation=token_mean", 'allow=["sequence_ratio_aggregation"]']
+    )
     assert config.aggregation == "token_mean"
 
 
@@ -317,8 +363,10 @@ def test_the_command_prints_what_the_functions_compute(tmp_path, capsys):
 
     path = tmp_path / "case.json"
     path.write_text(json.dumps({k: v for k, v in BASE.items() if k != "components"}))
-    assert main(["objective", "eval", "--objective", "dapo", "objective.clip_high=0.3",
-                 str(path)]) == 0
+    assert (
+        main(["objective", "eval", "--objective", "dapo", "objective.clip_high=0.3", str(path)])
+        == 0
+    )
     case = {k: v for k, v in BASE.items() if k != "components"}
     assert json.loads(capsys.readouterr().out) == evaluated("dapo", ["clip_high=0.3"], **case)
     assert main(["objective", "list"]) == 0
@@ -326,7 +374,10 @@ def test_the_command_prints_what_the_functions_compute(tmp_path, capsys):
     assert listed == list(PRESETS)
     assert main(["objective", "show", "gspo"]) == 0
     assert "sequence_geo" in capsys.readouterr().out
-    for wrong in (["objective", "show", "gsop"], ["objective", "eval", "--objective", "dapo"],
-                  ["objective", "eval", "--objective", "dapo", "clip_hihg=1.0", str(path)]):
+    for wrong in (
+        ["objective", "show", "gsop"],
+        ["objective", "eval", "--objective", "dapo"],
+        ["objective", "eval", "--objective", "dapo", "clip_hihg=1.0", str(path)],
+    ):
         assert main(wrong) == 2
         assert "error:" in capsys.readouterr().err.lower()

@@ -45,5 +45,7 @@ def test_a_sum_does_not_change_what_was_added():
     total = Stats()
     total.add(first)
     total.add(second)
-    assert (first.result(), second.result()) == ({"mean": 1.0, "max": 1.0},
-                                                 {"mean": 2.0, "max": 2.0})
+    assert (first.result(), second.result()) == (
+        {"mean": 1.0, "max": 1.0},
+        {"mean": 2.0, "max": 2.0},
+    )

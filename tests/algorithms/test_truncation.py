@@ -21,10 +21,18 @@ def loss_of(kl: str, unusable: int | None = None) -> tuple[float, torch.Tensor, 
     leaves = [columns[name].requires_grad_() for name in ("logprobs", "untruncated_logprobs")]
     settings = [] if kl == "none" else [f"kl={kl}", "kl_beta=0.5"]
     objective = Objective(load_objective("grpo", settings)[0])
-    loss, stats = policy_loss(objective, LossBatch(
-        **columns, entropies=torch.ones(4).double(), advantages=torch.tensor([1.0, 1, -1, -1]),
-        weights=torch.full((4,), 0.25).double(), sample=torch.tensor([0, 0, 1, 1]),
-        token_counts=torch.tensor([2, 2]), domain=torch.tensor([0, 0])))
+    loss, stats = policy_loss(
+        objective,
+        LossBatch(
+            **columns,
+            entropies=torch.ones(4).double(),
+            advantages=torch.tensor([1.0, 1, -1, -1]),
+            weights=torch.full((4,), 0.25).double(),
+            sample=torch.tensor([0, 0, 1, 1]),
+            token_counts=torch.tensor([2, 2]),
+            domain=torch.tensor([0, 0]),
+        ),
+    )
     loss.backward()
     return float(loss.detach()), leaves[0].grad, leaves[1].grad, columns | stats.result()
 

@@ -15,16 +15,21 @@ def test_ranks_and_orders(tmp_path):
     flags = np.random.default_rng(0).random(LENGTHS.sum()) < 0.5
     parts = dict(zip(range(4), np.split(flags, np.cumsum(LENGTHS)[:-1]), strict=True))
     for rank, order in enumerate(([3, 1], [2, 0])):
-        write_decisions(tmp_path, rank, 2, [(
-            np.array(order), {"low": np.concatenate([parts[row] for row in order])})])
+        write_decisions(
+            tmp_path,
+            rank,
+            2,
+            [(np.array(order), {"low": np.concatenate([parts[row] for row in order])})],
+        )
     found = read_decisions(tmp_path, LENGTHS)
     np.testing.assert_array_equal(found["low"], flags)
 
 
 def test_files_of_a_wider_attempt_go(tmp_path):
     for rank in (0, 1, 2):
-        write_decisions(tmp_path, rank, 3, [(
-            np.array([rank]), {"low": np.ones(LENGTHS[rank], bool)})])
+        write_decisions(
+            tmp_path, rank, 3, [(np.array([rank]), {"low": np.ones(LENGTHS[rank], bool)})]
+        )
     write_decisions(tmp_path, 0, 1, [(np.arange(4), {"low": np.zeros(LENGTHS.sum(), bool)})])
     assert not read_decisions(tmp_path, LENGTHS)["low"].any()
 

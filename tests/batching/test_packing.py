@@ -19,8 +19,12 @@ MULTIPLES = st.integers(1, 4)
 
 
 def plan_of(lengths, num_ranks, multiple_of):
-    return plan_microbatches(np.array(lengths, np.int64), num_ranks=num_ranks,
-                             max_tokens=CAPACITY, multiple_of=multiple_of)
+    return plan_microbatches(
+        np.array(lengths, np.int64),
+        num_ranks=num_ranks,
+        max_tokens=CAPACITY,
+        multiple_of=multiple_of,
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -41,8 +45,7 @@ def test_every_sample_once_within_capacity_and_equal_counts(lengths, num_ranks, 
 def test_the_order_of_samples_does_not_matter(lengths, num_ranks, multiple_of, random):
     def composition(order):
         plan = plan_of(order, num_ranks, multiple_of)
-        return Counter(tuple(sorted(order[row] for row in rows))
-                       for rank in plan for rows in rank)
+        return Counter(tuple(sorted(order[row] for row in rows)) for rank in plan for rows in rank)
 
     shuffled = random.sample(lengths, len(lengths))
     assert composition(lengths) == composition(shuffled)

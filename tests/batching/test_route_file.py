@@ -31,18 +31,31 @@ def routes_of(tokens: int, rng: np.random.Generator, experts: int = 8) -> np.nda
     return np.argsort(rng.random((tokens, NUM_LAYERS, experts)), -1)[..., :2].astype(dtype)
 
 
-def group_of(lengths: list[int], rng: np.random.Generator, *, num_prompt: int = 3,
-             same_prompt: bool = True, experts: int = 8) -> RolloutGroup:
+def group_of(
+    lengths: list[int],
+    rng: np.random.Generator,
+    *,
+    num_prompt: int = 3,
+    same_prompt: bool = True,
+    experts: int = 8,
+) -> RolloutGroup:
     first = routes_of(num_prompt, rng, experts)
     completions = []
     for length in lengths:
         routes = routes_of(num_prompt + length - 1, rng, experts)
         if same_prompt:
             routes[:num_prompt] = first
-        completions.append(Completion(
-            np.zeros(length, np.int32), np.zeros(length, np.float32),
-            (VersionSpan(4, 0, length),), "stop", "", routes,
-            (VersionSpan(4, 0, len(routes)),)))
+        completions.append(
+            Completion(
+                np.zeros(length, np.int32),
+                np.zeros(length, np.float32),
+                (VersionSpan(4, 0, length),),
+                "stop",
+                "",
+                routes,
+                (VersionSpan(4, 0, len(routes)),),
+            )
+        )
     prompt = Prompt("p", "d", "", (7,) * num_prompt, "")
     return RolloutGroup(prompt, tuple(completions), 0)
 
@@ -55,18 +68,29 @@ def write(directory: Path, groups: list[RolloutGroup], shape: RouteShape = SHAPE
     return SampleTable(directory)
 
 
-@settings(max_examples=40, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(groups=st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=4),
-                                 st.integers(1, 5), st.booleans()), min_size=1, max_size=4),
-       layers=st.lists(st.sampled_from(SHAPE.layers), min_size=1, max_size=3, unique=True),
-       block=st.sampled_from([7, 64, 1 << 16]), experts=st.sampled_from([8, 300]))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    groups=st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 5), st.booleans()
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    layers=st.lists(st.sampled_from(SHAPE.layers), min_size=1, max_size=3, unique=True),
+    block=st.sampled_from([7, 64, 1 << 16]),
+    experts=st.sampled_from([8, 300]),
+)
 def test_routes_come_back(tmp_path, monkeypatch, groups, layers, block, experts):
     monkeypatch.setattr(route_file, "BLOCK_BYTES", block)
     rng = np.random.default_rng(1)
     shape = RouteShape(SHAPE.layers, 2, experts)
-    made = [group_of(lengths, rng, num_prompt=n, same_prompt=same, experts=experts)
-            for lengths, n, same in groups]
+    made = [
+        group_of(lengths, rng, num_prompt=n, same_prompt=same, experts=experts)
+        for lengths, n, same in groups
+    ]
     table = write(tmp_path / "step", made, shape)
     completions = [c for group in made for c in group.completions]
     for row, completion in enumerate(completions):
@@ -89,10 +113,11 @@ def test_long_samples_cost_one_byte_a_choice(tmp_path):
     tokens = 4 * (2000 - 1) + 3
     write(tmp_path / "with", [group_of([2000] * 4, rng)])
     bare = group_of([2000] * 4, rng).completions
-    shard = write_shard(begin_step(tmp_path / "without") / "rollout-0.safetensors",
-                        [RolloutGroup(Prompt("p", "d", "", (7,) * 3, ""), bare, 0)])
-    finish_step(tmp_path / "without", [shard],
-                [SampleRow(0, i, 0, 0, 0.0) for i in range(4)], {})
+    shard = write_shard(
+        begin_step(tmp_path / "without") / "rollout-0.safetensors",
+        [RolloutGroup(Prompt("p", "d", "", (7,) * 3, ""), bare, 0)],
+    )
+    finish_step(tmp_path / "without", [shard], [SampleRow(0, i, 0, 0, 0.0) for i in range(4)], {})
 
     def size(directory: Path) -> int:
         return sum(f.stat().st_size for f in directory.iterdir())
@@ -127,8 +152,9 @@ def test_a_short_or_missing_file_is_corrupt_from_there_on(tmp_path, monkeypatch,
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-70])
-    status = [SampleTable(tmp_path / "step").routes(row, SHAPE.layers, SHAPE)[1]
-              for row in range(6)]
+    status = [
+        SampleTable(tmp_path / "step").routes(row, SHAPE.layers, SHAPE)[1] for row in range(6)
+    ]
     assert (status[0] == RouteStatus.CORRUPT).all() == (damage == "gone")
     assert (status[5] == RouteStatus.CORRUPT).any()
 
@@ -142,7 +168,8 @@ def test_missing_and_stale_rows_are_told_apart(tmp_path):
     completions = (
         make(whole.routes, (VersionSpan(4, 0, 4), VersionSpan(5, 4, rows))),
         make(dropped.routes, (VersionSpan(4, 0, 4), VersionSpan(5, 6, rows))),
-        make(stale.routes, (VersionSpan(5, 0, rows),)))
+        make(stale.routes, (VersionSpan(5, 0, rows),)),
+    )
     table = write(tmp_path / "step", [RolloutGroup(group.prompt, completions, 0)])
     found = [table.routes(row, (2,), SHAPE)[1][0].tolist() for row in range(3)]
     assert found[0] == [0] * rows
@@ -151,10 +178,12 @@ def test_missing_and_stale_rows_are_told_apart(tmp_path):
 
 
 def test_no_routes_at_all_are_missing(tmp_path):
-    completion = Completion(np.zeros(3, np.int32), np.zeros(3, np.float32),
-                            (VersionSpan(0, 0, 3),), "stop", "")
-    table = write(tmp_path / "s", [RolloutGroup(Prompt("p", "d", "", (1, 2), ""),
-                                                (completion,), 0)])
+    completion = Completion(
+        np.zeros(3, np.int32), np.zeros(3, np.float32), (VersionSpan(0, 0, 3),), "stop", ""
+    )
+    table = write(
+        tmp_path / "s", [RolloutGroup(Prompt("p", "d", "", (1, 2), ""), (completion,), 0)]
+    )
     assert (table.routes(0, SHAPE.layers, SHAPE)[1] == RouteStatus.MISSING).all()
 
 
@@ -168,13 +197,17 @@ def test_impossible_experts_are_invalid(tmp_path):
 
 def test_another_models_routes_are_not_replayed(tmp_path):
     table = write(tmp_path / "step", [group_of([6], np.random.default_rng(0))])
-    for other in (RouteShape((1, 2), 2, 8), RouteShape(SHAPE.layers, 3, 8),
-                  RouteShape(SHAPE.layers, 2, 16)):
+    for other in (
+        RouteShape((1, 2), 2, 8),
+        RouteShape(SHAPE.layers, 3, 8),
+        RouteShape(SHAPE.layers, 2, 16),
+    ):
         ids, status = table.routes(0, other.layers, other)
         assert (status == RouteStatus.MISSHAPEN).all() and ids.shape[2] == other.experts_per_token
 
 
 def test_an_engine_with_another_model_is_refused(tmp_path):
     with pytest.raises(EngineError, match="another model"):
-        write(tmp_path / "step", [group_of([6], np.random.default_rng(0))],
-              RouteShape((1, 7), 2, 8))
+        write(
+            tmp_path / "step", [group_of([6], np.random.default_rng(0))], RouteShape((1, 7), 2, 8)
+        )

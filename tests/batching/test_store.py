@@ -29,10 +29,18 @@ FILES = ["manifest.json", "rollout-0.safetensors", "rollout-1.safetensors", "tra
 def completion_of(length: int, rng: np.random.Generator) -> Completion:
     """Tokens of up to two weight versions."""
     cut = int(rng.integers(0, length + 1))
-    spans = tuple(VersionSpan(version, start, end) for version, start, end in
-                  ((4, 0, cut), (5, cut, length)) if end > start)
-    return Completion(rng.integers(0, 1 << 17, length).astype(np.int32),
-                      -rng.random(length, np.float32), spans, "stop", "")
+    spans = tuple(
+        VersionSpan(version, start, end)
+        for version, start, end in ((4, 0, cut), (5, cut, length))
+        if end > start
+    )
+    return Completion(
+        rng.integers(0, 1 << 17, length).astype(np.int32),
+        -rng.random(length, np.float32),
+        spans,
+        "stop",
+        "",
+    )
 
 
 def write(directory, lengths: list[list[list[int]]]):
@@ -45,9 +53,21 @@ def write(directory, lengths: list[list[list[int]]]):
             group = RolloutGroup(prompt, tuple(completion_of(n, rng) for n in of_samples), shard)
             mine.append(group)
             for completion in group.completions:
-                rows.append((SampleRow(shard, sample, len(groups), len(groups) % 2,
-                                       float(rng.random()), sample % 2, sample % 3 == 0),
-                             prompt, completion))
+                rows.append(
+                    (
+                        SampleRow(
+                            shard,
+                            sample,
+                            len(groups),
+                            len(groups) % 2,
+                            float(rng.random()),
+                            sample % 2,
+                            sample % 3 == 0,
+                        ),
+                        prompt,
+                        completion,
+                    )
+                )
                 sample += 1
             groups.append(group)
         shards.append(write_shard(working / f"rollout-{shard}.safetensors", mine))
@@ -56,10 +76,16 @@ def write(directory, lengths: list[list[list[int]]]):
     return rows
 
 
-@settings(max_examples=25, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=3),
-                min_size=1, max_size=3).filter(any))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=3),
+        min_size=1,
+        max_size=3,
+    ).filter(any)
+)
 def test_round_trip(tmp_path, lengths):
     written = write(tmp_path / "step_000007", lengths)
     table = SampleTable(tmp_path / "step_000007")
@@ -69,13 +95,18 @@ def test_round_trip(tmp_path, lengths):
         np.testing.assert_array_equal(ids, completion.token_ids)
         np.testing.assert_array_equal(logprobs, completion.logprobs)
         np.testing.assert_array_equal(table.prompt_ids(i), prompt.token_ids)
-        np.testing.assert_array_equal(table.versions(i), np.concatenate(
-            [np.full(s.end - s.start, s.version) for s in completion.versions]))
+        np.testing.assert_array_equal(
+            table.versions(i),
+            np.concatenate([np.full(s.end - s.start, s.version) for s in completion.versions]),
+        )
         assert table.prompt_lengths[i] == len(prompt.token_ids)
         assert table.completion_lengths[i] == len(completion.token_ids)
         assert (table.group[i], table.update[i]) == (row.group, row.update)
         assert (table.reward[i], table.domain[i], table.truncated[i]) == (
-            row.reward, row.domain, row.truncated)
+            row.reward,
+            row.domain,
+            row.truncated,
+        )
 
 
 def test_kept_sets_of_truncated_sampling(tmp_path):
@@ -103,8 +134,9 @@ def test_kept_sets_of_truncated_sampling(tmp_path):
 
 def test_untruncated_samples_have_no_sets(pristine):
     assert SampleTable(pristine).kept(0) is None
-    assert not any(name.startswith("kept")
-                   for name in read_columns(pristine / "rollout-0.safetensors"))
+    assert not any(
+        name.startswith("kept") for name in read_columns(pristine / "rollout-0.safetensors")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +187,14 @@ def test_a_truncated_file_is_found_without_its_checksum(pristine, tmp_path_facto
 
 def test_an_unfinished_step_is_refused_and_then_replaced(tmp_path):
     directory = tmp_path / "step_000002"
-    write_shard(begin_step(directory) / "rollout-0.safetensors", [RolloutGroup(
-        Prompt("p", "d", "", (1,), ""), (completion_of(3, np.random.default_rng(0)),), 0)])
+    write_shard(
+        begin_step(directory) / "rollout-0.safetensors",
+        [
+            RolloutGroup(
+                Prompt("p", "d", "", (1,), ""), (completion_of(3, np.random.default_rng(0)),), 0
+            )
+        ],
+    )
     for path in (directory, directory.with_name("step_000002.tmp")):
         with pytest.raises(DataError, match="not a recorded step"):
             SampleTable(path)

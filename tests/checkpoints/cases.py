@@ -37,8 +37,7 @@ from tests.trainer.worker_group import fresh_store
 
 def _train(setup: Setup, samples: str, steps: int) -> list[dict[str, float]]:
     batch = setup.batch(samples)
-    return [train_step(setup.policy, batch, loss_of(setup, samples)).result()
-            for _ in range(steps)]
+    return [train_step(setup.policy, batch, loss_of(setup, samples)).result() for _ in range(steps)]
 
 
 def _load(setup: Setup, directory: str) -> dict[str, Any]:
@@ -47,8 +46,9 @@ def _load(setup: Setup, directory: str) -> dict[str, Any]:
     return read_state(Path(directory))
 
 
-def save_after(model: str, samples: str, layout: dict[str, Any], directory: str,
-               steps: int) -> dict[str, Any]:
+def save_after(
+    model: str, samples: str, layout: dict[str, Any], directory: str, steps: int
+) -> dict[str, Any]:
     """Train, save, train on: what a resumed run must repeat."""
     setup = Setup(model, layout)
     _train(setup, samples, steps)
@@ -59,20 +59,24 @@ def save_after(model: str, samples: str, layout: dict[str, Any], directory: str,
     return {"saved": saved, "metrics": metrics, "tensors": setup.gather(setup.shards)}
 
 
-def resume_from(model: str, samples: str, layout: dict[str, Any],
-                directory: str) -> dict[str, Any]:
+def resume_from(model: str, samples: str, layout: dict[str, Any], directory: str) -> dict[str, Any]:
     """Load into a model that was trained elsewhere in the meantime."""
     setup = Setup(model, layout)
     _train(setup, samples, 1)
     state = _load(setup, directory)
     loaded = setup.gather(setup.shards)
     metrics = _train(setup, samples, 3)
-    return {"state": state, "saved": loaded, "metrics": metrics,
-            "tensors": setup.gather(setup.shards)}
+    return {
+        "state": state,
+        "saved": loaded,
+        "metrics": metrics,
+        "tensors": setup.gather(setup.shards),
+    }
 
 
-def resume_fresh(model: str, samples: str, layout: dict[str, Any],
-                 directory: str) -> dict[str, Any]:
+def resume_fresh(
+    model: str, samples: str, layout: dict[str, Any], directory: str
+) -> dict[str, Any]:
     """As a resumed run does: into an optimizer that has not stepped yet."""
     setup = Setup(model, layout)
     _load(setup, directory)
@@ -104,8 +108,9 @@ def import_refusal(model: str, directory: str) -> str | None:
     return None
 
 
-def convert(job: dict[str, Any], file_limit: int | None = None,
-            free_bytes: int | None = None) -> tuple[str, int, str] | None:
+def convert(
+    job: dict[str, Any], file_limit: int | None = None, free_bytes: int | None = None
+) -> tuple[str, int, str] | None:
     """Run one conversion; returns the class, exit code and text of its error.
 
     Args:
@@ -144,42 +149,60 @@ def loaded(model: str, layout: dict[str, Any], directory: str) -> dict[str, np.n
     return setup.gather(setup.shards)
 
 
-def export_after_training(model: str, samples: str, layout: dict[str, Any], directory: str,
-                          shard_bytes: int) -> dict[int, np.ndarray]:
+def export_after_training(
+    model: str, samples: str, layout: dict[str, Any], directory: str, shard_bytes: int
+) -> dict[int, np.ndarray]:
     """Train two steps and export; returns the policy's log-probs by row of `samples`."""
     setup = Setup(model, layout)
     _train(setup, samples, 2)
     export_model(setup.policy.sharded, Path(directory), Path(model), shard_bytes)
     batch, mine = setup.batch(samples), {}
-    for microbatch, found in zip(batch.microbatches, logprob_pass(setup.policy, batch),
-                                 strict=True):
+    for microbatch, found in zip(
+        batch.microbatches, logprob_pass(setup.policy, batch), strict=True
+    ):
         if len(found[0]):
             counts = torch.bincount(microbatch.sample, minlength=len(microbatch.table_rows))
             parts = torch.split(found[0], counts.tolist())
-            mine.update(zip(microbatch.table_rows.tolist(), (p.numpy() for p in parts),
-                            strict=True))
+            mine.update(
+                zip(microbatch.table_rows.tolist(), (p.numpy() for p in parts), strict=True)
+            )
     world: list = [None] * dist.get_world_size()
     dist.all_gather_object(world, mine)
     return {row: logprobs for part in world for row, logprobs in part.items()}
 
 
-def resume_with_reference(model: str, samples: str, layout: dict[str, Any], root: str,
-                          interval: int) -> dict[str, Any]:
+def resume_with_reference(
+    model: str, samples: str, layout: dict[str, Any], root: str, interval: int
+) -> dict[str, Any]:
     """Train, save twice, train on; then load the second checkpoint in a fresh trainer and save."""
-    config = RunConfig.model_validate({
-        "name": "case", "model": {"preset": "tiny-qwen3-moe"}, "optimizer": {"lr": 1e-3},
-        "trainer": {"precision": "float32", "num_threads": 1, **layout},
-        "objective": {"preset": "grpo", "kl": "k3", "kl_beta": 0.1,
-                      "reference_interval": interval,
-                      "reference_ema": 0.5 if interval else None},
-        "domains": [{"name": name, "source": "file", "path": "x",
-                     "rewards": [{"function": "a:b"}]} for name in ("even", "odd")]})
+    config = RunConfig.model_validate(
+        {
+            "name": "case",
+            "model": {"preset": "tiny-qwen3-moe"},
+            "optimizer": {"lr": 1e-3},
+            "trainer": {"precision": "float32", "num_threads": 1, **layout},
+            "objective": {
+                "preset": "grpo",
+                "kl": "k3",
+                "kl_beta": 0.1,
+                "reference_interval": interval,
+                "reference_ema": 0.5 if interval else None,
+            },
+            "domains": [
+                {"name": name, "source": "file", "path": "x", "rewards": [{"function": "a:b"}]}
+                for name in ("even", "odd")
+            ],
+        }
+    )
     training = {"directory": samples, "first_update": 0, "num_updates": 9, "state": {}}
     state = {"step": 1, "sampler": {}}
 
     def timeless(report: dict[str, Any]) -> dict[str, float]:
-        return {name: value for name, value in report["metrics"].items()
-                if name != "trainer/peak_memory_gib"}
+        return {
+            name: value
+            for name, value in report["metrics"].items()
+            if name != "trainer/peak_memory_gib"
+        }
 
     def save(step: int) -> None:
         trainer_side.command("save", {"directory": f"{root}/step_{step:06d}", "state": state})
@@ -195,5 +218,10 @@ def resume_with_reference(model: str, samples: str, layout: dict[str, Any], root
     loaded = trainer_side.command("load", {"directory": f"{root}/step_000002"})
     save(3)
     found = timeless(trainer_side.command("train", training))
-    return {"files": sorted(path.name for path in Path(root).iterdir()), "loaded": loaded,
-            "state": state, "found": found, "expected": expected}
+    return {
+        "files": sorted(path.name for path in Path(root).iterdir()),
+        "loaded": loaded,
+        "state": state,
+        "found": found,
+        "expected": expected,
+    }

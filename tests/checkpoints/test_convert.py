@@ -27,26 +27,55 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 CASES = "tests.checkpoints.cases:"
 MANY = LAYOUTS | {
     "etp2": (2, {"tensor_parallel_size": 1, "expert_tensor_parallel_size": 2}),
-    "tp2_pp2_ep2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2,
-                        "expert_parallel_size": 2, "expert_tensor_parallel_size": 1})}
+    "tp2_pp2_ep2": (
+        4,
+        {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "expert_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+}
 
 
 @pytest.fixture
 def convert(request):
     """Run a job at a layout; returns what it was refused with."""
-    def run(source: Path | str, target: Path | None, *, to: str = "", layout: str = "w1",
-            file_limit: int | None = None, free_bytes: int | None = None, **job):
+
+    def run(
+        source: Path | str,
+        target: Path | None,
+        *,
+        to: str = "",
+        layout: str = "w1",
+        file_limit: int | None = None,
+        free_bytes: int | None = None,
+        **job,
+    ):
         size, parallel = MANY[layout]
-        job = {"source": str(source), "target": target and str(target), "to": to,
-               "layout": parallel, "shard_bytes": 100_000, "probe": False, **job}
+        job = {
+            "source": str(source),
+            "target": target and str(target),
+            "to": to,
+            "layout": parallel,
+            "shard_bytes": 100_000,
+            "probe": False,
+            **job,
+        }
         return request.getfixturevalue(f"world{size}").run(
-            CASES + "convert", job=job, file_limit=file_limit, free_bytes=free_bytes)
+            CASES + "convert", job=job, file_limit=file_limit, free_bytes=free_bytes
+        )
+
     return run
 
 
 def tensors_of(directory: Path | str) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in Path(directory).glob("*.safetensors")
-            for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in Path(directory).glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_same(found: Path | str, expected: dict[str, torch.Tensor]) -> None:
@@ -56,9 +85,16 @@ def assert_same(found: Path | str, expected: dict[str, torch.Tensor]) -> None:
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
 
 
-@pytest.mark.parametrize(("layout", "model", "probe"), [
-    ("w1", "moe", True), ("tp2_pp2_ep2", "moe", True), ("tp2", "tied", True),
-    ("pp2_vpp2", "dense", True), ("etp2", "moe", False)])
+@pytest.mark.parametrize(
+    ("layout", "model", "probe"),
+    [
+        ("w1", "moe", True),
+        ("tp2_pp2_ep2", "moe", True),
+        ("tp2", "tied", True),
+        ("pp2_vpp2", "dense", True),
+        ("etp2", "moe", False),
+    ],
+)
 def test_there_and_back_is_bit_exact(request, convert, tmp_path, layout, model, probe):
     """And Megatron's log-probs, at the layout, are those of transformers."""
     source = request.getfixturevalue(f"{model}_model")
@@ -67,7 +103,8 @@ def test_there_and_back_is_bit_exact(request, convert, tmp_path, layout, model, 
     assert len(list((megatron / "weights").glob("part-*.distcp"))) > 3
     size, parallel = MANY[layout]
     found = request.getfixturevalue(f"world{size}").run(
-        CASES + "loaded", model=source, layout=parallel, directory=str(megatron))
+        CASES + "loaded", model=source, layout=parallel, directory=str(megatron)
+    )
     for name, tensor in tensors_of(source).items():
         np.testing.assert_array_equal(found[name], tensor.numpy())
     assert convert(megatron, back, to="hf", layout=layout) is None
@@ -80,21 +117,26 @@ def test_there_and_back_is_bit_exact(request, convert, tmp_path, layout, model, 
 
 
 @pytest.mark.parametrize("layout", ["w1", "tp2", "ep2", "pp2_vpp2", "tp2_pp2_ep2"])
-def test_checkpoints_of_a_run_at_any_layout(
-        request, convert, moe_model, samples, tmp_path, layout):
+def test_checkpoints_of_a_run_at_any_layout(request, convert, moe_model, samples, tmp_path, layout):
     """With optimizer state, and not what the run started from."""
     size, parallel = MANY[layout]
     directory, out = tmp_path / "step_000001", tmp_path / "hf"
     saved = request.getfixturevalue(f"world{size}").run(
-        CASES + "save_after", model=moe_model, samples=samples, layout=parallel,
-        directory=str(directory), steps=1)["saved"]
+        CASES + "save_after",
+        model=moe_model,
+        samples=samples,
+        layout=parallel,
+        directory=str(directory),
+        steps=1,
+    )["saved"]
     error = convert(directory, out, to="hf")
     assert error[:2] == ("ConfigError", 2) and "config.json" in error[2]
     shutil.copy(Path(moe_model, "config.json"), directory)
     assert convert(directory, out, to="hf") is None
     assert_same(out, {name: torch.from_numpy(tensor) for name, tensor in saved.items()})
-    assert not torch.equal(tensors_of(moe_model)["lm_head.weight"],
-                           tensors_of(out)["lm_head.weight"])
+    assert not torch.equal(
+        tensors_of(moe_model)["lm_head.weight"], tensors_of(out)["lm_head.weight"]
+    )
 
 
 def test_another_dtype_by_choice(convert, tied_model, tmp_path):
@@ -110,8 +152,13 @@ def quantised(dense_model, tmp_path) -> tuple[Path, dict[str, torch.Tensor]]:
     directory = tmp_path / "fp8"
     directory.mkdir()
     config = json.loads(Path(dense_model, "config.json").read_text()) | {
-        "intermediate_size": 3 * BLOCK + 20, "quantization_config": {
-            "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}}
+        "intermediate_size": 3 * BLOCK + 20,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+        },
+    }
     generator, stored, meant = torch.Generator().manual_seed(3), {}, {}
     for name, tensor in tensors_of(dense_model).items():
         shape = [config["intermediate_size"] if n == 96 else n for n in tensor.shape]
@@ -131,7 +178,8 @@ def test_block_fp8_is_dequantised(request, convert, quantised, tmp_path, layout)
     directory, meant = quantised
     size, parallel = MANY[layout]
     found = request.getfixturevalue(f"world{size}").run(
-        CASES + "imported", model=str(directory), layout=parallel)
+        CASES + "imported", model=str(directory), layout=parallel
+    )
     for name, tensor in meant.items():
         np.testing.assert_array_equal(found[name], tensor.float().numpy())
     assert convert(directory, tmp_path / "m", to="megatron", layout=layout) is None
@@ -142,12 +190,15 @@ def test_block_fp8_is_dequantised(request, convert, quantised, tmp_path, layout)
 
 @pytest.mark.parametrize("carry", [True, False])
 def test_what_megatron_has_no_parameter_for_is_carried_or_dropped(
-        convert, tied_model, tmp_path, carry):
+    convert, tied_model, tmp_path, carry
+):
     """Rotary frequencies stand for multi-token prediction: see `carried_names`."""
     source, megatron, back = tmp_path / "source", tmp_path / "megatron", tmp_path / "back"
     shutil.copytree(tied_model, source)
-    _change(source, **{f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.rand(8)
-                       for i in range(4)})
+    _change(
+        source,
+        **{f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.rand(8) for i in range(4)},
+    )
     assert convert(source, megatron, to="megatron", carry=carry, probe=carry) is None
     assert convert(megatron, back, to="hf") is None
     assert_same(back, tensors_of(source if carry else tied_model))
@@ -172,6 +223,7 @@ def _configure(**changes):
     def change(directory: Path) -> None:
         file = directory / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
     return change
 
 
@@ -179,17 +231,37 @@ FAULTS = {
     "missing_shard": (_drop_shard, 8, "missing shards: ['model-00002-of-00002.safetensors']"),
     "truncated": (_truncate, 8, "unreadable shard model.safetensors"),
     "missing": (lambda d: _change(d, **{QKV: None}), 8, f"1 missing:\n    {QKV}"),
-    "extra": (lambda d: _change(d, strange=torch.ones(2)), 8,
-              "1 without a place in the model:\n    strange"),
-    "shape": (lambda d: _change(d, **{NORM: torch.ones(65)}), 8,
-              f"1 of another shape:\n    {NORM}: (65,), the model has (64,)"),
-    "dtype": (lambda d: _change(d, **{NORM: torch.ones(64, dtype=torch.int32)}), 8,
-              f"tensor '{NORM}' is I32; weights are"),
-    "mixed_dtypes": (lambda d: _change(d, **{QKV: torch.ones(64, 64).half()}), 8,
-                     "are one parameter in Megatron, but have dtypes"),
-    "other_family": (_configure(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2,
-                                moe_intermediate_size=32, norm_topk_prob=True), 8,
-                     "    model.layers.0.mlp.experts.0.down_proj.weight"),
+    "extra": (
+        lambda d: _change(d, strange=torch.ones(2)),
+        8,
+        "1 without a place in the model:\n    strange",
+    ),
+    "shape": (
+        lambda d: _change(d, **{NORM: torch.ones(65)}),
+        8,
+        f"1 of another shape:\n    {NORM}: (65,), the model has (64,)",
+    ),
+    "dtype": (
+        lambda d: _change(d, **{NORM: torch.ones(64, dtype=torch.int32)}),
+        8,
+        f"tensor '{NORM}' is I32; weights are",
+    ),
+    "mixed_dtypes": (
+        lambda d: _change(d, **{QKV: torch.ones(64, 64).half()}),
+        8,
+        "are one parameter in Megatron, but have dtypes",
+    ),
+    "other_family": (
+        _configure(
+            model_type="qwen3_moe",
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+        ),
+        8,
+        "    model.layers.0.mlp.experts.0.down_proj.weight",
+    ),
     "unknown_family": (_configure(model_type="strange"), 2, "'strange'"),
 }
 
@@ -240,7 +312,7 @@ def test_check_finds_changed_bytes_and_numbers_that_are_none(convert, broken, tm
     assert convert(broken, megatron, to="megatron") is None
     values = load_file(broken / "model.safetensors")[EMBEDDING].clone()
     needle = values.numpy().tobytes()
-    file, = [f for f in (megatron / "weights").glob("part-*") if needle in f.read_bytes()]
+    (file,) = [f for f in (megatron / "weights").glob("part-*") if needle in f.read_bytes()]
     file.write_bytes(file.read_bytes().replace(needle, needle[:-1] + bytes([needle[-1] ^ 1])))
     found = convert(megatron, None)
     assert found[:2] == ("MismatchError", 7)
@@ -257,8 +329,9 @@ def _command(*arguments: str) -> list[str]:
 def test_killed_in_the_middle_it_goes_on_with_the_next_file(moe_model, tmp_path):
     """Both ranks; finished files are not written again. The whole command, as a user runs it."""
     out, partial = tmp_path / "out", tmp_path / "out.partial"
-    command = _command("from-hf", moe_model, "--to", str(out), "--shard-gb", "0.00001",
-                       "--no-probe", "num_ranks=2")
+    command = _command(
+        "from-hf", moe_model, "--to", str(out), "--shard-gb", "0.00001", "--no-probe", "num_ranks=2"
+    )
     records = partial / ".progress"
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while len(list(records.glob("part-*.json"))) < 3:
@@ -268,9 +341,13 @@ def test_killed_in_the_middle_it_goes_on_with_the_next_file(moe_model, tmp_path)
     first.wait()
     time.sleep(1)  # its ranks get SIGTERM from the kernel
     assert not out.exists()
-    done = {path: path.stat().st_mtime_ns for path in (
-        partial / "weights" / record.name.removesuffix(".json")
-        for record in records.glob("part-*.json"))}
+    done = {
+        path: path.stat().st_mtime_ns
+        for path in (
+            partial / "weights" / record.name.removesuffix(".json")
+            for record in records.glob("part-*.json")
+        )
+    }
     assert done
     second = subprocess.run(command, capture_output=True, text=True, check=False)
     assert second.returncode == 0, second.stderr
@@ -280,8 +357,12 @@ def test_killed_in_the_middle_it_goes_on_with_the_next_file(moe_model, tmp_path)
     for path, written in done.items():
         assert (out / "weights" / path.name).stat().st_mtime_ns == written
     assert not partial.exists()
-    back = subprocess.run(_command("to-hf", str(out), "--to", str(tmp_path / "back"), "--no-probe"),
-                          capture_output=True, text=True, check=False)
+    back = subprocess.run(
+        _command("to-hf", str(out), "--to", str(tmp_path / "back"), "--no-probe"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert back.returncode == 0, back.stderr
     assert_same(tmp_path / "back", tensors_of(moe_model))
 
@@ -290,16 +371,36 @@ def test_ranks_that_somebody_else_starts_meet_where_torchrun_says(moe_model, tmp
     """As docs/conversion.md says for several machines; the job of a start before goes on."""
     job = tmp_path / "job.json"
     for target in "out", "again":
-        job.write_text(json.dumps({"source": str(moe_model), "target": str(tmp_path / target),
-                                   "to": "megatron", "layout": {"num_ranks": 2}, "probe": False}))
+        job.write_text(
+            json.dumps(
+                {
+                    "source": str(moe_model),
+                    "target": str(tmp_path / target),
+                    "to": "megatron",
+                    "layout": {"num_ranks": 2},
+                    "probe": False,
+                }
+            )
+        )
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
-        ranks = [subprocess.Popen(
-            [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job)],
-            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                              "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.DEVNULL) for rank in range(2)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job)],
+                env=os.environ
+                | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+                stdout=subprocess.DEVNULL,
+            )
+            for rank in range(2)
+        ]
         assert [rank.wait(120) for rank in ranks] == [0, 0]
         assert (tmp_path / target).is_dir()
 
@@ -311,14 +412,21 @@ def test_the_command_ends_with_the_exit_code_of_the_error(broken, tmp_path, capf
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["tensor_parallel_size=4"], "4 attention heads and 2 key-value heads must both be divisible "
-                                 "by TP = 4"),
-    (["tp=2"], "tensor_parallel_size=2"), (["tensor_parallel_size=x"], "valid integer"),
-    (["--dtype", "int8"], "--dtype int8 is not a dtype of weights"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["tensor_parallel_size=4"],
+            "4 attention heads and 2 key-value heads must both be divisible by TP = 4",
+        ),
+        (["tp=2"], "tensor_parallel_size=2"),
+        (["tensor_parallel_size=x"], "valid integer"),
+        (["--dtype", "int8"], "--dtype int8 is not a dtype of weights"),
+    ],
+)
 def test_what_cannot_be_is_refused_before_anything_starts(
-        dense_model, tmp_path, capsys, arguments, message):
+    dense_model, tmp_path, capsys, arguments, message
+):
     out = tmp_path / "out"
     assert main(["convert", "from-hf", dense_model, "--to", str(out), *arguments]) == 2
     assert message in capsys.readouterr().err

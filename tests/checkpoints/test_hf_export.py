@@ -22,23 +22,46 @@ pytestmark = pytest.mark.timeout(200)
 
 CASE = "tests.checkpoints.cases:export_after_training"
 LAYOUTS = {
-    "w1": (1, {}), "tp2": (2, {"tensor_parallel_size": 2}),
-    "pp2": (2, {"pipeline_parallel_size": 2}), "ep2": (2, {"expert_parallel_size": 2}),
-    "tp2_pp2_ep2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2,
-                        "expert_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    "w1": (1, {}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "pp2": (2, {"pipeline_parallel_size": 2}),
+    "ep2": (2, {"expert_parallel_size": 2}),
+    "tp2_pp2_ep2": (
+        4,
+        {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "expert_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
 }
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("layout", "model"), [
-    ("w1", "moe"), ("tp2", "moe"), ("pp2", "moe"), ("ep2", "moe"), ("tp2_pp2_ep2", "moe"),
-    ("tp2", "tied"), ("pp2", "tied")])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("w1", "moe"),
+        ("tp2", "moe"),
+        ("pp2", "moe"),
+        ("ep2", "moe"),
+        ("tp2_pp2_ep2", "moe"),
+        ("tp2", "tied"),
+        ("pp2", "tied"),
+    ],
+)
 def test_transformers_computes_the_same(request, samples, tmp_path, layout, model):
     (size, parallel), source = LAYOUTS[layout], request.getfixturevalue(f"{model}_model")
     directory = tmp_path / "export"
     found = request.getfixturevalue(f"world{size}").run(
-        CASE, model=source, samples=samples, layout=parallel, directory=str(directory),
-        shard_bytes=100_000)
+        CASE,
+        model=source,
+        samples=samples,
+        layout=parallel,
+        directory=str(directory),
+        shard_bytes=100_000,
+    )
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert (directory / "config.json").read_bytes() == (Path(source) / "config.json").read_bytes()
@@ -59,8 +82,14 @@ def source(tmp_path) -> Path:
     directory = tmp_path / "source"
     directory.mkdir()
     (directory / "config.json").write_text('{ "odd":   "spacing" }')
-    for name in ("tokenizer.json", "model.safetensors", "pytorch_model.bin", "conversion.json",
-                 "model.safetensors.index.json", "chat_template.jinja"):
+    for name in (
+        "tokenizer.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "conversion.json",
+        "model.safetensors.index.json",
+        "chat_template.jinja",
+    ):
         (directory / name).write_text(f"of the source: {name}")
     return directory
 
@@ -68,6 +97,7 @@ def source(tmp_path) -> Path:
 @pytest.fixture
 def written(source, tmp_path):
     """Write `TENSORS` and what goes with them; returns their directory and the target."""
+
     def write(shard_bytes: int = 2048, tensors=TENSORS):
         out = tmp_path / "export"
         out.mkdir()
@@ -77,6 +107,7 @@ def written(source, tmp_path):
         target.wait()
         target.finish(source)
         return out, target
+
     return write
 
 
@@ -86,7 +117,8 @@ def read_back(target: HFTarget) -> list[str]:
 
 @pytest.mark.parametrize("shard_bytes", [1, 2048, 2049, 1 << 30])
 def test_all_tensors_arrive_and_no_file_of_the_source_is_taken_for_weights(
-        source, written, shard_bytes):
+    source, written, shard_bytes
+):
     out, target = written(shard_bytes)
     assert read_back(target) == []
     files = sorted(out.glob("*.safetensors"))
@@ -98,7 +130,8 @@ def test_all_tensors_arrive_and_no_file_of_the_source_is_taken_for_weights(
     for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((out / "conversion.json").read_text())["tensors"] == {
-        name: digest_tensor(tensor) for name, tensor in TENSORS.items()}
+        name: digest_tensor(tensor) for name, tensor in TENSORS.items()
+    }
     if len(files) > 1:
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == 5120
@@ -109,8 +142,12 @@ def test_all_tensors_arrive_and_no_file_of_the_source_is_taken_for_weights(
 
 
 def test_tensors_of_several_widths_stay_aligned(written):
-    tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(5),
-               "c": torch.ones(1, dtype=torch.float16), "d": torch.arange(12.0).view(3, 4).t()}
+    tensors = {
+        "a": torch.ones(3, dtype=torch.bfloat16),
+        "b": torch.ones(5),
+        "c": torch.ones(1, dtype=torch.float16),
+        "d": torch.arange(12.0).view(3, 4).t(),
+    }
     out, target = written(1 << 20, tensors)
     assert read_back(target) == []
     found = load_file(out / "model.safetensors")

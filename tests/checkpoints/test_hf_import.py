@@ -24,8 +24,10 @@ def broken(dense_model, tmp_path) -> Path:
 def _change(directory: Path, **changes) -> None:
     """Set tensors by name; None: leave it out."""
     tensors = load_file(directory / "model.safetensors") | changes
-    save_file({name: t.contiguous() for name, t in tensors.items() if t is not None},
-              directory / "model.safetensors")
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items() if t is not None},
+        directory / "model.safetensors",
+    )
 
 
 def _split_in_two(directory: Path) -> None:
@@ -48,6 +50,7 @@ def refusal(world1, dense_model, broken):
         assert found is not None, "it was imported"
         assert str(broken) in found
         return found
+
     return run
 
 
@@ -68,28 +71,39 @@ def test_an_extra_tensor(refusal, broken):
     assert f"1 without a place in the model:\n    {ATTENTION}q_proj.bias" in refusal()
 
 
-@pytest.mark.parametrize(("name", "shape"), [
-    (ATTENTION + "o_proj.weight", (64, 60)),
-    (ATTENTION + "q_proj.weight", (63, 64)),
-    ("model.embed_tokens.weight", (92, 64)),  # smaller than the vocabulary: not padding
-    ("lm_head.weight", (94, 64)),
-    ("model.norm.weight", (65,)),
-])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (ATTENTION + "o_proj.weight", (64, 60)),
+        (ATTENTION + "q_proj.weight", (63, 64)),
+        ("model.embed_tokens.weight", (92, 64)),  # smaller than the vocabulary: not padding
+        ("lm_head.weight", (94, 64)),
+        ("model.norm.weight", (65,)),
+    ],
+)
 def test_a_wrong_shape(refusal, broken, name, shape):
     _change(broken, **{name: torch.zeros(shape)})
     found = refusal()
     assert f"1 of another shape:\n    {name}: {shape}, the model has" in found
 
 
-@pytest.mark.parametrize(("first", "second"), [
-    (ATTENTION + "q_proj.weight", ATTENTION + "k_proj.weight"),
-    ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
-])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (ATTENTION + "q_proj.weight", ATTENTION + "k_proj.weight"),
+        ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    ],
+)
 def test_shapes_that_are_right_in_sum_only(refusal, broken, first, second):
     tensors = load_file(broken / "model.safetensors")
     rows = tensors[second].shape[0] // 2
-    _change(broken, **{first: torch.cat([tensors[first], tensors[second][:rows]]),
-                       second: tensors[second][rows:]})
+    _change(
+        broken,
+        **{
+            first: torch.cat([tensors[first], tensors[second][:rows]]),
+            second: tensors[second][rows:],
+        },
+    )
     assert f"2 of another shape:\n    {min(first, second)}: (" in refusal()
 
 
@@ -114,8 +128,9 @@ def test_a_missing_shard(refusal, broken):
 
 def test_a_shard_without_what_the_index_says(refusal, broken):
     _split_in_two(broken)
-    shutil.copy(broken / "model-00001-of-00002.safetensors",
-                broken / "model-00002-of-00002.safetensors")
+    shutil.copy(
+        broken / "model-00001-of-00002.safetensors", broken / "model-00002-of-00002.safetensors"
+    )
     assert "model-00002-of-00002.safetensors" in refusal()
 
 

@@ -44,10 +44,14 @@ def test_one_checkpoint_in_another_dtype(tmp_path):
 
 @pytest.mark.parametrize("other", [{"a": torch.ones(3, 3)}, {"b": torch.ones(4, 3)}])
 def test_checkpoints_of_other_models_are_refused(tmp_path, other):
-    parts = {checkpoint(tmp_path / "one", a=torch.ones(4, 3)): 1.0,
-             checkpoint(tmp_path / "two", **other): 1.0}
-    with pytest.raises(CheckpointError, match=r"of the model in .*one:\n  1 (of another|missing)",
-                       ) as caught:
+    parts = {
+        checkpoint(tmp_path / "one", a=torch.ones(4, 3)): 1.0,
+        checkpoint(tmp_path / "two", **other): 1.0,
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"of the model in .*one:\n  1 (of another|missing)",
+    ) as caught:
         merge_checkpoints(parts, tmp_path / "out")
     assert caught.value.remedy == "merge models of one shape"
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()

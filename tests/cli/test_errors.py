@@ -21,9 +21,11 @@ def _subclasses(cls: type) -> list[type]:
 
 
 def test_a_misspelt_key_stops_before_anything_heavy_is_imported():
-    code = ("import sys; from grpo_megatron.cli.main import main; "
-            f"code = main(['train', {RECIPE!r}, 'trainer.tensor_paralel_size=2']); "
-            f"print(sorted({HEAVY!r} & set(sys.modules))); sys.exit(code)")
+    code = (
+        "import sys; from grpo_megatron.cli.main import main; "
+        f"code = main(['train', {RECIPE!r}, 'trainer.tensor_paralel_size=2']); "
+        f"print(sorted({HEAVY!r} & set(sys.modules))); sys.exit(code)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == "[]\n"

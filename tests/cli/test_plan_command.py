@@ -24,10 +24,18 @@ def test_json_has_every_component_of_every_stage(capsys):
     found = json.loads(capsys.readouterr().out)
     assert [stage["stage"] for stage in found["stages"]] == list(range(8))
     assert set(found["worst"]["parts"]) == {
-        "weights", "gradients", "optimizer", "buffers", "activations", "logits", "routing",
-        "communication"}
+        "weights",
+        "gradients",
+        "optimizer",
+        "buffers",
+        "activations",
+        "logits",
+        "routing",
+        "communication",
+    }
     assert found["worst"]["parts"] == max(
-        (stage["parts"] for stage in found["stages"]), key=lambda parts: sum(parts.values()))
+        (stage["parts"] for stage in found["stages"]), key=lambda parts: sum(parts.values())
+    )
     assert found["numbers"]["parameters"] == 235_093_634_560
     assert found["numbers"]["publish_bytes"] == 2 * 235_093_634_560
     assert found["numbers"]["bubble_fraction"] == 7 / (512 + 7)
@@ -48,18 +56,24 @@ def test_a_trainer_that_does_not_fit_is_told_layouts_that_do(capsys):
     assert main(["plan", SMALL, "trainer.tensor_parallel_size=2", *fits.split()]) == 0
 
 
-@pytest.mark.parametrize(("argument", "fits"), [("--gpu-memory-utilization=0.3", True),
-                                                ("--gpu-memory-utilization=0.2", False)])
+@pytest.mark.parametrize(
+    ("argument", "fits"),
+    [("--gpu-memory-utilization=0.3", True), ("--gpu-memory-utilization=0.2", False)],
+)
 def test_an_engine_without_room_for_one_sequence(capsys, argument, fits):
     code = main(["plan", SMALL, f'rollout.engine_arguments=["{argument}"]'])
     assert (code == 0) == fits
     assert ("GiB of weights a GPU leave room for" in capsys.readouterr().err) != fits
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--device", "h100"], "h100-80g"), (["--search", "4by8"], "for example --search 16x8"),
-    (["--search", "1x1"], "no layout of 1x1 fits"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "h100"], "h100-80g"),
+        (["--search", "4by8"], "for example --search 16x8"),
+        (["--search", "1x1"], "no layout of 1x1 fits"),
+    ],
+)
 def test_wrong_arguments(capsys, arguments, message):
     assert main(["plan", SMALL, *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -85,11 +99,21 @@ def test_shorter_last_stage_and_virtual_stages_are_found():
 
 @pytest.mark.parametrize(("vpp", "first", "last"), [(None, 4, 1), (2, 5.5, 2.5)])
 def test_microbatches_in_flight(vpp, first, last):
-    hf = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 8, "vocab_size": 96,
-          "num_attention_heads": 4, "intermediate_size": 96, "rms_norm_eps": 1e-6,
-          "rope_theta": 1e4}
-    sizes = sizes_of(hf, 96, TrainerConfig(num_ranks=4, pipeline_parallel_size=4,
-                                           virtual_pipeline_parallel_size=vpp))
+    hf = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 8,
+        "vocab_size": 96,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+    }
+    sizes = sizes_of(
+        hf,
+        96,
+        TrainerConfig(num_ranks=4, pipeline_parallel_size=4, virtual_pipeline_parallel_size=vpp),
+    )
     assert (in_flight(sizes, 0, 100), in_flight(sizes, 3, 100)) == (first, last)
     assert in_flight(sizes, 0, 2) == 2
     assert sum(len(sizes.layers_of(p, c)) for p in range(4) for c in range(vpp or 1)) == 8
@@ -105,6 +129,8 @@ def test_recomputation_and_smaller_chunks_need_less():
 
 
 def test_no_torch():
-    code = ("import sys; from grpo_megatron.cli.main import main; "
-            f"main(['plan', '{SMALL}']); assert 'torch' not in sys.modules")
+    code = (
+        "import sys; from grpo_megatron.cli.main import main; "
+        f"main(['plan', '{SMALL}']); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

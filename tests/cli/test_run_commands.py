@@ -77,11 +77,16 @@ def test_resume_of_nothing_names_what_there_is(calls, capsys):
 
 
 @pytest.mark.parametrize("command", [["train"], ["submit", "--site", "bare"]])
-@pytest.mark.parametrize(("recipe", "path"), [
-    ("stages/tiny-distil", "runs/tiny-deepseek_v4/expert-minus/export"),
-    ("stages/tiny-gsm8k", "data/gsm8k/train.jsonl")])
-def test_missing_inputs_start_nothing_and_remove_nothing(tmp_path, monkeypatch, capsys, command,
-                                                         recipe, path):
+@pytest.mark.parametrize(
+    ("recipe", "path"),
+    [
+        ("stages/tiny-distil", "runs/tiny-deepseek_v4/expert-minus/export"),
+        ("stages/tiny-gsm8k", "data/gsm8k/train.jsonl"),
+    ],
+)
+def test_missing_inputs_start_nothing_and_remove_nothing(
+    tmp_path, monkeypatch, capsys, command, recipe, path
+):
     monkeypatch.chdir(tmp_path)
     kept = Path("runs") / recipe.rpartition("/")[2] / "config.json"
     kept.parent.mkdir(parents=True)

@@ -58,8 +58,14 @@ def unchecked_config(*overrides: str) -> RunConfig:
 def inline_toml(value: Any) -> str:
     """`value` as TOML, with line breaks and comments inside arrays."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key, ensure_ascii=False)} = {inline_toml(item)}"
-                                for key, item in value.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(
+                f"{json.dumps(key, ensure_ascii=False)} = {inline_toml(item)}"
+                for key, item in value.items()
+            )
+            + " }"
+        )
     if isinstance(value, list):
         return "[" + ",\n".join(map(inline_toml, value)) + "]  # ] comment\n" if value else "[]"
     return json.dumps(value, ensure_ascii=False)

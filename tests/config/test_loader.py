@@ -25,19 +25,25 @@ def test_layers_override_each_other(write_recipe, tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
     tiny = (assets.root() / "models" / "tiny-qwen3-moe.toml").read_text()
     (models / "tiny-qwen3-moe.toml").write_text(
-        tiny + "\n[defaults.optimizer]\nlr = 1.0\nbeta1 = 0.1\nbeta2 = 0.2\neps = 0.3\n")
+        tiny + "\n[defaults.optimizer]\nlr = 1.0\nbeta1 = 0.1\nbeta2 = 0.2\neps = 0.3\n"
+    )
     monkeypatch.setattr(assets, "root", lambda: tmp_path)
     write_recipe("[optimizer]\nbeta1 = 0.5\nbeta2 = 0.6\neps = 0.7\n", file="base.toml")
-    recipe = write_recipe('[optimizer]\nbeta2 = 0.8\neps = 0.9\n',
-                          text='extends = "base.toml"\nname = "child"\n')
+    recipe = write_recipe(
+        "[optimizer]\nbeta2 = 0.8\neps = 0.9\n", text='extends = "base.toml"\nname = "child"\n'
+    )
     resolved = load_recipe(recipe, ["optimizer.eps=0.25"])
     optimizer = resolved.config.optimizer
-    assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.eps) == (1.0, .5, .8, .25)
-    kinds = [resolved.provenance[f"optimizer.{key}"].kind
-             for key in ("lr", "beta1", "beta2", "eps", "clip_grad")]
+    assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.eps) == (1.0, 0.5, 0.8, 0.25)
+    kinds = [
+        resolved.provenance[f"optimizer.{key}"].kind
+        for key in ("lr", "beta1", "beta2", "eps", "clip_grad")
+    ]
     assert kinds == ["model", "recipe", "recipe", "flag", "default"]
-    places = [str(resolved.provenance[f"optimizer.{key}"]).rsplit("/")[-1]
-              for key in ("lr", "beta1", "beta2")]
+    places = [
+        str(resolved.provenance[f"optimizer.{key}"]).rsplit("/")[-1]
+        for key in ("lr", "beta1", "beta2")
+    ]
     defaults_line = tiny.count("\n") + 2
     assert places == [f"tiny-qwen3-moe.toml:{defaults_line + 1}", "base.toml:14", "recipe.toml:4"]
     assert resolved.config.name == "child"
@@ -45,8 +51,10 @@ def test_layers_override_each_other(write_recipe, tmp_path, monkeypatch):
 
 def test_lists_replace_tables_merge(write_recipe):
     write_recipe(file="base.toml")
-    child = write_recipe(text='extends = "base.toml"\n[[domains]]\nname = "other"\n'
-                              'source = "file"\npath = "x.jsonl"\nrewards = [{function = "a:b"}]\n')
+    child = write_recipe(
+        text='extends = "base.toml"\n[[domains]]\nname = "other"\n'
+        'source = "file"\npath = "x.jsonl"\nrewards = [{function = "a:b"}]\n'
+    )
     config = load_recipe(child).config
     assert [domain.name for domain in config.domains] == ["other"]
     assert config.rollout.dtype == "float32"
@@ -61,14 +69,20 @@ def test_extends_chain_resolves_relative_to_each_file(write_recipe):
     assert (config.name, config.seed) == ("top", 1)
 
 
-@pytest.mark.parametrize(("text", "wanted"), [
-    ('name = "x"\nextends = "recipe.toml"\n', ["extends itself", "recipe.toml:2"]),
-    ('extends = "basee.toml"\n', ["does not exist", "recipe.toml:1", "did you mean 'base.toml'"]),
-    ('extends = ["base.toml"]\n', ["one recipe", "recipe.toml:1"]),
-    ('name = "x"\nseed = = 1\n', ["recipe.toml:2", "not valid TOML"]),
-    ('name = "x"\nname = "y"\n', ["recipe.toml:2", "not valid TOML"]),
-    ('name = "x\n', ["recipe.toml:1", "not valid TOML"]),
-])
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('name = "x"\nextends = "recipe.toml"\n', ["extends itself", "recipe.toml:2"]),
+        (
+            'extends = "basee.toml"\n',
+            ["does not exist", "recipe.toml:1", "did you mean 'base.toml'"],
+        ),
+        ('extends = ["base.toml"]\n', ["one recipe", "recipe.toml:1"]),
+        ('name = "x"\nseed = = 1\n', ["recipe.toml:2", "not valid TOML"]),
+        ('name = "x"\nname = "y"\n', ["recipe.toml:2", "not valid TOML"]),
+        ('name = "x\n', ["recipe.toml:1", "not valid TOML"]),
+    ],
+)
 def test_bad_files_name_file_and_line(write_recipe, text, wanted):
     write_recipe(file="base.toml")
     with pytest.raises(ConfigError) as caught:
@@ -83,8 +97,9 @@ def test_not_utf8(tmp_path):
         load_recipe(path)
 
 
-@pytest.mark.parametrize("wrong", ["gspo-moe-cpu", "recipes/demo/gspo-moe.toml",
-                                   "demo/gspo_moe_cpu", "demo"])
+@pytest.mark.parametrize(
+    "wrong", ["gspo-moe-cpu", "recipes/demo/gspo-moe.toml", "demo/gspo_moe_cpu", "demo"]
+)
 def test_missing_recipe_lists_near_ones(wrong):
     with pytest.raises(ConfigError) as caught:
         load_recipe(wrong)

@@ -12,30 +12,33 @@ from grpo_megatron.config.problems import InvalidConfigError
 from tests.config.conftest import DEMO
 
 
-@pytest.mark.parametrize(("text", "key", "value"), [
-    ("seed=3", "seed", 3),
-    ("optimizer.lr=1e-5", "optimizer.lr", 1e-5),
-    ("optimizer.lr=1", "optimizer.lr", 1.0),
-    ("optimizer.lr = 0.5", "optimizer.lr", 0.5),
-    ("name=007", "name", "007"),
-    ("domains.0.reference=007", "domains.0.reference", Path.cwd() / "007"),
-    ("name=a=b", "name", None),
-    ('name="quoted"', "name", "quoted"),
-    ("telemetry.wandb=offline", "telemetry.wandb", "offline"),
-    ("telemetry.wandb_project=true", "telemetry.wandb_project", "true"),
-    ("rollout.deterministic=true", "rollout.deterministic", True),
-    ("domains.0.weight=2", "domains.0.weight", 2.0),
-    ("domains.0.rewards.0.weight=0.5", "domains.0.rewards.0.weight", 0.5),
-    ("domains.0.arguments.max_digits=3", "domains.0.arguments.max_digits", 3),
-    ('domains.0.arguments={a = [1, "x"]}', "domains.0.arguments", {"a": [1, "x"]}),
-    ('rollout.engine_arguments=["--a", "--b"]', "rollout.engine_arguments", ("--a", "--b")),
-    ("cold_start=null", "cold_start", None),
-    ("cold_start.optimizer.eps=0.1", "cold_start.optimizer.eps", 0.1),
-    ("rollout.num_threads=null", "rollout.num_threads", None),
-    ("domains.0.template={question} =", "domains.0.template", "{question} ="),
-    ("objective.advantage_std=none", "objective.advantage_std", "none"),
-    ("trainer.recompute=none", "trainer.recompute", "none"),
-])
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("seed=3", "seed", 3),
+        ("optimizer.lr=1e-5", "optimizer.lr", 1e-5),
+        ("optimizer.lr=1", "optimizer.lr", 1.0),
+        ("optimizer.lr = 0.5", "optimizer.lr", 0.5),
+        ("name=007", "name", "007"),
+        ("domains.0.reference=007", "domains.0.reference", Path.cwd() / "007"),
+        ("name=a=b", "name", None),
+        ('name="quoted"', "name", "quoted"),
+        ("telemetry.wandb=offline", "telemetry.wandb", "offline"),
+        ("telemetry.wandb_project=true", "telemetry.wandb_project", "true"),
+        ("rollout.deterministic=true", "rollout.deterministic", True),
+        ("domains.0.weight=2", "domains.0.weight", 2.0),
+        ("domains.0.rewards.0.weight=0.5", "domains.0.rewards.0.weight", 0.5),
+        ("domains.0.arguments.max_digits=3", "domains.0.arguments.max_digits", 3),
+        ('domains.0.arguments={a = [1, "x"]}', "domains.0.arguments", {"a": [1, "x"]}),
+        ('rollout.engine_arguments=["--a", "--b"]', "rollout.engine_arguments", ("--a", "--b")),
+        ("cold_start=null", "cold_start", None),
+        ("cold_start.optimizer.eps=0.1", "cold_start.optimizer.eps", 0.1),
+        ("rollout.num_threads=null", "rollout.num_threads", None),
+        ("domains.0.template={question} =", "domains.0.template", "{question} ="),
+        ("objective.advantage_std=none", "objective.advantage_std", "none"),
+        ("trainer.recompute=none", "trainer.recompute", "none"),
+    ],
+)
 def test_values(text, key, value):
     if value is None and key == "name":
         with pytest.raises(InvalidConfigError, match="must match"):
@@ -59,27 +62,30 @@ def test_a_table_that_the_recipe_lacks(write_recipe):
     assert resolved.provenance["cold_start.batch_size"].kind == "default"
 
 
-@pytest.mark.parametrize(("text", "wanted"), [
-    ("seed", "not a key=value override"),
-    ("=3", "not a key=value override"),
-    ("a..b=3", "not a key=value override"),
-    ("domains.1.weight=2", "domains has 1 element"),
-    ("domains.x.weight=2", "nearest:       domains.0.weight"),
-    ("name.x=2", "name is a single value"),
-    ("seed=three", "must be a whole number"),
-    ("seed=2.0", "set seed=2"),
-    ("seed=true", "must be a whole number"),
-    ('seed="4"', "set seed=4"),
-    ("optimizer.lr=nan", "must be a finite number"),
-    ("rollout.deterministic=yes", "must be true or false"),
-    ("domains=3", "must be a list"),
-    ("trainer=3", "must be a table"),
-    ("rollout.engine_arguments=--a", "must be a list"),
-    ("rollout.engine_arguments=[--a]", "is not valid TOML"),
-    ("domains.0.arguments.x={a:1}", "is not valid TOML"),
-    ("domains.0.arguments=3", "must be a table"),
-    ("trainer.precision=fp32", "must be one of: float32, bfloat16"),
-])
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("seed", "not a key=value override"),
+        ("=3", "not a key=value override"),
+        ("a..b=3", "not a key=value override"),
+        ("domains.1.weight=2", "domains has 1 element"),
+        ("domains.x.weight=2", "nearest:       domains.0.weight"),
+        ("name.x=2", "name is a single value"),
+        ("seed=three", "must be a whole number"),
+        ("seed=2.0", "set seed=2"),
+        ("seed=true", "must be a whole number"),
+        ('seed="4"', "set seed=4"),
+        ("optimizer.lr=nan", "must be a finite number"),
+        ("rollout.deterministic=yes", "must be true or false"),
+        ("domains=3", "must be a list"),
+        ("trainer=3", "must be a table"),
+        ("rollout.engine_arguments=--a", "must be a list"),
+        ("rollout.engine_arguments=[--a]", "is not valid TOML"),
+        ("domains.0.arguments.x={a:1}", "is not valid TOML"),
+        ("domains.0.arguments=3", "must be a table"),
+        ("trainer.precision=fp32", "must be one of: float32, bfloat16"),
+    ],
+)
 def test_wrong_overrides_are_named(text, wanted):
     with pytest.raises(InvalidConfigError) as caught:
         load_recipe(DEMO, [text])

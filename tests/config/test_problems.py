@@ -19,11 +19,18 @@ def problems_of(recipe, *overrides: str):
 
 def test_everything_is_told_at_once(write_recipe):
     recipe = write_recipe("tensor_paralel_size = 2\nnum_ranks = 0\n[bacth]\nnum_prompts = 4\n")
-    problems, error = problems_of(recipe, "rollout.dtype=bf16", "seed=x", "rollout.max_new_tokens"
-                                  "=5000", "nonsense")
+    problems, error = problems_of(
+        recipe, "rollout.dtype=bf16", "seed=x", "rollout.max_new_tokens=5000", "nonsense"
+    )
     assert set(problems) == {
-        "trainer.tensor_paralel_size", "trainer.num_ranks", "bacth.num_prompts", "rollout.dtype",
-        "seed", "rollout.max_new_tokens", "nonsense"}
+        "trainer.tensor_paralel_size",
+        "trainer.num_ranks",
+        "bacth.num_prompts",
+        "rollout.dtype",
+        "seed",
+        "rollout.max_new_tokens",
+        "nonsense",
+    }
     unknown = problems["trainer.tensor_paralel_size"]
     assert unknown.where.endswith("recipe.toml:13") and unknown.value == "2"
     assert unknown.nearest[0] == "trainer.tensor_parallel_size"
@@ -51,8 +58,11 @@ def test_rules_about_misspelt_keys_are_not_guessed():
 def test_other_rules_still_apply_beside_a_misspelt_key():
     problems, _ = problems_of(DEMO, "sead=1", "publish.num_senders=3")
     assert set(problems) == {"sead", "publish.num_senders"}
-    assert problems["publish.num_senders"].related[0].startswith(
-        "trainer.num_ranks = 2 (recipes/demo/gspo-moe-cpu.toml:")
+    assert (
+        problems["publish.num_senders"]
+        .related[0]
+        .startswith("trainer.num_ranks = 2 (recipes/demo/gspo-moe-cpu.toml:")
+    )
 
 
 def test_unknown_preset_suggests():

@@ -16,18 +16,24 @@ from tests.config.conftest import DEMO, inline_toml
 
 _TEXT = st.text(st.characters(exclude_categories=("C",)), max_size=5)  # TOML: no control codes
 _JSON = st.recursive(
-    st.one_of(st.booleans(), st.integers(-2**60, 2**60), _TEXT,
-              st.floats(allow_nan=False, allow_infinity=False)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3),
-                            st.dictionaries(_TEXT, inner, max_size=3)), max_leaves=5)
+    st.one_of(
+        st.booleans(),
+        st.integers(-(2**60), 2**60),
+        _TEXT,
+        st.floats(allow_nan=False, allow_infinity=False),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_TEXT, inner, max_size=3)),
+    max_leaves=5,
+)
 
 
 @given(lr=st.floats(1e-12, 1.0), seed=st.integers(0, 2**31 - 1), arguments=_JSON)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 def test_round_trip_is_exact(tmp_path, lr, seed, arguments):
     inline = inline_toml({"x": arguments}).replace("\n", " ").replace("# ] comment", "")
-    resolved = load_recipe(DEMO, [f"optimizer.lr={lr!r}", f"seed={seed}",
-                                  f"domains.0.arguments={inline}"])
+    resolved = load_recipe(
+        DEMO, [f"optimizer.lr={lr!r}", f"seed={seed}", f"domains.0.arguments={inline}"]
+    )
     assert resolved.config.optimizer.lr == lr
     write_resolved(tmp_path / "config.json", resolved)
     assert read_resolved(tmp_path / "config.json") == resolved
@@ -39,7 +45,11 @@ def test_every_leaf_has_an_origin():
     keys = {dotted(path) for path, _ in leaves(resolved.config.model_dump(mode="json"))}
     assert keys == set(resolved.provenance)
     assert {origin.kind for origin in resolved.provenance.values()} == {
-        "default", "preset", "recipe", "flag"}
+        "default",
+        "preset",
+        "recipe",
+        "flag",
+    }
 
 
 def test_recipe_lines_point_at_the_key():
@@ -78,11 +88,16 @@ def test_wrong_overrides_on_a_stored_run(tmp_path):
         read_resolved(tmp_path, ["num_step=500"])
 
 
-@pytest.mark.parametrize("damage", [
-    lambda data: data.pop("config"), lambda data: data.update(format=99),
-    lambda data: data["config"].update(unknown=1), lambda data: data["config"].pop("name"),
-    lambda data: data["provenance"].update(seed={"king": "flag"}),
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.pop("config"),
+        lambda data: data.update(format=99),
+        lambda data: data["config"].update(unknown=1),
+        lambda data: data["config"].pop("name"),
+        lambda data: data["provenance"].update(seed={"king": "flag"}),
+    ],
+)
 def test_damaged_files_are_refused(tmp_path, damage):
     path = tmp_path / "config.json"
     write_resolved(path, load_recipe(DEMO))

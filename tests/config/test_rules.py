@@ -14,15 +14,26 @@ from grpo_megatron.config.rules.run import RUN_RULES
 from tests.config.conftest import unchecked_config
 
 DISTIL = ["kind=distil", "cold_start=null"]
-ALL_RULES = (RUN_RULES, DISTILLATION_RULES, PLACEMENT_RULES, DOMAIN_RULES, OBJECTIVE_RULES,
-             BATCH_RULES)
+ALL_RULES = (
+    RUN_RULES,
+    DISTILLATION_RULES,
+    PLACEMENT_RULES,
+    DOMAIN_RULES,
+    OBJECTIVE_RULES,
+    BATCH_RULES,
+)
 
 BROKEN = [
     ("model_source", ["model.path=/x"]),
     ("model_source", ["model.preset=null"]),
     ("model_preset", ["model.preset=other"]),
-    ("domain_names", ['domains=[{name="a", source="file", path="x", rewards=[{function="m:f"}]},'
-                      '{name="a", source="file", path="x", rewards=[{function="m:f"}]}]']),
+    (
+        "domain_names",
+        [
+            'domains=[{name="a", source="file", path="x", rewards=[{function="m:f"}]},'
+            '{name="a", source="file", path="x", rewards=[{function="m:f"}]}]'
+        ],
+    ),
     ("domain_source", ["domains.0.dataset=null"]),
     ("domain_source", ["domains.0.path=x.jsonl"]),
     ("template", ["domains.0.template={question"]),
@@ -42,8 +53,14 @@ BROKEN = [
     ("accuracy_component", ["domains.0.accuracy=exact_matc"]),
     ("accuracy_component", ["domains.0.accuracy=zzz"]),
     ("zero_variance_resample", ["sampling.zero_variance=resample"]),
-    ("dropped_rewards", ["objective.preset=lite_ppo", "sampling.dynamic=true",
-                         "objective.reward_shaping=per_token"]),
+    (
+        "dropped_rewards",
+        [
+            "objective.preset=lite_ppo",
+            "sampling.dynamic=true",
+            "objective.reward_shaping=per_token",
+        ],
+    ),
     ("deterministic_surplus", ["sampling.surplus_staleness=1", "rollout.deterministic=true"]),
     ("microbatch_length", ["trainer.max_tokens_per_microbatch=63"]),
     ("deterministic_staleness", ["batch.max_staleness=1", "rollout.deterministic=true"]),
@@ -55,37 +72,70 @@ BROKEN = [
     ("placement", ["placement.trainer_nodes=3"]),
     ("placement", ["placement.gpus_per_node=1", "placement.rollout_nodes=1"]),
     ("placement", ["placement.gpus_per_node=2"]),
-    ("placement", ["placement.gpus_per_node=2", "placement.rollout_nodes=1",
-                   "rollout.num_replicas=3"]),
-    ("placement", ["placement.gpus_per_node=2", "placement.rollout_nodes=3",
-                   "rollout.tensor_parallel_size=4", "rollout.num_replicas=2"]),
+    (
+        "placement",
+        ["placement.gpus_per_node=2", "placement.rollout_nodes=1", "rollout.num_replicas=3"],
+    ),
+    (
+        "placement",
+        [
+            "placement.gpus_per_node=2",
+            "placement.rollout_nodes=3",
+            "rollout.tensor_parallel_size=4",
+            "rollout.num_replicas=2",
+        ],
+    ),
     ("min_lr", ["optimizer.min_lr=1"]),
     ("min_lr", ["cold_start.optimizer.min_lr=1"]),
     ("rl_only", ["kind=sft"]),
     ("rl_only", ["kind=sft", "cold_start=null", "correction={probability=0.5}"]),
     ("distillation", ["kind=distil", "cold_start=null"]),
-    ("teacher_domains", [*DISTIL, 'distillation={teachers=[{path="t"}, '
-                                  '{path="u", domains=["sums"]}]}']),
-    ("sampled_tokens", [*DISTIL, 'distillation={teachers=[{path="t"}], mode="sampled", '
-                                 'samples="dataset"}']),
-    ("sampled_tokens", [*DISTIL, 'distillation={teachers=[{path="t"}], mode="sampled", '
-                                 'temperature=0.5}']),
-    ("teacher_source", [*DISTIL, 'distillation={teachers=[{}]}']),
-    ("teacher_source", [*DISTIL, 'distillation={mode="topk_tail", '
-                                 'teachers=[{path="t", url="http://u"}]}']),
+    (
+        "teacher_domains",
+        [*DISTIL, 'distillation={teachers=[{path="t"}, {path="u", domains=["sums"]}]}'],
+    ),
+    (
+        "sampled_tokens",
+        [*DISTIL, 'distillation={teachers=[{path="t"}], mode="sampled", samples="dataset"}'],
+    ),
+    (
+        "sampled_tokens",
+        [*DISTIL, 'distillation={teachers=[{path="t"}], mode="sampled", temperature=0.5}'],
+    ),
+    ("teacher_source", [*DISTIL, "distillation={teachers=[{}]}"]),
+    (
+        "teacher_source",
+        [*DISTIL, 'distillation={mode="topk_tail", teachers=[{path="t", url="http://u"}]}'],
+    ),
     ("served_teacher", [*DISTIL, 'distillation={teachers=[{url="http://u"}]}']),
-    ("served_teacher", [*DISTIL, 'distillation={mode="topk_tail", teachers=[{url="http://u"}], '
-                                 'temperature=0.5}']),
-    ("served_teacher", [*DISTIL, 'distillation={mode="topk_tail", teachers=[{url="http://u"}]}',
-                        "rollout.temperature=0.5"]),
-    ("colocated_staleness", ['placement.shared_servers=["http://judge:8000"]',
-                             "batch.max_staleness=1"]),
+    (
+        "served_teacher",
+        [*DISTIL, 'distillation={mode="topk_tail", teachers=[{url="http://u"}], temperature=0.5}'],
+    ),
+    (
+        "served_teacher",
+        [
+            *DISTIL,
+            'distillation={mode="topk_tail", teachers=[{url="http://u"}]}',
+            "rollout.temperature=0.5",
+        ],
+    ),
+    (
+        "colocated_staleness",
+        ['placement.shared_servers=["http://judge:8000"]', "batch.max_staleness=1"],
+    ),
     ("token_routing", ["kind=sft", "cold_start=null", "routing.replay=r3"]),
     ("token_routing", [*DISTIL, 'distillation={teachers=[{path="t"}]}', "routing.replay=r2"]),
     ("gate", ['gates=["eval.additoin.accuracy >= 0.5"]']),
-    ("untaught_domain", [*DISTIL, 'distillation={teachers=[{path="t", domains=["b"]}]}',
-                         'domains=[{name="a", source="file", path="x", rewards=[{function="m:f"}]},'
-                         '{name="b", source="file", path="x", rewards=[{function="m:f"}]}]']),
+    (
+        "untaught_domain",
+        [
+            *DISTIL,
+            'distillation={teachers=[{path="t", domains=["b"]}]}',
+            'domains=[{name="a", source="file", path="x", rewards=[{function="m:f"}]},'
+            '{name="b", source="file", path="x", rewards=[{function="m:f"}]}]',
+        ],
+    ),
     ("kind_steps", ["kind=eval", "cold_start=null"]),
     ("dataset_staleness", ["kind=sft", "cold_start=null", "batch.max_staleness=1"]),
     ("domain_weights", ["domains.0.weight=0"]),
@@ -97,10 +147,19 @@ BROKEN = [
     ("objective", ["objective.kl=k1"]),
     ("objective", ["objective.reference_ema=0.9", "objective.kl=is_k3"]),
     ("objective", ["objective.aggregation=token_mean"]),
-    ("objective", ["objective.preset=grpo", "objective.shaping=eda",
-                   "objective.advantage=process", "objective.advantage_std=none"]),
-    ("objective", ["objective.preset=gspo", "objective.advantage=process",
-                   "objective.advantage_std=none"]),
+    (
+        "objective",
+        [
+            "objective.preset=grpo",
+            "objective.shaping=eda",
+            "objective.advantage=process",
+            "objective.advantage_std=none",
+        ],
+    ),
+    (
+        "objective",
+        ["objective.preset=gspo", "objective.advantage=process", "objective.advantage_std=none"],
+    ),
     ("objective", ["objective.preset=gspo", "objective.clip=gmpo", "objective.ratio=token"]),
     ("objective", ["objective.clip=cispo"]),
     ("objective", ["objective.preset=cispo", "objective.ratio_min=9"]),
@@ -110,10 +169,19 @@ BROKEN = [
     ("objective", ["objective.advantage=rloo"]),
     ("objective", ["objective.advantage=components", "objective.advantage_std=none"]),
     ("objective", ["objective.ratio=turn_geo"]),
-    ("objective", ["objective.preset=grpo", "objective.shuffle_advantages=true",
-                   "objective.advantage=process", "objective.advantage_std=none"]),
-    ("objective", ["objective.advantage=passk", "objective.advantage_std=none",
-                   "objective.passk_k=17"]),
+    (
+        "objective",
+        [
+            "objective.preset=grpo",
+            "objective.shuffle_advantages=true",
+            "objective.advantage=process",
+            "objective.advantage_std=none",
+        ],
+    ),
+    (
+        "objective",
+        ["objective.advantage=passk", "objective.advantage_std=none", "objective.passk_k=17"],
+    ),
 ]
 
 
@@ -134,8 +202,9 @@ def test_every_check_finds_something_in_a_case_above():
     for _, overrides in BROKEN:
         run = unchecked_config(*overrides)
         subjects = [(rules, (run,)) for rules in (RUN_RULES, DISTILLATION_RULES, PLACEMENT_RULES)]
-        subjects += [(DOMAIN_RULES, (run, domain, index))
-                     for index, domain in enumerate(run.domains)]
+        subjects += [
+            (DOMAIN_RULES, (run, domain, index)) for index, domain in enumerate(run.domains)
+        ]
         subjects += [(OBJECTIVE_RULES, (run.objective,)), (BATCH_RULES, (run.objective, run.batch))]
         for rules, subject in subjects:
             unbroken -= {check for _, check in rules._checks if check(*subject)}
@@ -155,21 +224,36 @@ def test_a_rule_set_fills_in_names_and_values():
     assert list(rules.broken_names(run)) == ["few_prompts"]
 
 
-@pytest.mark.parametrize("overrides", [
-    [], ["batch.num_prompts=4", "batch.updates_per_rollout=4"], ["batch.max_staleness=1"],
-    ["batch.max_staleness=1", "publish.pause=abort"],
-    ["rollout.deterministic=true"], ["rollout.max_new_tokens=63"],
-    ["trainer.max_tokens_per_microbatch=64"], ["domains.0.num_problems=1537"],
-    ["domains.0.num_problems=null"], ["data.num_validation=0", "cold_start=null"],
-    ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.1"],
-    ["rollout.dtype=bfloat16", "publish.canary=false"],
-    ["batch.num_samples_per_prompt=1", "num_steps=0"], ["publish.num_senders=2"],
-    ["model.preset=qwen3-8b", "model.path=/x"], ["placement.gpus_per_node=3"],
-    ["placement.gpus_per_node=2", "placement.mode=colocated", "rollout.num_replicas=2"],
-    ["placement.gpus_per_node=2", "placement.rollout_nodes=4", "rollout.tensor_parallel_size=4",
-     "rollout.num_replicas=2"],
-    ["domains.0.template={{}} {metadata[expression]} ="], ["domains.0.max_new_tokens=6"],
-    ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
-])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["batch.num_prompts=4", "batch.updates_per_rollout=4"],
+        ["batch.max_staleness=1"],
+        ["batch.max_staleness=1", "publish.pause=abort"],
+        ["rollout.deterministic=true"],
+        ["rollout.max_new_tokens=63"],
+        ["trainer.max_tokens_per_microbatch=64"],
+        ["domains.0.num_problems=1537"],
+        ["domains.0.num_problems=null"],
+        ["data.num_validation=0", "cold_start=null"],
+        ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.1"],
+        ["rollout.dtype=bfloat16", "publish.canary=false"],
+        ["batch.num_samples_per_prompt=1", "num_steps=0"],
+        ["publish.num_senders=2"],
+        ["model.preset=qwen3-8b", "model.path=/x"],
+        ["placement.gpus_per_node=3"],
+        ["placement.gpus_per_node=2", "placement.mode=colocated", "rollout.num_replicas=2"],
+        [
+            "placement.gpus_per_node=2",
+            "placement.rollout_nodes=4",
+            "rollout.tensor_parallel_size=4",
+            "rollout.num_replicas=2",
+        ],
+        ["domains.0.template={{}} {metadata[expression]} ="],
+        ["domains.0.max_new_tokens=6"],
+        ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
+    ],
+)
 def test_valid_settings(overrides):
     assert check_rules(unchecked_config(*overrides)) == []

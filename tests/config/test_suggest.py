@@ -13,8 +13,7 @@ from grpo_megatron.config.suggest import nearest
 
 
 def _paths() -> list[KeyPath]:
-    return [tuple(0 if part == "*" else part for part in path)
-            for path in schema.all_fields()]
+    return [tuple(0 if part == "*" else part for part in path) for path in schema.all_fields()]
 
 
 def _edits(word: str, rng: random.Random) -> dict[str, str]:
@@ -22,11 +21,11 @@ def _edits(word: str, rng: random.Random) -> dict[str, str]:
     at, letter = rng.randrange(len(word)), rng.choice("abcdefghijklmnopqrstuvwxyz")
     swap = min(at, len(word) - 2)
     return {
-        "delete": word[:at] + word[at + 1:],
+        "delete": word[:at] + word[at + 1 :],
         "insert": word[:at] + letter + word[at:],
         "double": word[:at] + word[at] + word[at:],
-        "replace": word[:at] + letter + word[at + 1:],
-        "swap": word[:swap] + word[swap + 1] + word[swap] + word[swap + 2:],
+        "replace": word[:at] + letter + word[at + 1 :],
+        "swap": word[:swap] + word[swap + 1] + word[swap] + word[swap + 2 :],
     }
 
 
@@ -47,23 +46,26 @@ def test_one_edit_finds_the_key(seed):
     assert len(missed) <= 0.01 * tried, missed
 
 
-@pytest.mark.parametrize(("wrong", "right"), [
-    ("tensor_parallel_size", "trainer.tensor_parallel_size"),
-    ("trainer.tp", "trainer.tensor_parallel_size"),
-    ("rollout.tp", "rollout.tensor_parallel_size"),
-    ("ep", "trainer.expert_parallel_size"),
-    ("trainer.dtype", "rollout.dtype"),
-    ("rollout.precision", "trainer.precision"),
-    ("trainer.lr", "optimizer.lr"),
-    ("learning_rate", "optimizer.lr"),
-    ("optimizer.learning_rate", "optimizer.lr"),
-    ("cold_start.lr", "cold_start.optimizer.lr"),
-    ("trainer.max_new_tokens", "rollout.max_new_tokens"),
-    ("group_size", "batch.num_samples_per_prompt"),
-    ("trainer.Tensor-Parallel-Size", "trainer.tensor_parallel_size"),
-    ("trainer.seed", "seed"),
-    ("domain", "domains"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("tensor_parallel_size", "trainer.tensor_parallel_size"),
+        ("trainer.tp", "trainer.tensor_parallel_size"),
+        ("rollout.tp", "rollout.tensor_parallel_size"),
+        ("ep", "trainer.expert_parallel_size"),
+        ("trainer.dtype", "rollout.dtype"),
+        ("rollout.precision", "trainer.precision"),
+        ("trainer.lr", "optimizer.lr"),
+        ("learning_rate", "optimizer.lr"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("cold_start.lr", "cold_start.optimizer.lr"),
+        ("trainer.max_new_tokens", "rollout.max_new_tokens"),
+        ("group_size", "batch.num_samples_per_prompt"),
+        ("trainer.Tensor-Parallel-Size", "trainer.tensor_parallel_size"),
+        ("trainer.seed", "seed"),
+        ("domain", "domains"),
+    ],
+)
 def test_habits_and_wrong_tables(wrong, right):
     assert nearest_keys(tuple(wrong.split(".")))[0] == right
 

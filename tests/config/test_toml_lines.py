@@ -53,13 +53,28 @@ z = '\'\'\'quotes\'\'\''
 def test_hand_counted_lines():
     lines = {dotted(path): line for path, line in key_lines(DOCUMENT).items()}
     expected = {
-        "name": 2, "trainer": 4, "trainer.num_ranks": 5, 'trainer."odd key"': 6, "a.b": 8,
-        "a.b.c": 9, "a.b.c.d": 9, "a.b.c.e.f": 9, "a.b.multi": 10, "a.b.list": 14,
-        "domains": 19, "domains.0": 19, "domains.0.name": 20,
-        "domains.0.arguments.max": 21, "domains.0.nested.deep": 23,
-        "domains.1": 24, "domains.1.name": 25, "domains.1.rewards": 26,
-        "domains.1.rewards.0.function": 27, "domains.1.rewards.1.function": 29,
-        "domains.1.rewards.1.weight": 29, "domains.1.parts.0.x.y": 32,
+        "name": 2,
+        "trainer": 4,
+        "trainer.num_ranks": 5,
+        'trainer."odd key"': 6,
+        "a.b": 8,
+        "a.b.c": 9,
+        "a.b.c.d": 9,
+        "a.b.c.e.f": 9,
+        "a.b.multi": 10,
+        "a.b.list": 14,
+        "domains": 19,
+        "domains.0": 19,
+        "domains.0.name": 20,
+        "domains.0.arguments.max": 21,
+        "domains.0.nested.deep": 23,
+        "domains.1": 24,
+        "domains.1.name": 25,
+        "domains.1.rewards": 26,
+        "domains.1.rewards.0.function": 27,
+        "domains.1.rewards.1.function": 29,
+        "domains.1.rewards.1.weight": 29,
+        "domains.1.parts.0.x.y": 32,
         "domains.1.parts.1.z": 34,
     }
     assert {key: lines[key] for key in expected} == expected
@@ -67,18 +82,26 @@ def test_hand_counted_lines():
 
 
 _KEYS = st.text("abcXYZ019_- .#é", min_size=1, max_size=6)
-_SCALARS = st.one_of(st.integers(-9, 9), st.booleans(), st.floats(0.1, 1e6),
-                     st.text("ab\"'#]},\\ é", max_size=8))
+_SCALARS = st.one_of(
+    st.integers(-9, 9), st.booleans(), st.floats(0.1, 1e6), st.text("ab\"'#]},\\ é", max_size=8)
+)
 _VALUES = st.recursive(
-    _SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=3),
-                                      st.dictionaries(_KEYS, inner, max_size=3)), max_leaves=6)
+    _SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_KEYS, inner, max_size=3)),
+    max_leaves=6,
+)
 
 
 @given(st.dictionaries(_KEYS, st.dictionaries(_KEYS, _VALUES, max_size=4), max_size=4))
 def test_every_leaf_of_a_generated_document_is_found(tree):
-    blocks = [f"[{json.dumps(table, ensure_ascii=False)}]\n" + "".join(
-        f"{json.dumps(key, ensure_ascii=False)} = {inline_toml(value)}\n"
-        for key, value in values.items()) for table, values in tree.items()]
+    blocks = [
+        f"[{json.dumps(table, ensure_ascii=False)}]\n"
+        + "".join(
+            f"{json.dumps(key, ensure_ascii=False)} = {inline_toml(value)}\n"
+            for key, value in values.items()
+        )
+        for table, values in tree.items()
+    ]
     text = "".join(blocks)
     try:
         values = tomllib.loads(text)

@@ -47,13 +47,21 @@ class Loop:
         states: State of every checkpoint by step.
     """
 
-    def __init__(self, root: Path, config: RunConfig, answer: Answer = chance,
-                 num_prompts: int = 32, crash_at: int | None = None):
+    def __init__(
+        self,
+        root: Path,
+        config: RunConfig,
+        answer: Answer = chance,
+        num_prompts: int = 32,
+        crash_at: int | None = None,
+    ):
         self.config, self.answer, self.crash_at = config, answer, crash_at
         self.run_dir = RunDir(root)
         self.run_dir.create()
-        self.prompts = {d.name: [prompt_of(f"{d.name[0]}{i}", d.name) for i in range(num_prompts)]
-                        for d in config.domains}
+        self.prompts = {
+            d.name: [prompt_of(f"{d.name[0]}{i}", d.name) for i in range(num_prompts)]
+            for d in config.domains
+        }
         self.trained: list[tuple[str, SampleTable]] = []
         self.sampled: list[tuple[int, int]] = []  # (step, prompts)
         self.asked: list[tuple[int, int]] = []  # (step, weight version when it was asked for)
@@ -68,15 +76,24 @@ class Loop:
     def run(self, state: RunState = START) -> RunState:
         async def main() -> RunState:
             session = SimpleNamespace(
-                config=self.config, run_dir=self.run_dir, worker=self,
+                config=self.config,
+                run_dir=self.run_dir,
+                worker=self,
                 rewards=SimpleNamespace(score=self.score, take_metrics=dict),
-                publisher=self, trainer=self, teachers=ServedTeachers(self.config),
-                judges=WeightPublisher([]), stopping=asyncio.Event(), phase=Phases(),
+                publisher=self,
+                trainer=self,
+                teachers=ServedTeachers(self.config),
+                judges=WeightPublisher([]),
+                stopping=asyncio.Event(),
+                phase=Phases(),
                 tokenizer=SimpleNamespace(
-                    decode=str, stop_token_ids=(0,),
-                    encode=lambda text, where=None: [ord(c) for c in text]),
+                    decode=str,
+                    stop_token_ids=(0,),
+                    encode=lambda text, where=None: [ord(c) for c in text],
+                ),
                 splits=SimpleNamespace(train=self.prompts, validation=[]),
-                event=lambda *_, **__: None)
+                event=lambda *_, **__: None,
+            )
             self.version, self.resumed, self.resting = state.step, 0.0, False
             self.weights_came = asyncio.Event()
             self.weights_came.set()
@@ -86,19 +103,26 @@ class Loop:
                 loop = RLLoop(session, state, writer, SimpleNamespace(log=lambda record: None))
                 self.sampler = loop.sampler
                 return await loop.run()
+
         return asyncio.run(main())
 
     def metrics(self) -> list[dict]:
-        return [{name: value for name, value in record.items() if not name.startswith(
-                     ("time", "throughput", "canary/seconds"))}
-                for record in read_metrics(self.run_dir.metrics)]
+        return [
+            {
+                name: value
+                for name, value in record.items()
+                if not name.startswith(("time", "throughput", "canary/seconds"))
+            }
+            for record in read_metrics(self.run_dir.metrics)
+        ]
 
     @property
     def engines(self) -> SimpleNamespace:
         return SimpleNamespace(alive=[SimpleNamespace(index=i) for i in range(self.num_engines)])
 
-    async def rollouts(self, step: int, prompts, *, num_samples: int | None = None,
-                       max_tokens: int | None = None) -> list[RolloutGroup]:
+    async def rollouts(
+        self, step: int, prompts, *, num_samples: int | None = None, max_tokens: int | None = None
+    ) -> list[RolloutGroup]:
         self.sampled.append((step, len(prompts)))
         self.asked.append((step, self.version))
         try:
@@ -107,16 +131,25 @@ class Loop:
             self.dropped.append(step)
             raise
         size = num_samples or self.config.batch.num_samples_per_prompt
-        return [RolloutGroup(p, tuple(
-            completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3)
-            for g in range(size)), sum(p.prompt_id.encode()) % self.num_engines) for p in prompts]
+        return [
+            RolloutGroup(
+                p,
+                tuple(
+                    completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3)
+                    for g in range(size)
+                ),
+                sum(p.prompt_id.encode()) % self.num_engines,
+            )
+            for p in prompts
+        ]
 
     async def score(self, groups) -> list[ScoredGroup]:
         step = self.sampled[-1][0]
         scored = []
         for group in groups:
-            right = np.array([float(self.answer(step, group.prompt, g))
-                              for g in range(len(group.completions))])
+            right = np.array(
+                [float(self.answer(step, group.prompt, g)) for g in range(len(group.completions))]
+            )
             scored.append(ScoredGroup(group, {"right": right, "short": 0 * right}, right))
         return scored
 
@@ -154,5 +187,10 @@ class Loop:
         table = SampleTable(Path(arguments["directory"]))
         self.trained.append((Path(arguments["directory"]).name, table))
         assert len(table)
-        return {"metrics": {"grad/norm": 1.0}, "updates": int(table.update.max()) + 1,
-                "tokens": int(table.completion_lengths.sum()), "old_logprobs_s": 0.0, "state": {}}
+        return {
+            "metrics": {"grad/norm": 1.0},
+            "updates": int(table.update.max()) + 1,
+            "tokens": int(table.completion_lengths.sum()),
+            "old_logprobs_s": 0.0,
+            "state": {},
+        }

@@ -8,8 +8,13 @@ import pytest
 from tests.controller.cases import recipe
 from tests.controller.loops import Loop
 
-CORRECTION = {"probability": 1.0, "answer_share": 0.5, "cue": "?", "answer_cue": "={answer}",
-              "max_retry_tokens": 4}
+CORRECTION = {
+    "probability": 1.0,
+    "answer_share": 0.5,
+    "cue": "?",
+    "answer_cue": "={answer}",
+    "max_retry_tokens": 4,
+}
 
 
 class Retrying(Loop):
@@ -30,7 +35,8 @@ class Retrying(Loop):
     async def score(self, groups):
         retry = len(groups[0].completions) == 1
         self.answer = lambda step, prompt, sample: (
-            prompt.prompt_id == "p3" if retry else sample == 0 and int(prompt.prompt_id[1]) % 2)
+            prompt.prompt_id == "p3" if retry else sample == 0 and int(prompt.prompt_id[1]) % 2
+        )
         return await super().score(groups)
 
 
@@ -61,8 +67,9 @@ def test_metrics_describe_first_tries_and_count_retries(tmp_path):
     records = loop.metrics()
     assert sum(r["accuracy/pass_at_1"] for r in records) == 2 * 4 / 32
     assert sum(r["correction/retries"] for r in records) == 28
-    assert sum(r["correction/corrected_fraction"] * r["correction/retries"]
-               for r in records) == pytest.approx(3)  # of p3
+    assert sum(
+        r["correction/corrected_fraction"] * r["correction/retries"] for r in records
+    ) == pytest.approx(3)  # of p3
     trained = sum(table.reward.sum() for _, table in loop.trained)
     assert trained == 4 + 3 and sum(16 * r["reward/mean"] for r in records) == 4
 

@@ -29,8 +29,9 @@ def test_intervals():
 
 def answered(texts, right, **domain) -> dict[str, float]:
     scored = group(right)
-    completions = tuple(replace(c, text=text) for c, text in
-                        zip(scored.group.completions, texts, strict=True))
+    completions = tuple(
+        replace(c, text=text) for c, text in zip(scored.group.completions, texts, strict=True)
+    )
     scored = replace(scored, group=replace(scored.group, completions=completions))
     return _sampled(scored, Selection(recipe(d=domain)))
 

@@ -38,8 +38,12 @@ class Engine:
 
 
 def colocated(engines: list[Engine], gpus: int) -> Publisher:
-    return Publisher(recipe(publish={"method": "file"}, placement={
-        "mode": "colocated", "gpus_per_node": gpus}), None, None, ReplicaPool(engines))
+    return Publisher(
+        recipe(publish={"method": "file"}, placement={"mode": "colocated", "gpus_per_node": gpus}),
+        None,
+        None,
+        ReplicaPool(engines),
+    )
 
 
 def test_engines_that_slept_are_woken_by_whoever_publishes_next():
@@ -55,8 +59,12 @@ def test_engines_that_slept_are_woken_by_whoever_publishes_next():
     asyncio.run(run())
     rested = [("/pause", {"mode": "wait", "clear_cache": "true"}), ("/sleep", {"level": "1"})]
     assert engines[1].calls == rested
-    assert engines[0].calls == [*rested, ("/wake_up", {"tags": "weights"}),
-                                ("/wake_up", {"tags": "kv_cache"}), ("/resume", None)]
+    assert engines[0].calls == [
+        *rested,
+        ("/wake_up", {"tags": "weights"}),
+        ("/wake_up", {"tags": "kv_cache"}),
+        ("/resume", None),
+    ]
 
 
 @pytest.mark.parametrize(("found_out", "attempts"), [("by rollouts", 1), ("at rest", 2)])
@@ -84,10 +92,17 @@ def test_without_a_live_engine_nothing_rests():
         asyncio.run(colocated([engine], gpus=0).make_room())
 
 
-@pytest.mark.parametrize(("reports", "error", "told"), [
-    ([{"digests": {}, "failure": ""}], MismatchError, "1 of 2 workers of engine reported"),
-    ([{"digests": {}, "failure": ""}, {"digests": {}, "failure": "sender 0 died"}], EngineError,
-     "worker 1 of engine: sender 0 died")])
+@pytest.mark.parametrize(
+    ("reports", "error", "told"),
+    [
+        ([{"digests": {}, "failure": ""}], MismatchError, "1 of 2 workers of engine reported"),
+        (
+            [{"digests": {}, "failure": ""}, {"digests": {}, "failure": "sender 0 died"}],
+            EngineError,
+            "worker 1 of engine: sender 0 died",
+        ),
+    ],
+)
 def test_every_worker_answers_for_itself(reports, error, told):
     """vLLM passes on what the first data-parallel engine says; the others' may have failed."""
     paths = []
@@ -103,8 +118,9 @@ def test_every_worker_answers_for_itself(reports, error, told):
         return {"digests": {}}
 
     async def run():
-        publisher = WeightPublisher([SimpleNamespace(
-            name="engine", control=control, call_workers=call_workers)])
+        publisher = WeightPublisher(
+            [SimpleNamespace(name="engine", control=control, call_workers=call_workers)]
+        )
         assert await publisher.num_workers() == 2
         with pytest.raises(error, match=told):
             await publisher.publish(1, TransferPlan((), num_senders=1, bucket_bytes=1), send)
@@ -114,8 +130,10 @@ def test_every_worker_answers_for_itself(reports, error, told):
     assert ("/finish_weight_update" in paths) == (error is MismatchError)
 
 
-@pytest.mark.parametrize(("sleep", "expected"), [
-    (True, ["/pause", "/sleep", "/wake_up", "/resume"]), (False, ["/pause", "/resume"])])
+@pytest.mark.parametrize(
+    ("sleep", "expected"),
+    [(True, ["/pause", "/sleep", "/wake_up", "/resume"]), (False, ["/pause", "/resume"])],
+)
 def test_a_judge_rests_between_uses(sleep, expected):
     calls = []
 
@@ -131,8 +149,9 @@ def test_a_judge_rests_between_uses(sleep, expected):
     assert calls == expected
 
 
-@pytest.mark.parametrize(("seconds", "asleep", "resting"), [
-    (1.0, False, True), (1.0, True, False), (90.0, False, False)])
+@pytest.mark.parametrize(
+    ("seconds", "asleep", "resting"), [(1.0, False, True), (1.0, True, False), (90.0, False, False)]
+)
 def test_resting_engines_take_requests_unless_weights_take_long(seconds, asleep, resting):
     """A request's time limit begins when it is sent."""
     publisher = Publisher(recipe(rollout={"request_timeout_s": 600.0}), None, None, None)

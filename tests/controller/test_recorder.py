@@ -18,8 +18,9 @@ def decode(ids) -> str:
     return "".join(WORDS[i] for i in ids)
 
 
-@pytest.mark.parametrize(("end", "token"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 3), (6, 3),
-                                            (99, 3)])
+@pytest.mark.parametrize(
+    ("end", "token"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 3), (6, 3), (99, 3)]
+)
 def test_the_token_that_reaches_a_place(end, token):
     assert token_at(np.array([1, 2, 0, 3]), end, decode) == token
 
@@ -31,8 +32,13 @@ def scored(name, completions, steps=(), replica=0):
 
 
 def completion(*ids):
-    return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32),
-                      (VersionSpan(0, 0, len(ids)),), "stop", decode(ids))
+    return Completion(
+        np.array(ids, np.int32),
+        np.zeros(len(ids), np.float32),
+        (VersionSpan(0, 0, len(ids)),),
+        "stop",
+        decode(ids),
+    )
 
 
 def record(directory, groups, num_updates=1) -> SampleTable:
@@ -41,17 +47,35 @@ def record(directory, groups, num_updates=1) -> SampleTable:
 
 
 def test_steps_are_recorded_by_row(tmp_path):
-    row, end, reward = record(tmp_path / "step_000001", [
-        scored("p", (completion(1, 2), completion(3,)), (((1, 0.5), (3, 0.25)), ())),
-        scored("q", (completion(2, 3), completion())),
-        scored("s", (completion(3, 1), completion()), (((4, 1.0),), ((0, 9.0),)))]).steps
+    row, end, reward = record(
+        tmp_path / "step_000001",
+        [
+            scored(
+                "p",
+                (
+                    completion(1, 2),
+                    completion(
+                        3,
+                    ),
+                ),
+                (((1, 0.5), (3, 0.25)), ()),
+            ),
+            scored("q", (completion(2, 3), completion())),
+            scored("s", (completion(3, 1), completion()), (((4, 1.0),), ((0, 9.0),))),
+        ],
+    ).steps
     assert list(zip(row.tolist(), end.tolist(), reward.tolist(), strict=True)) == [
-        (0, 0, 0.5), (0, 1, 0.25), (4, 1, 1.0)]
+        (0, 0, 0.5),
+        (0, 1, 0.25),
+        (4, 1, 1.0),
+    ]
 
 
 def test_every_group_is_in_its_replicas_shard(tmp_path):
-    groups = [scored(f"p{i}", (completion(i % 3 + 1), completion(i % 2 + 1)), replica=i * i % 3)
-              for i in range(7)]
+    groups = [
+        scored(f"p{i}", (completion(i % 3 + 1), completion(i % 2 + 1)), replica=i * i % 3)
+        for i in range(7)
+    ]
     table = record(tmp_path / "step", groups)
     names = [f"rollout-{replica}.safetensors" for replica in (0, 1)]
     assert sorted(p.name for p in (tmp_path / "step").glob("rollout-*")) == names
@@ -61,17 +85,22 @@ def test_every_group_is_in_its_replicas_shard(tmp_path):
     assert table.group.tolist() == [row // 2 for row in range(14)]
 
 
-@pytest.mark.parametrize(("num_groups", "updates", "wanted"), [
-    (6, 2, [0, 0, 0, 1, 1, 1]), (5, 2, [0, 0, 0, 1, 1]), (2, 4, [0, 1])])
+@pytest.mark.parametrize(
+    ("num_groups", "updates", "wanted"),
+    [(6, 2, [0, 0, 0, 1, 1, 1]), (5, 2, [0, 0, 0, 1, 1]), (2, 4, [0, 1])],
+)
 def test_updates_are_contiguous_and_nearly_equal(tmp_path, num_groups, updates, wanted):
     groups = [scored(f"p{i}", (completion(1),)) for i in range(num_groups)]
     assert record(tmp_path / "step", groups, updates).update.tolist() == wanted
 
 
-@pytest.mark.parametrize(("checkpoints", "cold_start", "starts"), [
-    ([], None, [0]), ([2, 4], None, [0, 2, 4]), ([0, 2], None, [0, 2]), ([2, 4], {}, [2, 4])])
-def test_a_run_without_a_cold_start_can_be_computed_from_its_beginning(tmp_path, checkpoints,
-                                                                       cold_start, starts):
+@pytest.mark.parametrize(
+    ("checkpoints", "cold_start", "starts"),
+    [([], None, [0]), ([2, 4], None, [0, 2, 4]), ([0, 2], None, [0, 2]), ([2, 4], {}, [2, 4])],
+)
+def test_a_run_without_a_cold_start_can_be_computed_from_its_beginning(
+    tmp_path, checkpoints, cold_start, starts
+):
     run_dir = RunDir(tmp_path)
     for step in checkpoints:
         directory = run_dir.step_checkpoint(step)

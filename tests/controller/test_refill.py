@@ -14,8 +14,9 @@ from grpo_megatron.data.sampler import PromptSampler
 from tests.controller.cases import group, prompt_of
 
 
-def fill(verdicts: str, config: SamplingConfig, target: int, carried=(), acceptance=1.0,
-         num_warm=0):
+def fill(
+    verdicts: str, config: SamplingConfig, target: int, carried=(), acceptance=1.0, num_warm=0
+):
     """Fill from one prompt per letter of `verdicts`; "k" prompts give kept groups."""
     prompts = [prompt_of(f"p{index}") for index in range(len(verdicts))]
     sampler = PromptSampler({"d": prompts}, {"d": 1.0}, 0)
@@ -27,24 +28,31 @@ def fill(verdicts: str, config: SamplingConfig, target: int, carried=(), accepta
         return sampler.draw(number, exclude)
 
     async def score(drawn):
-        return [group([1, verdicts[int(p.prompt_id[1:])] == "r"], name=p.prompt_id)
-                for p in drawn]
+        return [group([1, verdicts[int(p.prompt_id[1:])] == "r"], name=p.prompt_id) for p in drawn]
 
     def keeps(scored):
         return scored.rewards[1] == 0
 
-    kept, sampled, rounds = asyncio.run(fill_batch(
-        config, target, acceptance, carried, draw, score, keeps))
+    kept, sampled, rounds = asyncio.run(
+        fill_batch(config, target, acceptance, carried, draw, score, keeps)
+    )
     return kept, sampled, rounds, asked
 
 
 @settings(max_examples=200, deadline=None)
-@given(verdicts=st.text("kr", min_size=8, max_size=40), target=st.integers(1, 8),
-       num_carried=st.integers(0, 3), max_rounds=st.integers(0, 5), num_warm=st.integers(0, 8),
-       oversampling=st.floats(1, 4), acceptance=st.floats(0, 1))
+@given(
+    verdicts=st.text("kr", min_size=8, max_size=40),
+    target=st.integers(1, 8),
+    num_carried=st.integers(0, 3),
+    max_rounds=st.integers(0, 5),
+    num_warm=st.integers(0, 8),
+    oversampling=st.floats(1, 4),
+    acceptance=st.floats(0, 1),
+)
 def test_refill(verdicts, target, num_carried, max_rounds, num_warm, oversampling, acceptance):
-    config = SamplingConfig(dynamic=True, max_refill_rounds=max_rounds,
-                            max_oversampling=oversampling)
+    config = SamplingConfig(
+        dynamic=True, max_refill_rounds=max_rounds, max_oversampling=oversampling
+    )
     carried = [group([1, 0], name=f"p{index}") for index in range(num_carried)]
     kept, sampled, rounds, asked = fill(verdicts, config, target, carried, acceptance, num_warm)
     assert kept[:num_carried] == carried

@@ -53,10 +53,20 @@ def interrupted(root, crash_at: int, **tables) -> Loop:
 
 
 @pytest.mark.parametrize("crash_at", range(6))
-@pytest.mark.parametrize("tables", [
-    {}, {"sampling": {"dynamic": True}}, {"curriculum": CURRICULUM},
-    {"sampling": {"dynamic": True}, "objective": {"overlong": "drop"}, "curriculum": CURRICULUM,
-     "domains": ("p", "q")}])
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"sampling": {"dynamic": True}},
+        {"curriculum": CURRICULUM},
+        {
+            "sampling": {"dynamic": True},
+            "objective": {"overlong": "drop"},
+            "curriculum": CURRICULUM,
+            "domains": ("p", "q"),
+        },
+    ],
+)
 def test_resumed_equals_uninterrupted(tmp_path, tables, crash_at):
     whole = make(tmp_path / "whole", **tables)
     whole.run()
@@ -74,8 +84,12 @@ def test_steps_without_a_kept_group_are_skipped_and_the_run_goes_on(tmp_path, va
     def answer(step, prompt, sample):
         return value if step in (1, 2) else chance(step, prompt, sample)
 
-    tables = {"sampling": {"dynamic": True}, "curriculum": CURRICULUM, "num_prompts": 64,
-              "checkpoint": {"interval": 2, "keep": 3}}
+    tables = {
+        "sampling": {"dynamic": True},
+        "curriculum": CURRICULUM,
+        "num_prompts": 64,
+        "checkpoint": {"interval": 2, "keep": 3},
+    }
     loop = make(tmp_path / "a", answer, **tables)
     state = loop.run()
     assert [name for name, _ in loop.trained] == [f"step_{s:06d}" for s in (0, 3, 4, 5)]
@@ -94,16 +108,25 @@ def test_rounds_run_out_and_what_there_is_is_trained(tmp_path):
     def answer(step, prompt, sample):
         return float(prompt.prompt_id == "p3" and sample == 0)
 
-    loop = make(tmp_path, answer, num_prompts=8, num_steps=2,
-                sampling={"dynamic": True, "max_refill_rounds": 9})
+    loop = make(
+        tmp_path,
+        answer,
+        num_prompts=8,
+        num_steps=2,
+        sampling={"dynamic": True, "max_refill_rounds": 9},
+    )
     loop.run()
     assert [len(table) for _, table in loop.trained] == [4, 4]
     assert {r["sampling/missing"] for r in loop.metrics()} == {3}
 
 
 def test_surplus_is_trained_next_with_its_own_version(tmp_path):
-    loop = make(tmp_path, lambda step, prompt, sample: sample == 0, num_steps=3,
-                sampling={"dynamic": True, "surplus_staleness": 1, "max_oversampling": 2.0})
+    loop = make(
+        tmp_path,
+        lambda step, prompt, sample: sample == 0,
+        num_steps=3,
+        sampling={"dynamic": True, "surplus_staleness": 1, "max_oversampling": 2.0},
+    )
     loop.run(RunStateWith(acceptance=0.5))
     records = loop.metrics()
     assert [r["sampling/surplus"] for r in records] == [4, 0, 0]
@@ -126,8 +149,9 @@ def RunStateWith(acceptance: float):
 
 
 def test_surplus_that_would_be_too_old_is_dropped_and_counted(tmp_path):
-    loop = make(tmp_path, lambda step, prompt, sample: sample == 0, num_steps=2,
-                sampling={"dynamic": True})
+    loop = make(
+        tmp_path, lambda step, prompt, sample: sample == 0, num_steps=2, sampling={"dynamic": True}
+    )
     loop.run(RunStateWith(acceptance=0.5))
     assert [r["sampling/stale_dropped"] for r in loop.metrics()] == [4, 0]
     assert not loop.trained[1][1].manifest["stale"]
@@ -135,12 +159,16 @@ def test_surplus_that_would_be_too_old_is_dropped_and_counted(tmp_path):
 
 @pytest.mark.parametrize("surplus", [0, 1])
 def test_rollouts_one_step_ahead_keep_the_cap(tmp_path, surplus):
-    loop = make(tmp_path, batch={"num_prompts": 4, "num_samples_per_prompt": 4,
-                                 "max_staleness": 1},
-                sampling={"dynamic": True, "surplus_staleness": surplus, "max_oversampling": 4})
+    loop = make(
+        tmp_path,
+        batch={"num_prompts": 4, "num_samples_per_prompt": 4, "max_staleness": 1},
+        sampling={"dynamic": True, "surplus_staleness": surplus, "max_oversampling": 4},
+    )
     loop.run()
-    oldest = [step - min(int(t.versions(row)[0]) for row in range(len(t)))
-              for step, (_, t) in enumerate(loop.trained)]
+    oldest = [
+        step - min(int(t.versions(row)[0]) for row in range(len(t)))
+        for step, (_, t) in enumerate(loop.trained)
+    ]
     assert len(loop.trained) == 6 and max(oldest) == 1 + surplus
     assert all(t.manifest["stale"] for _, t in loop.trained[1:])
 
@@ -158,10 +186,14 @@ def test_the_next_samples_are_asked_for_before_their_weights_have_come(tmp_path)
         assert {int(table.versions(row)[0]) for row in range(len(table))} == {step}
 
 
-@pytest.mark.parametrize(("tables", "late"), [
-    ({"evaluation": {"interval": 2}}, {2, 4}),  # which has the engines for itself
-    ({"placement": {"shared_servers": ["http://127.0.0.1:1"]}}, {1, 2, 3, 4, 5}),
-    (AHEAD, set())])
+@pytest.mark.parametrize(
+    ("tables", "late"),
+    [
+        ({"evaluation": {"interval": 2}}, {2, 4}),  # which has the engines for itself
+        ({"placement": {"shared_servers": ["http://127.0.0.1:1"]}}, {1, 2, 3, 4, 5}),
+        (AHEAD, set()),
+    ],
+)
 def test_when_the_next_samples_are_not_asked_for_early(tmp_path, tables, late, monkeypatch):
     async def nothing(*_, **__):
         return 0.5
@@ -177,8 +209,10 @@ def test_what_runs_beside_a_phase_is_shown_after_it(tmp_path, tables, monkeypatc
     """Else the screen calls a publish `rollout`, and the rollout that follows nothing at all."""
     shown = []
     for module in ("phases", "rl_loop"):
-        monkeypatch.setattr(f"grpo_megatron.controller.{module}.show", lambda kind, **fields:
-                            shown.append(fields["name"] if kind == "phase" else kind))
+        monkeypatch.setattr(
+            f"grpo_megatron.controller.{module}.show",
+            lambda kind, **fields: shown.append(fields["name"] if kind == "phase" else kind),
+        )
     make(tmp_path, **tables, num_steps=3, checkpoint={"interval": 9}).run()
     first, *others = " ".join(shown).split(" step ")
     assert first == "rollout reward train publish"
@@ -196,21 +230,31 @@ def test_what_was_asked_for_ends_with_a_publish_that_fails(tmp_path):
 
 def test_samples_are_their_own_canary_where_they_can_be(tmp_path):
     """Where the trainer computes what the engines computed, it looks; else prompts are sent."""
-    plain, replayed, ahead = (make(tmp_path / name, num_steps=3, **tables) for name, tables in {
-        "plain": {}, "replayed": {"routing": {"replay": "r3"}},
-        "ahead": AHEAD}.items())
+    plain, replayed, ahead = (
+        make(tmp_path / name, num_steps=3, **tables)
+        for name, tables in {
+            "plain": {},
+            "replayed": {"routing": {"replay": "r3"}},
+            "ahead": AHEAD,
+        }.items()
+    )
     for loop in (plain, replayed, ahead):
         loop.run()
         assert loop.exact == [True] * 3
     assert (plain.canaries, replayed.canaries, ahead.canaries) == ([], [0, 1, 2], [0, 1, 2, 3])
-    surplus = make(tmp_path / "surplus", lambda step, prompt, sample: sample == 0, num_steps=3,
-                   sampling={"dynamic": True, "surplus_staleness": 1, "max_oversampling": 2.0})
+    surplus = make(
+        tmp_path / "surplus",
+        lambda step, prompt, sample: sample == 0,
+        num_steps=3,
+        sampling={"dynamic": True, "surplus_staleness": 1, "max_oversampling": 2.0},
+    )
     surplus.run(RunStateWith(acceptance=0.5))
     assert surplus.canaries == [1]  # of the step that is trained from older samples
 
 
 def test_engines_whose_groups_are_not_trained_get_a_canary(tmp_path):
     """What is wrong with an engine may be why its groups are dropped."""
+
     def wrong(step, prompt, sample):  # engine 1 answers nothing right
         return sample % 2 * float(sum(prompt.prompt_id.encode()) % 2 == 0)
 
@@ -222,8 +266,9 @@ def test_engines_whose_groups_are_not_trained_get_a_canary(tmp_path):
     kept.num_engines = 2
     kept.run()
     assert kept.canaries == []
-    nothing = make(tmp_path / "nothing", lambda *_: 1.0, num_steps=2,
-                   sampling={"zero_variance": "drop"})
+    nothing = make(
+        tmp_path / "nothing", lambda *_: 1.0, num_steps=2, sampling={"zero_variance": "drop"}
+    )
     nothing.run()
     assert nothing.canaries == [0, 1] and nothing.trained == []
 
@@ -253,8 +298,12 @@ def test_which_recorded_samples_are_of_the_weights_that_train_them(tmp_path):
 
 def test_truncated_samples_are_recorded_as_they_are(tmp_path):
     """Sample 3 of every group is truncated; the trainer filters, the store keeps everything."""
-    loop = make(tmp_path, lambda step, prompt, sample: float(sample < 2), num_steps=1,
-                objective={"overlong": "drop"})
+    loop = make(
+        tmp_path,
+        lambda step, prompt, sample: float(sample < 2),
+        num_steps=1,
+        objective={"overlong": "drop"},
+    )
     loop.run()
     table = loop.trained[0][1]
     assert table.truncated.tolist() == [i % 4 == 3 for i in range(16)]
@@ -266,8 +315,12 @@ def test_metrics_by_domain(tmp_path):
     loop = make(tmp_path, domains=("p", "q"), num_steps=1, curriculum=CURRICULUM)
     loop.run()
     record = loop.metrics()[0]
-    for name in ("sampling/acceptance_rate", "group/all_wrong_fraction", "accuracy/pass_at_1",
-                 "response/length_p95"):
+    for name in (
+        "sampling/acceptance_rate",
+        "group/all_wrong_fraction",
+        "accuracy/pass_at_1",
+        "response/length_p95",
+    ):
         assert {name, f"{name}@p", f"{name}@q"} <= set(record)
     assert record["curriculum/unseen"] == 60
     assert record["curriculum/unseen@p"] == record["curriculum/unseen@q"] == 30

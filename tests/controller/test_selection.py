@@ -18,18 +18,32 @@ def keeps(scored, **sampling) -> bool:
     return Selection(recipe(sampling=sampling)).keeps(scored)
 
 
-@pytest.mark.parametrize("scored", [
-    group([1, 1]), group([0, 0]), group([NAN, NAN]), group([1]), group([0, 1], truncated=[0, 1])])
+@pytest.mark.parametrize(
+    "scored",
+    [group([1, 1]), group([0, 0]), group([NAN, NAN]), group([1]), group([0, 1], truncated=[0, 1])],
+)
 def test_the_default_keeps_everything_untouched(scored):
     selection = Selection(recipe())
     assert selection.keeps(scored)
     assert selection.with_statistics(scored) is scored
 
 
-@pytest.mark.parametrize(("right", "kept"), [
-    ([1, 0], True), ([1, 1], False), ([0, 0], False), ([1], False), ([0], False),
-    ([NAN, NAN], False), ([1, NAN], False), ([0, NAN], False), ([1, 0, NAN], True),
-    ([1 - 1e-10, 1], False), ([1 - 1e-6, 1], True)])
+@pytest.mark.parametrize(
+    ("right", "kept"),
+    [
+        ([1, 0], True),
+        ([1, 1], False),
+        ([0, 0], False),
+        ([1], False),
+        ([0], False),
+        ([NAN, NAN], False),
+        ([1, NAN], False),
+        ([0, NAN], False),
+        ([1, 0, NAN], True),
+        ([1 - 1e-10, 1], False),
+        ([1 - 1e-6, 1], True),
+    ],
+)
 def test_dynamic_sampling_needs_a_correct_and_an_incorrect_completion(right, kept):
     assert keeps(group(right), dynamic=True) is kept
 
@@ -38,8 +52,9 @@ def test_dynamic_sampling_looks_at_accuracy_not_at_the_sum():
     shaped = group([1, 1], short=[0, -0.5])  # all right, rewards differ
     assert not keeps(shaped, dynamic=True)
     assert keeps(group([1, 0], short=[0, 1]), dynamic=True)  # equal sums
-    other = Selection(recipe(d={"accuracy": "short", "accuracy_threshold": 0.0},
-                             sampling={"dynamic": True}))
+    other = Selection(
+        recipe(d={"accuracy": "short", "accuracy_threshold": 0.0}, sampling={"dynamic": True})
+    )
     assert other.keeps(shaped)
     np.testing.assert_array_equal(other.correct(shaped), [1, 0])
 
@@ -59,12 +74,16 @@ def drops(scored, **objective) -> bool:
 def test_components_that_differ_where_their_sum_does_not_are_a_signal():
     names = ("right", "short", "polite")
     rewards = [{"function": REWARD, "name": name} for name in names]
-    components = {"right": np.array([1, 0, 0.0]), "short": np.array([0, 1, 0.5]),
-                  "polite": np.array([0, 0, 0.5])}
+    components = {
+        "right": np.array([1, 0, 0.0]),
+        "short": np.array([0, 1, 0.5]),
+        "polite": np.array([0, 0, 0.5]),
+    }
     equal_sums = replace(group([1, 1, 1]), components=components)
     for preset, dropped in (("grpo", True), ("mo_grpo", False)):
-        config = recipe(d={"rewards": rewards}, sampling={"zero_variance": "drop"},
-                        objective={"preset": preset})
+        config = recipe(
+            d={"rewards": rewards}, sampling={"zero_variance": "drop"}, objective={"preset": preset}
+        )
         assert Selection(config).keeps(equal_sums) is not dropped
 
 
@@ -112,8 +131,11 @@ def test_pass_at_k_has_no_signal_where_every_set_of_k_has_a_right_answer():
 
 @pytest.mark.parametrize("kind", ["sft", "distil"])
 def test_what_has_no_rewards_trains_everything(kind):
-    other = {"sampling": {"zero_variance": "drop", "dynamic": True}, "kind": kind,
-             "objective": {"overlong": "loss"}}
+    other = {
+        "sampling": {"zero_variance": "drop", "dynamic": True},
+        "kind": kind,
+        "objective": {"overlong": "loss"},
+    }
     assert Selection(recipe(**other)).keeps(group([0, 0], truncated=[0, 1]))
 
 
@@ -144,8 +166,12 @@ def test_groups_with_older_tokens_are_found():
 
 def test_metrics_by_domain():
     config = recipe(("d", "e"), sampling={"dynamic": True})
-    groups = [group([1, 0, 0, 0]), group([1, 1, 1, 1]), group([0, NAN, 0, 0], domain="e"),
-              group([NAN, NAN, NAN, NAN], domain="e")]
+    groups = [
+        group([1, 0, 0, 0]),
+        group([1, 1, 1, 1]),
+        group([0, NAN, 0, 0], domain="e"),
+        group([NAN, NAN, NAN, NAN], domain="e"),
+    ]
     metrics = by_domain(Selection(config).metrics, groups)
     assert metrics["sampling/acceptance_rate"] == 1 / 4
     assert metrics["sampling/acceptance_rate@d"] == 1 / 2
@@ -158,8 +184,7 @@ def test_metrics_by_domain():
     assert metrics["response/length_p95"] == 4
     assert "response/length_correct_mean@e" not in metrics  # nothing was correct
     assert all(math.isfinite(value) for value in metrics.values())
-    assert not any("@" in name for name in by_domain(
-        Selection(config).metrics, groups[:2]))
+    assert not any("@" in name for name in by_domain(Selection(config).metrics, groups[:2]))
 
 
 def test_groups_without_a_score_have_lengths_only():

@@ -26,16 +26,33 @@ DOMAIN = {"source": "file", "path": "x", "rewards": [{"function": "a:b"}]}
 
 
 def config_of(*teachers: dict, **rollout) -> RunConfig:
-    return RunConfig.model_validate({
-        "name": "case", "kind": "distil", "model": {"preset": "tiny-qwen3-moe"},
-        "domains": [DOMAIN | {"name": "a"}, DOMAIN | {"name": "b"}], "rollout": rollout,
-        "distillation": {"mode": "topk_tail", "top_k": TOP_K, "teachers": teachers}})
+    return RunConfig.model_validate(
+        {
+            "name": "case",
+            "kind": "distil",
+            "model": {"preset": "tiny-qwen3-moe"},
+            "domains": [DOMAIN | {"name": "a"}, DOMAIN | {"name": "b"}],
+            "rollout": rollout,
+            "distillation": {"mode": "topk_tail", "top_k": TOP_K, "teachers": teachers},
+        }
+    )
 
 
 def group_of(domain: str, prompt: tuple[int, ...], *completions: tuple[int, ...]) -> RolloutGroup:
-    return RolloutGroup(Prompt(f"{domain}-1", domain, "1+2=", prompt, ""), tuple(
-        Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32),
-                   (VersionSpan(0, 0, len(ids)),), "stop", "") for ids in completions), 0)
+    return RolloutGroup(
+        Prompt(f"{domain}-1", domain, "1+2=", prompt, ""),
+        tuple(
+            Completion(
+                np.array(ids, np.int32),
+                np.zeros(len(ids), np.float32),
+                (VersionSpan(0, 0, len(ids)),),
+                "stop",
+                "",
+            )
+            for ids in completions
+        ),
+        0,
+    )
 
 
 def place(token: int, **changes) -> dict:
@@ -62,16 +79,25 @@ def served(ask, answer_place=place, status: int = 200, **rollout):
 
     async def run():
         app = web.Application()
-        app.add_routes([web.post("/v1/completions", complete), web.post("/tokenize", tokenize),
-                        web.get("/health", health)])
+        app.add_routes(
+            [
+                web.post("/v1/completions", complete),
+                web.post("/tokenize", tokenize),
+                web.get("/health", health),
+            ]
+        )
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
-        teachers = ServedTeachers(config_of(
-            {"path": "somewhere", "domains": ["a"]},
-            {"url": f"http://127.0.0.1:{port}", "domains": ["b"]}, **rollout))
+        teachers = ServedTeachers(
+            config_of(
+                {"path": "somewhere", "domains": ["a"]},
+                {"url": f"http://127.0.0.1:{port}", "domains": ["b"]},
+                **rollout,
+            )
+        )
         try:
             return await ask(teachers)
         finally:
@@ -81,8 +107,11 @@ def served(ask, answer_place=place, status: int = 200, **rollout):
     return asyncio.run(run()), asked
 
 
-GROUPS = [group_of("a", (1, 2), (3,)), group_of("b", (10, 20), (30, 40), (50,)),
-          group_of("b", (11,), (31,))]
+GROUPS = [
+    group_of("a", (1, 2), (3,)),
+    group_of("b", (10, 20), (30, 40), (50,)),
+    group_of("b", (11,), (31,)),
+]
 
 
 def test_answers_are_those_of_its_domains_in_the_order_of_the_table():
@@ -90,13 +119,13 @@ def test_answers_are_those_of_its_domains_in_the_order_of_the_table():
     assert sorted(body["prompt"] for body in asked) == [[10, 20, 30, 40], [10, 20, 50], [11, 31]]
     assert all(body["prompt_logprobs"] == TOP_K for body in asked)
     assert found.keys() == {"1/ids", "1/logprobs"}
-    np.testing.assert_array_equal(
-        found["1/ids"], [[t + 1, t + 2, t + 3] for t in (30, 40, 50, 31)])
+    np.testing.assert_array_equal(found["1/ids"], [[t + 1, t + 2, t + 3] for t in (30, 40, 50, 31)])
     np.testing.assert_array_equal(found["1/logprobs"], [[-1, -2, -3]] * 4)
 
 
 def test_a_step_is_asked_a_bounded_number_at_a_time():
     """What waits for its turn costs no file descriptor and no time of its request's limit."""
+
     async def ask(teachers):
         started, most = 0, 0
         client = teachers._pools[1].replicas[0].client
@@ -124,11 +153,14 @@ def test_a_step_without_its_domains_asks_nothing():
     assert not asked and found["1/ids"].shape == (0, TOP_K)
 
 
-@pytest.mark.parametrize("wrong", [
-    lambda token: {},                                             # too few
-    lambda token: place(token, **{"7": {"logprob": 0.5}}),        # logits
-    lambda token: place(token, **{"7": {"logprob": -1e-3}}),      # more than everything
-])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda token: {},  # too few
+        lambda token: place(token, **{"7": {"logprob": 0.5}}),  # logits
+        lambda token: place(token, **{"7": {"logprob": -1e-3}}),  # more than everything
+    ],
+)
 def test_what_is_no_distribution_is_refused(wrong):
     with pytest.raises(EngineError, match=r"log-probs of 3 tokens.*b-1") as error:
         served(lambda teachers: teachers.answers(GROUPS), wrong)
@@ -163,13 +195,37 @@ def test_a_real_server_answers_as_transformers_does(tmp_path):
     url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
     with open(log, "w") as file:
         server = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
-             tmp_path / "model", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-             "--max-model-len", "64", "--max-logprobs", str(TOP_K), "--enforce-eager",
-             "--block-size", "32", "--kv-cache-memory-bytes", "33554432"],
-            stdout=file, stderr=subprocess.STDOUT,
-            env=os.environ | {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
-                              "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+            [
+                sys.executable,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                tmp_path / "model",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--dtype",
+                "float32",
+                "--max-model-len",
+                "64",
+                "--max-logprobs",
+                str(TOP_K),
+                "--enforce-eager",
+                "--block-size",
+                "32",
+                "--kv-cache-memory-bytes",
+                "33554432",
+            ],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ
+            | {
+                "TORCHDYNAMO_DISABLE": "1",
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            },
+        )
     tokenizer = load_tokenizer(tmp_path / "model")
     prompt = Prompt("b-1", "b", "12+34=", tuple(tokenizer.encode("12+34=")), "")
     group = group_of("b", prompt.token_ids, tuple(tokenizer.encode("46")), (7, 8, 9))
@@ -196,7 +252,7 @@ def test_a_real_server_answers_as_transformers_does(tmp_path):
     for completion in group.completions:
         ids = torch.tensor([[*prompt.token_ids, *completion.token_ids.tolist()]])
         with torch.no_grad():
-            expected.append(model(ids).logits[0, len(prompt.token_ids) - 1:-1].log_softmax(-1))
+            expected.append(model(ids).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1))
     best, ids = torch.cat(expected).topk(TOP_K)
     np.testing.assert_array_equal(found["0/ids"], ids.numpy())
     np.testing.assert_allclose(found["0/logprobs"], best.numpy(), atol=1e-4)

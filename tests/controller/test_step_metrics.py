@@ -17,9 +17,15 @@ from grpo_megatron.types import (
 
 def scored(rewards: list[float], domain: str = "d", version: int = 0) -> ScoredGroup:
     completions = tuple(
-        Completion(np.zeros(n + 1, np.int32), np.zeros(n + 1, np.float32),
-                   (VersionSpan(version, 0, n + 1),), "length" if n else "stop", "")
-        for n in range(len(rewards)))
+        Completion(
+            np.zeros(n + 1, np.int32),
+            np.zeros(n + 1, np.float32),
+            (VersionSpan(version, 0, n + 1),),
+            "length" if n else "stop",
+            "",
+        )
+        for n in range(len(rewards))
+    )
     group = RolloutGroup(Prompt("p", domain, "", (1, 2), ""), completions, 0)
     values = np.array(rewards, float)
     return ScoredGroup(group, {"right": values}, values)
@@ -29,8 +35,14 @@ GROUPS = [scored([1, 0, 0, 0]), scored([1, 1, 1, 1]), scored([0, np.nan, 1, 0], 
 
 
 def test_metrics_of_truncated_sampling():
-    completion = Completion(np.zeros(3, np.int32), np.zeros(3, np.float32), (), "stop", "",
-                            kept=KeptSets(np.zeros(6, np.int32), np.array([0, 2, 2, 6])))
+    completion = Completion(
+        np.zeros(3, np.int32),
+        np.zeros(3, np.float32),
+        (),
+        "stop",
+        "",
+        kept=KeptSets(np.zeros(6, np.int32), np.array([0, 2, 2, 6])),
+    )
     group = RolloutGroup(Prompt("p", "d", "", (1, 2), ""), (completion,) * 2, 0)
     metrics = rollout_metrics([ScoredGroup(group, {}, np.zeros(2))])
     assert metrics["sampling_mask/size_mean"] == 3 and metrics["sampling_mask/missing"] == 2
@@ -49,8 +61,15 @@ def test_metrics_of_a_batch():
 
 def test_staleness_is_a_share_of_tokens():
     """Lengths are 1, 2, 3."""
-    groups = [scored([1, 0, 1], version=3), scored([1, 0, 1], version=5),
-              scored([1], "e", version=5)]
+    groups = [
+        scored([1, 0, 1], version=3),
+        scored([1, 0, 1], version=5),
+        scored([1], "e", version=5),
+    ]
     assert by_domain(lambda part: staleness(part, 5), groups) == {
-        "staleness/0": 7 / 13, "staleness/2": 6 / 13, "staleness/0@d": 0.5, "staleness/2@d": 0.5,
-        "staleness/0@e": 1.0}
+        "staleness/0": 7 / 13,
+        "staleness/2": 6 / 13,
+        "staleness/0@d": 0.5,
+        "staleness/2@d": 0.5,
+        "staleness/0@e": 1.0,
+    }

@@ -35,6 +35,7 @@ def link_with(tmp_path, answer, use, timeout_s=20.0):
             return await use(link)
         finally:
             other.cancel()
+
     return asyncio.run(run())
 
 
@@ -76,11 +77,13 @@ def test_strangers_are_turned_away(tmp_path):
         await link.listen(tmp_path / "c.json")
         await asyncio.wait_for(trainer(tmp_path / "c.json", lambda m: {}, token="guess"), 10)
         return link._connected.done()
+
     assert asyncio.run(run()) is False
 
 
 def test_a_cancelled_call_leaves_no_answer_for_the_next_one(tmp_path):
     """An engine died: the controller goes on before the trainer has found out."""
+
     async def use(link):
         sending = asyncio.create_task(link.call("publish_send"))
         while not link._unanswered:

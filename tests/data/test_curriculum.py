@@ -29,8 +29,12 @@ def master(curriculum: Curriculum, *names: str) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(visits=st.lists(st.tuples(st.integers(0, 19), SUCCESSES), max_size=60),
-       count=st.integers(0, 25), excluded=st.sets(st.integers(0, 19)), drawn=st.integers(0, 10**6))
+@given(
+    visits=st.lists(st.tuples(st.integers(0, 19), SUCCESSES), max_size=60),
+    count=st.integers(0, 25),
+    excluded=st.sets(st.integers(0, 19)),
+    drawn=st.integers(0, 10**6),
+)
 def test_a_draw_has_distinct_prompts_and_none_that_is_excluded(visits, count, excluded, drawn):
     curriculum = make()
     for index, success in visits:
@@ -43,8 +47,11 @@ def test_a_draw_has_distinct_prompts_and_none_that_is_excluded(visits, count, ex
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches=st.lists(st.lists(SUCCESSES, max_size=8), max_size=10), cut=st.integers(0, 10),
-       seed=st.integers(0, 3))
+@given(
+    batches=st.lists(st.lists(SUCCESSES, max_size=8), max_size=10),
+    cut=st.integers(0, 10),
+    seed=st.integers(0, 3),
+)
 def test_resumed_equals_uninterrupted(batches, cut, seed):
     def run(sampler, batches):
         drawn = []
@@ -81,8 +88,12 @@ def test_draws_follow_the_variance_of_success():
 
 def test_unseen_prompts_are_drawn_alike_and_in_any_order():
     curriculum = make(5)
-    places = np.array([[draw.index(f"p{i}") for i in range(5)]
-                       for draw in (curriculum.draw(5, (), n) for n in range(3000))])
+    places = np.array(
+        [
+            [draw.index(f"p{i}") for i in range(5)]
+            for draw in (curriculum.draw(5, (), n) for n in range(3000))
+        ]
+    )
     np.testing.assert_allclose(places.mean(0), 2.0, atol=0.15)
     firsts = [curriculum.draw(1, (), n)[0] for n in range(3000)]
     np.testing.assert_allclose([firsts.count(f"p{i}") / 3000 for i in range(5)], 0.2, atol=0.04)
@@ -104,8 +115,13 @@ def test_a_mastered_prompt_stays_until_it_falls_below_the_bound():
         curriculum.observe("p0", success)
         assert curriculum.buckets()["mastered"] == 1
     curriculum.observe("p0", 0.79)
-    assert curriculum.buckets() == {"unseen": 2, "frozen": 0, "hard": 0, "frontier": 1,
-                                    "mastered": 0}
+    assert curriculum.buckets() == {
+        "unseen": 2,
+        "frozen": 0,
+        "hard": 0,
+        "frontier": 1,
+        "mastered": 0,
+    }
     master(curriculum, "p0")  # three more visits
     assert curriculum.buckets()["mastered"] == 1
 

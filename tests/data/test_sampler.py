@@ -47,13 +47,15 @@ def test_an_epoch_has_every_prompt_once_and_a_batch_no_prompt_twice(size, batche
         assert len(set(batch)) == n
         drawn += batch
     for start in range(0, len(drawn), size):
-        epoch = drawn[start:start + size]
+        epoch = drawn[start : start + size]
         assert len(set(epoch)) == len(epoch)
 
 
 @settings(max_examples=60, deadline=None)
-@given(weights=st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 3), min_size=1),
-       batches=st.lists(st.integers(0, 20), max_size=6))
+@given(
+    weights=st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 3), min_size=1),
+    batches=st.lists(st.integers(0, 20), max_size=6),
+)
 def test_shares_stay_within_one_prompt_of_the_weights(weights, batches):
     sampler = make(dict.fromkeys(weights, 200), weights=weights)
     drawn: list[str] = []
@@ -67,8 +69,9 @@ def test_shares_stay_within_one_prompt_of_the_weights(weights, batches):
 def test_the_order_does_not_depend_on_the_order_of_the_data():
     shuffled = prompts(30)
     random.Random(1).shuffle(shuffled)
-    one, other = (PromptSampler({"addition": p}, {"addition": 1.0}, 3)
-                  for p in (prompts(30), shuffled))
+    one, other = (
+        PromptSampler({"addition": p}, {"addition": 1.0}, 3) for p in (prompts(30), shuffled)
+    )
     assert ids(one.draw(30)) == ids(other.draw(30))
 
 
@@ -79,14 +82,21 @@ def test_seeds_and_epochs_shuffle_differently():
     assert ids(make({"a": 30}, seed=1).draw(30)) != epochs[0]
 
 
-@pytest.mark.parametrize(("other", "words"), [
-    (lambda: make({"a": 9}), ["10 prompts", "9 prompts"]),
-    (lambda: make({"b": 10}), ["has a,", "has b"]),
-    (lambda: make({"a": 10}, seed=4), ["seed", "has 0,", "has 4"]),
-    (lambda: make({"a": 10}, weights={"a": 2.0}), ["weight", "1.0", "2.0"]),
-    (lambda: PromptSampler({"a": [*prompts(9, "a"), prompt("9", "a", answer="2")]}, {"a": 1.0}, 0),
-     ["10 prompts", "fingerprint"]),
-])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: make({"a": 9}), ["10 prompts", "9 prompts"]),
+        (lambda: make({"b": 10}), ["has a,", "has b"]),
+        (lambda: make({"a": 10}, seed=4), ["seed", "has 0,", "has 4"]),
+        (lambda: make({"a": 10}, weights={"a": 2.0}), ["weight", "1.0", "2.0"]),
+        (
+            lambda: PromptSampler(
+                {"a": [*prompts(9, "a"), prompt("9", "a", answer="2")]}, {"a": 1.0}, 0
+            ),
+            ["10 prompts", "fingerprint"],
+        ),
+    ],
+)
 def test_a_state_of_other_data_is_refused_and_changes_nothing(other, words):
     sampler = other()
     before = sampler.state_dict()
@@ -103,8 +113,12 @@ def test_a_batch_larger_than_the_domain_is_refused():
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=st.integers(8, 12), seed=st.integers(0, 5), rounds=st.lists(
-    st.lists(st.integers(0, 6), min_size=1, max_size=4), max_size=6), carry=st.integers(0, 3))
+@given(
+    size=st.integers(8, 12),
+    seed=st.integers(0, 5),
+    rounds=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), max_size=6),
+    carry=st.integers(0, 3),
+)
 def test_further_draws_of_a_step_never_repeat_a_prompt(size, seed, rounds, carry):
     sampler, had = make({"a": size, "b": size}, seed), []
     for counts in rounds:

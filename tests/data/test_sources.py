@@ -16,8 +16,10 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.types import Problem
 
 REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
-ROWS = [{"question": "1+1", "answer": 2, "level": "easy", "topic": "sums"},
-        {"question": "2*3", "answer": "6", "level": "hard", "topic": "products"}]
+ROWS = [
+    {"question": "1+1", "answer": 2, "level": "easy", "topic": "sums"},
+    {"question": "2*3", "answer": "6", "level": "hard", "topic": "products"},
+]
 
 
 def gym(**fields) -> DomainConfig:
@@ -26,8 +28,9 @@ def gym(**fields) -> DomainConfig:
 
 
 def file(path: Path, **fields) -> DomainConfig:
-    return DomainConfig(**{"name": "sums", "source": "file", "path": path, "rewards": REWARDS,
-                           **fields})
+    return DomainConfig(
+        **{"name": "sums", "source": "file", "path": path, "rewards": REWARDS, **fields}
+    )
 
 
 def write(tmp_path: Path, rows: list, suffix: str) -> Path:
@@ -48,13 +51,16 @@ def test_reasoning_gym_problems_follow_the_seed():
     assert load_problems(gym(arguments={**arguments, "seed": 1}), 9) == first
 
 
-@pytest.mark.parametrize(("fields", "words"), [
-    ({"dataset": "chain_sums"}, ["'chain_sums'", "did you mean 'chain_sum'"]),
-    ({"arguments": {"min_digit": 2}}, ["'min_digit'", "did you mean 'min_digits'"]),
-    ({"arguments": {"size": 2}}, ["num_problems"]),
-    ({"arguments": {"min_terms": 4, "max_terms": 2}}, ["refuses its arguments", "min_terms"]),
-    ({"prompt_field": "text"}, ["no field 'text'", "question"]),
-])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dataset": "chain_sums"}, ["'chain_sums'", "did you mean 'chain_sum'"]),
+        ({"arguments": {"min_digit": 2}}, ["'min_digit'", "did you mean 'min_digits'"]),
+        ({"arguments": {"size": 2}}, ["num_problems"]),
+        ({"arguments": {"min_terms": 4, "max_terms": 2}}, ["refuses its arguments", "min_terms"]),
+        ({"prompt_field": "text"}, ["no field 'text'", "question"]),
+    ],
+)
 def test_reasoning_gym_errors(fields, words):
     with pytest.raises(DataError) as caught:
         load_problems(gym(**fields), 0)
@@ -82,16 +88,19 @@ def test_the_answer_after_a_marker(tmp_path):
         load_problems(file(path, arguments={"answer_after": "@@"}), 0)
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    (b'{"question": "q", "answer": "a"}\n{"question": \n', [":2", "not a JSON object"]),
-    (b'{"question": "q", "answer": "a"}\n\n[1]\n', [":3", "JSON object", "list"]),
-    (b'{"question": "q", "anwser": "a"}\n', [":1", "did you mean 'anwser'"]),
-    (b'{"question": "q", "answer": null}\n', [":1", "'answer' is NoneType"]),
-    (b'{"question": "q", "answer": true}\n', ["'answer' is bool"]),
-    (b'{"question": " ", "answer": "a"}\n', [":1", "'question' is empty"]),
-    (b'{"question": "\xff", "answer": "a"}\n', [":1", "not a JSON object"]),
-    (b"", ["no problems", "empty"]),
-])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"question": "q", "answer": "a"}\n{"question": \n', [":2", "not a JSON object"]),
+        (b'{"question": "q", "answer": "a"}\n\n[1]\n', [":3", "JSON object", "list"]),
+        (b'{"question": "q", "anwser": "a"}\n', [":1", "did you mean 'anwser'"]),
+        (b'{"question": "q", "answer": null}\n', [":1", "'answer' is NoneType"]),
+        (b'{"question": "q", "answer": true}\n', ["'answer' is bool"]),
+        (b'{"question": " ", "answer": "a"}\n', [":1", "'question' is empty"]),
+        (b'{"question": "\xff", "answer": "a"}\n', [":1", "not a JSON object"]),
+        (b"", ["no problems", "empty"]),
+    ],
+)
 def test_bad_lines_are_named(tmp_path, content, words):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
@@ -123,29 +132,35 @@ def test_bad_files(tmp_path):
 PROBLEM = Problem("What is 37 + 48?", "85", {"expression": "37 + 48"})
 
 
-@pytest.mark.parametrize(("template", "text"), [
-    ("{question}", "What is 37 + 48?"),
-    ("{metadata[expression]} =", "37 + 48 ="),
-    ("{{x}} {question}\n{question}", "{x} What is 37 + 48?\nWhat is 37 + 48?"),
-])
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{question}", "What is 37 + 48?"),
+        ("{metadata[expression]} =", "37 + 48 ="),
+        ("{{x}} {question}\n{question}", "{x} What is 37 + 48?\nWhat is 37 + 48?"),
+    ],
+)
 def test_templates(template, text):
     assert PromptTemplate(template).render(PROBLEM.question, PROBLEM.metadata) == text
 
 
-@pytest.mark.parametrize(("template", "words"), [
-    ("{question} {answer}", "answer into the"),
-    ("{question} {metadata[Answer]}", "answer into the"),
-    ("{question} {metadata[solution]}", "answer into the"),
-    ("{question.upper}", "not supported"),
-    ("{question!r}", "not supported"),
-    ("{question:>9}", "not supported"),
-    ("{metadata}", "not supported"),
-    ("{metadata[a][b]}", "not supported"),
-    ("{}", "not supported"),
-    ("{prompt}", "not supported"),
-    ("{question", "literal braces"),
-    ("plain", "no field"),
-])
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{question} {answer}", "answer into the"),
+        ("{question} {metadata[Answer]}", "answer into the"),
+        ("{question} {metadata[solution]}", "answer into the"),
+        ("{question.upper}", "not supported"),
+        ("{question!r}", "not supported"),
+        ("{question:>9}", "not supported"),
+        ("{metadata}", "not supported"),
+        ("{metadata[a][b]}", "not supported"),
+        ("{}", "not supported"),
+        ("{prompt}", "not supported"),
+        ("{question", "literal braces"),
+        ("plain", "no field"),
+    ],
+)
 def test_templates_are_checked_before_any_problem_is_read(template, words):
     with pytest.raises(DataError, match=words):
         PromptTemplate(template)

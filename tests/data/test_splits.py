@@ -15,9 +15,13 @@ from tests.data.cases import prompt, prompts
 
 
 @settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=4), heldout=st.integers(0, 40),
-       validation=st.integers(0, 40), order=st.randoms(use_true_random=False),
-       repeat=st.integers(0, 3))
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    heldout=st.integers(0, 40),
+    validation=st.integers(0, 40),
+    order=st.randoms(use_true_random=False),
+    repeat=st.integers(0, 3),
+)
 def test_splits_are_exact_disjoint_and_complete(sizes, heldout, validation, order, repeat):
     population = [p for i, size in enumerate(sizes) for p in prompts(size, f"d{i}")]
     shuffled = population + population[:repeat]
@@ -27,22 +31,26 @@ def test_splits_are_exact_disjoint_and_complete(sizes, heldout, validation, orde
     except DataError:
         found = {f"d{i}": size for i, size in enumerate(sizes) if size}
         taken = [share(number, found) for number in (heldout, validation)] if found else []
-        assert not found or any(size <= sum(part[name] for part in taken)
-                                for name, size in found.items())
+        assert not found or any(
+            size <= sum(part[name] for part in taken) for name, size in found.items()
+        )
         return
     train = [p for members in splits.train.values() for p in members]
     texts = [{p.text for p in split} for split in (train, splits.validation, splits.heldout)]
     assert [len(t) for t in texts[1:]] == [validation, heldout]
     assert sum(map(len, texts)) == len(set.union(*texts)) == len({p.text for p in population})
     assert splits.num_duplicates == len(shuffled) - len({p.text for p in population})
-    again = make_splits(sorted(shuffled, key=lambda p: p.domain), num_heldout=heldout,
-                        num_validation=validation)
+    again = make_splits(
+        sorted(shuffled, key=lambda p: p.domain), num_heldout=heldout, num_validation=validation
+    )
     assert {p.text for p in again.heldout} == texts[2]
     assert dict(again.train) == dict(splits.train)
 
 
-@given(total=st.integers(0, 500),
-       sizes=st.dictionaries(st.text(max_size=2), st.integers(1, 99), min_size=1, max_size=6))
+@given(
+    total=st.integers(0, 500),
+    sizes=st.dictionaries(st.text(max_size=2), st.integers(1, 99), min_size=1, max_size=6),
+)
 def test_shares_sum_to_the_total_and_follow_the_sizes(total, sizes):
     parts = share(total, sizes)
     assert sum(parts.values()) == total
@@ -73,8 +81,13 @@ def test_too_few_problems_names_the_numbers_and_the_remedy(heldout, validation):
     with pytest.raises(DataError) as caught:
         make_splits(prompts(10), num_heldout=heldout, num_validation=validation)
     told = str(caught.value)
-    for word in ("'addition'", "10 distinct", f"{heldout} held-out", "num_problems",
-                 f"{validation} validation"):
+    for word in (
+        "'addition'",
+        "10 distinct",
+        f"{heldout} held-out",
+        "num_problems",
+        f"{validation} validation",
+    ):
         assert word in told
 
 

@@ -99,9 +99,14 @@ def test_directories_without_a_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(("table", "words"), [
-    ({"kind": "characters", "alphabet": "aba"}, "'a' more than once"),
-    ({"kind": "characters"}, "tokenizer.alphabet"), ({}, "tokenizer.kind")])
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"kind": "characters", "alphabet": "aba"}, "'a' more than once"),
+        ({"kind": "characters"}, "tokenizer.alphabet"),
+        ({}, "tokenizer.kind"),
+    ],
+)
 def test_presets_without_a_usable_tokenizer(tmp_path, table, words):
     with pytest.raises(DataError, match=words):
         write_tiny_model(tmp_path, replace(PRESET, tokenizer=table))

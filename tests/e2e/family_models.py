@@ -22,12 +22,18 @@ _ORIGINAL_POSITIONS = 64  # by YaRN's factor of 4: max_position_embeddings
 _MORE = {
     "qwen2_tied": families.MODELS["qwen2"] | {"tie_word_embeddings": True},
     # the latent sizes for which vLLM's CPU build has a kernel
-    "deepseek_v3_kernel": families.MODELS["deepseek_v3"] | {
-        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
+    "deepseek_v3_kernel": families.MODELS["deepseek_v3"]
+    | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
     # groups unlike DeepSeek-V3's 8 of which 4 are taken
-    "deepseek_v3_groups": families.MODELS["deepseek_v3"] | {
-        "n_routed_experts": 12, "n_group": 3, "topk_group": 1, "num_experts_per_tok": 3,
-        "first_k_dense_replace": 2, "n_shared_experts": 2},
+    "deepseek_v3_groups": families.MODELS["deepseek_v3"]
+    | {
+        "n_routed_experts": 12,
+        "n_group": 3,
+        "topk_group": 1,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 2,
+        "n_shared_experts": 2,
+    },
     "qwen3_moe_all_sparse": families.MODELS["qwen3_moe"] | {"num_experts": 8},
 }
 
@@ -47,8 +53,9 @@ def settings_of(name: str) -> dict:
     return hf
 
 
-def write_checkpoint(directory: Path, name: str, *, config_of_transformers: bool,
-                     seed: int = 0) -> None:
+def write_checkpoint(
+    directory: Path, name: str, *, config_of_transformers: bool, seed: int = 0
+) -> None:
     """Random weights, norms and selection biases, a tokenizer, and config.json: ours, or as
     transformers saves it."""
     import torch
@@ -62,8 +69,9 @@ def write_checkpoint(directory: Path, name: str, *, config_of_transformers: bool
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        biases = [buffer for key, buffer in model.named_buffers()
-                  if "e_score_correction_bias" in key]
+        biases = [
+            buffer for key, buffer in model.named_buffers() if "e_score_correction_bias" in key
+        ]
         for weight in [*model.parameters(), *biases]:
             if weight.dim() == 1:
                 weight.add_(torch.randn_like(weight) * 0.1)
@@ -88,8 +96,9 @@ def reference_model(checkpoint: Path):
     from transformers import AutoModelForCausalLM
 
     config = _config(json.loads((checkpoint / "config.json").read_text()))
-    return AutoModelForCausalLM.from_pretrained(checkpoint, config=config,
-                                                dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, config=config, dtype=torch.float32
+    ).eval()
 
 
 def differences(checkpoint: Path, step: Path) -> np.ndarray:
@@ -101,7 +110,7 @@ def differences(checkpoint: Path, step: Path) -> np.ndarray:
         prompt, (completion, logprobs) = table.prompt_ids(row), table.completion(row)
         ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
         with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt) - 1:-1]
-        expected = logits.log_softmax(-1).gather(-1, ids[0, len(prompt):, None])[:, 0]
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
         found.append(np.abs(expected.numpy() - logprobs))
     return np.concatenate(found)

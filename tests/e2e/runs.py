@@ -18,18 +18,29 @@ TIMEOUT_S = 300
 TIMED = ("time", "throughput", "trainer/peak", "canary/seconds")
 
 
-def command(*arguments: str, timeout_s: float = TIMEOUT_S,
-            environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+def command(
+    *arguments: str, timeout_s: float = TIMEOUT_S, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     """Run to the end."""
-    return subprocess.run([*COMMAND, *arguments], env=_environment() | (environment or {}),
-                          capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env=_environment() | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 def start(*arguments: str) -> subprocess.Popen:
     """Run in the background, in a process group of its own."""
-    return subprocess.Popen([*COMMAND, *arguments], env=_environment(), text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            start_new_session=True)
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=_environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -17,8 +17,11 @@ STEPS = ("num_steps=60", "checkpoint.interval=5")
 
 
 def last_checkpoint(run: Path) -> int:
-    names = [p.parent.name for p in (run / "checkpoints").glob("step_*/complete.json")
-             if p.parent.name[5:].isdigit()]
+    names = [
+        p.parent.name
+        for p in (run / "checkpoints").glob("step_*/complete.json")
+        if p.parent.name[5:].isdigit()
+    ]
     return max((int(name[5:]) for name in names), default=0)
 
 
@@ -30,8 +33,9 @@ def test_kill_9_at_random_moments(tmp_path):
     kills = num_runs = 0
     while kills < NUM_KILLS:  # a run may finish between two of them: then there is another run
         num_runs += 1
-        kills += killed_run(tmp_path / f"killed-{num_runs}", chance, NUM_KILLS - kills,
-                            tmp_path / "whole")
+        kills += killed_run(
+            tmp_path / f"killed-{num_runs}", chance, NUM_KILLS - kills, tmp_path / "whole"
+        )
     print(f"{kills} kills in {num_runs} runs")
 
 
@@ -56,7 +60,7 @@ def killed_run(run: Path, chance: random.Random, most: int, whole: Path) -> int:
         assert code != 0, output
         assert runs.no_survivors(run), runs.survivors(run)
         assert last_checkpoint(run) >= saved
-        assert runs.metrics(run)[:len(steps)] == steps
+        assert runs.metrics(run)[: len(steps)] == steps
         kills += 1
     done = runs.command("resume", str(run))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -25,18 +25,30 @@ LAYOUTS = {
 }
 CASES = [
     # config.json as released models have it, or as transformers 5 saves it
-    ("qwen2", "tp2", "ours"), ("qwen2_tied", "pp2", "transformers"),
-    ("qwen3", "pp2", "transformers"), ("qwen3_yarn", "tp2", "ours"),
-    ("llama", "tp2", "transformers"), ("llama_odd", "pp2", "ours"),
-    ("mistral", "tp2", "ours"), ("mistral", "pp2", "transformers"),
-    ("mixtral", "ep2", "ours"), ("mixtral", "tp2", "transformers"),
-    ("qwen3_moe_all_sparse", "pp2_ep2", "ours"), ("qwen3_moe_mixed", "tp2_etp1", "transformers"),
-    ("deepseek_v2", "tp2", "ours"), ("deepseek_v2_lite", "ep2", "transformers"),
-    ("deepseek_v3", "tp2", "transformers"), ("deepseek_v3_odd", "pp2", "ours"),
-    ("deepseek_v3_kernel", "ep2", "ours"), ("deepseek_v3_groups", "ep2", "transformers"),
-    ("kimi_k2", "ep2", "ours"), ("kimi_k2", "tp2", "transformers"),
-    ("moonlight", "tp2", "ours"), ("moonlight", "pp2_ep2", "transformers"),
-    ("glm4_moe", "tp2", "ours"), ("glm4_moe_air", "ep2", "transformers"),
+    ("qwen2", "tp2", "ours"),
+    ("qwen2_tied", "pp2", "transformers"),
+    ("qwen3", "pp2", "transformers"),
+    ("qwen3_yarn", "tp2", "ours"),
+    ("llama", "tp2", "transformers"),
+    ("llama_odd", "pp2", "ours"),
+    ("mistral", "tp2", "ours"),
+    ("mistral", "pp2", "transformers"),
+    ("mixtral", "ep2", "ours"),
+    ("mixtral", "tp2", "transformers"),
+    ("qwen3_moe_all_sparse", "pp2_ep2", "ours"),
+    ("qwen3_moe_mixed", "tp2_etp1", "transformers"),
+    ("deepseek_v2", "tp2", "ours"),
+    ("deepseek_v2_lite", "ep2", "transformers"),
+    ("deepseek_v3", "tp2", "transformers"),
+    ("deepseek_v3_odd", "pp2", "ours"),
+    ("deepseek_v3_kernel", "ep2", "ours"),
+    ("deepseek_v3_groups", "ep2", "transformers"),
+    ("kimi_k2", "ep2", "ours"),
+    ("kimi_k2", "tp2", "transformers"),
+    ("moonlight", "tp2", "ours"),
+    ("moonlight", "pp2_ep2", "transformers"),
+    ("glm4_moe", "tp2", "ours"),
+    ("glm4_moe_air", "ep2", "transformers"),
 ]
 
 
@@ -46,23 +58,39 @@ def test_the_engine_computes_what_transformers_does(tmp_path, name, layout, conf
     model, run = tmp_path / "model", tmp_path / "run"
     write_checkpoint(model, name, config_of_transformers=config_of == "transformers")
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(Path(runs.RECIPE).read_text().replace('preset = "tiny-qwen3-moe"',
-                                                            f'path = "{model}"'))
+    recipe.write_text(
+        Path(runs.RECIPE).read_text().replace('preset = "tiny-qwen3-moe"', f'path = "{model}"')
+    )
     num_ranks, sizes = LAYOUTS[layout]
     is_sparse = "num_experts_per_tok" in settings_of(name)
     done = runs.command(
-        "train", str(recipe), f"runs_dir={tmp_path}", "name=run", f"num_steps={LAST + 1}",
+        "train",
+        str(recipe),
+        f"runs_dir={tmp_path}",
+        "name=run",
+        f"num_steps={LAST + 1}",
         f"checkpoint.interval={LAST}",
-        f"trainer.num_ranks={num_ranks}", "trainer.expert_parallel_size=1",
-        *(f"trainer.{key}={size}" for key, size in sizes.items()), *(R3 if is_sparse else ()))
+        f"trainer.num_ranks={num_ranks}",
+        "trainer.expert_parallel_size=1",
+        *(f"trainer.{key}={size}" for key, size in sizes.items()),
+        *(R3 if is_sparse else ()),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     trained = tmp_path / "trained"
-    converted = runs.command("convert", "to-hf", str(run / f"checkpoints/step_{LAST:06}"),
-                             "--to", str(trained), "--no-probe")
+    converted = runs.command(
+        "convert",
+        "to-hf",
+        str(run / f"checkpoints/step_{LAST:06}"),
+        "--to",
+        str(trained),
+        "--no-probe",
+    )
     assert converted.returncode == 0, converted.stdout + converted.stderr
     errors = differences(trained, run / f"store/step_{LAST:06}")
-    print(f"{name} {layout} config.json: {config_of}, median {np.median(errors):.2g},",
-          f"{(errors > 1e-3).mean():.2%} of {len(errors)} tokens beyond 1e-3")
+    print(
+        f"{name} {layout} config.json: {config_of}, median {np.median(errors):.2g},",
+        f"{(errors > 1e-3).mean():.2%} of {len(errors)} tokens beyond 1e-3",
+    )
     assert np.median(errors) < 1e-5
     assert (errors > 1e-3).mean() <= 0.01
     if is_sparse:

@@ -59,8 +59,12 @@ def test_kill_9_at_random_moments(tmp_path):
         finished = stamps
     code, output = runs.finish(process)
     assert code == 0, output
-    assert finished.items() <= {path.parent.name: path.stat().st_mtime_ns
-                                for path in root.glob("*/result.json")}.items()
+    assert (
+        finished.items()
+        <= {
+            path.parent.name: path.stat().st_mtime_ns for path in root.glob("*/result.json")
+        }.items()
+    )
     assert (root / "soup/export/model.safetensors").exists()
     for name in ("left", "right"):
         assert [r["step"] for r in runs.metrics(root / name)] == list(range(24))

@@ -42,9 +42,15 @@ def inputs(tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", ["dense/qwen3-8b", "dense/qwen3-32b"])
 def test_a_dapo_recipe_trains_with_its_own_rewards(inputs, tmp_path, recipe):
-    done = runs.command("train", recipe, f"runs_dir={tmp_path}", "name=run",
-                        f"model.path={inputs / 'model'}", f"domains.0.path={inputs / 'math.jsonl'}",
-                        *SMALL)
+    done = runs.command(
+        "train",
+        recipe,
+        f"runs_dir={tmp_path}",
+        "name=run",
+        f"model.path={inputs / 'model'}",
+        f"domains.0.path={inputs / 'math.jsonl'}",
+        *SMALL,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     records = runs.metrics(tmp_path / "run")
     assert [record["step"] for record in records] == [0, 1]
@@ -56,8 +62,14 @@ def test_a_dapo_recipe_trains_with_its_own_rewards(inputs, tmp_path, recipe):
 def test_a_step_of_which_nothing_is_kept_is_told(inputs, tmp_path):
     """Dynamic sampling with a model that is never right: nothing is trained, and it says so."""
     dynamic = [text for text in SMALL if not text.startswith("sampling")]
-    done = runs.command("train", "dense/qwen3-8b", f"runs_dir={tmp_path}", "name=run",
-                        f"model.path={inputs / 'model'}", f"domains.0.path={inputs / 'math.jsonl'}",
-                        *dynamic)
+    done = runs.command(
+        "train",
+        "dense/qwen3-8b",
+        f"runs_dir={tmp_path}",
+        "name=run",
+        f"model.path={inputs / 'model'}",
+        f"domains.0.path={inputs / 'math.jsonl'}",
+        *dynamic,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 0: none of 72 groups was kept: nothing is trained" in done.stdout

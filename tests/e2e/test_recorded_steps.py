@@ -12,13 +12,28 @@ from tests.e2e import runs
 pytestmark = pytest.mark.engine
 
 LAYOUTS = [
-    pytest.param(("trainer.num_ranks=1", "trainer.expert_parallel_size=1",
-                  "trainer.max_tokens_per_microbatch=128"), id="one_rank",
-                 marks=pytest.mark.matrix),
-    pytest.param(("trainer.tensor_parallel_size=2", "trainer.expert_parallel_size=1"),
-                 id="tp2_sp", marks=pytest.mark.matrix),
-    pytest.param(("trainer.pipeline_parallel_size=2", "trainer.expert_parallel_size=1",
-                  "trainer.recompute=full"), id="pp2_recompute"),
+    pytest.param(
+        (
+            "trainer.num_ranks=1",
+            "trainer.expert_parallel_size=1",
+            "trainer.max_tokens_per_microbatch=128",
+        ),
+        id="one_rank",
+        marks=pytest.mark.matrix,
+    ),
+    pytest.param(
+        ("trainer.tensor_parallel_size=2", "trainer.expert_parallel_size=1"),
+        id="tp2_sp",
+        marks=pytest.mark.matrix,
+    ),
+    pytest.param(
+        (
+            "trainer.pipeline_parallel_size=2",
+            "trainer.expert_parallel_size=1",
+            "trainer.recompute=full",
+        ),
+        id="pp2_recompute",
+    ),
 ]
 
 
@@ -27,9 +42,17 @@ def noisy(tmp_path_factory) -> Path:
     """Router weights of the engine alone are wrong; routes are replayed; two updates a step."""
     root = tmp_path_factory.mktemp("runs")
     done = runs.command(
-        "train", runs.RECIPE, f"runs_dir={root}", "name=noisy", "num_steps=4",
-        "routing.replay=r3", "routing.on_missing=fail", "publish.canary=false",
-        "batch.updates_per_rollout=2", environment={"GRPO_MEGATRON_ENGINE_NOISE": "mlp.gate:0.02"})
+        "train",
+        runs.RECIPE,
+        f"runs_dir={root}",
+        "name=noisy",
+        "num_steps=4",
+        "routing.replay=r3",
+        "routing.on_missing=fail",
+        "publish.canary=false",
+        "batch.updates_per_rollout=2",
+        environment={"GRPO_MEGATRON_ENGINE_NOISE": "mlp.gate:0.02"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "noisy"
 
@@ -38,8 +61,10 @@ def test_the_routing_part_of_the_gap(noisy):
     """The gap is large, most of it is routing, and the parts add up."""
     done = runs.command("mismatch", f"{noisy}@2")
     assert done.returncode == 0, done.stdout + done.stderr
-    size = {m[1]: float(m[2]) for m in re.finditer(
-        r"^  (routing|rest|total) +\S+ +(\S+) +\S+$", done.stdout, re.M)}
+    size = {
+        m[1]: float(m[2])
+        for m in re.finditer(r"^  (routing|rest|total) +\S+ +(\S+) +\S+$", done.stdout, re.M)
+    }
     assert size["total"] > 1e-3
     assert size["routing"] > size["rest"]
     assert float(re.search(r"within (\S+)$", done.stdout, re.M)[1]) <= 1e-6
@@ -75,21 +100,24 @@ def test_a_recorded_step_is_reproduced_at_another_layout(noisy, layout):
 def test_the_first_step_is_computed_from_the_weights_that_the_run_was_given(noisy):
     """It has no checkpoint; another layout reproduces it."""
     assert not (noisy / "checkpoints" / "step_000000").exists()
-    done = runs.command("replay", f"{noisy}@0", "trainer.num_ranks=1",
-                        "trainer.expert_parallel_size=1")
+    done = runs.command(
+        "replay", f"{noisy}@0", "trainer.num_ranks=1", "trainer.expert_parallel_size=1"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the step is reproduced" in done.stdout
 
 
 def test_a_step_that_differs_is_told(noisy):
-    done = runs.command("replay", f"{noisy}@2", "objective.clip_high=1e-6",
-                        "objective.entropy_weight=0.1")
+    done = runs.command(
+        "replay", f"{noisy}@2", "objective.clip_high=1e-6", "objective.entropy_weight=0.1"
+    )
     assert done.returncode == 7
     assert "loss/value was" in done.stderr
 
 
-@pytest.mark.parametrize(("target", "says"), [
-    ("@99", "these can: 0, 1, 2, 3"), ("@x", "not a step number")])
+@pytest.mark.parametrize(
+    ("target", "says"), [("@99", "these can: 0, 1, 2, 3"), ("@x", "not a step number")]
+)
 def test_bad_targets(noisy, target, says):
     done = runs.command("replay", f"{noisy}{target}")
     assert done.returncode != 0

@@ -15,11 +15,26 @@ from tests.e2e import runs
 pytestmark = pytest.mark.engine
 
 PER_STEP = (
-    "reward/mean", "reward/vowels/mean", "reward/exact_match/mean", "advantage/mean",
-    "advantage/std", "clip/low_fraction", "clip/high_fraction", "mismatch/k3",
-    "mismatch/abs_max", "policy/entropy", "grad/norm", "response/length_mean",
-    "throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s", "time/rollout_s",
-    "time/reward_s", "time/train_s", "time/publish_s", "policy/version", "policy/staleness",
+    "reward/mean",
+    "reward/vowels/mean",
+    "reward/exact_match/mean",
+    "advantage/mean",
+    "advantage/std",
+    "clip/low_fraction",
+    "clip/high_fraction",
+    "mismatch/k3",
+    "mismatch/abs_max",
+    "policy/entropy",
+    "grad/norm",
+    "response/length_mean",
+    "throughput/rollout_tokens_per_s",
+    "throughput/train_tokens_per_s",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/train_s",
+    "time/publish_s",
+    "policy/version",
+    "policy/staleness",
 )
 
 
@@ -51,7 +66,9 @@ def test_what_a_run_leaves_behind(whole):
     assert runs.no_survivors(whole)
     assert (whole / "config.json").exists()
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == [
-        "step_000004", "step_000006"]  # two are kept
+        "step_000004",
+        "step_000006",
+    ]  # two are kept
     sample = json.loads((whole / "samples/step_000000.jsonl").read_text().splitlines()[0])
     assert sample["rank"] == "best" and set(sample["components"]) == {"vowels", "exact_match"}
     assert not list(whole.rglob("*.tmp"))
@@ -98,8 +115,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole):
 def test_a_killed_controller_loses_no_recorded_step(whole):
     """Steps after the checkpoint are trained from the store, not sampled again."""
     root, run = whole.parent, whole.parent / "killed"
-    process = runs.start("train", runs.RECIPE, f"runs_dir={root}", "name=killed",
-                         "checkpoint.interval=2", "rollout.deterministic=false")
+    process = runs.start(
+        "train",
+        runs.RECIPE,
+        f"runs_dir={root}",
+        "name=killed",
+        "checkpoint.interval=2",
+        "rollout.deterministic=false",
+    )
     runs.wait_for_steps(run, 3, process)
     runs.kill(runs.role_pid(run, "controller"))
     code, output = runs.finish(process)
@@ -135,12 +158,23 @@ def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path, pause):
     truncated sampling, guided retries, two updates per rollout, offline wandb, TensorBoard."""
     from tests.telemetry.wandb_reader import read_offline_wandb
 
-    done = runs.command("train", runs.RECIPE, f"runs_dir={tmp_path}", "batch.max_staleness=1",
-                        "batch.updates_per_rollout=2", "rollout.deterministic=false",
-                        "rollout.num_replicas=2", "objective.preset=grpo",
-                        "correction.cue= No! ", "correction.answer_cue= No, {answer}! ",
-                        f"publish.pause={pause}", "rollout.segment_tokens=4", "rollout.top_p=0.9",
-                        "telemetry.wandb=offline", "telemetry.tensorboard=true")
+    done = runs.command(
+        "train",
+        runs.RECIPE,
+        f"runs_dir={tmp_path}",
+        "batch.max_staleness=1",
+        "batch.updates_per_rollout=2",
+        "rollout.deterministic=false",
+        "rollout.num_replicas=2",
+        "objective.preset=grpo",
+        "correction.cue= No! ",
+        "correction.answer_cue= No, {answer}! ",
+        f"publish.pause={pause}",
+        "rollout.segment_tokens=4",
+        "rollout.top_p=0.9",
+        "telemetry.wandb=offline",
+        "telemetry.tensorboard=true",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     records = runs.metrics(tmp_path / "short")
     assert [r["policy/staleness"] for r in records] == [0, 1, 1, 1, 1, 1]
@@ -156,8 +190,14 @@ def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path, pause):
 
 def test_an_engine_that_computes_something_else_trains_nothing(tmp_path):
     """Its samples are kept aside; without the fault, `resume` goes on from the start."""
-    done = runs.command("train", runs.RECIPE, f"runs_dir={tmp_path}", "name=wrong", "num_steps=2",
-                        environment={"GRPO_MEGATRON_ENGINE_NOISE": "mlp.gate:0.02"})
+    done = runs.command(
+        "train",
+        runs.RECIPE,
+        f"runs_dir={tmp_path}",
+        "name=wrong",
+        "num_steps=2",
+        environment={"GRPO_MEGATRON_ENGINE_NOISE": "mlp.gate:0.02"},
+    )
     run, said = tmp_path / "wrong", done.stdout + done.stderr
     assert done.returncode == 7 and "step 0, rollout-0 and the trainer disagree" in said, said
     assert runs.metrics(run) == [] and runs.no_survivors(run)
@@ -167,9 +207,13 @@ def test_an_engine_that_computes_something_else_trains_nothing(tmp_path):
     assert [record["step"] for record in runs.metrics(run)] == [0, 1]
 
 
-@pytest.mark.parametrize(("role", "code", "message"), [
-    ("rollout-0", 5, "rollout-0"),
-    pytest.param("trainer-1", 6, "trainer-1 ended with exit code 137", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    ("role", "code", "message"),
+    [
+        ("rollout-0", 5, "rollout-0"),
+        pytest.param("trainer-1", 6, "trainer-1 ended with exit code 137", marks=pytest.mark.chaos),
+    ],
+)
 def test_a_dead_process_ends_the_run(tmp_path, role, code, message):
     process = runs.start("train", runs.RECIPE, f"runs_dir={tmp_path}", "num_steps=5000")
     run = tmp_path / "short"
@@ -183,8 +227,9 @@ def test_a_dead_process_ends_the_run(tmp_path, role, code, message):
 
 def test_a_dead_replica_is_named_and_the_run_goes_on(tmp_path):
     run = tmp_path / "short"
-    process = runs.start("train", runs.RECIPE, f"runs_dir={tmp_path}", "num_steps=5000",
-                         "rollout.num_replicas=2")
+    process = runs.start(
+        "train", runs.RECIPE, f"runs_dir={tmp_path}", "num_steps=5000", "rollout.num_replicas=2"
+    )
     runs.wait_for_steps(run, 2, process)
     runs.kill(runs.role_pid(run, "rollout-1"))
     runs.wait_for_steps(run, len(runs.metrics(run)) + 4, process)

@@ -57,8 +57,13 @@ export = "last"
 def test_a_graph(tmp_path):
     file = tmp_path / "graph.toml"
     text = GRAPH.format(root=tmp_path, recipe=runs.RECIPE)
-    file.write_text(text.replace('export = "last"', 'export = "soup"\ndtype = "bfloat16"\n'
-                                 'gates = ["no domain drops more than 1 against last"]'))
+    file.write_text(
+        text.replace(
+            'export = "last"',
+            'export = "soup"\ndtype = "bfloat16"\n'
+            'gates = ["no domain drops more than 1 against last"]',
+        )
+    )
     done = runs.command("stages", "run", str(file), timeout_s=1200)
     said = done.stdout + done.stderr
     assert done.returncode == 11, said  # the last gate cannot be met
@@ -71,14 +76,18 @@ def test_a_graph(tmp_path):
     assert len(losses) == 2
     kls = [record["distillation/kl"] for record in runs.metrics(root / "distilled")]
     assert len(kls) == 2 and all(kl > 0 for kl in kls)
-    tensors = [load_file(root / name / "export" / "model.safetensors")
-               for name in ("base", "distilled", "soup")]
+    tensors = [
+        load_file(root / name / "export" / "model.safetensors")
+        for name in ("base", "distilled", "soup")
+    ]
     for name, mean in tensors[2].items():
         assert (0.25 * tensors[0][name] + 0.75 * tensors[1][name] - mean).abs().max() < 1e-6
     assert "never: not run, because of last" in said
     assert not (root / "never").exists()
-    stamps = {name: (root / name / "result.json").stat().st_mtime_ns
-              for name in ("base", "sampled", "again", "distilled", "soup")}
+    stamps = {
+        name: (root / name / "result.json").stat().st_mtime_ns
+        for name in ("base", "sampled", "again", "distilled", "soup")
+    }
     again = runs.command("stages", "run", str(file), "--only", "distilled")
     assert again.returncode == 0 and "done and unchanged" in again.stdout
     assert stamps == {name: (root / name / "result.json").stat().st_mtime_ns for name in stamps}

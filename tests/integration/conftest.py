@@ -40,9 +40,11 @@ class Servers:
 @pytest.fixture(scope="package")
 def checkpoints(tmp_path_factory) -> Checkpoints:
     root = tmp_path_factory.mktemp("checkpoints")
-    return Checkpoints(make_checkpoint(root / "dense", moe=False, seed=5),
-                       make_checkpoint(root / "moe", moe=True, seed=6),
-                       make_checkpoint(root / "other", moe=True, seed=7))
+    return Checkpoints(
+        make_checkpoint(root / "dense", moe=False, seed=5),
+        make_checkpoint(root / "moe", moe=True, seed=6),
+        make_checkpoint(root / "other", moe=True, seed=7),
+    )
 
 
 @pytest.fixture(scope="package")
@@ -79,13 +81,21 @@ class GroupLink:
     async def run(self, case: str, **arguments: Any) -> Any:
         async with self._lock:
             return await asyncio.to_thread(
-                self._group.run, f"tests.integration.trainer_side:{case}", **arguments)
+                self._group.run, f"tests.integration.trainer_side:{case}", **arguments
+            )
 
 
 @asynccontextmanager
-async def publishing(group: WorkerGroup, checkpoint: Path, servers: list[Server], run_dir: Path, *,
-                     layout: dict[str, Any] | None = None, publish: dict[str, Any] | None = None,
-                     temperature: float = 1.0):
+async def publishing(
+    group: WorkerGroup,
+    checkpoint: Path,
+    servers: list[Server],
+    run_dir: Path,
+    *,
+    layout: dict[str, Any] | None = None,
+    publish: dict[str, Any] | None = None,
+    temperature: float = 1.0,
+):
     """A trainer that holds `checkpoint`, and the controller's publisher to `servers`."""
     config = trainer_config(group.world_size, layout or {}, publish or {}, temperature)
     link = GroupLink(group)
@@ -98,14 +108,22 @@ async def publishing(group: WorkerGroup, checkpoint: Path, servers: list[Server]
             await client.close()
 
 
-def trainer_config(num_ranks: int, layout: dict[str, Any], publish: dict[str, Any],
-                   temperature: float) -> RunConfig:
+def trainer_config(
+    num_ranks: int, layout: dict[str, Any], publish: dict[str, Any], temperature: float
+) -> RunConfig:
     values = make_config(temperature=temperature).model_dump(exclude_unset=True)
-    return RunConfig.model_validate(values | {
-        "trainer": {"num_ranks": num_ranks, "precision": "float32", "num_threads": 1,
-                    "max_tokens_per_microbatch": 256} | layout,
-        "optimizer": {"lr": 1e-2},
-        "objective": {"preset": "grpo"},
-        "publish": {"canary_tolerance": TOLERANCE} | publish,
-    })
-
+    return RunConfig.model_validate(
+        values
+        | {
+            "trainer": {
+                "num_ranks": num_ranks,
+                "precision": "float32",
+                "num_threads": 1,
+                "max_tokens_per_microbatch": 256,
+            }
+            | layout,
+            "optimizer": {"lr": 1e-2},
+            "objective": {"preset": "grpo"},
+            "publish": {"canary_tolerance": TOLERANCE} | publish,
+        }
+    )

@@ -14,8 +14,12 @@ from tests.trainer.models import write_samples
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-LAYOUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "expert_parallel_size": 2,
-          "expert_tensor_parallel_size": 1}
+LAYOUT = {
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+    "expert_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
 
 
 def test_vllm_loads_the_export_of_a_trained_model(checkpoints, world1, world4, tmp_path):
@@ -26,8 +30,13 @@ def test_vllm_loads_the_export_of_a_trained_model(checkpoints, world1, world4, t
 
     async def trained() -> None:
         nonlocal server
-        async with publishing(world4, checkpoints.moe, [], tmp_path, layout=LAYOUT,
-                              ) as (publisher, trainer, _):
+        async with publishing(
+            world4,
+            checkpoints.moe,
+            [],
+            tmp_path,
+            layout=LAYOUT,
+        ) as (publisher, trainer, _):
             await trainer.call("train", directory=samples, first_update=0, num_updates=1, state={})
             found = await trainer.call("export", directory=str(exported))
             assert found["bytes"] > 0

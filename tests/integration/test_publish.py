@@ -21,8 +21,10 @@ from tests.trainer.models import write_samples
 LAYOUTS = {"world1": {}, "world4": {"pipeline_parallel_size": 2, "expert_parallel_size": 2}}
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-PROMPTS = [Prompt(f"p{i}", "d", "", tuple((7 * j + i) % 256 for j in range(3, 9 + 8 * i)), "")
-           for i in range(4)]
+PROMPTS = [
+    Prompt(f"p{i}", "d", "", tuple((7 * j + i) % 256 for j in range(3, 9 + 8 * i)), "")
+    for i in range(4)
+]
 
 
 async def assert_agree(publisher: Publisher) -> None:
@@ -43,19 +45,26 @@ def training_samples(tmp_path_factory) -> str:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_logprobs_are_the_engines_before_and_after_training(
-        servers, checkpoints, world1, training_samples, tmp_path, kind, temperature):
+    servers, checkpoints, world1, training_samples, tmp_path, kind, temperature
+):
     async def run():
-        async with publishing(world1, getattr(checkpoints, kind), [getattr(servers, kind)],
-                              tmp_path, temperature=temperature) as (publisher, trainer, clients):
+        async with publishing(
+            world1,
+            getattr(checkpoints, kind),
+            [getattr(servers, kind)],
+            tmp_path,
+            temperature=temperature,
+        ) as (publisher, trainer, clients):
             await publisher.publish(1)
             await assert_agree(publisher)
             for step in range(2):
-                await trainer.call("train", directory=training_samples, first_update=step,
-                                   num_updates=2, state={})
+                await trainer.call(
+                    "train", directory=training_samples, first_update=step, num_updates=2, state={}
+                )
             await assert_differ(publisher)
             await publisher.publish(2)
             await assert_agree(publisher)
-            completion, = await clients[0].generate(PROMPTS[0].token_ids, max_tokens=4)
+            (completion,) = await clients[0].generate(PROMPTS[0].token_ids, max_tokens=4)
             assert [span.version for span in completion.versions] == [2]
 
     asyncio.run(run())
@@ -63,27 +72,33 @@ def test_logprobs_are_the_engines_before_and_after_training(
 
 @pytest.mark.parametrize("pause", ["wait", "abort", "keep"])
 def test_engines_that_rest_answer_with_the_weights_that_come(
-        servers, checkpoints, world1, training_samples, tmp_path, pause):
+    servers, checkpoints, world1, training_samples, tmp_path, pause
+):
     """They take requests, and every token is the new weights': by its span and its log-prob."""
+
     async def run():
-        async with publishing(world1, checkpoints.moe, [servers.moe], tmp_path,
-                              publish={"pause": pause}) as (publisher, trainer, clients):
+        async with publishing(
+            world1, checkpoints.moe, [servers.moe], tmp_path, publish={"pause": pause}
+        ) as (publisher, trainer, clients):
             await publisher.publish(1)
             assert not publisher.resting
             await publisher.make_room()
             assert publisher.resting
-            asked = asyncio.gather(*(clients[0].generate(prompt.token_ids, max_tokens=8)
-                                     for prompt in PROMPTS))
-            await trainer.call("train", directory=training_samples, first_update=0, num_updates=1,
-                               state={})
+            asked = asyncio.gather(
+                *(clients[0].generate(prompt.token_ids, max_tokens=8) for prompt in PROMPTS)
+            )
+            await trainer.call(
+                "train", directory=training_samples, first_update=0, num_updates=1, state={}
+            )
             assert not asked.done()
             await publisher.publish(2)
             assert not publisher.resting
-            completions = [completion for completion, in await asked]
+            completions = [completion for (completion,) in await asked]
             assert {span.version for c in completions for span in c.versions} == {2}
             directory = tmp_path / "asked"
-            record_completions(directory, [
-                (0, p, c) for p, c in zip(PROMPTS, completions, strict=True)])
+            record_completions(
+                directory, [(0, p, c) for p, c in zip(PROMPTS, completions, strict=True)]
+            )
             found = await trainer.call("compare", directory=str(directory))
             assert not found["problem"] and 0 < found["canary/abs_max"] <= TOLERANCE
 
@@ -92,9 +107,11 @@ def test_engines_that_rest_answer_with_the_weights_that_come(
 
 def test_another_temperature_is_noticed(servers, checkpoints, world1, tmp_path):
     """The comparison above would be empty if it could not tell temperatures apart."""
+
     async def run():
-        async with publishing(world1, checkpoints.dense, [servers.dense], tmp_path,
-                              temperature=0.7) as (publisher, _, _):
+        async with publishing(
+            world1, checkpoints.dense, [servers.dense], tmp_path, temperature=0.7
+        ) as (publisher, _, _):
             await publisher.publish(1)
             rollout = publisher.config.rollout.model_copy(update={"temperature": 1.0})
             publisher.config = publisher.config.model_copy(update={"rollout": rollout})
@@ -104,28 +121,39 @@ def test_another_temperature_is_noticed(servers, checkpoints, world1, tmp_path):
 
 
 def test_tensor_pipeline_and_expert_parallel_trainer_to_tp1_and_tp2(
-        servers, checkpoints, world4, training_samples, tmp_path):
-    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "expert_parallel_size": 2,
-              "expert_tensor_parallel_size": 1}
+    servers, checkpoints, world4, training_samples, tmp_path
+):
+    layout = {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "expert_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
 
     async def run():
-        async with publishing(world4, checkpoints.moe, [servers.moe, servers.moe_tp2], tmp_path,
-                              layout=layout) as (publisher, trainer, clients):
+        async with publishing(
+            world4, checkpoints.moe, [servers.moe, servers.moe_tp2], tmp_path, layout=layout
+        ) as (publisher, trainer, clients):
             await publisher.publish(1)
             await assert_agree(publisher)
             first = [await client.weight_checksums() for client in clients]
-            reports = [report for client in clients for report in
-                       await client.call_workers("update_report")]
+            reports = [
+                report
+                for client in clients
+                for report in await client.call_workers("update_report")
+            ]
             assert len(reports) == 3  # one worker and two
             assert reports[0]["digests"] and not reports[0]["failure"]
             assert all(report == reports[0] for report in reports)
-            await trainer.call("train", directory=training_samples, first_update=0, num_updates=1,
-                               state={})
+            await trainer.call(
+                "train", directory=training_samples, first_update=0, num_updates=1, state={}
+            )
             await publisher.publish(2)
             await assert_agree(publisher)
             second = [await client.weight_checksums() for client in clients]
-        async with publishing(world4, checkpoints.moe, [servers.moe, servers.moe_tp2], tmp_path,
-                              layout=layout) as (publisher, _, clients):
+        async with publishing(
+            world4, checkpoints.moe, [servers.moe, servers.moe_tp2], tmp_path, layout=layout
+        ) as (publisher, _, clients):
             await publisher.publish(3)
             third = [await client.weight_checksums() for client in clients]
         for before, changed, restored in zip(first, second, third, strict=True):
@@ -141,9 +169,13 @@ def test_tensor_pipeline_and_expert_parallel_trainer_to_tp1_and_tp2(
 
 def test_two_senders_of_two_stages(servers, checkpoints, world4, tmp_path):
     """What a sender holds leaves from it; experts of the other ranks travel to one first."""
+
     async def run():
         async with publishing(
-            world4, checkpoints.moe, [servers.moe], tmp_path,
+            world4,
+            checkpoints.moe,
+            [servers.moe],
+            tmp_path,
             layout={"pipeline_parallel_size": 2, "expert_parallel_size": 2},
             publish={"num_senders": 2, "bucket_mib": 1},
         ) as (publisher, trainer, _):
@@ -163,8 +195,12 @@ def test_two_senders_of_two_stages(servers, checkpoints, world4, tmp_path):
 
 def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1, tmp_path):
     async def run():
-        async with publishing(world1, checkpoints.moe, [servers.moe], tmp_path,
-                              ) as (publisher, trainer, clients):
+        async with publishing(
+            world1,
+            checkpoints.moe,
+            [servers.moe],
+            tmp_path,
+        ) as (publisher, trainer, clients):
             await publisher.publish(1)
             await trainer.run("flip_a_bit", sender=0)
             with pytest.raises(MismatchError, match=r"1 of .* tensors reached worker 0 of moe"):
@@ -178,11 +214,17 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("world", "left"), [
-    ("world1", "moe"), ("world1", "moe_tp2"),
-    pytest.param("world4", "moe", marks=pytest.mark.matrix)])
-def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, checkpoints, world,
-                                                           left, tmp_path):
+@pytest.mark.parametrize(
+    ("world", "left"),
+    [
+        ("world1", "moe"),
+        ("world1", "moe_tp2"),
+        pytest.param("world4", "moe", marks=pytest.mark.matrix),
+    ],
+)
+def test_an_engine_that_dies_during_a_publish_costs_no_run(
+    request, servers, checkpoints, world, left, tmp_path
+):
     """The trainer survives, and the engine that is left, which has a part of it, gets it whole.
 
     So do requests for these weights: those of the dead engine go to the other, which is paused."""
@@ -190,9 +232,13 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, che
     victim = Server.start("victim", checkpoints.moe, tmp_path, **DUMMY)
 
     async def run():
-        async with publishing(request.getfixturevalue(world), checkpoints.moe,
-                              [victim, survivor], tmp_path, layout=LAYOUTS[world],
-                              ) as (publisher, trainer, clients):
+        async with publishing(
+            request.getfixturevalue(world),
+            checkpoints.moe,
+            [victim, survivor],
+            tmp_path,
+            layout=LAYOUTS[world],
+        ) as (publisher, trainer, clients):
             await publisher.publish(1)
             control = clients[0].control
 
@@ -204,14 +250,24 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, che
             clients[0].control = dying
             await trainer.run("slow_down", seconds=0.2)
             await publisher.make_room()
-            asked = asyncio.gather(*(publisher.engines.call(
-                lambda replica: replica.client.generate(PROMPTS[0].token_ids, max_tokens=8),
-                first=replica) for replica in publisher.engines.replicas))
+            asked = asyncio.gather(
+                *(
+                    publisher.engines.call(
+                        lambda replica: replica.client.generate(PROMPTS[0].token_ids, max_tokens=8),
+                        first=replica,
+                    )
+                    for replica in publisher.engines.replicas
+                )
+            )
             await publisher.publish(2)
             answers = await asyncio.wait_for(asked, 60)
             assert [replica.client.name for _, replica in answers] == [survivor.name] * 2
-            assert {span.version for completions, _ in answers
-                    for completion in completions for span in completion.versions} == {2}
+            assert {
+                span.version
+                for completions, _ in answers
+                for completion in completions
+                for span in completion.versions
+            } == {2}
             assert [r.client.name for r in publisher.engines.alive] == [survivor.name]
             assert publisher.version == 2
             await assert_agree(publisher)
@@ -227,10 +283,15 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(request, servers, che
 
 @pytest.mark.parametrize("name", ["mlp.gate.weight", "layers.1.self_attn.q_proj.weight"])
 def test_noise_after_loading_is_caught_by_the_canary_only(
-        servers, checkpoints, world1, tmp_path, name):
+    servers, checkpoints, world1, tmp_path, name
+):
     async def run():
-        async with publishing(world1, checkpoints.moe, [servers.moe, servers.moe_tp2], tmp_path,
-                              ) as (publisher, _, clients):
+        async with publishing(
+            world1,
+            checkpoints.moe,
+            [servers.moe, servers.moe_tp2],
+            tmp_path,
+        ) as (publisher, _, clients):
             await clients[1].call_workers("sabotage_next_update", noise=f"{name}:0.05")
             await publisher.publish(1)  # digests agree
             with pytest.raises(MismatchError, match="weight version 1: moe-tp2 and the trainer"):
@@ -244,13 +305,19 @@ def test_noise_after_loading_is_caught_by_the_canary_only(
 @pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}])
 def test_publishing_through_a_file(servers, checkpoints, world1, world4, tmp_path, layout):
     """Also into a server that was started with dummy weights."""
+
     async def run():
-        async with publishing(world4 if layout else world1, checkpoints.other_moe,
-                              [servers.moe, servers.moe_tp2], tmp_path, layout=layout,
-                              publish={"method": "file"}) as (publisher, _, clients):
+        async with publishing(
+            world4 if layout else world1,
+            checkpoints.other_moe,
+            [servers.moe, servers.moe_tp2],
+            tmp_path,
+            layout=layout,
+            publish={"method": "file"},
+        ) as (publisher, _, clients):
             await publisher.publish(9)
             await assert_agree(publisher)
-            completion, = await clients[0].generate(PROMPTS[0].token_ids, max_tokens=4)
+            (completion,) = await clients[0].generate(PROMPTS[0].token_ids, max_tokens=4)
             assert [span.version for span in completion.versions] == [9]
 
     asyncio.run(run())

@@ -32,8 +32,10 @@ def models(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     wide = {"intermediate_size": 4096, "num_key_value_heads": 4}
     experts = {"num_hidden_layers": 2, "moe_intermediate_size": 2048}
-    return {"dense": write_model(root / "dense", DENSE | wide, 1),
-            "moe": write_model(root / "moe", MOE | experts, 2)}
+    return {
+        "dense": write_model(root / "dense", DENSE | wide, 1),
+        "moe": write_model(root / "moe", MOE | experts, 2),
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -48,8 +50,9 @@ def test_everything_arrives_from_two_senders(request, models, layout):
     received: dict[str, torch.Tensor] = {}
 
     def receive() -> dict[str, str]:
-        receiver = WeightReceiver([(h, p) for h, p in opened["senders"]], rank=1, world_size=2,
-                                  timeout_s=60)
+        receiver = WeightReceiver(
+            [(h, p) for h, p in opened["senders"]], rank=1, world_size=2, timeout_s=60
+        )
         return receiver.receive(plan, received.update, publish=3)
 
     with ThreadPoolExecutor(1) as pool:

@@ -16,8 +16,12 @@ from tests.integration.test_publish import PROMPTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-TRUNCATIONS = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2},
-               {"top_k": 12, "top_p": 0.9, "min_p": 0.05, "segment_tokens": 5}]
+TRUNCATIONS = [
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.2},
+    {"top_k": 12, "top_p": 0.9, "min_p": 0.05, "segment_tokens": 5},
+]
 
 
 def truncating(config: RunConfig, **settings) -> RunConfig:
@@ -26,14 +30,16 @@ def truncating(config: RunConfig, **settings) -> RunConfig:
 
 def test_the_trainers_logprobs_are_the_engines(servers, checkpoints, world1, tmp_path):
     async def run():
-        async with publishing(world1, checkpoints.moe, [servers.moe], tmp_path,
-                              temperature=0.7) as (publisher, trainer, clients):
+        async with publishing(
+            world1, checkpoints.moe, [servers.moe], tmp_path, temperature=0.7
+        ) as (publisher, trainer, clients):
             await publisher.publish(1)
             for settings in TRUNCATIONS:
                 worker = RolloutWorker(truncating(publisher.config, **settings), publisher.engines)
                 rollouts, plain = await asyncio.gather(  # one wants no log-probs but the sampled
                     worker.rollouts(0, PROMPTS, num_samples=6),
-                    clients[0].generate(PROMPTS[0].token_ids, n=4, max_tokens=40))
+                    clients[0].generate(PROMPTS[0].token_ids, n=4, max_tokens=40),
+                )
                 assert {len(completion.logprobs) for completion in plain} == {40}
                 pairs = [(g.prompt, c) for g in rollouts for c in g.completions]
                 sizes = np.concatenate([c.kept.sizes for _, c in pairs])
@@ -42,8 +48,10 @@ def test_the_trainers_logprobs_are_the_engines(servers, checkpoints, world1, tmp
                 record_completions(tmp_path / "truncated", [(0, *pair) for pair in pairs])
                 found = await trainer.call("compare", directory=str(tmp_path / "truncated"))
                 assert not found["problem"] and found["canary/abs_max"] < TOLERANCE
-                record_completions(tmp_path / "without",
-                                   [(0, prompt, replace(c, kept=None)) for prompt, c in pairs])
+                record_completions(
+                    tmp_path / "without",
+                    [(0, prompt, replace(c, kept=None)) for prompt, c in pairs],
+                )
                 without = await trainer.call("compare", directory=str(tmp_path / "without"))
                 assert f"of {len(sizes)} tokens," in without["problem"]
                 assert without["canary/abs_mean"] > 0.05

@@ -54,6 +54,7 @@ def flip_a_bit(sender: int) -> None:
         data[5] ^= 1
         mine._pack = pack
         return data
+
     mine._pack = corrupt
 
 
@@ -68,5 +69,8 @@ def slow_down(seconds: float) -> None:
 def routes() -> list[tuple[str, int, tuple[int, ...]]]:
     """Of every Megatron tensor in sending order: name, the rank that sends, ranks that hold."""
     publisher = _service.publisher
-    return [(entry.parameter.name, sender, entry.holders)
-            for sender, part in publisher.parts.items() for entry in part]
+    return [
+        (entry.parameter.name, sender, entry.holders)
+        for sender, part in publisher.parts.items()
+        for entry in part
+    ]

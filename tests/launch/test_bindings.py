@@ -12,8 +12,13 @@ from grpo_megatron.launch import slurm
 
 RECIPE = "demo/gspo-moe-cpu"
 REWARD = "domains.0.rewards.0.function="
-FROM_FILE = ["domains.0.source=file", "domains.0.path=rows.jsonl", "domains.0.dataset=null",
-             "domains.0.arguments={}", "domains.0.template={question}"]
+FROM_FILE = [
+    "domains.0.source=file",
+    "domains.0.path=rows.jsonl",
+    "domains.0.dataset=null",
+    "domains.0.arguments={}",
+    "domains.0.template={question}",
+]
 GRAPH = """
 name = "one-stage"
 [stages.only]
@@ -43,11 +48,14 @@ def submit(reward, *flags):
     return main(["submit", RECIPE, "--site", "bare", f"{REWARD}{reward}", *flags])
 
 
-@pytest.mark.parametrize(("reward", "words"), [
-    ("not_here:reward", "no module 'not_here'"),
-    ("grpo_megatron.rewards.functions:exact_mach", "did you mean 'exact_match'"),
-    ("grpo_megatron.rewards.functions:soft_overlong", "missing a required"),
-])
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("not_here:reward", "no module 'not_here'"),
+        ("grpo_megatron.rewards.functions:exact_mach", "did you mean 'exact_match'"),
+        ("grpo_megatron.rewards.functions:soft_overlong", "missing a required"),
+    ],
+)
 def test_a_reward_that_cannot_be_called_is_not_queued(queued, capsys, reward, words):
     assert submit(reward) == 10
     said = capsys.readouterr().err
@@ -80,17 +88,21 @@ def test_a_graph_whose_stage_has_a_wrong_reward_queues_nothing(queued, tmp_path,
 
 
 @pytest.mark.parametrize("command", ["train", "submit"])
-@pytest.mark.parametrize(("settings", "words", "code"), [
-    ([f"{REWARD}not_here:reward"], "no module 'not_here'", 10),
-    (["domains.0.dataset=basic_arithmetik"], "basic_arithmetic", 4),
-    (["domains.0.arguments.min_trems=2"], "min_terms", 4),
-    (["domains.0.template={metadata[expresion]} ="], "expression", 4),
-    ([*FROM_FILE, "domains.0.prompt_field=qestion"], "question", 4),
-    ([*FROM_FILE, "domains.0.template={metadata[level]}: {question}"], "has no metadata", 4),
-    ([*FROM_FILE, "domains.0.arguments.answer_afer=####"], "answer_after", 4),
-])
-def test_nothing_starts_with_what_cannot_be_read(queued, tmp_path, capsys, command, settings,
-                                                 words, code):
+@pytest.mark.parametrize(
+    ("settings", "words", "code"),
+    [
+        ([f"{REWARD}not_here:reward"], "no module 'not_here'", 10),
+        (["domains.0.dataset=basic_arithmetik"], "basic_arithmetic", 4),
+        (["domains.0.arguments.min_trems=2"], "min_terms", 4),
+        (["domains.0.template={metadata[expresion]} ="], "expression", 4),
+        ([*FROM_FILE, "domains.0.prompt_field=qestion"], "question", 4),
+        ([*FROM_FILE, "domains.0.template={metadata[level]}: {question}"], "has no metadata", 4),
+        ([*FROM_FILE, "domains.0.arguments.answer_afer=####"], "answer_after", 4),
+    ],
+)
+def test_nothing_starts_with_what_cannot_be_read(
+    queued, tmp_path, capsys, command, settings, words, code
+):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     site = ["--site", "bare"] if command == "submit" else []
     assert main([command, RECIPE, *site, "runs_dir=here", *settings]) == code

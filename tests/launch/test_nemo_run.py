@@ -27,8 +27,9 @@ def no_input(monkeypatch):
 
 
 def test_slurm_job_has_the_recipes_nodes_and_one_supervisor(tmp_path, capsys):
-    executor = run.SlurmExecutor(account="lab", partition="gpu", tunnel=run.LocalTunnel(
-        job_dir=str(tmp_path)))
+    executor = run.SlurmExecutor(
+        account="lab", partition="gpu", tunnel=run.LocalTunnel(job_dir=str(tmp_path))
+    )
     with run.Experiment("stages", base_dir=str(tmp_path)) as experiment:
         add_stages(experiment, [RECIPE, RECIPE], executor, NODES)
         experiment.dryrun()
@@ -37,14 +38,20 @@ def test_slurm_job_has_the_recipes_nodes_and_one_supervisor(tmp_path, capsys):
     assert "#SBATCH --nodes=3" in text and "--ntasks=1" in text and "--overlap" in text
 
 
-@pytest.mark.parametrize(("kind", "settings"), [
-    ("LocalExecutor", {}), ("DockerExecutor", {"container_image": "image"}),
-    ("KubeflowExecutor", {"image": "image"})])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("LocalExecutor", {}),
+        ("DockerExecutor", {"container_image": "image"}),
+        ("KubeflowExecutor", {"image": "image"}),
+    ],
+)
 def test_other_executors_start_one_machine(tmp_path, monkeypatch, capsys, kind, settings):
     (tmp_path / "kube").write_text(KUBE)
     if kind == "KubeflowExecutor":
-        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION",
-                            str(tmp_path / "kube"))
+        monkeypatch.setattr(
+            "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kube")
+        )
     executor = getattr(run, kind)(**settings)
     with run.Experiment("one", base_dir=str(tmp_path)) as experiment:
         add_stages(experiment, [RECIPE], executor)

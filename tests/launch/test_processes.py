@@ -15,8 +15,10 @@ from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.rundir import RunDir
 
 # starts a grandchild in the same group, prints its pid, then waits
-PARENT = ("import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', "
-          "'import time; time.sleep(600)']); print(p.pid, flush=True); time.sleep(600)")
+PARENT = (
+    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', "
+    "'import time; time.sleep(600)']); print(p.pid, flush=True); time.sleep(600)"
+)
 
 
 def gone(pid: int) -> bool:
@@ -55,8 +57,11 @@ def test_stopping_ends_grandchildren_too(tmp_path):
 
 
 def test_what_ignores_the_first_signal_is_killed(tmp_path):
-    process = child(tmp_path, "import signal, time; signal.signal(signal.SIGTERM, "
-                              "signal.SIG_IGN); print(1, flush=True); time.sleep(600)")
+    process = child(
+        tmp_path,
+        "import signal, time; signal.signal(signal.SIGTERM, "
+        "signal.SIG_IGN); print(1, flush=True); time.sleep(600)",
+    )
     wait_for_log(process)
     stop_all([process], grace_s=0.2)
     assert process.exit_code == 128 + signal.SIGKILL
@@ -82,10 +87,12 @@ def test_a_death_wakes_the_supervisor(tmp_path):
 def test_children_die_with_a_killed_supervisor(tmp_path):
     """Also one that ignores SIGTERM, as a vLLM server may while it starts."""
     child = ["sh", "-c", f"trap '' TERM; touch {tmp_path / 'up'}; while :; do sleep 1; done"]
-    code = (f"import time; from pathlib import Path; "
-            f"from grpo_megatron.launch.processes import ChildProcess; "
-            f"c = ChildProcess('c', {child!r}, Path({str(tmp_path / 'c.log')!r})); c.start(); "
-            f"print(c.process.pid, flush=True); time.sleep(600)")
+    code = (
+        f"import time; from pathlib import Path; "
+        f"from grpo_megatron.launch.processes import ChildProcess; "
+        f"c = ChildProcess('c', {child!r}, Path({str(tmp_path / 'c.log')!r})); c.start(); "
+        f"print(c.process.pid, flush=True); time.sleep(600)"
+    )
     supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pid = int(supervisor.stdout.readline())
     while not (tmp_path / "up").exists():

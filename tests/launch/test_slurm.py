@@ -28,8 +28,9 @@ def check(script: Path) -> None:
     """It parses, and shellcheck, where it is installed, finds nothing."""
     subprocess.run(["bash", "-n", script], check=True)
     if SHELLCHECK:
-        done = subprocess.run([SHELLCHECK, "--shell=bash", script],
-                              capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [SHELLCHECK, "--shell=bash", script], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout
 
 
@@ -39,9 +40,14 @@ def given(monkeypatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("path", sorted(
-    p.relative_to(assets.root() / "slurm").as_posix() for p in (assets.root() / "slurm").rglob("*")
-    if p.suffix in (".sbatch", ".sh", ".env")))
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        p.relative_to(assets.root() / "slurm").as_posix()
+        for p in (assets.root() / "slurm").rglob("*")
+        if p.suffix in (".sbatch", ".sh", ".env")
+    ),
+)
 def test_shipped_scripts_parse(path, given):
     if path.endswith(".env"):
         subprocess.run(["bash", "-n", assets.root() / "slurm" / path], check=True)
@@ -62,8 +68,18 @@ def test_every_recipe_renders(given, tmp_path, capsys, recipe):
 
 def test_a_rendered_script_is_complete(given, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ROLLOUT_PARTITION", "small")
-    main(["submit", "demo/gspo-moe-cpu", "--site", "bare", "--dry-run", f"runs_dir={tmp_path}",
-          "placement.trainer_nodes=2", "placement.rollout_nodes=3"])
+    main(
+        [
+            "submit",
+            "demo/gspo-moe-cpu",
+            "--site",
+            "bare",
+            "--dry-run",
+            f"runs_dir={tmp_path}",
+            "placement.trainer_nodes=2",
+            "placement.rollout_nodes=3",
+        ]
+    )
     text = capsys.readouterr().out
     first, second = text.split("#SBATCH hetjob\n")
     assert "#SBATCH --partition=gpu\n#SBATCH --nodes=2" in first
@@ -73,15 +89,19 @@ def test_a_rendered_script_is_complete(given, tmp_path, capsys, monkeypatch):
     assert f"set -- {tmp_path}/demo\n" in second
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--site", "bare"], ["VENV is not set: ", "slurm/sites/bare.env"]),
-    (["--site", "baer"], ["did you mean 'bare'"]),
-    (["--site", "{own}"], ["activate() is missing"]),
-    (["--site", "{latin}"], ["not UTF-8", "latin.env"]),
-    ([], ["--site"]),
-])
-def test_a_wrong_site_is_one_message(tmp_path_factory, tmp_path, monkeypatch, capsys, arguments,
-                                     words):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--site", "bare"], ["VENV is not set: ", "slurm/sites/bare.env"]),
+        (["--site", "baer"], ["did you mean 'bare'"]),
+        (["--site", "{own}"], ["activate() is missing"]),
+        (["--site", "{latin}"], ["not UTF-8", "latin.env"]),
+        ([], ["--site"]),
+    ],
+)
+def test_a_wrong_site_is_one_message(
+    tmp_path_factory, tmp_path, monkeypatch, capsys, arguments, words
+):
     monkeypatch.delenv("VENV", raising=False)
     own = tmp_path_factory.mktemp("sites") / "own.env"
     own.write_text("PARTITION=gpu\necho loaded\n")
@@ -94,14 +114,28 @@ def test_a_wrong_site_is_one_message(tmp_path_factory, tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("line", "meant"), [
-    ("TIME_LIMTI=60", "TIME_LIMIT"), ("export NOTICES_S=300", "NOTICE_S"),
-    ("max_restarts=3", "MAX_RESTARTS"),
-    ("GRPO_MEGATRON_INTREFACE=ib0", "GRPO_MEGATRON_INTERFACE"), ("SBATCH_FLAG=-C", "SBATCH_FLAGS"),
-    ("NCCL_SOCKET_IFNAME=ib0", None), ("TIME_LIMIT=60\nTIME_LIMITS=9", None), ("JOB=x", None),
-    ("IFS=:", None), ("IMG=x", None), ("MOUNT=/scratch", None), ("HF_HOME=/x", None),
-    ("export GRPO_MEGATRON_TRACEBACK=1", None), ("export GRPO_MEGATRON_HOME=/x", None),
-    ("export GRPO_MEGATRON_VENV=/x", None), ("MASTER_PORT=1", None), ("SBATCH_QOS=x", None)])
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("TIME_LIMTI=60", "TIME_LIMIT"),
+        ("export NOTICES_S=300", "NOTICE_S"),
+        ("max_restarts=3", "MAX_RESTARTS"),
+        ("GRPO_MEGATRON_INTREFACE=ib0", "GRPO_MEGATRON_INTERFACE"),
+        ("SBATCH_FLAG=-C", "SBATCH_FLAGS"),
+        ("NCCL_SOCKET_IFNAME=ib0", None),
+        ("TIME_LIMIT=60\nTIME_LIMITS=9", None),
+        ("JOB=x", None),
+        ("IFS=:", None),
+        ("IMG=x", None),
+        ("MOUNT=/scratch", None),
+        ("HF_HOME=/x", None),
+        ("export GRPO_MEGATRON_TRACEBACK=1", None),
+        ("export GRPO_MEGATRON_HOME=/x", None),
+        ("export GRPO_MEGATRON_VENV=/x", None),
+        ("MASTER_PORT=1", None),
+        ("SBATCH_QOS=x", None),
+    ],
+)
 def test_a_mistyped_setting_of_a_site_is_named(tmp_path, capsys, line, meant):
     site = tmp_path / "own.env"
     site.write_text(f"PARTITION=gpu  # main\nactivate() {{ :; }}\n{line}\n")
@@ -114,17 +148,28 @@ def test_what_a_site_prints_or_hides_is_no_part_of_the_script(tmp_path, monkeypa
     monkeypatch.setenv("WANDB_API_KEY", "hush")
     monkeypatch.setenv("COLOUR", "blue")
     site = tmp_path / "own.env"
-    site.write_text("PARTITION=gpu\nexport WANDB_API_KEY=${WANDB_API_KEY:?}\nCOLOUR=${COLOUR:?}\n"
-                    "echo loaded\nactivate() { :; }\n")
+    site.write_text(
+        "PARTITION=gpu\nexport WANDB_API_KEY=${WANDB_API_KEY:?}\nCOLOUR=${COLOUR:?}\n"
+        "echo loaded\nactivate() { :; }\n"
+    )
     assert main(["submit", "demo/gspo-moe-cpu", "--site", str(site), "--dry-run"]) == 0
     script = capsys.readouterr().out
     assert script.startswith("#!/usr/bin/env bash\n") and "COLOUR=blue" in script
     assert "hush" not in script and "${WANDB_API_KEY:?}" in script
 
 
-@pytest.mark.parametrize(("limit", "is_longer"), [
-    ("10", False), ("11", True), ("10:00", False), ("00:10:01", True), ("0-0:10", False),
-    ("1-0", True), ("UNLIMITED", True)])
+@pytest.mark.parametrize(
+    ("limit", "is_longer"),
+    [
+        ("10", False),
+        ("11", True),
+        ("10:00", False),
+        ("00:10:01", True),
+        ("0-0:10", False),
+        ("1-0", True),
+        ("UNLIMITED", True),
+    ],
+)
 def test_a_notice_is_shorter_than_the_limit(given, monkeypatch, capsys, limit, is_longer):
     """Else the job is told to end when it begins, until it is out of restarts."""
     monkeypatch.setenv("TIME_LIMIT", limit)
@@ -142,27 +187,45 @@ while [[ ! -e $0.end ]]; do sleep 0.05; done
 """
 
 
-@pytest.mark.parametrize(("signals", "told", "is_requeued"), [
-    ("USR1", 1, True), ("USR1 USR1", 1, True), ("USR1 INT", 1, False), ("INT USR1", 1, False),
-    ("INT", 1, False), ("INT INT", 2, False), ("", 1, True)])
+@pytest.mark.parametrize(
+    ("signals", "told", "is_requeued"),
+    [
+        ("USR1", 1, True),
+        ("USR1 USR1", 1, True),
+        ("USR1 INT", 1, False),
+        ("INT USR1", 1, False),
+        ("INT", 1, False),
+        ("INT INT", 2, False),
+        ("", 1, True),
+    ],
+)
 def test_what_a_job_makes_of_signals(tmp_path, signals, told, is_requeued):
     """The run ends at once at a second one: of several notices it gets one; a cancel holds.
     Without any the time limit is near."""
     run, site = tmp_path / "grpo-megatron", tmp_path / "site.env"
     run.write_text(RUN)
-    (tmp_path / "scontrol").write_text('#!/bin/sh\nkill -TERM $PPID\n')
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nkill -TERM $PPID\n")
     site.write_text('activate() { : "$NEVER_SET"; }\n')
     end = "" if signals else time.strftime("%FT%T", time.localtime(time.time() + 3))
     (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {end}\n")
     for tool in (run, tmp_path / "scontrol", tmp_path / "squeue"):
         tool.chmod(0o755)
     job = subprocess.Popen(
-        ["bash", assets.root() / "slurm" / "train.sbatch", "demo"], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        ["bash", assets.root() / "slurm" / "train.sbatch", "demo"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
         # ignored by whatever a shell runs in the background, as `make test` may run this
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SITE": str(site), "SLURM_JOB_ID": "7",
-             "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"})
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SITE": str(site),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node1",
+            "SLURM_JOB_NUM_NODES": "1",
+        },
+    )
     log = tmp_path / "grpo-megatron.log"
     try:
         _wait_for(log.exists)
@@ -193,8 +256,7 @@ def test_without_slurm_nothing_is_left_behind(given, tmp_path, monkeypatch, caps
     for tool in ("bash", "sed", "sort", "cat"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert main(["submit", "demo/gspo-moe-cpu", "--site", "bare",
-                 f"runs_dir={tmp_path}/runs"]) != 0
+    assert main(["submit", "demo/gspo-moe-cpu", "--site", "bare", f"runs_dir={tmp_path}/runs"]) != 0
     assert "login node" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "demo").exists()
 
@@ -211,16 +273,27 @@ def test_a_silent_controller_does_not_mean_an_ended_job(tmp_path, monkeypatch):
         is_active("7")
 
 
-@pytest.mark.parametrize(("said", "name", "code"), [
-    ("srun: error: node2: task 1: Killed\nsrun: error: node1: task 0: Exited with exit code 6\n",
-     "trainer-1", 137),
-    ("srun: error: node1: tasks 4-7: Exited with exit code 8\n", "trainer-4", 8),
-    ("srun: error: Unable to create step for job 3\n", "step", 1),
-])
+@pytest.mark.parametrize(
+    ("said", "name", "code"),
+    [
+        (
+            "srun: error: node2: task 1: Killed\n"
+            "srun: error: node1: task 0: Exited with exit code 6\n",
+            "trainer-1",
+            137,
+        ),
+        ("srun: error: node1: tasks 4-7: Exited with exit code 8\n", "trainer-4", 8),
+        ("srun: error: Unable to create step for job 3\n", "step", 1),
+    ],
+)
 def test_the_first_task_that_ended_is_named(tmp_path, said, name, code):
     (tmp_path / f"{name}.log").write_text("its last words\n")
-    step = Step("step", ["bash", "-c", f"printf '{said}' >&2; exit 1"],
-                tmp_path / "srun.log", task_log="trainer-%t.log")
+    step = Step(
+        "step",
+        ["bash", "-c", f"printf '{said}' >&2; exit 1"],
+        tmp_path / "srun.log",
+        task_log="trainer-%t.log",
+    )
     step.start()
     step.process.wait()
     end = step.end()
@@ -303,8 +376,11 @@ def test_followed_logs_go_on_in_the_next_attempt(tmp_path):
     """Of a run that has not begun, and with a `latest` that points elsewhere after a requeue."""
     logs = tmp_path / "logs"
     (tmp_path / "config.json").touch()
-    tail = subprocess.Popen([sys.executable, "-m", "grpo_megatron.cli.main", "logs", "-f",
-                             str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    tail = subprocess.Popen(
+        [sys.executable, "-m", "grpo_megatron.cli.main", "logs", "-f", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         for attempt in ("7.0", "7.1"):
             (logs / attempt).mkdir(parents=True)
@@ -331,13 +407,22 @@ def test_one_bad_run_does_not_hide_the_others(job_state, capsys):
     assert "job 7 PENDING" in said and "runs/bad  " in said and "converted" not in said
 
 
-@pytest.mark.parametrize(("says", "words"), [
-    ("srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification",
-     "srun starts no step: srun: error: Unable to create step"),
-    ("pyxis: importing docker image\n/usr/bin/cat: /x/canary: No such file or directory\n"
-     "srun: error: node2: task 0: Exited with exit code 1",
-     "node2 cannot read what another wrote: /x/canary: No such file"),
-    ("", "srun starts no step")])
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        (
+            "srun: error: Unable to create step for job 7: "
+            "Invalid generic resource (gres) specification",
+            "srun starts no step: srun: error: Unable to create step",
+        ),
+        (
+            "pyxis: importing docker image\n/usr/bin/cat: /x/canary: No such file or directory\n"
+            "srun: error: node2: task 0: Exited with exit code 1",
+            "node2 cannot read what another wrote: /x/canary: No such file",
+        ),
+        ("", "srun starts no step"),
+    ],
+)
 def test_not_every_failure_is_the_file_systems(tmp_path, monkeypatch, says, words):
     (tmp_path / "says").write_text(says)
     (tmp_path / "srun").write_text(f"#!/bin/sh\ncat {tmp_path}/says >&2; exit 1\n")

@@ -51,9 +51,11 @@ def _as_rank(layout: TrainerConfig, rank: int) -> Iterator[None]:
         found = type_(self, *args, **kwargs)
         return found.replace("torch.meta.", "torch.cuda.") if isinstance(found, str) else found
 
-    replaced = {"new_group": lambda *args, **kwargs: new_group(*args, **{
-                    **kwargs, "backend": "fake"}), "all_gather_object": all_gather_object,
-                "init_process_group": lambda backend, **kwargs: init("fake", **kwargs)}
+    replaced = {
+        "new_group": lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "fake"}),
+        "all_gather_object": all_gather_object,
+        "init_process_group": lambda backend, **kwargs: init("fake", **kwargs),
+    }
     with ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(dist, name, function))
@@ -66,8 +68,13 @@ def _as_rank(layout: TrainerConfig, rank: int) -> Iterator[None]:
         shutdown()
 
 
-def real_bytes(hf: dict[str, Any], trainer: dict[str, Any], rank: int,
-               router_policy: str = "freeze_bias", overlaps: bool = False) -> dict[str, Any]:
+def real_bytes(
+    hf: dict[str, Any],
+    trainer: dict[str, Any],
+    rank: int,
+    router_policy: str = "freeze_bias",
+    overlaps: bool = False,
+) -> dict[str, Any]:
     """Bytes that `build_policy` allocates on `rank`, and the sizes of its parameters by chunk."""
     layout, ddp_config = TrainerConfig(**trainer), ddp.DistributedDataParallelConfig
 
@@ -77,29 +84,35 @@ def real_bytes(hf: dict[str, Any], trainer: dict[str, Any], rank: int,
     with ExitStack() as stack:
         stack.enter_context(_as_rank(layout, rank))
         if overlaps:
-            stack.enter_context(mock.patch.object(
-                ddp, "DistributedDataParallelConfig", overlapping))
+            stack.enter_context(
+                mock.patch.object(ddp, "DistributedDataParallelConfig", overlapping)
+            )
         return _bytes_of(policy.build_policy(hf, layout, OptimizerConfig(), router_policy))
 
 
 def _bytes_of(built: policy.Policy) -> dict[str, Any]:
     buffers = [b for c in built.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
     mapped = [b.param_data for b in buffers if b.param_data is not None]
-    unmapped = [p for c in built.chunks for p in c.module.parameters()
-                if not (mapped and p.requires_grad)]
+    unmapped = [
+        p for c in built.chunks for p in c.module.parameters() if not (mapped and p.requires_grad)
+    ]
     for module in (m for c in built.chunks for m in c.module.modules()):
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()  # the first forward pass does
     optimizer = 0
     for part in getattr(built.optimizer, "chained_optimizers", [built.optimizer]):
         mains = [p for group in part.optimizer.param_groups for p in group["params"]]
-        optimizer += sum(_size(p) for p in mains if p.dtype == torch.float32 and (
-            built.config.bf16))
+        optimizer += sum(
+            _size(p) for p in mains if p.dtype == torch.float32 and (built.config.bf16)
+        )
         optimizer += 2 * sum(_size(torch.zeros_like(p)) for p in mains)
-    return {"weights": sum(map(_size, [*mapped, *unmapped])),
-            "gradients": sum(_size(b.grad_data) for b in buffers), "optimizer": optimizer,
-            "buffers": sum(_size(b) for c in built.chunks for b in c.module.buffers()),
-            "shapes": [[p.numel() for p in c.module.parameters()] for c in built.chunks]}
+    return {
+        "weights": sum(map(_size, [*mapped, *unmapped])),
+        "gradients": sum(_size(b.grad_data) for b in buffers),
+        "optimizer": optimizer,
+        "buffers": sum(_size(b) for c in built.chunks for b in c.module.buffers()),
+        "shapes": [[p.numel() for p in c.module.parameters()] for c in built.chunks],
+    }
 
 
 def _size(tensor: torch.Tensor) -> int:

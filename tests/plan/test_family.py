@@ -62,8 +62,9 @@ def test_both_spellings_say_the_same(name):
     from transformers import AutoConfig
 
     hf = MODELS[name]
-    config = AutoConfig.for_model(hf["model_type"], **{
-        key: value for key, value in hf.items() if key != "model_type"})
+    config = AutoConfig.for_model(
+        hf["model_type"], **{key: value for key, value in hf.items() if key != "model_type"}
+    )
     written = json.loads(config.to_json_string())
     assert "rope_parameters" in written and "rope_theta" not in written
     ours, theirs = model_fields(hf), model_fields(written)
@@ -79,36 +80,49 @@ def test_unknown_families_and_those_that_megatron_lacks():
     assert "packed sequences" in _refusal({"model_type": "qwen3_next"})
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"attention_biass": True}, "did you mean 'attention_bias'"),
-    ({"final_logit_softcapping": 30.0}, "may change what the model computes"),
-    ({"attention_bias": True}, "attention_bias = True is not supported for llama"),
-    ({"hidden_act": "gelu"}, "supported: silu"),
-    ({"num_experts": 4}, "llama has no field 'num_experts'"),
-    ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
-    ({"partial_rotary_factor": 0.5}, "no field 'partial_rotary_factor'"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
-    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},
-     "weight_block_size = [64, 128]"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-    ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "needs original_max_position_embeddings"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "unknown parameter: beta"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-     "rotates whole heads"),
-    ({"rope_theta": None, "rope_scaling": None}, "neither rope_theta nor rope_parameters"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_biass": True}, "did you mean 'attention_bias'"),
+        ({"final_logit_softcapping": 30.0}, "may change what the model computes"),
+        ({"attention_bias": True}, "attention_bias = True is not supported for llama"),
+        ({"hidden_act": "gelu"}, "supported: silu"),
+        ({"num_experts": 4}, "llama has no field 'num_experts'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"partial_rotary_factor": 0.5}, "no field 'partial_rotary_factor'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},
+            "weight_block_size = [64, 128]",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "needs original_max_position_embeddings",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "unknown parameter: beta"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rotates whole heads",
+        ),
+        ({"rope_theta": None, "rope_scaling": None}, "neither rope_theta nor rope_parameters"),
+    ],
+)
 def test_refusals(changes, message):
     assert message in _refusal(LLAMA | changes)
 
 
-@pytest.mark.parametrize(("name", "changes", "message"), [
-    ("mistral", {"sliding_window": 4096}, "sliding_window = 4096"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
-    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
-    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
-    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
-    ("mixtral", {"num_experts": 8}, "num_experts = 8 and num_local_experts = 4 disagree"),
-])
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 4096}, "sliding_window = 4096"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("mixtral", {"num_experts": 8}, "num_experts = 8 and num_local_experts = 4 disagree"),
+    ],
+)
 def test_refusals_of_single_families(name, changes, message):
     assert message in _refusal(MODELS[name] | changes)
 
@@ -119,9 +133,14 @@ def test_a_missing_window_is_not_no_window():
     assert "sliding_window = null if the model has none" in _refusal(plain)
 
 
-@pytest.mark.parametrize("rope", [
-    {"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
-    {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default"}}])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 1e6},
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default"}},
+    ],
+)
 def test_spellings_of_the_rope_base(rope):
     found = rope_fields(rope, family_of("llama"))
     assert found == {"type": "default", "theta": 1e6, "percent": 1.0}
@@ -139,7 +158,9 @@ def test_what_weights_are_computed_with():
     """Equal for both spellings of a configuration, another one for other positions or norms."""
     hf = MODELS["qwen3"] | {"rope_theta": 1e6}
     new = {k: v for k, v in hf.items() if k != "rope_theta"} | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "torch_dtype": "float16"}
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "torch_dtype": "float16",
+    }
     assert computation(hf) == computation(new)
     for field, value in (("rope_theta", 1e4), ("rms_norm_eps", 0.5)):
         assert computation(hf | {field: value}) != computation(hf)

@@ -14,70 +14,102 @@ from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import ModelFacts, facts_from_hf
 
-MOE = facts_from_hf({
-    "model_type": "qwen3_moe", "hidden_size": 512, "intermediate_size": 768,
-    "moe_intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
-    "max_position_embeddings": 4096})
+MOE = facts_from_hf(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_size": 512,
+        "intermediate_size": 768,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
+    }
+)
 DENSE = replace(MOE, model_type="qwen3", num_experts=0, moe_layers=(), moe_intermediate_size=0)
-SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size",
-         "vpp": "virtual_pipeline_parallel_size", "cp": "context_parallel_size",
-         "ep": "expert_parallel_size", "etp": "expert_tensor_parallel_size", "ranks": "num_ranks",
-         "sp": "sequence_parallel", "first": "first_stage_layers", "last": "last_stage_layers"}
+SHORT = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "vpp": "virtual_pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "ranks": "num_ranks",
+    "sp": "sequence_parallel",
+    "first": "first_stage_layers",
+    "last": "last_stage_layers",
+}
 
 
 def trainer(**sizes) -> TrainerConfig:
     return TrainerConfig(**{SHORT[name]: value for name, value in sizes.items()})
 
 
-def check(facts: ModelFacts = MOE, rollout: dict | None = None, *,
-          cpu: bool = True, **sizes):
-    return check_layout(Case(trainer(**sizes), facts, RolloutConfig(**(rollout or {})),
-                             cpu))
+def check(facts: ModelFacts = MOE, rollout: dict | None = None, *, cpu: bool = True, **sizes):
+    return check_layout(Case(trainer(**sizes), facts, RolloutConfig(**(rollout or {})), cpu))
 
 
-@pytest.mark.parametrize("sizes", [
-    {}, {"ranks": 2, "ep": 2}, {"ranks": 2, "tp": 2}, {"ranks": 2, "pp": 2}, {"ranks": 3},
-    {"ranks": 4, "tp": 2, "ep": 2}, {"ranks": 4, "tp": 2, "etp": 1, "ep": 4},
-    {"ranks": 4, "tp": 2, "etp": 1}, {"ranks": 4, "pp": 2, "vpp": 2, "ep": 2},
-    {"ranks": 8, "tp": 2, "pp": 2, "ep": 2}, {"ranks": 2, "etp": 2},
-    {"ranks": 3, "pp": 3, "first": 2}, {"ranks": 3, "pp": 3, "first": 2, "last": 2},
-    {"ranks": 2, "pp": 2, "vpp": 2, "first": 6}, {"ranks": 2, "pp": 2, "last": 1},
-])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"ranks": 2, "ep": 2},
+        {"ranks": 2, "tp": 2},
+        {"ranks": 2, "pp": 2},
+        {"ranks": 3},
+        {"ranks": 4, "tp": 2, "ep": 2},
+        {"ranks": 4, "tp": 2, "etp": 1, "ep": 4},
+        {"ranks": 4, "tp": 2, "etp": 1},
+        {"ranks": 4, "pp": 2, "vpp": 2, "ep": 2},
+        {"ranks": 8, "tp": 2, "pp": 2, "ep": 2},
+        {"ranks": 2, "etp": 2},
+        {"ranks": 3, "pp": 3, "first": 2},
+        {"ranks": 3, "pp": 3, "first": 2, "last": 2},
+        {"ranks": 2, "pp": 2, "vpp": 2, "first": 6},
+        {"ranks": 2, "pp": 2, "last": 1},
+    ],
+)
 def test_valid_layouts(sizes):
     assert check(**sizes) == []
 
 
-@pytest.mark.parametrize(("rule", "key", "nearest", "sizes"), [
-    ("attention_world", "num_ranks", (2, 4), {"ranks": 3, "tp": 2}),
-    ("attention_world", "num_ranks", (4,), {"ranks": 2, "tp": 2, "pp": 2}),
-    ("expert_world", "ep", (1,), {"ranks": 2, "tp": 2, "ep": 2}),
-    ("expert_world", "etp", (2, 4), {"ranks": 4, "etp": 3}),
-    ("experts_divide", "ep", (2, 4), {"ranks": 12, "ep": 3}),
-    ("experts_divide", "ep", (8,), {"ranks": 16, "ep": 16}),
-    ("expert_width", "etp", (1,), {"ranks": 6, "etp": 3, "ep": 2}),
-    ("heads_divide", "tp", (4,), {"ranks": 8, "tp": 8}),
-    ("layers_divide", "pp", (2,), {"ranks": 6, "pp": 3}),
-    ("layers_divide", "first", (2, 4), {"ranks": 3, "pp": 3, "first": 3}),
-    ("layers_divide", "first", (1, 3), {"ranks": 4, "pp": 4, "first": 2, "last": 3}),
-    ("layers_divide", "last", (2, 4), {"ranks": 3, "pp": 3, "last": 3}),
-    ("layers_divide", "first", (), {"ranks": 1, "first": 3}),
-    ("layers_divide", "vpp", (2, 4), {"ranks": 2, "pp": 2, "vpp": 3}),
-    ("virtual_pipeline", "vpp", (), {"vpp": 2}),
-    ("sequence_parallel", "sp", (False,), {"sp": True}),
-    ("sequence_parallel", "sp", (True,), {"ranks": 2, "tp": 2, "sp": False}),
-    ("context_parallel", "cp", (1,), {"ranks": 2, "cp": 2}),
-])
+@pytest.mark.parametrize(
+    ("rule", "key", "nearest", "sizes"),
+    [
+        ("attention_world", "num_ranks", (2, 4), {"ranks": 3, "tp": 2}),
+        ("attention_world", "num_ranks", (4,), {"ranks": 2, "tp": 2, "pp": 2}),
+        ("expert_world", "ep", (1,), {"ranks": 2, "tp": 2, "ep": 2}),
+        ("expert_world", "etp", (2, 4), {"ranks": 4, "etp": 3}),
+        ("experts_divide", "ep", (2, 4), {"ranks": 12, "ep": 3}),
+        ("experts_divide", "ep", (8,), {"ranks": 16, "ep": 16}),
+        ("expert_width", "etp", (1,), {"ranks": 6, "etp": 3, "ep": 2}),
+        ("heads_divide", "tp", (4,), {"ranks": 8, "tp": 8}),
+        ("layers_divide", "pp", (2,), {"ranks": 6, "pp": 3}),
+        ("layers_divide", "first", (2, 4), {"ranks": 3, "pp": 3, "first": 3}),
+        ("layers_divide", "first", (1, 3), {"ranks": 4, "pp": 4, "first": 2, "last": 3}),
+        ("layers_divide", "last", (2, 4), {"ranks": 3, "pp": 3, "last": 3}),
+        ("layers_divide", "first", (), {"ranks": 1, "first": 3}),
+        ("layers_divide", "vpp", (2, 4), {"ranks": 2, "pp": 2, "vpp": 3}),
+        ("virtual_pipeline", "vpp", (), {"vpp": 2}),
+        ("sequence_parallel", "sp", (False,), {"sp": True}),
+        ("sequence_parallel", "sp", (True,), {"ranks": 2, "tp": 2, "sp": False}),
+        ("context_parallel", "cp", (1,), {"ranks": 2, "cp": 2}),
+    ],
+)
 def test_each_rule(rule, key, nearest, sizes):
     found = {violation.rule: violation for violation in check(**sizes)}
     assert rule in found
     violation = found[rule]
     assert violation.key == "trainer." + SHORT.get(key, key)
     if nearest:
-        assert violation.nearest[:len(nearest)] == nearest
+        assert violation.nearest[: len(nearest)] == nearest
     assert violation.nearest or violation.remedy
-    value = getattr(trainer(**{name: size for name, size in sizes.items() if name in SHORT}),
-                    SHORT.get(key, key))
+    value = getattr(
+        trainer(**{name: size for name, size in sizes.items() if name in SHORT}),
+        SHORT.get(key, key),
+    )
     assert violation.value == value
 
 
@@ -110,17 +142,20 @@ def test_latent_attention_needs_sequence_parallelism_with_tp():
     assert check(latent, ranks=2, tp=2) == []
 
 
-@pytest.mark.parametrize(("rule", "facts", "rollout"), [
-    ("rollout_heads", MOE, {"tensor_parallel_size": 3}),
-    ("rollout_width", replace(MOE, moe_intermediate_size=129), {"tensor_parallel_size": 2}),
-    ("cpu_multiples", replace(MOE, hidden_size=500), {}),
-    ("cpu_multiples", replace(MOE, moe_intermediate_size=32), {"tensor_parallel_size": 2}),
-    ("record_routes", DENSE, {"record_routes": True}),
-    ("context_length", MOE, {"max_model_len": 4097}),
-    ("truncation_bound", replace(MOE, vocab_size=1025), {"top_p": 0.9}),
-    ("truncation_bound", replace(MOE, vocab_size=1025), {"min_p": 0.1}),
-    ("truncation_bound", replace(MOE, vocab_size=93), {"top_k": 69}),
-])
+@pytest.mark.parametrize(
+    ("rule", "facts", "rollout"),
+    [
+        ("rollout_heads", MOE, {"tensor_parallel_size": 3}),
+        ("rollout_width", replace(MOE, moe_intermediate_size=129), {"tensor_parallel_size": 2}),
+        ("cpu_multiples", replace(MOE, hidden_size=500), {}),
+        ("cpu_multiples", replace(MOE, moe_intermediate_size=32), {"tensor_parallel_size": 2}),
+        ("record_routes", DENSE, {"record_routes": True}),
+        ("context_length", MOE, {"max_model_len": 4097}),
+        ("truncation_bound", replace(MOE, vocab_size=1025), {"top_p": 0.9}),
+        ("truncation_bound", replace(MOE, vocab_size=1025), {"min_p": 0.1}),
+        ("truncation_bound", replace(MOE, vocab_size=93), {"top_k": 69}),
+    ],
+)
 def test_rollout_rules(rule, facts, rollout):
     violations = check(facts, rollout)
     assert rule in [violation.rule for violation in violations]
@@ -140,22 +175,37 @@ def test_vllm_repeats_key_value_heads():
     assert check(rollout={"tensor_parallel_size": 8}) == []
 
 
-_SIZES = st.fixed_dictionaries({
-    "ranks": st.integers(1, 64), "tp": st.integers(1, 8), "pp": st.integers(1, 8),
-    "cp": st.integers(1, 4), "ep": st.integers(1, 8),
-    "etp": st.one_of(st.none(), st.integers(1, 8)), "vpp": st.one_of(st.none(), st.integers(2, 4))})
+_SIZES = st.fixed_dictionaries(
+    {
+        "ranks": st.integers(1, 64),
+        "tp": st.integers(1, 8),
+        "pp": st.integers(1, 8),
+        "cp": st.integers(1, 4),
+        "ep": st.integers(1, 8),
+        "etp": st.one_of(st.none(), st.integers(1, 8)),
+        "vpp": st.one_of(st.none(), st.integers(2, 4)),
+    }
+)
 
 
-@given(tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4, 8]),
-       ep=st.sampled_from([1, 2, 4, 8]), etp=st.sampled_from([None, 1, 2, 4]),
-       multiple=st.integers(1, 4))
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4, 8]),
+    ep=st.sampled_from([1, 2, 4, 8]),
+    etp=st.sampled_from([None, 1, 2, 4]),
+    multiple=st.integers(1, 4),
+)
 def test_accepted_layouts_use_every_rank_exactly_once(tp, pp, ep, etp, multiple):
     ranks = multiple * math.lcm(tp * pp, (etp or tp) * ep * pp)
     sizes = {"ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "etp": etp}
     config = trainer(**sizes)
     assert check(**sizes) == []
-    assert (config.tensor_parallel_size * config.pipeline_parallel_size
-            * config.context_parallel_size * config.dp) == config.num_ranks
+    assert (
+        config.tensor_parallel_size
+        * config.pipeline_parallel_size
+        * config.context_parallel_size
+        * config.dp
+    ) == config.num_ranks
     assert config.num_ranks % ((etp or tp) * ep * pp) == 0
     assert config.expert_ranks == (etp or tp) * ep * pp
     assert config.sp == (config.tensor_parallel_size > 1)

@@ -15,13 +15,31 @@ from tests.trainer import worker_group
 from tests.trainer.models import write_samples
 
 VOCAB = 8192
-DENSE = {"model_type": "qwen3", "hidden_size": 768, "intermediate_size": 2304,
-         "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-         "head_dim": 64, "vocab_size": VOCAB, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-         "max_position_embeddings": 4096, "tie_word_embeddings": False}
-MOE = {**DENSE, "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 8,
-       "num_attention_heads": 8, "num_experts": 16, "num_experts_per_tok": 2,
-       "moe_intermediate_size": 384, "norm_topk_prob": True}
+DENSE = {
+    "model_type": "qwen3",
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+MOE = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 384,
+    "norm_topk_prob": True,
+}
 EP2 = {"num_ranks": 2, "expert_parallel_size": 2, "precision": "float32"}
 DP2 = {"num_ranks": 2, "precision": "float32"}
 TP2 = {"num_ranks": 2, "tensor_parallel_size": 2, "precision": "float32"}
@@ -32,25 +50,38 @@ BF16 = {"precision": "bfloat16", "recompute": "selective"}
 
 def recipe(trainer: dict) -> dict:
     rewards = [{"function": "a:b", "name": name} for name in ("first", "second")]
-    return {"name": "case", "model": {"preset": "tiny-qwen3-moe"}, "trainer": trainer,
-            "objective": {"preset": "grpo", "monitor_share": 0},
-            "domains": [{"name": "d", "source": "file", "path": "x", "rewards": rewards}]}
+    return {
+        "name": "case",
+        "model": {"preset": "tiny-qwen3-moe"},
+        "trainer": trainer,
+        "objective": {"preset": "grpo", "monitor_share": 0},
+        "domains": [{"name": "d", "source": "file", "path": "x", "rewards": rewards}],
+    }
 
 
 def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
     """Peak of each rank, for the fullest micro-batch that it really has."""
     sizes, table = sizes_of(hf, VOCAB, trainer), SampleTable(Path(samples))
     lengths = table.prompt_lengths + table.completion_lengths
-    packing = plan_microbatches(lengths, num_ranks=trainer.num_ranks // trainer.attention_ranks,
-                                max_tokens=trainer.max_tokens_per_microbatch)
+    packing = plan_microbatches(
+        lengths,
+        num_ranks=trainer.num_ranks // trainer.attention_ranks,
+        max_tokens=trainer.max_tokens_per_microbatch,
+    )
     per_stage, found = trainer.num_ranks // trainer.pipeline_parallel_size, []
     for rank in range(trainer.num_ranks):
         stage, mine = rank // per_stage, packing[rank % per_stage // trainer.tensor_parallel_size]
         tokens = max(int(lengths[rows].sum()) for rows in mine)
         static = static_bytes(sizes, stage, 0)
-        moving = step_bytes(sizes, stage, tokens=tokens, on_gpu=False,
-                            sequence=int(lengths.max()), replayed=False,
-                            num_microbatches=len(packing[0]))
+        moving = step_bytes(
+            sizes,
+            stage,
+            tokens=tokens,
+            on_gpu=False,
+            sequence=int(lengths.max()),
+            replayed=False,
+            num_microbatches=len(packing[0]),
+        )
         found.append(sum(static.values()) + sum(moving.values()))
     return found
 
@@ -62,24 +93,33 @@ def test_the_models_have_about_100_m_parameters(hf):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("hf", "layout", "max_tokens"), [
-    pytest.param(MOE, EP2, 150, id="experts", marks=pytest.mark.matrix),
-    pytest.param(MOE, DP2, 150, id="replicated", marks=pytest.mark.matrix),
-    pytest.param(DENSE, TP2, 300, id="tensor", marks=pytest.mark.matrix),
-    pytest.param(DENSE, PP2, 300, id="pipeline", marks=pytest.mark.matrix),
-    pytest.param(DENSE, ALONE, 300, id="recomputed", marks=pytest.mark.matrix),
-    pytest.param(DENSE, BF16, 40, id="bfloat16", marks=pytest.mark.matrix),
-])
+@pytest.mark.parametrize(
+    ("hf", "layout", "max_tokens"),
+    [
+        pytest.param(MOE, EP2, 150, id="experts", marks=pytest.mark.matrix),
+        pytest.param(MOE, DP2, 150, id="replicated", marks=pytest.mark.matrix),
+        pytest.param(DENSE, TP2, 300, id="tensor", marks=pytest.mark.matrix),
+        pytest.param(DENSE, PP2, 300, id="pipeline", marks=pytest.mark.matrix),
+        pytest.param(DENSE, ALONE, 300, id="recomputed", marks=pytest.mark.matrix),
+        pytest.param(DENSE, BF16, 40, id="bfloat16", marks=pytest.mark.matrix),
+    ],
+)
 def test_predicted_peak(tmp_path, monkeypatch, hf, layout, max_tokens):
     monkeypatch.setattr(worker_group, "CASE_TIMEOUT_S", 400.0)
     layout = {**layout, "max_tokens_per_microbatch": 1024}
-    samples = write_samples(tmp_path / "step_000001", num_groups=2, num_samples=2,
-                            vocab_size=VOCAB, max_tokens=max_tokens)
+    samples = write_samples(
+        tmp_path / "step_000001",
+        num_groups=2,
+        num_samples=2,
+        vocab_size=VOCAB,
+        max_tokens=max_tokens,
+    )
     trainer = TrainerConfig(**layout)
     group = worker_group.WorkerGroup(trainer.num_ranks)  # nobody's memory but these imports
     try:
-        measured = group.run("tests.plan.memory_cases:peak_bytes", hf=hf, recipe=recipe(layout),
-                             samples=samples)
+        measured = group.run(
+            "tests.plan.memory_cases:peak_bytes", hf=hf, recipe=recipe(layout), samples=samples
+        )
     finally:
         group.close()
     peaks = predicted(hf, trainer, samples)

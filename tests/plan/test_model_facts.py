@@ -10,9 +10,17 @@ from grpo_megatron.config.run import ModelConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.model_facts import facts_from_hf, model_facts
 
-DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4,
-         "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 128,
-         "vocab_size": 100, "rope_theta": 5e5, "rms_norm_eps": 1e-6}
+DENSE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def test_dense():
@@ -28,21 +36,31 @@ def test_names_of_the_expert_count(key):
     assert facts.moe_intermediate_size == 128, "Mixtral has one width for all"
 
 
-@pytest.mark.parametrize(("keys", "layers"), [
-    ({}, (0, 1, 2, 3)),
-    ({"first_k_dense_replace": 1}, (1, 2, 3)),
-    ({"decoder_sparse_step": 2}, (1, 3)),
-    ({"mlp_only_layers": [0, 2]}, (1, 3)),
-    ({"moe_layer_freq": [0, 1, 1, 0]}, (1, 2)),
-    ({"moe_layer_freq": 1, "first_k_dense_replace": 3}, (3,)),
-])
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"first_k_dense_replace": 1}, (1, 2, 3)),
+        ({"decoder_sparse_step": 2}, (1, 3)),
+        ({"mlp_only_layers": [0, 2]}, (1, 3)),
+        ({"moe_layer_freq": [0, 1, 1, 0]}, (1, 2)),
+        ({"moe_layer_freq": 1, "first_k_dense_replace": 3}, (3,)),
+    ],
+)
 def test_which_layers_have_experts(keys, layers):
     assert facts_from_hf({**DENSE, "num_experts": 8, **keys}).moe_layers == layers
 
 
 def test_deepseek_shared_experts_and_latent_attention():
-    facts = facts_from_hf({**DENSE, "n_routed_experts": 8, "n_shared_experts": 2,
-                           "moe_intermediate_size": 32, "kv_lora_rank": 16})
+    facts = facts_from_hf(
+        {
+            **DENSE,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 16,
+        }
+    )
     assert facts.is_mla and facts.shared_expert_intermediate_size == 64
 
 

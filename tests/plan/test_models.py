@@ -24,22 +24,31 @@ def num_parameters(hf: dict) -> int:
         rank, latent = f["q_lora_rank"], f["kv_lora_rank"]
         attention = (hidden + 1 + query) * rank if rank else hidden * query
         attention += hidden * (latent + f["qk_rope_head_dim"]) + latent
-        attention += heads * (latent * (f["qk_nope_head_dim"] + f["v_head_dim"])
-                              + f["v_head_dim"] * hidden)
+        attention += heads * (
+            latent * (f["qk_nope_head_dim"] + f["v_head_dim"]) + f["v_head_dim"] * hidden
+        )
     else:
         query, key = heads * f["head_dim"], f["num_key_value_heads"] * f["head_dim"]
         attention = 2 * hidden * (query + key)
         has_bias = f["model_type"] == "qwen2" or f.get("attention_bias")
         has_norm = f["model_type"].startswith("qwen3") or f.get("use_qk_norm")
         attention += (query + 2 * key if has_bias else 0) + (2 * f["head_dim"] if has_norm else 0)
-    experts, layers, num_moe = f.get("num_experts") or 0, f["num_hidden_layers"], sum(
-        f["moe_layers"])
+    experts, layers, num_moe = (
+        f.get("num_experts") or 0,
+        f["num_hidden_layers"],
+        sum(f["moe_layers"]),
+    )
     width = f.get("moe_intermediate_size") or f["intermediate_size"]
     sparse = 3 * hidden * (experts * width + (f["shared_expert_intermediate_size"] or 0))
     sparse += experts * (hidden + ("routed_scaling_factor" in f))
     tables = 1 if f["tie_word_embeddings"] else 2
-    return (num_moe * sparse + (layers - num_moe) * 3 * hidden * f["intermediate_size"]
-            + layers * (attention + 2 * hidden) + hidden + tables * f["vocab_size"] * hidden)
+    return (
+        num_moe * sparse
+        + (layers - num_moe) * 3 * hidden * f["intermediate_size"]
+        + layers * (attention + 2 * hidden)
+        + hidden
+        + tables * f["vocab_size"] * hidden
+    )
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -58,8 +67,9 @@ def test_recommended_layouts_obey_every_rule(name):
         rollout = RolloutConfig(**layout["rollout"])
         facts = facts_from_hf(preset.hf)
         assert check_layout(Case(trainer, facts, rollout, cpu=False)) == []
-        assert layout["gpus"] == (trainer.num_ranks
-                                  + rollout.num_replicas * rollout.tensor_parallel_size)
+        assert layout["gpus"] == (
+            trainer.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size
+        )
 
 
 def test_a_released_model_is_not_started_at_random(tmp_path):

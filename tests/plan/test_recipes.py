@@ -12,15 +12,27 @@ from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import Plan, memory_problems, plan_of
 from grpo_megatron.plan.resolve import resolve
 
-ON_GPUS = [name for name in assets.names(assets.root() / "recipes")
-           if resolve(name).config.placement.gpus_per_node]
+ON_GPUS = [
+    name
+    for name in assets.names(assets.root() / "recipes")
+    if resolve(name).config.placement.gpus_per_node
+]
 
 
 def memory_line(plan: Plan) -> str:
-    trainer, usable, weights, cache = (f"{n / 2**30:.1f}" for n in (
-        plan.worst.total, plan.usable_bytes, plan.engine["weights"], plan.engine["kv_cache"]))
-    return (f"# Memory: {trainer} of {usable} GiB in the trainer; engine {weights} GiB of weights, "
-            f"{cache} GiB of keys and values.")
+    trainer, usable, weights, cache = (
+        f"{n / 2**30:.1f}"
+        for n in (
+            plan.worst.total,
+            plan.usable_bytes,
+            plan.engine["weights"],
+            plan.engine["kv_cache"],
+        )
+    )
+    return (
+        f"# Memory: {trainer} of {usable} GiB in the trainer; engine {weights} GiB of weights, "
+        f"{cache} GiB of keys and values."
+    )
 
 
 @pytest.mark.parametrize("name", ON_GPUS)
@@ -36,16 +48,23 @@ def test_recipe_fits_and_says_how(name):
 @pytest.mark.parametrize("name", [n for n in preset_names() if load_preset(n).checkpoint])
 def test_recommended_layouts_fit(name):
     for layout in load_preset(name).layouts:
-        config = resolve("dense/qwen3-8b").config.model_copy(update={
-            "model": ModelConfig(preset=name), "placement": PlacementConfig(gpus_per_node=8),
-            "trainer": TrainerConfig(**layout["trainer"], max_tokens_per_microbatch=8192),
-            "rollout": RolloutConfig(**layout["rollout"], max_model_len=8192)})
+        config = resolve("dense/qwen3-8b").config.model_copy(
+            update={
+                "model": ModelConfig(preset=name),
+                "placement": PlacementConfig(gpus_per_node=8),
+                "trainer": TrainerConfig(**layout["trainer"], max_tokens_per_microbatch=8192),
+                "rollout": RolloutConfig(**layout["rollout"], max_model_len=8192),
+            }
+        )
         assert memory_problems(config, plan_of(config)) == []
 
 
 def test_the_promised_recipes_are_there():
-    nodes = {name: (place.trainer_nodes, place.rollout_nodes) for name in ON_GPUS
-             for place in [resolve(name).config.placement]}
+    nodes = {
+        name: (place.trainer_nodes, place.rollout_nodes)
+        for name in ON_GPUS
+        for place in [resolve(name).config.placement]
+    }
     assert nodes["moe/qwen3-30b-a3b"] == (4, 4)
     assert nodes["moe/qwen3-235b-a22b"] == (16, 16)
     assert nodes["moe/deepseek-v3"] == (32, 32)

@@ -71,10 +71,13 @@ def test_checkpoint_of_another_model_than_the_preset(tmp_path):
     assert resolve(DEMO, flags).config.model.path == tmp_path
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"model_type": "minimax_m2"}, "normalises queries and keys per head"),
-    ({"new_gate": 2}, "llama has no field 'new_gate'"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "minimax_m2"}, "normalises queries and keys per head"),
+        ({"new_gate": 2}, "llama has no field 'new_gate'"),
+    ],
+)
 def test_models_that_the_trainer_does_not_compute(tmp_path, changes, message):
     (tmp_path / "config.json").write_text(json.dumps(DENSE | changes))
     with pytest.raises(InvalidConfigError, match=message):

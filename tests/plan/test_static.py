@@ -13,19 +13,34 @@ from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.plan.rank_bytes import static_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 
-SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size",
-         "vpp": "virtual_pipeline_parallel_size", "ep": "expert_parallel_size",
-         "etp": "expert_tensor_parallel_size", "ranks": "num_ranks", "first": "first_stage_layers",
-         "last": "last_stage_layers", "sharded": "distributed_optimizer", "dtype": "precision"}
+SHORT = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "vpp": "virtual_pipeline_parallel_size",
+    "ep": "expert_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "ranks": "num_ranks",
+    "first": "first_stage_layers",
+    "last": "last_stage_layers",
+    "sharded": "distributed_optimizer",
+    "dtype": "precision",
+}
 _MAX_MODULES = 3000  # weights of a rank: 30 s; what has more differs in the number of experts only
 MIXTURES = [
-    {"ranks": 1, "dtype": "float32"}, {"ranks": 6, "sharded": False}, {"ranks": 6, "tp": 2},
-    {"ranks": 4, "tp": 2, "sharded": False, "dtype": "float32"}, {"ranks": 8, "tp": 4, "etp": 1},
-    {"ranks": 16, "tp": 2, "ep": 8, "etp": 1}, {"ranks": 16, "tp": 2, "ep": 2, "etp": 2},
-    {"ranks": 12, "pp": 3, "ep": 2}, {"ranks": 8, "pp": 2, "first": 5}, {"ranks": 8, "pp": 4,
-     "tp": 2, "last": 2, "first": 3}, {"ranks": 4, "pp": 2, "vpp": 2},
+    {"ranks": 1, "dtype": "float32"},
+    {"ranks": 6, "sharded": False},
+    {"ranks": 6, "tp": 2},
+    {"ranks": 4, "tp": 2, "sharded": False, "dtype": "float32"},
+    {"ranks": 8, "tp": 4, "etp": 1},
+    {"ranks": 16, "tp": 2, "ep": 8, "etp": 1},
+    {"ranks": 16, "tp": 2, "ep": 2, "etp": 2},
+    {"ranks": 12, "pp": 3, "ep": 2},
+    {"ranks": 8, "pp": 2, "first": 5},
+    {"ranks": 8, "pp": 4, "tp": 2, "last": 2, "first": 3},
+    {"ranks": 4, "pp": 2, "vpp": 2},
     {"ranks": 16, "pp": 4, "vpp": 2, "ep": 4, "dtype": "float32"},
-    {"ranks": 8, "tp": 2, "pp": 2, "vpp": 3}, {"ranks": 64, "ep": 32},
+    {"ranks": 8, "tp": 2, "pp": 2, "vpp": 3},
+    {"ranks": 64, "ep": 32},
 ]
 
 
@@ -35,8 +50,7 @@ def layouts_of(name: str) -> list[dict]:
     found = [layout["trainer"] for layout in preset.layouts]
     for mixture in MIXTURES:
         trainer = {SHORT[key]: value for key, value in mixture.items()}
-        rules = check_layout(Case(TrainerConfig(**trainer), facts_from_hf(preset.hf),
-                                  cpu=False))
+        rules = check_layout(Case(TrainerConfig(**trainer), facts_from_hf(preset.hf), cpu=False))
         found += [] if rules else [trainer]
     return [layout for layout in found if num_weights(preset.hf, layout) <= _MAX_MODULES]
 
@@ -50,8 +64,10 @@ def ranks_to_look_at(trainer: TrainerConfig, limit: int) -> list[int]:
     """First and last ranks of up to `limit` stages, the outer ones first; 0: every rank."""
     if not limit:
         return list(range(trainer.num_ranks))
-    per_stage, pp = trainer.num_ranks // trainer.pipeline_parallel_size, (
-        trainer.pipeline_parallel_size)
+    per_stage, pp = (
+        trainer.num_ranks // trainer.pipeline_parallel_size,
+        (trainer.pipeline_parallel_size),
+    )
     stages = sorted(range(pp), key=lambda p: min(p, pp - 1 - p))[:limit]
     return sorted({p * per_stage + i for p in stages for i in (0, per_stage - 1)})
 
@@ -61,20 +77,36 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
     trainer = TrainerConfig(**layout)
     sizes = sizes_of(hf, hf["vocab_size"], trainer)
     for rank in ranks_to_look_at(trainer, limit):
-        real = world1.run("tests.plan.meta_cases:real_bytes", hf=hf, trainer=layout, rank=rank,
-                          **settings)
+        real = world1.run(
+            "tests.plan.meta_cases:real_bytes", hf=hf, trainer=layout, rank=rank, **settings
+        )
         stage, local = divmod(rank, trainer.num_ranks // trainer.pipeline_parallel_size)
         assert real.pop("shapes") == [
             [weight.numel for weight in weights_of_chunk(sizes, stage, chunk)]
-            for chunk in range(sizes.num_chunks)]
-        assert static_bytes(
-            sizes, stage, local, overlaps=settings.get("overlaps", False),
-            frozen_routers=settings.get("router_policy") == "freeze_weights") == real
+            for chunk in range(sizes.num_chunks)
+        ]
+        assert (
+            static_bytes(
+                sizes,
+                stage,
+                local,
+                overlaps=settings.get("overlaps", False),
+                frozen_routers=settings.get("router_policy") == "freeze_weights",
+            )
+            == real
+        )
 
 
 pytestmark = pytest.mark.engine
-QUICK = [("deepseek-v3", 0), ("tiny-qwen3-moe", 0), ("tiny-qwen3-moe", 8), ("qwen2.5-0.5b", 2),
-         ("qwen2.5-3b", -1), ("glm-4.5-air", 0), ("moonlight-16b-a3b", -2)]
+QUICK = [
+    ("deepseek-v3", 0),
+    ("tiny-qwen3-moe", 0),
+    ("tiny-qwen3-moe", 8),
+    ("qwen2.5-0.5b", 2),
+    ("qwen2.5-3b", -1),
+    ("glm-4.5-air", 0),
+    ("moonlight-16b-a3b", -2),
+]
 
 
 @pytest.mark.parametrize(("name", "which"), QUICK)
@@ -84,12 +116,26 @@ def test_static_bytes(world1, name, which):
 
 
 def test_static_bytes_of_every_rank(world1):
-    compare(world1, "tiny-qwen3-moe", {SHORT[key]: value for key, value in {
-        "ranks": 16, "tp": 2, "pp": 2, "ep": 2, "etp": 1}.items()}, limit=0)
+    compare(
+        world1,
+        "tiny-qwen3-moe",
+        {
+            SHORT[key]: value
+            for key, value in {"ranks": 16, "tp": 2, "pp": 2, "ep": 2, "etp": 1}.items()
+        },
+        limit=0,
+    )
 
 
-@pytest.mark.parametrize(("settings", "name"), list(itertools.product(
-    [{"router_policy": "freeze_weights"}, {"overlaps": True}], ["tiny-qwen3-moe", "qwen2.5-3b"])))
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    list(
+        itertools.product(
+            [{"router_policy": "freeze_weights"}, {"overlaps": True}],
+            ["tiny-qwen3-moe", "qwen2.5-3b"],
+        )
+    ),
+)
 def test_other_buffers(world1, settings, name):
     compare(world1, name, layouts_of(name)[-2], limit=1, **settings)
 

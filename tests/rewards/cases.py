@@ -24,12 +24,16 @@ def group(texts: Sequence[str], *, name: str = "d", answer: str = "85") -> Rollo
     ids = np.zeros(1, dtype=np.int32)
     return RolloutGroup(
         Prompt(f"{name}-1", name, "37 + 48 =", (1, 2), answer, {"level": 1}),
-        tuple(Completion(ids, np.zeros(1, np.float32), (), "stop", text) for text in texts), 0)
+        tuple(Completion(ids, np.zeros(1, np.float32), (), "stop", text) for text in texts),
+        0,
+    )
 
 
-def score(domains: Sequence[DomainConfig], groups: Sequence[RolloutGroup],
-          **options: Any) -> tuple[list[ScoredGroup], RewardPool]:
+def score(
+    domains: Sequence[DomainConfig], groups: Sequence[RolloutGroup], **options: Any
+) -> tuple[list[ScoredGroup], RewardPool]:
     """Score once in a new pool, which is closed afterwards."""
+
     async def run() -> tuple[list[ScoredGroup], RewardPool]:
         async with RewardPool(domains, **options) as pool:
             return await pool.score(groups), pool

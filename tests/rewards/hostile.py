@@ -18,8 +18,10 @@ not_a_function = 3
 def lines_right(completion: str, answer: str) -> Any:
     """A process reward: 1 for every line that says right; NaN for one that says unknown."""
     ends = [i + 1 for i, letter in enumerate(completion) if letter == "\n"]
-    return [(end, math.nan if line == "unknown" else float(line == "right"))
-            for end, line in zip(ends, completion.split("\n"), strict=False)]
+    return [
+        (end, math.nan if line == "unknown" else float(line == "right"))
+        for end, line in zip(ends, completion.split("\n"), strict=False)
+    ]
 
 
 def obey(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, Any]) -> Any:
@@ -58,8 +60,14 @@ def obey(completion: str, answer: str, *, prompt: str, metadata: Mapping[str, An
     return float(completion)
 
 
-SPECIAL = {"None": None, "True": True, "int": 7, "nan": float("nan"), "inf": float("inf"),
-           "huge": 10**400}
+SPECIAL = {
+    "None": None,
+    "True": True,
+    "int": 7,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "huge": 10**400,
+}
 
 
 def length(completion: str, answer: str) -> float:
@@ -89,8 +97,9 @@ def greedy(completion: str) -> float:
     return 0.0
 
 
-def tokens(completion: str, answer: str, *, num_tokens: int, truncated: bool,
-           token_ids: tuple[int, ...]) -> float:
+def tokens(
+    completion: str, answer: str, *, num_tokens: int, truncated: bool, token_ids: tuple[int, ...]
+) -> float:
     assert num_tokens == len(token_ids) and type(token_ids) is tuple
     return sum(token_ids) + (0.5 if truncated else 0)
 

@@ -167,7 +167,7 @@ CHEATS = {
     "_exit in the call": "import os\ndef f(x): os._exit(0)",
     "exit in the call": "def f(x): raise SystemExit(0)",
     "print the marks": "import os\nprint('s111', flush=True)\nos.write(1, b's111')\n"
-                       "def f(x): print('s111')",
+    "def f(x): print('s111')",
     "marks on every file": """
 import os
 for number in range(64):
@@ -248,10 +248,17 @@ HONEST_PAIRS = {
     "buffer": ("import sys\nsys.stdout.buffer.write(sys.stdin.buffer.readline())", "é\n", "é"),
     "white space": ("print('1 ')\nprint()\nprint('2')\nprint()", "", "1\n\n2\n"),
     "guard": ("if __name__ == '__main__':\n    print(open(0).read())", "x", "x"),
-    "thread": ("import threading\nt = threading.Thread(target=print, args=(5,))\nt.start()\n"
-               "t.join()", "", "5"),
-    "deep recursion": ("import sys\nsys.setrecursionlimit(10**5)\n"
-                       "def f(n): return n and 1 + f(n - 1)\nprint(f(20000))", "", "20000"),
+    "thread": (
+        "import threading\nt = threading.Thread(target=print, args=(5,))\nt.start()\nt.join()",
+        "",
+        "5",
+    ),
+    "deep recursion": (
+        "import sys\nsys.setrecursionlimit(10**5)\n"
+        "def f(n): return n and 1 + f(n - 1)\nprint(f(20000))",
+        "",
+        "20000",
+    ),
     "exit()": ("print(1)\nexit()", "", "1"),
     "a file": ("open('x', 'w').write('7')\nprint(open('/tmp/x').read())", "", "7"),
     "asyncio": ("import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))", "", "3"),
@@ -264,29 +271,57 @@ HONEST_PAIRS = {
 # Program, asserts, setup.
 HONEST_ASSERTS = {
     "numbers": ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(-1) != 1"], ""),
-    "containers": ("def f(x): return {1: (x, [x], {x})}",
-                   ["assert f(2) == {1: (2, [2], {2})}"], ""),
-    "setup": ("def f(x): return x / 3", ["assert math.isclose(f(1), third)"],
-              "import math\nthird = 1 / 3"),
-    "not close": ("def f(x): return x / 3",
-                  ["assert abs(f(1) - 0.33) < 0.01", "assert not f(0)"], ""),
-    "class": ("class Stack:\n    def __init__(self): self.items = []\n"
-              "    def push(self, x): self.items.append(x); return self\n"
-              "    def top(self): return self.items[-1]",
-              ["assert Stack().push(3).top() == 3",
-               "s = Stack().push(4)\nassert s.items == [4]"], ""),
+    "containers": (
+        "def f(x): return {1: (x, [x], {x})}",
+        ["assert f(2) == {1: (2, [2], {2})}"],
+        "",
+    ),
+    "setup": (
+        "def f(x): return x / 3",
+        ["assert math.isclose(f(1), third)"],
+        "import math\nthird = 1 / 3",
+    ),
+    "not close": (
+        "def f(x): return x / 3",
+        ["assert abs(f(1) - 0.33) < 0.01", "assert not f(0)"],
+        "",
+    ),
+    "class": (
+        "class Stack:\n    def __init__(self): self.items = []\n"
+        "    def push(self, x): self.items.append(x); return self\n"
+        "    def top(self): return self.items[-1]",
+        ["assert Stack().push(3).top() == 3", "s = Stack().push(4)\nassert s.items == [4]"],
+        "",
+    ),
     "generator": ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2]"], ""),
-    "counter": ("from collections import Counter\ndef f(s): return Counter(s)",
-                ["assert f('aab') == {'a': 2, 'b': 1}"], ""),
-    "named tuple": ("from collections import namedtuple\nP = namedtuple('P', 'x y')\n"
-                    "def f(): return [P(1, 2)]", ["assert f() == [(1, 2)]"], ""),
-    "comprehension": ("def f(x): return x * x",
-                      ["assert all(f(x) == y for x, y in [(1, 1), (3, 9)])",
-                       "assert [f(x) for x in range(3)] == [0, 1, 4]"], ""),
+    "counter": (
+        "from collections import Counter\ndef f(s): return Counter(s)",
+        ["assert f('aab') == {'a': 2, 'b': 1}"],
+        "",
+    ),
+    "named tuple": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return [P(1, 2)]",
+        ["assert f() == [(1, 2)]"],
+        "",
+    ),
+    "comprehension": (
+        "def f(x): return x * x",
+        [
+            "assert all(f(x) == y for x, y in [(1, 1), (3, 9)])",
+            "assert [f(x) for x in range(3)] == [0, 1, 4]",
+        ],
+        "",
+    ),
     "sorted with a key": ("def f(x): return -x", ["assert sorted([1, 2], key=f) == [2, 1]"], ""),
-    "noise": ("print('noise' * 1000)\ndef f(x):\n    print('more')\n    return x",
-              ["assert f('é') == 'é'"], ""),
-    "state": ("n = 0\ndef f():\n    global n\n    n += 1\n    return n",
-              ["assert f() == 1", "assert f() == 2"], ""),
+    "noise": (
+        "print('noise' * 1000)\ndef f(x):\n    print('more')\n    return x",
+        ["assert f('é') == 'é'"],
+        "",
+    ),
+    "state": (
+        "n = 0\ndef f():\n    global n\n    n += 1\n    return n",
+        ["assert f() == 1", "assert f() == 2"],
+        "",
+    ),
     "infinity": ("def f(): return float('inf')", ["assert f() == float('inf')"], ""),
 }

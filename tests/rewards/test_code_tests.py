@@ -37,18 +37,23 @@ def pairs(*found):
 def scores(cases, **arguments):
     """Scores by name of {name: (program, answer)}, four at a time."""
     with ThreadPoolExecutor(4) as threads:
-        futures = {name: threads.submit(code_tests, block(program), answer,
-                                        **{**PATIENT, **arguments})
-                   for name, (program, answer) in cases.items()}
+        futures = {
+            name: threads.submit(code_tests, block(program), answer, **{**PATIENT, **arguments})
+            for name, (program, answer) in cases.items()
+        }
     return {name: future.result() for name, future in futures.items()}
 
 
 @needs_sandbox
 def test_honest_programs_pass():
-    cases = {name: (program, pairs((given, expected)))
-             for name, (program, given, expected) in programs.HONEST_PAIRS.items()}
-    cases |= {f"assert {name}": (program, asserts(*sources, setup=setup))
-              for name, (program, sources, setup) in programs.HONEST_ASSERTS.items()}
+    cases = {
+        name: (program, pairs((given, expected)))
+        for name, (program, given, expected) in programs.HONEST_PAIRS.items()
+    }
+    cases |= {
+        f"assert {name}": (program, asserts(*sources, setup=setup))
+        for name, (program, sources, setup) in programs.HONEST_ASSERTS.items()
+    }
     assert scores(cases) == dict.fromkeys(cases, 1.0)
 
 
@@ -65,8 +70,10 @@ def test_tricks_do_not_score():
 @pytest.mark.parametrize("kind", ["REFUSED", "ENDLESS", "FLOODS"])
 def test_attacks_score_zero(kind):
     sources = dict(list(getattr(programs, kind).items())[:8])
-    cases = {name: (programs.PRELUDE.replace("REFUSED", "") + source, pairs(("", "ESCAPED")))
-             for name, source in sources.items()}
+    cases = {
+        name: (programs.PRELUDE.replace("REFUSED", "") + source, pairs(("", "ESCAPED")))
+        for name, source in sources.items()
+    }
     assert scores(cases, timeout_s=2.0) == dict.fromkeys(cases, 0.0)
 
 
@@ -85,19 +92,40 @@ def test_a_fraction_of_the_tests():
 @needs_sandbox
 def test_what_is_wrong_in_the_output():
     tests = pairs(("", "1 2\n3\n"))
-    outputs = {"'1 2\\n3'": 1, "'1 2  \\n3\\n\\n'": 1, "'1  2\\n3'": 0, "'1 2 3'": 0,
-               "' 1 2\\n3'": 0, "'1 2\\n3\\n4'": 0}
+    outputs = {
+        "'1 2\\n3'": 1,
+        "'1 2  \\n3\\n\\n'": 1,
+        "'1  2\\n3'": 0,
+        "'1 2 3'": 0,
+        "' 1 2\\n3'": 0,
+        "'1 2\\n3\\n4'": 0,
+    }
     cases = {text: (f"print({text})", tests) for text in outputs}
     cases["code"] = ("print('1 2\\n3')\nraise SystemExit(1)", tests)
     assert scores(cases) == {**outputs, "code": 0}
 
 
-@pytest.mark.parametrize("answer", [
-    "", "no JSON", "3", "[]", "{}", '{"inputs": ["1"], "outputs": []}', pairs((1, 2)),
-    pairs(), asserts(), asserts("assert f(("), asserts("assert 1", setup="import ("), asserts(3),
-    '{"asserts": 3}', '{"asserts": ["assert f()"], "inputs": [""], "outputs": [""]}',
-    '{"inputs": 3, "outputs": 3}', "[" * 10**5,
-])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "no JSON",
+        "3",
+        "[]",
+        "{}",
+        '{"inputs": ["1"], "outputs": []}',
+        pairs((1, 2)),
+        pairs(),
+        asserts(),
+        asserts("assert f(("),
+        asserts("assert 1", setup="import ("),
+        asserts(3),
+        '{"asserts": 3}',
+        '{"asserts": ["assert f()"], "inputs": [""], "outputs": [""]}',
+        '{"inputs": 3, "outputs": 3}',
+        "[" * 10**5,
+    ],
+)
 def test_bad_tests_are_unscorable(answer):
     assert math.isnan(code_tests(block("pass"), answer))
 
@@ -105,16 +133,17 @@ def test_bad_tests_are_unscorable(answer):
 @needs_sandbox
 def test_asserts_that_cannot_be_asked_are_unscorable():
     program = "def f(x): return x\ndef sum(x): return 0"
-    cases = {source: (program, asserts(source)) for source in (
-        "assert sum([1]) == 1", "assert f(lambda: 1)", "assert True", "")}
+    cases = {
+        source: (program, asserts(source))
+        for source in ("assert sum([1]) == 1", "assert f(lambda: 1)", "assert True", "")
+    }
     cases["setup"] = (program, asserts("assert f(1)", setup="import no_such_module"))
     assert all(math.isnan(value) for value in scores(cases).values())
 
 
 @needs_sandbox
 def test_the_standard_library_in_an_assert_is_not_the_candidates():
-    program = ("class math:\n    isclose = staticmethod(lambda *_: True)\n"
-               "def f(): return 1.0")
+    program = "class math:\n    isclose = staticmethod(lambda *_: True)\ndef f(): return 1.0"
     assert code_tests(block(program), asserts("assert math.isclose(f(), 2.0)"), **PATIENT) == 0
 
 

@@ -13,15 +13,30 @@ ASYNC = f"{HOSTILE}:coroutine"
 TIMEOUT_S = 0.5
 
 
-@pytest.mark.parametrize(("order", "cause", "killed"), [
-    ("sleep", "timed_out", False), ("late", "timed_out", False), ("stubborn", "timed_out", True),
-    ("loop", "timed_out", True), ("nested loop", "timed_out", True), ("exit", "died", True),
-    ("raise", "raised", False), ("sys.exit", "raised", False), ("interrupt", "raised", False),
-    ("own timeout", "raised", False), ("cancelled", "raised", False), ("str", "raised", False),
-])
+@pytest.mark.parametrize(
+    ("order", "cause", "killed"),
+    [
+        ("sleep", "timed_out", False),
+        ("late", "timed_out", False),
+        ("stubborn", "timed_out", True),
+        ("loop", "timed_out", True),
+        ("nested loop", "timed_out", True),
+        ("exit", "died", True),
+        ("raise", "raised", False),
+        ("sys.exit", "raised", False),
+        ("interrupt", "raised", False),
+        ("own timeout", "raised", False),
+        ("cancelled", "raised", False),
+        ("str", "raised", False),
+    ],
+)
 def test_a_hostile_coroutine_costs_itself_only(order, cause, killed):
-    [scored], pool = score([domain(ASYNC)], [group(["1", "2", order, "3", order, "None", "4"])],
-                           timeout_s=TIMEOUT_S if cause == "timed_out" else 60, concurrency=2)
+    [scored], pool = score(
+        [domain(ASYNC)],
+        [group(["1", "2", order, "3", order, "None", "4"])],
+        timeout_s=TIMEOUT_S if cause == "timed_out" else 60,
+        concurrency=2,
+    )
     np.testing.assert_equal(scored.rewards, [1, 2, math.nan, 3, math.nan, math.nan, 4])
     metrics = pool.take_metrics()
     assert metrics[f"reward/d.coroutine/{cause}"] == 2
@@ -33,8 +48,9 @@ def test_as_many_as_allowed_run_at_a_time():
     together = ["most at a time"] * 5
     [scored], _ = score([domain(ASYNC)], [group(together)], timeout_s=60, concurrency=5)
     assert scored.rewards.tolist() == [5] * 5
-    [scored], pool = score([domain(ASYNC)], [group([*together, "1"])], timeout_s=TIMEOUT_S,
-                           concurrency=4)
+    [scored], pool = score(
+        [domain(ASYNC)], [group([*together, "1"])], timeout_s=TIMEOUT_S, concurrency=4
+    )
     assert np.isnan(scored.rewards[:4]).all() and scored.rewards[4:].tolist() == [5, 1]
     assert pool.take_metrics()["reward/d.coroutine/timed_out"] == 4
 

@@ -23,20 +23,44 @@ from grpo_megatron.rewards.functions import (
 NAN = math.nan
 
 
-@pytest.mark.parametrize(("completion", "answer", "score"), [
-    ("85", "85", 1), (" 85\n", "85", 1), ("85", " 85", 1), ("8 5", "85", 0), ("", "85", 0),
-    ("085", "85", 0), ("85", "", NAN),
-])
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("85", "85", 1),
+        (" 85\n", "85", 1),
+        ("85", " 85", 1),
+        ("8 5", "85", 0),
+        ("", "85", 0),
+        ("085", "85", 0),
+        ("85", "", NAN),
+    ],
+)
 def test_exact_match(completion, answer, score):
     np.testing.assert_equal(exact_match(completion, answer), float(score))
 
 
-@pytest.mark.parametrize(("completion", "answer", "score"), [
-    ("The answer is 85.", "85", 1), ("85 or 86", "85", 0), ("$1,234.50", "1234.5", 1),
-    ("-7", "7", 0), ("x = -7", "-7", 1), ("42-17", "17", 1), ("1/2", "0.5", 1), ("1/0", "1", 0),
-    (".5", "1/2", 1), ("1e3", "1000", 1), ("none", "3", 0), ("3", "three", NAN), ("3", "", NAN),
-    ("3", "nan", NAN), ("12" * 3000, "1", 0), ("3.", "3", 1), ("1,2345", "2345", 1),
-])
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("The answer is 85.", "85", 1),
+        ("85 or 86", "85", 0),
+        ("$1,234.50", "1234.5", 1),
+        ("-7", "7", 0),
+        ("x = -7", "-7", 1),
+        ("42-17", "17", 1),
+        ("1/2", "0.5", 1),
+        ("1/0", "1", 0),
+        (".5", "1/2", 1),
+        ("1e3", "1000", 1),
+        ("none", "3", 0),
+        ("3", "three", NAN),
+        ("3", "", NAN),
+        ("3", "nan", NAN),
+        ("12" * 3000, "1", 0),
+        ("3.", "3", 1),
+        ("1,2345", "2345", 1),
+    ],
+)
 def test_numeric_match(completion, answer, score):
     np.testing.assert_equal(numeric_match(completion, answer), float(score))
 
@@ -53,11 +77,22 @@ def test_every_integer_matches_itself(number):
     assert numeric_match(f"so it is {number:,}", str(number)) == 1.0
 
 
-@pytest.mark.parametrize(("completion", "answer", "score"), [
-    (r"\boxed{\frac12}", "1/2", 1), ("$0.5$", r"\frac{1}{2}", 1), ("x=3", "3", 1),
-    (r"so $2\sqrt{2}$", r"\sqrt{8}", 1), ("$(1, 2)$", "(1,2)", 1), ("$(2, 1)$", "(1,2)", 0),
-    ("", "3", 0), ("who knows", "3", 0), ("4", "3", 0), ("3", "", NAN), ("3", "who knows", NAN),
-])
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        (r"\boxed{\frac12}", "1/2", 1),
+        ("$0.5$", r"\frac{1}{2}", 1),
+        ("x=3", "3", 1),
+        (r"so $2\sqrt{2}$", r"\sqrt{8}", 1),
+        ("$(1, 2)$", "(1,2)", 1),
+        ("$(2, 1)$", "(1,2)", 0),
+        ("", "3", 0),
+        ("who knows", "3", 0),
+        ("4", "3", 0),
+        ("3", "", NAN),
+        ("3", "who knows", NAN),
+    ],
+)
 def test_math_verify(completion, answer, score):
     np.testing.assert_equal(functions.math_verify(completion, answer), float(score))
 
@@ -71,20 +106,23 @@ def test_reasoning_gym_uses_its_own_scorer():
         reasoning_gym_score("85", "85", metadata={})
 
 
-@pytest.mark.parametrize(("completion", "score"), [
-    ("<think>a</think><answer>b</answer>", 1),
-    (" <think>a\nb</think>\n<answer>b</answer>\n", 1),
-    ("<think>a</think>b", 0),
-    ("<answer>b</answer><think>a</think>", 0),
-    ("<think>a<answer>b</think></answer>", 0),
-    ("<think></think><answer>b</answer>", 0),
-    ("<think>a</think><answer> </answer>", 0),
-    ("<think>a</think><answer>b</answer>c", 0),
-    ("<think>a</think>x<answer>b</answer>", 0),
-    ("<think>a</think><think>a</think><answer>b</answer>", 0),
-    ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
-    ("", 0),
-])
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        (" <think>a\nb</think>\n<answer>b</answer>\n", 1),
+        ("<think>a</think>b", 0),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("<think>a<answer>b</think></answer>", 0),
+        ("<think></think><answer>b</answer>", 0),
+        ("<think>a</think><answer> </answer>", 0),
+        ("<think>a</think><answer>b</answer>c", 0),
+        ("<think>a</think>x<answer>b</answer>", 0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
+        ("", 0),
+    ],
+)
 def test_format_tags(completion, score):
     assert format_tags(completion, "") == score
     if score and completion.startswith("<think>"):
@@ -92,18 +130,32 @@ def test_format_tags(completion, score):
         assert format_tags(rest, "", opened=True) == 1 and format_tags(rest, "") == 0
 
 
-@pytest.mark.parametrize(("completion", "content"), [
-    ("<a>1</a> <a>2</a>", "2"), ("<a>1</a><a>2", "1"), ("1</a>", None), ("<a>1", None),
-    ("<a><a>1</a>", "1"), ("", None),
-])
+@pytest.mark.parametrize(
+    ("completion", "content"),
+    [
+        ("<a>1</a> <a>2</a>", "2"),
+        ("<a>1</a><a>2", "1"),
+        ("1</a>", None),
+        ("<a>1", None),
+        ("<a><a>1</a>", "1"),
+        ("", None),
+    ],
+)
 def test_extract(completion, content):
     assert extract(completion, "a") == content
     assert extract(completion, None) == completion
 
 
-@pytest.mark.parametrize(("completion", "code"), [
-    ("```python\na\n```", "a"), ("```\na\n```\nso\n```py\nb\n\nc\n```\nend", "b\n\nc"),
-    ("```\na\n```\n```\nb", "a"), ("```\na", ""), ("a", ""), ("```\n```", ""),
-])
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("```python\na\n```", "a"),
+        ("```\na\n```\nso\n```py\nb\n\nc\n```\nend", "b\n\nc"),
+        ("```\na\n```\n```\nb", "a"),
+        ("```\na", ""),
+        ("a", ""),
+        ("```\n```", ""),
+    ],
+)
 def test_last_code_block(completion, code):
     assert last_code_block(completion) == code

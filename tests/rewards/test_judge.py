@@ -35,8 +35,14 @@ def served(replies: list, reward, **arguments):
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
         try:
-            return await reward("{42}", "42", prompt="6 * 7 = {x}", model="m",
-                                url=f"http://127.0.0.1:{port}", **arguments)
+            return await reward(
+                "{42}",
+                "42",
+                prompt="6 * 7 = {x}",
+                model="m",
+                url=f"http://127.0.0.1:{port}",
+                **arguments,
+            )
         finally:
             await runner.cleanup()
 

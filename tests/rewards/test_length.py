@@ -22,27 +22,38 @@ counts = st.integers(0, 10**6)
 
 
 def cosine(n, *, right, **arguments):
-    return cosine_length("1" if right else "2", "1", prompt="", metadata={}, num_tokens=n,
-                         **{"max_tokens": 100, **arguments})
+    return cosine_length(
+        "1" if right else "2",
+        "1",
+        prompt="",
+        metadata={},
+        num_tokens=n,
+        **{"max_tokens": 100, **arguments},
+    )
 
 
 def test_soft_overlong_golden():
     case = NUMBERS["soft_overlong"]
-    assert [soft_overlong("", "", num_tokens=n, max_tokens=case["max_tokens"],
-                          buffer=case["buffer"]) for n in case["num_tokens"]] == case["out"]
+    assert [
+        soft_overlong("", "", num_tokens=n, max_tokens=case["max_tokens"], buffer=case["buffer"])
+        for n in case["num_tokens"]
+    ] == case["out"]
 
 
 @pytest.mark.parametrize("which", ["correct", "wrong"])
 def test_cosine_length_golden(which):
     case = NUMBERS["cosine_length"]
     assert [cosine(n, right=which == "correct") for n in case["num_tokens"]] == pytest.approx(
-        case[which], abs=1e-15)
+        case[which], abs=1e-15
+    )
 
 
 def test_repetition_golden():
     case = NUMBERS["repetition"]
-    assert [repetition("", "", token_ids=tuple(ids), n=n) for ids, n in zip(
-        case["token_ids"], case["n"], strict=True)] == case["out"]
+    assert [
+        repetition("", "", token_ids=tuple(ids), n=n)
+        for ids, n in zip(case["token_ids"], case["n"], strict=True)
+    ] == case["out"]
 
 
 @given(counts, counts)
@@ -69,14 +80,25 @@ def test_accuracy_is_a_function_of_the_users():
     numeric = {"accuracy": f"{FUNCTIONS}:numeric_match", "accuracy_arguments": {"tolerance": 1.0}}
     assert cosine(100, right=False, **numeric) == 0.5
     gym = {"accuracy": f"{FUNCTIONS}:reasoning_gym_score"}
-    value = cosine_length("85", "85", prompt="", metadata={"source_dataset": "chain_sum"},
-                          num_tokens=0, max_tokens=9, **gym)
+    value = cosine_length(
+        "85",
+        "85",
+        prompt="",
+        metadata={"source_dataset": "chain_sum"},
+        num_tokens=0,
+        max_tokens=9,
+        **gym,
+    )
     assert value == 1.0
     assert math.isnan(cosine_length("1", "", prompt="", metadata={}, num_tokens=1, max_tokens=9))
 
 
 def test_length_penalty():
     assert [length_penalty("", "", num_tokens=n, max_tokens=100) for n in (0, 50, 100, 200)] == [
-        0, -0.5, -1, -1]
+        0,
+        -0.5,
+        -1,
+        -1,
+    ]
     gated = {"correct": [0, -1], "wrong": [0, 0]}
     assert cosine(100, right=True, **gated) == -1 and cosine(100, right=False, **gated) == 0

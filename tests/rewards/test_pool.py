@@ -28,8 +28,12 @@ def test_the_order_is_that_of_the_groups_whatever_the_workers():
     domains = [domain(OBEY, f"{HOSTILE}:length", name="a"), domain(OBEY, name="b")]
 
     @settings(max_examples=25, deadline=None)
-    @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 10**6), max_size=80)),
-                    max_size=5))
+    @given(
+        st.lists(
+            st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 10**6), max_size=80)),
+            max_size=5,
+        )
+    )
     def check(batch):
         groups = [group([str(n) for n in numbers], name=name) for name, numbers in batch]
         scored = loop.run_until_complete(pool.score(groups))
@@ -48,15 +52,27 @@ def test_the_order_is_that_of_the_groups_whatever_the_workers():
         loop.close()
 
 
-@pytest.mark.parametrize(("order", "cause"), [
-    ("loop", "timed_out"), ("sleep", "timed_out"), ("exit", "died"), ("segfault", "died"),
-    ("sys.exit", "raised"), ("interrupt", "raised"), ("raise", "raised"), ("str", "raised"),
-    ("list", "raised"), ("inf", "raised"), ("huge", "raised"),
-])
+@pytest.mark.parametrize(
+    ("order", "cause"),
+    [
+        ("loop", "timed_out"),
+        ("sleep", "timed_out"),
+        ("exit", "died"),
+        ("segfault", "died"),
+        ("sys.exit", "raised"),
+        ("interrupt", "raised"),
+        ("raise", "raised"),
+        ("str", "raised"),
+        ("list", "raised"),
+        ("inf", "raised"),
+        ("huge", "raised"),
+    ],
+)
 def test_a_hostile_sample_costs_itself_only(order, cause):
     texts = ["1", "2", order, "3", order, "4"]
-    [scored], pool = score([domain(OBEY)], [group(texts)],
-                           timeout_s=TIMEOUT_S if cause == "timed_out" else 60)
+    [scored], pool = score(
+        [domain(OBEY)], [group(texts)], timeout_s=TIMEOUT_S if cause == "timed_out" else 60
+    )
     np.testing.assert_equal(scored.rewards, [1, 2, math.nan, 3, math.nan, 4])
     metrics = pool.take_metrics()
     assert metrics[f"reward/d.obey/{cause}"] == 2
@@ -113,8 +129,12 @@ def test_a_reward_that_always_hangs_stops_the_run_early(monkeypatch):
 
 
 def test_components_are_weighted_and_skipped():
-    domains = [domain({"function": OBEY, "weight": 2.0},
-                      {"function": f"{HOSTILE}:length", "weight": -0.5, "name": "brevity"})]
+    domains = [
+        domain(
+            {"function": OBEY, "weight": 2.0},
+            {"function": f"{HOSTILE}:length", "weight": -0.5, "name": "brevity"},
+        )
+    ]
     [scored], _ = score(domains, [group(["10", "None", "raise"])])
     np.testing.assert_equal(scored.components["obey"], [10, math.nan, math.nan])
     np.testing.assert_equal(scored.components["brevity"], [2, 4, 5])
@@ -126,8 +146,7 @@ def test_components_are_weighted_and_skipped():
 def test_step_rewards_are_kept_beside_their_sum():
     steps = {"function": f"{HOSTILE}:lines_right", "weight": 0.5, "name": "steps"}
     texts = ["right\nno\nright\n", "", "right\nunknown\n"]
-    [scored, other], _ = score([domain(OBEY, steps)], [group(texts), group(["3"])],
-                               num_workers=2)
+    [scored, other], _ = score([domain(OBEY, steps)], [group(texts), group(["3"])], num_workers=2)
     np.testing.assert_equal(scored.components["steps"], [2, 0, math.nan])
     assert scored.steps[:2] == (((6, 0.5), (9, 0.0), (15, 0.5)), ())
     assert other.steps == ()
@@ -143,8 +162,9 @@ def test_the_sum_is_clipped():
 
 def test_tokens_are_counted_as_the_engine_reported_them():
     ids = np.array([3, 4, 5], dtype=np.int32)
-    completions = tuple(Completion(ids, np.zeros(3, np.float32), (), reason, "")
-                        for reason in ("stop", "length"))
+    completions = tuple(
+        Completion(ids, np.zeros(3, np.float32), (), reason, "") for reason in ("stop", "length")
+    )
     sampled = RolloutGroup(Prompt("d-1", "d", "", (1,), "85"), completions, 0)
     [scored], _ = score([domain(f"{HOSTILE}:tokens")], [sampled])
     assert scored.rewards.tolist() == [12, 12.5]
@@ -242,8 +262,13 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent_and_say_nothing(number):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True, start_new_session=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     os.killpg(parent.pid, number)  # as a terminal's Ctrl-C does: the whole foreground group
     assert parent.communicate()[1] == ""

@@ -12,23 +12,37 @@ from tests.rewards.cases import HOSTILE, domain
 FUNCTIONS = "grpo_megatron.rewards.functions"
 
 
-@pytest.mark.parametrize(("reference", "arguments", "words"), [
-    ("exact_match", {}, ["module:function"]),
-    (f"{FUNCTIONS}:exact_mach", {}, ["no function 'exact_mach'", "did you mean 'exact_match'"]),
-    (f"{FUNCTIONS}:zzz", {}, ["no function 'zzz'", "numeric_match"]),
-    ("no_such_module.rewards:f", {}, ["no module 'no_such_module'", "install it"]),
-    (f"{HOSTILE}:not_a_function", {}, ["int, not a function"]),
-    (f"{HOSTILE}:greedy", {}, ["cannot be called", "def reward(completion: str, answer: str"]),
-    (f"{HOSTILE}:always_raises", {"num_tokens": 1}, ["'num_tokens' is the pool's own"]),
-    (f"{FUNCTIONS}:language_consistency", {"scripts": ["klingon"]}, ["klingon", "cyrillic"]),
-    (f"{FUNCTIONS}:language_consistency", {"scripts": "latin"}, ["not a list"]),
-    (f"{FUNCTIONS}:cosine_length", {"max_tokens": 9, "accuracy": "x"}, ["not `module:function`"]),
-    (f"{FUNCTIONS}:cosine_length", {"max_tokens": 9, "accuracy_arguments": {"tolerance": 1}},
-     ["'tolerance' is not an argument"]),
-    (f"{FUNCTIONS}:code_tests", {"mode": "some"}, ["some", "fraction"]),
-    (f"{HOSTILE}:scaled", {"facto": 1}, ["'facto' is not an argument", "did you mean 'factor'"]),
-    (f"{HOSTILE}:always_raises", {"prompt": 1}, ["'prompt' is the pool's own"]),
-])
+@pytest.mark.parametrize(
+    ("reference", "arguments", "words"),
+    [
+        ("exact_match", {}, ["module:function"]),
+        (f"{FUNCTIONS}:exact_mach", {}, ["no function 'exact_mach'", "did you mean 'exact_match'"]),
+        (f"{FUNCTIONS}:zzz", {}, ["no function 'zzz'", "numeric_match"]),
+        ("no_such_module.rewards:f", {}, ["no module 'no_such_module'", "install it"]),
+        (f"{HOSTILE}:not_a_function", {}, ["int, not a function"]),
+        (f"{HOSTILE}:greedy", {}, ["cannot be called", "def reward(completion: str, answer: str"]),
+        (f"{HOSTILE}:always_raises", {"num_tokens": 1}, ["'num_tokens' is the pool's own"]),
+        (f"{FUNCTIONS}:language_consistency", {"scripts": ["klingon"]}, ["klingon", "cyrillic"]),
+        (f"{FUNCTIONS}:language_consistency", {"scripts": "latin"}, ["not a list"]),
+        (
+            f"{FUNCTIONS}:cosine_length",
+            {"max_tokens": 9, "accuracy": "x"},
+            ["not `module:function`"],
+        ),
+        (
+            f"{FUNCTIONS}:cosine_length",
+            {"max_tokens": 9, "accuracy_arguments": {"tolerance": 1}},
+            ["'tolerance' is not an argument"],
+        ),
+        (f"{FUNCTIONS}:code_tests", {"mode": "some"}, ["some", "fraction"]),
+        (
+            f"{HOSTILE}:scaled",
+            {"facto": 1},
+            ["'facto' is not an argument", "did you mean 'factor'"],
+        ),
+        (f"{HOSTILE}:always_raises", {"prompt": 1}, ["'prompt' is the pool's own"]),
+    ],
+)
 def test_what_cannot_be_a_reward(reference, arguments, words):
     with pytest.raises(RewardError) as caught:
         components_of(domain({"function": reference, "arguments": arguments}))
@@ -59,7 +73,8 @@ def test_a_reward_takes_the_context_that_it_names():
     assert bind(f"{HOSTILE}:always_raises", {}).context == ("prompt", "metadata")
     assert bind(f"{FUNCTIONS}:repetition", {}).context == ("token_ids",)
     assert bind(f"{FUNCTIONS}:soft_overlong", {"max_tokens": 9, "buffer": 3}).context == (
-        "num_tokens",)
+        "num_tokens",
+    )
     assert bind(f"{HOSTILE}:coroutine", {}).is_async
     assert bind(f"{HOSTILE}:scaled", {"factor": 3})("2", "", context) == 6
 
@@ -68,8 +83,17 @@ def test_components_have_unique_names():
     match = f"{FUNCTIONS}:exact_match"
     with pytest.raises(RewardError, match="two reward components are called 'exact_match'"):
         components_of(domain(match, match))
-    found = components_of(domain(match, {"function": match, "name": "tagged", "weight": 0.5,
-                                         "arguments": {"answer_tag": "answer"}}))
+    found = components_of(
+        domain(
+            match,
+            {
+                "function": match,
+                "name": "tagged",
+                "weight": 0.5,
+                "arguments": {"answer_tag": "answer"},
+            },
+        )
+    )
     assert [(c.name, c.weight) for c in found] == [("exact_match", 1.0), ("tagged", 0.5)]
 
 

@@ -45,6 +45,7 @@ def canary(tmp_path, monkeypatch):
 
 def run_all(sources, limits, canary=None):
     """Outcomes by name, four programs at a time."""
+
     def run(source):
         for word, value in (canary or {}).items():
             source = source.replace(word, value)
@@ -66,7 +67,8 @@ def test_attacks_are_refused(canary):
 def test_endless_programs_are_ended(canary):
     outcomes = run_all(programs.ENDLESS, HASTY, canary)
     assert {name: outcome.ending for name, outcome in outcomes.items()} == dict.fromkeys(
-        programs.ENDLESS, "timed_out")
+        programs.ENDLESS, "timed_out"
+    )
 
 
 @needs_sandbox
@@ -93,8 +95,10 @@ def test_processor_time_is_limited():
 
 @needs_sandbox
 def test_a_program_sees_who_and_where_it_is():
-    source = ("import os, socket, sys\nprint(os.getuid(), os.getgid(), socket.gethostname(), "
-              "sorted(os.environ), os.getcwd(), sorted(os.listdir('/')))")
+    source = (
+        "import os, socket, sys\nprint(os.getuid(), os.getgid(), socket.gethostname(), "
+        "sorted(os.environ), os.getcwd(), sorted(os.listdir('/')))"
+    )
     told = run_program(source, limits=PATIENT).stdout.decode()
     top = Path(os.path.realpath(sys.base_prefix)).parts[1]
     for path in {"usr", "tmp", "program.py", top}:
@@ -104,10 +108,13 @@ def test_a_program_sees_who_and_where_it_is():
         assert f"'{path}'" not in told
 
 
-@pytest.mark.parametrize(("path", "words"), [
-    ("/nowhere", "bwrap is not installed"),
-    ("fake", "No permissions to create new namespace"),
-])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/nowhere", "bwrap is not installed"),
+        ("fake", "No permissions to create new namespace"),
+    ],
+)
 def test_it_says_why_there_is_no_isolation(path, words, tmp_path, monkeypatch):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
@@ -129,8 +136,9 @@ def test_a_run_looks_from_within_its_event_loop():
     assert asyncio.run(look()) is None
 
 
-@pytest.mark.parametrize(("target", "value"), [
-    ("sys.platform", "darwin"), ("platform.machine", lambda: "mips")])
+@pytest.mark.parametrize(
+    ("target", "value"), [("sys.platform", "darwin"), ("platform.machine", lambda: "mips")]
+)
 def test_other_machines_are_refused(target, value, monkeypatch):
     monkeypatch.setattr(target, value)
     sandbox.why_not.cache_clear()

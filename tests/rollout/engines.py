@@ -23,15 +23,27 @@ from grpo_megatron.weights.transfer_plan import TransferPlan, entry_of
 
 VOCABULARY = 256
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2, "intermediate_size": 128,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
     "max_position_embeddings": 512,
-    "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
 EXPERTS = {
-    "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 
 Weights = Mapping[str, torch.Tensor]
@@ -42,8 +54,11 @@ def make_checkpoint(path: Path, *, moe: bool, seed: int) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    model = (Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)) if moe
-             else Qwen3ForCausalLM(Qwen3Config(**SIZES)))
+    model = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS))
+        if moe
+        else Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -85,16 +100,31 @@ def reference_routes(model, prompt: Sequence[int], completion: Completion) -> np
 
 
 def make_config(**rollout) -> RunConfig:
-    base = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.125,
-            "max_new_tokens": 24, "num_threads": 1}
-    return RunConfig.model_validate({
-        "name": "test", "model": {"preset": "tiny-qwen3-moe"},
-        "domains": [{"name": "d", "source": "reasoning_gym", "dataset": "chain_sum",
-                     "template": "{question}",
-                     "rewards": [{"function": "grpo_megatron.rewards.functions:exact_match"}]}],
-        "batch": {"num_prompts": 6, "num_samples_per_prompt": 4},
-        "rollout": base | rollout,
-    })
+    base = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 64,
+        "kv_cache_gib": 0.125,
+        "max_new_tokens": 24,
+        "num_threads": 1,
+    }
+    return RunConfig.model_validate(
+        {
+            "name": "test",
+            "model": {"preset": "tiny-qwen3-moe"},
+            "domains": [
+                {
+                    "name": "d",
+                    "source": "reasoning_gym",
+                    "dataset": "chain_sum",
+                    "template": "{question}",
+                    "rewards": [{"function": "grpo_megatron.rewards.functions:exact_match"}],
+                }
+            ],
+            "batch": {"num_prompts": 6, "num_samples_per_prompt": 4},
+            "rollout": base | rollout,
+        }
+    )
 
 
 @dataclass
@@ -116,8 +146,13 @@ class Server:
         argv, environment = serve_command(config, str(checkpoint), 0, port)
         log = directory / f"{name}.log"
         with open(log, "w") as file:
-            process = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=file,
-                                       stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                argv,
+                env={**os.environ, **environment},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return cls(config, checkpoint, port, process, log, name)
 
     def client(self) -> EngineClient:
@@ -128,6 +163,7 @@ class Server:
             async with self.client() as client:
                 await client.wait_ready(180, lambda: self.process.poll() is None)
                 await client.set_weight_version(0)
+
         try:
             asyncio.run(ready())
         except Exception as error:
@@ -167,6 +203,7 @@ class Trainer:
         def one(sender: WeightSender) -> dict[str, str]:
             mine = [(e.name, weights[e.name]) for e in self.plan.of_sender(sender.index)]
             return sender.send(mine, self.plan, publish=version)
+
         parts = await asyncio.gather(*(asyncio.to_thread(one, s) for s in self.senders))
         return {"digests": {name: digest for part in parts for name, digest in part.items()}}
 

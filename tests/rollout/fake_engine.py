@@ -23,11 +23,16 @@ def answer(request: dict[str, Any], routes: bool = False) -> dict[str, Any]:
         base = sum(prompt) * 7 + (sampling.get("seed") or 0) + index
         tokens = [(base + i) % 100 for i in range(sampling["max_tokens"])]
         choice = {
-            "index": index, "token_ids": tokens, "finish_reason": "length", "stop_reason": None,
-            "logprobs": {"content": [
-                {"token_id": t, "logprob": -0.5 - t / 100, "rank": 1, "top_logprobs": []}
-                for t in tokens
-            ]},
+            "index": index,
+            "token_ids": tokens,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "logprobs": {
+                "content": [
+                    {"token_id": t, "logprob": -0.5 - t / 100, "rank": 1, "top_logprobs": []}
+                    for t in tokens
+                ]
+            },
             "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
             "routed_experts": None,
         }

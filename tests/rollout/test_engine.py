@@ -32,8 +32,10 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def models(checkpoints):
-    return {path: reference(path) for path in (
-        checkpoints.moe, checkpoints.other_moe, checkpoints.dense)}
+    return {
+        path: reference(path)
+        for path in (checkpoints.moe, checkpoints.other_moe, checkpoints.dense)
+    }
 
 
 async def _restore(client, checkpoint, version: int = 0) -> None:
@@ -48,8 +50,9 @@ def test_logprobs_are_the_references(servers, models, which, temperature):
     async def run():
         async with server.client() as client:
             await _restore(client, server.checkpoint)
-            return await client.generate(PROMPT, n=1 if temperature == 0 else 4, max_tokens=24,
-                                         temperature=temperature)
+            return await client.generate(
+                PROMPT, n=1 if temperature == 0 else 4, max_tokens=24, temperature=temperature
+            )
 
     for completion in asyncio.run(run()):
         # A greedy token's log-prob is that of temperature 1.
@@ -88,10 +91,11 @@ def test_publish_repeats_on_the_same_groups(servers, checkpoints, models):
             for version in range(1, 6):
                 chosen = weights[version % 2]
                 await publisher.publish(
-                    version, trainer.plan, lambda c=chosen, v=version: trainer.send(c, v))
+                    version, trainer.plan, lambda c=chosen, v=version: trainer.send(c, v)
+                )
             return await client.generate(PROMPT, max_tokens=24)
 
-    completion, = asyncio.run(run())
+    (completion,) = asyncio.run(run())
     assert logprob_error(models[checkpoints.other_moe], PROMPT, completion) < TOLERANCE
     assert completion.versions[0].version == 5
 
@@ -101,8 +105,9 @@ def test_a_publish_in_flight_is_told_token_by_token(servers, checkpoints, models
     """Held or aborted and continued: log-probs and routes are those of the version they name."""
     weights = weights_of(checkpoints.other_moe)
     config = make_long(servers.moe.config)
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(
-        update={"deterministic": False})})
+    config = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"deterministic": False})}
+    )
 
     async def run():
         async with servers.moe.client() as client:
@@ -125,10 +130,14 @@ def test_a_publish_in_flight_is_told_token_by_token(servers, checkpoints, models
     for completion in [c for c in completions if len(c.versions) == 2][:6]:
         old, new = completion.versions
         rows = len(PROMPT) - 1
-        assert completion.route_versions == (VersionSpan(0, 0, rows + old.end),
-                                             VersionSpan(1, rows + new.start, rows + new.end))
-        for span, checkpoint, other in ((old, checkpoints.moe, checkpoints.other_moe),
-                                        (new, checkpoints.other_moe, checkpoints.moe)):
+        assert completion.route_versions == (
+            VersionSpan(0, 0, rows + old.end),
+            VersionSpan(1, rows + new.start, rows + new.end),
+        )
+        for span, checkpoint, other in (
+            (old, checkpoints.moe, checkpoints.other_moe),
+            (new, checkpoints.other_moe, checkpoints.moe),
+        ):
             part = slice(span.start, span.end)
             assert _span_error(models[checkpoint], completion, part) < TOLERANCE
             assert _span_error(models[other], completion, part) > 1e-2
@@ -157,14 +166,17 @@ def test_segments_give_what_one_request_does(servers, checkpoints, models):
 
     def worker(client, segment_tokens):
         rollout = servers.moe.config.rollout.model_copy(update={"segment_tokens": segment_tokens})
-        return RolloutWorker(servers.moe.config.model_copy(update={"rollout": rollout}),
-                             ReplicaPool([client]))
+        return RolloutWorker(
+            servers.moe.config.model_copy(update={"rollout": rollout}), ReplicaPool([client])
+        )
 
     async def run():
         async with servers.moe.client() as client:
             await _restore(client, checkpoints.moe)
-            greedy = [[g.completions[0] for g in await worker(client, size).greedy(prompts, 24)]
-                      for size in (None, 3)]
+            greedy = [
+                [g.completions[0] for g in await worker(client, size).greedy(prompts, 24)]
+                for size in (None, 3)
+            ]
             sampled = []
             for order in (prompts, prompts[::-1]):
                 groups = await worker(client, 3).rollouts(3, order)
@@ -189,11 +201,15 @@ def test_segments_give_what_one_request_does(servers, checkpoints, models):
 
 def test_routes_are_the_references(servers, checkpoints, models):
     """Cold, and with the prompt's routes coming from the prefix cache."""
+
     async def run():
         async with servers.moe.client() as client:
             await _restore(client, checkpoints.moe)
-            return [c for _ in range(2) for c in await client.generate(
-                PROMPT, n=4, max_tokens=24, record_routes=True)]
+            return [
+                c
+                for _ in range(2)
+                for c in await client.generate(PROMPT, n=4, max_tokens=24, record_routes=True)
+            ]
 
     equal = rows = 0
     for completion in asyncio.run(run()):
@@ -233,8 +249,7 @@ def test_corruption_on_the_wire_is_found(servers, checkpoints):
     assert first_of_sender_1 in str(error)
 
 
-def test_sabotage_after_the_wire_passes_digests_but_changes_logprobs(
-        servers, checkpoints, models):
+def test_sabotage_after_the_wire_passes_digests_but_changes_logprobs(servers, checkpoints, models):
     """What the canary is for: the digests agree and the engine computes something else."""
     weights = weights_of(checkpoints.moe)
 
@@ -259,7 +274,8 @@ def test_deterministic_mode_ignores_order_and_concurrency(servers, checkpoints):
 
     async def sample(order: list[Prompt], concurrency: int, reset: bool):
         rollout = servers.moe.config.rollout.model_copy(
-            update={"max_concurrent_requests": concurrency, "max_num_seqs": concurrency})
+            update={"max_concurrent_requests": concurrency, "max_num_seqs": concurrency}
+        )
         config = servers.moe.config.model_copy(update={"rollout": rollout})
         async with servers.moe.client() as client:
             if reset:
@@ -271,8 +287,11 @@ def test_deterministic_mode_ignores_order_and_concurrency(servers, checkpoints):
         async with servers.moe.client() as client:
             await _restore(client, checkpoints.moe)
         shuffled = random.Random(0).sample(prompts, len(prompts))
-        return [await sample(prompts, 24, True), await sample(shuffled, 3, False),
-                await sample(prompts[::-1], 1, True)]
+        return [
+            await sample(prompts, 24, True),
+            await sample(shuffled, 3, False),
+            await sample(prompts[::-1], 1, True),
+        ]
 
     first, *others = asyncio.run(run())
     assert len({c.token_ids.tobytes() for g in first.values() for c in g}) > 12
@@ -286,11 +305,13 @@ def test_deterministic_mode_ignores_order_and_concurrency(servers, checkpoints):
 
 def test_stop_tokens_end_completions_and_the_checkpoints_do_not(servers):
     """generation_config.json names token 2 as the end; only the request's own stop tokens count."""
+
     async def run():
         async with servers.dense.client() as client:
             free = await client.generate(PROMPT, n=32, max_tokens=60, seed=0)
-            stop = await client.generate(PROMPT, n=32, max_tokens=60, seed=0,
-                                         stop_token_ids=range(40))
+            stop = await client.generate(
+                PROMPT, n=32, max_tokens=60, seed=0, stop_token_ids=range(40)
+            )
             return free, stop
 
     free, stop = asyncio.run(run())

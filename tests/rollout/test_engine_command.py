@@ -21,8 +21,14 @@ def command(monkeypatch, on_cpu: bool, index: int = 0, host: str = "127.0.0.1", 
 def test_what_every_server_needs(monkeypatch, on_cpu):
     argv, environment = command(monkeypatch, on_cpu)
     text = " ".join(argv)
-    for part in ("--model /model", "--host 127.0.0.1", "--port 8000", "--enable-scale-out",
-                 "--logprobs-mode processed_logprobs", "--dtype float32"):
+    for part in (
+        "--model /model",
+        "--host 127.0.0.1",
+        "--port 8000",
+        "--enable-scale-out",
+        "--logprobs-mode processed_logprobs",
+        "--dtype float32",
+    ):
         assert part in text
     assert "--enable-return-routed-experts" not in text
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
@@ -30,13 +36,16 @@ def test_what_every_server_needs(monkeypatch, on_cpu):
 
 
 def test_routes_and_own_arguments(monkeypatch):
-    argv, _ = command(monkeypatch, False, record_routes=True,
-                      engine_arguments=("--gpu-memory-utilization", "0.5"))
+    argv, _ = command(
+        monkeypatch, False, record_routes=True, engine_arguments=("--gpu-memory-utilization", "0.5")
+    )
     assert "--enable-return-routed-experts" in argv and argv[-1] == "0.5"
 
 
-@pytest.mark.parametrize(("rollout", "reported"), [
-    ({}, "1"), ({"top_k": 20}, "33"), ({"top_k": 20, "top_p": 0.9}, "33"), ({"min_p": 0.1}, "-1")])
+@pytest.mark.parametrize(
+    ("rollout", "reported"),
+    [({}, "1"), ({"top_k": 20}, "33"), ({"top_k": 20, "top_p": 0.9}, "33"), ({"min_p": 0.1}, "-1")],
+)
 def test_truncation_needs_log_probs(monkeypatch, rollout, reported):
     argv, _ = command(monkeypatch, True, **rollout)
     assert argv[argv.index("--max-logprobs") + 1] == reported
@@ -77,14 +86,17 @@ def test_cores_are_shared(monkeypatch):
     monkeypatch.setattr(replica.os, "sched_getaffinity", lambda _: set(range(16)))
     assert replica.num_threads(make_config(num_threads=None)) == 15
     assert replica.num_threads(make_config(num_threads=None, num_replicas=2)) == 7
-    assert replica.num_threads(
-        make_config(num_threads=None, num_replicas=2, tensor_parallel_size=2)) == 3
+    assert (
+        replica.num_threads(make_config(num_threads=None, num_replicas=2, tensor_parallel_size=2))
+        == 3
+    )
     assert replica.num_threads(make_config(num_threads=None, num_replicas=32)) == 1
 
 
 def test_seeds_depend_on_every_part():
-    parts = [(s, t, p, g) for s in (0, 1) for t in (0, 1, 10) for p in ("a", "1", "10")
-             for g in (0, 1)]
+    parts = [
+        (s, t, p, g) for s in (0, 1) for t in (0, 1, 10) for p in ("a", "1", "10") for g in (0, 1)
+    ]
     seeds = {derive_seed(*p) for p in parts}
     assert len(seeds) == len(parts) and all(0 <= s < 2**31 for s in seeds)
     assert derive_seed(1, "1") != derive_seed("1", 1)

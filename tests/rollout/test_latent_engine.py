@@ -14,8 +14,9 @@ from tests.rollout.engines import Server, Trainer, logprob_error, weights_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
 
-PROMPTS = [[(7 * i) % 90 + 3 for i in range(first, first + length)]
-           for first, length in ((3, 37), (5, 50))]
+PROMPTS = [
+    [(7 * i) % 90 + 3 for i in range(first, first + length)] for first, length in ((3, 37), (5, 50))
+]
 TOLERANCE = 1e-5
 
 
@@ -34,8 +35,13 @@ def models(checkpoints):
 
 @pytest.fixture(scope="module")
 def server(checkpoints, tmp_path_factory):
-    started = Server.start("latent", checkpoints[0], tmp_path_factory.mktemp("logs"),
-                           record_routes=True, deterministic=True)
+    started = Server.start(
+        "latent",
+        checkpoints[0],
+        tmp_path_factory.mktemp("logs"),
+        record_routes=True,
+        deterministic=True,
+    )
     try:
         started.wait()
         yield started
@@ -49,8 +55,9 @@ def _reference_routes(model, prompt, completion) -> np.ndarray:
 
     chosen = []
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    hooks = [gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
-             for gate in gates]
+    hooks = [
+        gate.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for gate in gates
+    ]
     with torch.no_grad():
         model(torch.tensor([[*prompt, *completion.token_ids.tolist()]]))
     for hook in hooks:
@@ -60,12 +67,18 @@ def _reference_routes(model, prompt, completion) -> np.ndarray:
 
 def test_log_probs_and_routes_are_transformers(server, models):
     """Cold, with prompts from the prefix cache, and after a publish of other weights."""
+
     async def run():
         async with server.client() as client:
+
             async def sample() -> list:
-                return [(prompt, completion) for prompt in PROMPTS
-                        for completion in await client.generate(prompt, n=3, max_tokens=24, seed=1,
-                                                                record_routes=True)]
+                return [
+                    (prompt, completion)
+                    for prompt in PROMPTS
+                    for completion in await client.generate(
+                        prompt, n=3, max_tokens=24, seed=1, record_routes=True
+                    )
+                ]
 
             cold, cached = await sample(), await sample()
             weights = weights_of(server.checkpoint.with_name("1"))
@@ -77,7 +90,7 @@ def test_log_probs_and_routes_are_transformers(server, models):
         for prompt, completion in samples:
             assert logprob_error(model, prompt, completion) < TOLERANCE
             expected = _reference_routes(model, prompt, completion)
-            sparse = completion.routes[:, -expected.shape[1]:]  # the first layer is dense
+            sparse = completion.routes[:, -expected.shape[1] :]  # the first layer is dense
             np.testing.assert_array_equal(np.sort(sparse, -1), expected)
     for (_, one), (_, other) in zip(cold, cached, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)

@@ -72,9 +72,11 @@ def _num_prepacks(updates: int) -> int:
 @pytest.fixture
 def restore(monkeypatch):
     """Undo what an `apply` changes on `owner.name`."""
+
     def remember(owner, *names):
         for name in names:
             monkeypatch.setattr(owner, name, owner.__dict__[name])
+
     return remember
 
 
@@ -127,8 +129,11 @@ def test_upstream_cpu_platform_spawns(restore, monkeypatch):
 
     restore(CpuPlatform, "check_and_update_config")
     assert "spawn" in CpuPlatform.check_and_update_config.__func__.__code__.co_consts
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(
-        lambda cls, config: os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="spawn")))
+    monkeypatch.setattr(
+        CpuPlatform,
+        "check_and_update_config",
+        classmethod(lambda cls, config: os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="spawn")),
+    )
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     cpu_fork_start.apply()
     CpuPlatform.check_and_update_config(None)
@@ -184,8 +189,10 @@ def test_upstream_prefix_caching_is_off_with_latent_attention(restore, monkeypat
 
     restore(CpuPlatform, "check_and_update_config")
     assert "forcing chunked" in " ".join(
-        text for text in CpuPlatform.check_and_update_config.__func__.__code__.co_consts
-        if isinstance(text, str))
+        text
+        for text in CpuPlatform.check_and_update_config.__func__.__code__.co_consts
+        if isinstance(text, str)
+    )
 
     def switches_off(cls, config) -> None:
         config.cache_config.enable_prefix_caching = False

@@ -13,8 +13,10 @@ import torch
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.rollout.plugin import cpu_eager_layers, lean_logprobs, whole_outputs
 
-pytestmark = [pytest.mark.engine,
-              pytest.mark.skipif(not is_cpu_engine(), reason="fixes of vLLM's CPU build")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not is_cpu_engine(), reason="fixes of vLLM's CPU build"),
+]
 
 
 class Requests:
@@ -55,21 +57,33 @@ def _output(name: str, tokens: list[int], reason=None, mask=None):
 
     ids = np.array(tokens)
     return EngineCoreOutput(
-        name, list(tokens), finish_reason=reason, new_sampling_mask=mask,
+        name,
+        list(tokens),
+        finish_reason=reason,
+        new_sampling_mask=mask,
         routed_experts=ids[:, None, None].repeat(2, 1),
-        new_logprobs=LogprobsLists(ids[:, None], -ids[:, None] / 8, ids + 1))
+        new_logprobs=LogprobsLists(ids[:, None], -ids[:, None] / 8, ids + 1),
+    )
 
 
 def _sent(messages) -> list[tuple[str, list[int], str]]:
-    return [(output.request_id, output.new_token_ids, message.weight_version)
-            for message in messages.values() for output in message.outputs]
+    return [
+        (output.request_id, output.new_token_ids, message.weight_version)
+        for message in messages.values()
+        for output in message.outputs
+    ]
 
 
 def test_a_completion_is_sent_whole():
     from vllm.v1.engine import FinishReason
 
-    core = Requests([{"a": ([1],), "b": ([7],)}, {"a": ([2, 3],), "b": ([8], FinishReason.LENGTH)},
-                     {"a": ([4], FinishReason.STOP)}])
+    core = Requests(
+        [
+            {"a": ([1],), "b": ([7],)},
+            {"a": ([2, 3],), "b": ([8], FinishReason.LENGTH)},
+            {"a": ([4], FinishReason.STOP)},
+        ]
+    )
     assert core.step() == ({}, True)
     assert _sent(core.step()[0]) == [("b", [7, 8], "0")]
     (message,) = core.step()[0].values()
@@ -85,8 +99,7 @@ def test_a_completion_is_sent_whole():
 def test_what_is_held_leaves_under_the_version_that_sampled_it():
     from vllm.v1.engine import FinishReason
 
-    core = Requests([{"a": ([1],)}, {"a": ([2],)}, {"a": ([3],)},
-                     {"a": ([4], FinishReason.STOP)}])
+    core = Requests([{"a": ([1],)}, {"a": ([2],)}, {"a": ([3],)}, {"a": ([4], FinishReason.STOP)}])
     core.step(), core.step()
     core.set_weight_version("1")
     assert _sent(dict([core.output_queue.get_nowait()])) == [("a", [1, 2], "0")]
@@ -134,11 +147,13 @@ def test_norms_by_kernel(dtype, monkeypatch):
     residual = torch.randn(5, 64, generator=generator).to(dtype)
     expected = norm.forward_native(heads), norm.forward_native(heads.clone(), residual.clone())
     cpu_eager_layers._norm_by_kernel()
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {
-        "rtol": 2e-2, "atol": 2e-2}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    )
     torch.testing.assert_close(norm.forward_cpu(heads), expected[0], **tolerance)
-    torch.testing.assert_close(norm.forward_cpu(heads.contiguous(), residual), expected[1],
-                               **tolerance)
+    torch.testing.assert_close(
+        norm.forward_cpu(heads.contiguous(), residual), expected[1], **tolerance
+    )
 
 
 @pytest.fixture
@@ -147,10 +162,12 @@ def lean(monkeypatch):
     from vllm.entrypoints.scale_out.token_in_token_out import protocol, serving
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    for owner, name in ((LogprobsProcessor, "from_new_request"),
-                        (LogprobsProcessor, "_update_sample_logprobs"),
-                        (serving.ServingTokens, "_create_tokens_logprobs"),
-                        (protocol.GenerateTokensResponse, "model_dump")):
+    for owner, name in (
+        (LogprobsProcessor, "from_new_request"),
+        (LogprobsProcessor, "_update_sample_logprobs"),
+        (serving.ServingTokens, "_create_tokens_logprobs"),
+        (protocol.GenerateTokensResponse, "model_dump"),
+    ):
         monkeypatch.setattr(owner, name, owner.__dict__.get(name, getattr(owner, name)))
 
 
@@ -167,20 +184,34 @@ def _answer(tables, **params) -> dict:
         processor._update_sample_logprobs(LogprobsLists(ids, values, np.ones(len(ids), int)))
     tokens = [int(row[0]) for ids, _ in tables for row in ids]
     logprobs = serving.ServingTokens._create_tokens_logprobs(
-        None, token_ids=tokens, top_logprobs=processor.logprobs,
-        num_output_top_logprobs=settings.logprobs)
+        None,
+        token_ids=tokens,
+        top_logprobs=processor.logprobs,
+        num_output_top_logprobs=settings.logprobs,
+    )
     choice = protocol.GenerateTokensChoice(index=0, token_ids=tokens, logprobs=logprobs)
-    answer = json.loads(json.dumps(protocol.GenerateTokensResponse(
-        request_id="a", choices=[choice]).model_dump(), allow_nan=False))
+    answer = json.loads(
+        json.dumps(
+            protocol.GenerateTokensResponse(request_id="a", choices=[choice]).model_dump(),
+            allow_nan=False,
+        )
+    )
     return answer | {"cumulative": processor.cumulative_logprob}
 
 
-@pytest.mark.parametrize("params, columns", [({"logprobs": 0}, 1), ({"logprobs": 0}, 3),
-                                             ({"logprobs": 2}, 3), ({"logprobs": -1}, 5)])
+@pytest.mark.parametrize(
+    "params, columns",
+    [({"logprobs": 0}, 1), ({"logprobs": 0}, 3), ({"logprobs": 2}, 3), ({"logprobs": -1}, 5)],
+)
 def test_lean_logprobs_are_the_same(params, columns, lean):
     random = np.random.default_rng(0)
-    tables = [(np.stack([random.permutation(9)[:columns] for _ in range(n)]),
-               np.log(random.random((n, columns), np.float32))) for n in (1, 4, 2)]
+    tables = [
+        (
+            np.stack([random.permutation(9)[:columns] for _ in range(n)]),
+            np.log(random.random((n, columns), np.float32)),
+        )
+        for n in (1, 4, 2)
+    ]
     odd = [(ids, values.copy()) for ids, values in tables]
     odd[0][1][0, 0], odd[1][1][2, 0] = np.nan, -np.inf
     expected = [_answer(some, **params) for some in (tables, odd)]

@@ -38,25 +38,38 @@ class Engine:
         return Completion(
             np.arange(start, start + count, dtype=np.int32),
             -np.arange(start, start + count, dtype=np.float32),
-            (VersionSpan(version, 0, count),) if count else (), reason, "",
+            (VersionSpan(version, 0, count),) if count else (),
+            reason,
+            "",
             np.repeat(rows[:, None, None], self.width, 2) if routed and count else None,
-            (VersionSpan(version, first, start + count - 1),) if routed and count else ())
+            (VersionSpan(version, first, start + count - 1),) if routed and count else (),
+        )
 
 
 def merged(engine: Engine, **settings) -> Completion:
     arguments = {"n": 1, "max_tokens": 8}
-    whole, = asyncio.run(complete(engine, PROMPT, **arguments | settings))
+    (whole,) = asyncio.run(complete(engine, PROMPT, **arguments | settings))
     assert whole.token_ids.tolist() == list(range(3, 3 + len(whole.token_ids)))
     assert whole.logprobs.tolist() == [-t for t in whole.token_ids]
     return whole
 
 
 def test_a_completion_that_was_aborted_goes_on_under_other_weights():
-    engine = Engine((0, "abort", 0, True), (3, "abort", 1, True), (0, "abort", 2, True),
-                    (2, "abort", 2, True), (2, "stop", 2, True))
+    engine = Engine(
+        (0, "abort", 0, True),
+        (3, "abort", 1, True),
+        (0, "abort", 2, True),
+        (2, "abort", 2, True),
+        (2, "stop", 2, True),
+    )
     whole = merged(engine)
-    assert engine.asked == [(3, 1, 8, None, 0), (3, 1, 8, None, 0), (6, 1, 5, None, 5),
-                            (6, 1, 5, None, 5), (8, 1, 3, None, 7)]
+    assert engine.asked == [
+        (3, 1, 8, None, 0),
+        (3, 1, 8, None, 0),
+        (6, 1, 5, None, 5),
+        (6, 1, 5, None, 5),
+        (8, 1, 3, None, 7),
+    ]
     assert whole.finish_reason == "stop" and len(whole.token_ids) == 7
     assert whole.versions == (VersionSpan(1, 0, 3), VersionSpan(2, 3, 7))
     # row 2 + t sampled token t
@@ -72,12 +85,20 @@ def test_the_last_token_ends_it(reason):
     assert whole.route_versions == (VersionSpan(0, 0, 10),)
 
 
-@pytest.mark.parametrize(("routed", "covered"), [
-    ((True, False, True), ((0, 5), (8, 10))), ((False, True, True), ((5, 10),)),
-    ((True, True, False), ((0, 8),)), ((False, False, False), ())])
+@pytest.mark.parametrize(
+    ("routed", "covered"),
+    [
+        ((True, False, True), ((0, 5), (8, 10))),
+        ((False, True, True), ((5, 10),)),
+        ((True, True, False), ((0, 8),)),
+        ((False, False, False), ()),
+    ],
+)
 def test_rows_of_a_segment_without_routes_are_not_covered(routed, covered):
-    whole = merged(Engine(*((3, "length", 4, one) for one in routed[:2]),
-                          (2, "length", 4, routed[2])), segment_tokens=3)
+    whole = merged(
+        Engine(*((3, "length", 4, one) for one in routed[:2]), (2, "length", 4, routed[2])),
+        segment_tokens=3,
+    )
     assert whole.route_versions == tuple(VersionSpan(4, *span) for span in covered)
     if covered:
         assert whole.routes.shape == (10, 1, 1)
@@ -116,8 +137,10 @@ def test_a_prompt_leaves_room_for_fewer_tokens():
 def test_kept_sets_are_joined():
     def part(sizes, reason):
         offsets = np.cumsum([0, *sizes])
-        return replace(Engine((len(sizes), reason, 0, False))._one(3, 0),
-                       kept=KeptSets(np.arange(offsets[-1], dtype=np.int32), offsets))
+        return replace(
+            Engine((len(sizes), reason, 0, False))._one(3, 0),
+            kept=KeptSets(np.arange(offsets[-1], dtype=np.int32), offsets),
+        )
 
     whole = merge(part([2, 0], "abort"), part([1, 3], "stop"), 3)
     assert whole.kept.ids.tolist() == [0, 1, 0, 1, 2, 3]
@@ -164,11 +187,16 @@ def test_a_dead_replica_costs_one_segment():
 def test_an_aborted_answer_may_be_empty_and_only_where_it_is_expected():
     request = {"token_ids": [1, 2, 3], "sampling_params": {"n": 1, "max_tokens": 4}}
     document = answer(request, routes=True)
-    document["choices"][0] |= {"token_ids": [], "finish_reason": "abort", "weight_versions": None,
-                               "logprobs": {"content": []}, "routed_experts": None}
+    document["choices"][0] |= {
+        "token_ids": [],
+        "finish_reason": "abort",
+        "weight_versions": None,
+        "logprobs": {"content": []},
+        "routed_experts": None,
+    }
     asked = GenerateRequest([1, 2, 3], 4, record_routes=True)
     body = json.dumps(document).encode()
-    empty, = replace(asked, may_abort=True).decode(body, "engine")
+    (empty,) = replace(asked, may_abort=True).decode(body, "engine")
     assert (len(empty.token_ids), empty.finish_reason, empty.routes) == (0, "abort", None)
     with pytest.raises(EngineError, match="ended with 'abort'"):
         asked.decode(body, "engine")
@@ -178,5 +206,5 @@ def test_missing_routes_may_be_left_to_the_trainer():
     request = {"token_ids": [1, 2, 3], "sampling_params": {"n": 1, "max_tokens": 4}}
     asked = GenerateRequest([1, 2, 3], 4, record_routes=True, require_routes=False)
     body = json.dumps(answer(request, routes=False)).encode()
-    completion, = asked.decode(body, "engine")
+    (completion,) = asked.decode(body, "engine")
     assert completion.routes is None and completion.route_versions == ()

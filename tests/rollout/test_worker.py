@@ -20,10 +20,13 @@ PROMPTS = [Prompt(f"p{i}", "d", "", (i, i + 1), "") for i in range(10)]
 
 def run(scenario, engines: int = 1, **rollout):
     """Run `scenario(engines, pool, worker)` with clients of fake engines."""
+
     async def main():
         async with fake_engines(engines) as started:
-            clients = [EngineClient(e.url, name=f"replica {i}", request_timeout_s=2)
-                       for i, e in enumerate(started)]
+            clients = [
+                EngineClient(e.url, name=f"replica {i}", request_timeout_s=2)
+                for i, e in enumerate(started)
+            ]
             config = make_config(max_new_tokens=4, **rollout)
             pool = ReplicaPool(clients, max_attempts=config.rollout.max_attempts)
             try:
@@ -31,12 +34,15 @@ def run(scenario, engines: int = 1, **rollout):
             finally:
                 for client in clients:
                     await client.close()
+
     return asyncio.run(main())
 
 
 def expected(prompt: Prompt, child: int = 0, seed: int = 0) -> list[int]:
-    request = {"token_ids": prompt.token_ids,
-               "sampling_params": {"n": child + 1, "max_tokens": 4, "seed": seed}}
+    request = {
+        "token_ids": prompt.token_ids,
+        "sampling_params": {"n": child + 1, "max_tokens": 4, "seed": seed},
+    }
     return answer(request)["choices"][child]["token_ids"]
 
 
@@ -51,7 +57,8 @@ def test_groups_come_in_prompt_order(engines):
     assert [g.prompt for g in groups] == PROMPTS
     for group in groups:
         assert [c.token_ids.tolist() for c in group.completions] == [
-            expected(group.prompt, child) for child in range(4)]
+            expected(group.prompt, child) for child in range(4)
+        ]
 
 
 def test_deterministic_mode_sends_one_seeded_request_a_sample():
@@ -188,8 +195,9 @@ def test_greedy_asks_for_one_completion_at_temperature_0():
 
     completions, requests = run(scenario)
     assert [c.token_ids.tolist() for c in completions] == [expected(p) for p in PROMPTS]
-    assert {(r["sampling_params"]["n"], r["sampling_params"]["temperature"])
-            for r in requests} == {(1, 0.0)}
+    assert {(r["sampling_params"]["n"], r["sampling_params"]["temperature"]) for r in requests} == {
+        (1, 0.0)
+    }
 
 
 def test_a_domain_has_its_own_length_budget():
@@ -203,4 +211,7 @@ def test_a_domain_has_its_own_length_budget():
 
     requests = run(scenario)
     assert sorted((r["sampling_params"]["max_tokens"], len(r["token_ids"])) for r in requests) == [
-        (2, 2), (2, 2), (4, 1)]
+        (2, 2),
+        (2, 2),
+        (4, 1),
+    ]

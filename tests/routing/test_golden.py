@@ -13,22 +13,28 @@ from grpo_megatron.routing.agreement import RoutingSums, agreement
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "objectives.json").read_text())
 G = GOLDEN["moe_replay"]
-LOSSES = {"kl": ("aux_KL(old||new)", "aux_KL_grad"),
-          "set_mass": ("aux_set_mass_-log sum_S p", "aux_set_mass_grad"),
-          "cross_entropy": ("aux_mean_CE_-1/k sum_S log p", "aux_mean_CE_grad")}
+LOSSES = {
+    "kl": ("aux_KL(old||new)", "aux_KL_grad"),
+    "set_mass": ("aux_set_mass_-log sum_S p", "aux_set_mass_grad"),
+    "cross_entropy": ("aux_mean_CE_-1/k sum_S log p", "aux_mean_CE_grad"),
+}
 
 
 @pytest.mark.parametrize("kind", ["logits", "softmax"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_and_their_gradients(loss, kind):
     """`softmax`: the router hands over probabilities; the gradient by its logits is the same."""
-    old, new = (torch.tensor([G[n]], dtype=torch.float64)
-                for n in ("logits_rollout", "logits_train"))
+    old, new = (
+        torch.tensor([G[n]], dtype=torch.float64) for n in ("logits_rollout", "logits_train")
+    )
     new.requires_grad_()
     scores = new if kind == "logits" else new.softmax(-1)
     log_p, chosen = router_losses.log_probs(scores, kind), torch.tensor([G["set_rollout"]])
-    value = (router_losses.kl(log_p, router_losses.log_probs(old, "logits")) if loss == "kl"
-             else getattr(router_losses, loss)(log_p, chosen))
+    value = (
+        router_losses.kl(log_p, router_losses.log_probs(old, "logits"))
+        if loss == "kl"
+        else getattr(router_losses, loss)(log_p, chosen)
+    )
     value.sum().backward()
     name, gradient = LOSSES[loss]
     assert value.item() == pytest.approx(G[name], abs=1e-12)

@@ -28,22 +28,42 @@ class Cluster:
             (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
             (commands / name).chmod(0o755)
         self.environment = {
-            **os.environ, "TEST_BIN": str(commands), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{ROOT}:{runs.HERE}"}
+            **os.environ,
+            "TEST_BIN": str(commands),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}:{runs.HERE}",
+        }
 
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(command, capture_output=True, text=True, cwd=self.shared,
-                              env=self.environment | environment, timeout=TIMEOUT_S, check=False)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=self.shared,
+            env=self.environment | environment,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
 
     def command(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
         """A grpo-megatron command."""
         return self.run(*runs.COMMAND, *arguments, **environment)
 
-    def submit(self, name: str, *overrides: str, flags: tuple[str, ...] = (),
-               **environment: str) -> tuple[str, Path]:
+    def submit(
+        self, name: str, *overrides: str, flags: tuple[str, ...] = (), **environment: str
+    ) -> tuple[str, Path]:
         """The short recipe on two nodes that train and one that generates: job and directory."""
-        done = self.command("submit", runs.RECIPE, "--site", SITE, *flags, f"name={name}", *NODES,
-                            *overrides, **environment)
+        done = self.command(
+            "submit",
+            runs.RECIPE,
+            "--site",
+            SITE,
+            *flags,
+            f"name={name}",
+            *NODES,
+            *overrides,
+            **environment,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip(), self.shared / "runs" / name
 
@@ -90,8 +110,11 @@ def processes(run: Path, module: str) -> list[int]:
             line = (path / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if (line[0] != b"srun" and f"grpo_megatron.{module}".encode() in line
-                and any(part.startswith(str(run).encode()) for part in line)):
+        if (
+            line[0] != b"srun"
+            and f"grpo_megatron.{module}".encode() in line
+            and any(part.startswith(str(run).encode()) for part in line)
+        ):
             found.append(int(path.name))
     return sorted(found)
 

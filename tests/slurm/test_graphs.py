@@ -42,8 +42,11 @@ export = "left"
 @pytest.mark.timeout(900)
 def test_a_graph_is_a_set_of_jobs(cluster: Cluster):
     file, root = cluster.shared / "graph.toml", cluster.shared / "runs/graph"
-    file.write_text(GRAPH.format(runs=root.parent, recipe=runs.RECIPE,
-                                 nodes=", ".join(f'"{node}"' for node in NODES)))
+    file.write_text(
+        GRAPH.format(
+            runs=root.parent, recipe=runs.RECIPE, nodes=", ".join(f'"{node}"' for node in NODES)
+        )
+    )
     done = cluster.command("stages", "submit", str(file), "--site", SITE)
     assert done.returncode == 0, done.stderr
     jobs = dict(re.findall(r"^(\w+): job (\d+)", done.stdout, re.M))
@@ -51,8 +54,12 @@ def test_a_graph_is_a_set_of_jobs(cluster: Cluster):
     states = {name: cluster.wait(job) for name, job in jobs.items()}
     said = "".join(cluster.output(root / name) for name in jobs)
     assert {name: state["JobState"] for name, state in states.items()} == {
-        "base": "COMPLETED", "left": "FAILED", "right": "COMPLETED", "soup": "COMPLETED",
-        "never": "CANCELLED"}, said
+        "base": "COMPLETED",
+        "left": "FAILED",
+        "right": "COMPLETED",
+        "soup": "COMPLETED",
+        "never": "CANCELLED",
+    }, said
     assert states["left"]["ExitCode"] == "11:0"
     assert (root / "soup/export/model.safetensors").exists()
     assert not (root / "never/export").exists()

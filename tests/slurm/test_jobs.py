@@ -37,7 +37,8 @@ def test_a_run_is_a_job(cluster, whole):
     logs = whole / "logs/latest"
     assert logs.readlink() == Path(f"{job}.0")
     assert {"trainer-0.log", "trainer-1.log", "rollout-0.log", "controller.log"} <= {
-        p.name for p in logs.iterdir()}
+        p.name for p in logs.iterdir()
+    }
     assert "held-out accuracy before 0.0" in cluster.output(whole)
     assert not all_gone(whole)
     status = cluster.command("status", str(whole)).stdout
@@ -90,8 +91,9 @@ def test_a_notice_in_the_first_second_is_not_lost(cluster, whole, moment):
 
 def test_the_time_limit_is_no_end(cluster):
     """Slurm's own notice, at most a minute earlier than asked for, until the steps are done."""
-    job, run = cluster.submit("limited", "num_steps=300", "checkpoint.interval=0",
-                              TIME_LIMIT="2", NOTICE_S="30")
+    job, run = cluster.submit(
+        "limited", "num_steps=300", "checkpoint.interval=0", TIME_LIMIT="2", NOTICE_S="30"
+    )
     state = cluster.wait(job, timeout_s=900)
     assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) > 0, cluster.output(run)
     assert state["TimeLimit"] == "00:02:00"
@@ -103,8 +105,14 @@ def test_preemption_then_checkpoint_and_resume(cluster, whole):
     """A job of a better partition needs the nodes of one in the spot partition."""
     job, run = cluster.submit("preempted", PARTITION="spot")
     cluster.wait_for_steps(run, 2, job)
-    urgent = cluster.run("sbatch", "--parsable", "--partition=main", "--nodes=4", "--exclusive",
-                         "--wrap=srun sleep 1").stdout.strip()
+    urgent = cluster.run(
+        "sbatch",
+        "--parsable",
+        "--partition=main",
+        "--nodes=4",
+        "--exclusive",
+        "--wrap=srun sleep 1",
+    ).stdout.strip()
     assert cluster.wait(urgent)["JobState"] == "COMPLETED"
     state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(run)
@@ -112,10 +120,15 @@ def test_preemption_then_checkpoint_and_resume(cluster, whole):
     assert same_metrics(run, whole)
 
 
-@pytest.mark.parametrize(("node", "form"), [
-    ("node1", {}), ("node2", {}),  # that of the batch script; another trainer's
-    ("node1", HETJOB), ("node3", HETJOB),  # of either component
-])
+@pytest.mark.parametrize(
+    ("node", "form"),
+    [
+        ("node1", {}),
+        ("node2", {}),  # that of the batch script; another trainer's
+        ("node1", HETJOB),
+        ("node3", HETJOB),  # of either component
+    ],
+)
 def test_a_crashed_node_costs_no_recorded_step(cluster, whole, node, form):
     job, run = cluster.submit(f"crashed-{node}-{len(form)}", **form)
     cluster.wait_for_steps(run, 3, job)
@@ -141,8 +154,13 @@ def test_a_dead_trainer_fails_the_job(cluster):
 
 
 def test_dead_servers_are_named_until_the_last(cluster):
-    job, run = cluster.submit("no-server", "num_steps=5000", "placement.trainer_nodes=1",
-                              "placement.rollout_nodes=2", "rollout.num_replicas=2")
+    job, run = cluster.submit(
+        "no-server",
+        "num_steps=5000",
+        "placement.trainer_nodes=1",
+        "placement.rollout_nodes=2",
+        "rollout.num_replicas=2",
+    )
     cluster.wait_for_steps(run, 2, job)
     again = cluster.run("sbatch", "--parsable", "--nodes=1", str(run / "slurm/train.sbatch"))
     refused = cluster.wait(again.stdout.strip())
@@ -153,7 +171,8 @@ def test_dead_servers_are_named_until_the_last(cluster):
     cluster.wait_for_steps(run, len(runs.metrics(run)) + 4, job)
     [died] = runs.events(run, "died")
     assert died["role"] in ("rollout-0", "rollout-1") and f"{died['role']} died" in cluster.output(
-        run)
+        run
+    )
     for pid in processes(run, "rollout.serve"):
         runs.kill(pid)
     state = cluster.wait(job, timeout_s=15)
@@ -193,14 +212,18 @@ def test_a_cancel_within_a_notice_is_obeyed(cluster):
 def test_a_stage_starts_from_the_export_of_the_one_before(cluster, tmp_path):
     """The second is submitted before the first has exported anything."""
     second, text = tmp_path / "second.toml", Path(runs.RECIPE).read_text()
-    for old, new in (("short", "second"), ("num_steps = 6", "num_steps = 0"),
-                     ('preset = "tiny-qwen3-moe"', 'path = "runs/short/export"')):
+    for old, new in (
+        ("short", "second"),
+        ("num_steps = 6", "num_steps = 0"),
+        ('preset = "tiny-qwen3-moe"', 'path = "runs/short/export"'),
+    ):
         assert old in text
         text = text.replace(old, new)
     second.write_text(text)
     path = f"{cluster.environment['TEST_BIN']}:{cluster.environment['PATH']}"
-    done = cluster.run(str(ROOT / "slurm/stage_chain.sh"), SITE, runs.RECIPE, str(second), "--",
-                       *NODES, PATH=path)
+    done = cluster.run(
+        str(ROOT / "slurm/stage_chain.sh"), SITE, runs.RECIPE, str(second), "--", *NODES, PATH=path
+    )
     assert done.returncode == 0, done.stderr
     weights = []
     for line, name in zip(done.stdout.splitlines(), ("short", "second"), strict=True):
@@ -212,12 +235,21 @@ def test_a_stage_starts_from_the_export_of_the_one_before(cluster, tmp_path):
 
 def test_an_export_is_converted_and_evaluated_by_jobs(cluster, whole):
     export, made = str(whole / "export"), cluster.shared / "converted"
-    convert, evaluate = (cluster.run(
-        "sbatch", "--parsable", f"--output={script}.out", *flags,
-        str(ROOT / f"slurm/{script}.sbatch"), *arguments, SITE=SITE).stdout.strip()
+    convert, evaluate = (
+        cluster.run(
+            "sbatch",
+            "--parsable",
+            f"--output={script}.out",
+            *flags,
+            str(ROOT / f"slurm/{script}.sbatch"),
+            *arguments,
+            SITE=SITE,
+        ).stdout.strip()
         for script, flags, arguments in (
             ("convert", [], ["from-hf", export, "--to", str(made)]),
-            ("eval", ["--nodes=3"], [runs.RECIPE, export, *NODES])))
+            ("eval", ["--nodes=3"], [runs.RECIPE, export, *NODES]),
+        )
+    )
     state = cluster.wait(convert)
     said = (cluster.shared / "convert.out").read_text()
     assert state["JobState"] == "COMPLETED", said

@@ -12,11 +12,22 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
-WHY_NOT = None if CHROMIUM and DRIVER else (
-    "no Chromium here: apt-get install -y chromium chromium-driver")
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-          "--disable-background-networking", "--disable-component-update", "--disable-sync",
-          "--window-size=1400,1000")
+WHY_NOT = (
+    None
+    if CHROMIUM and DRIVER
+    else ("no Chromium here: apt-get install -y chromium chromium-driver")
+)
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1400,1000",
+)
 
 
 class Browser:
@@ -26,12 +37,26 @@ class Browser:
         port = None
         while port is None:  # the port that it chooses may be taken by then: it ends
             self._driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
-            port = next((found[1] for line in self._driver.stdout if (
-                found := re.search(r"successfully on port (\d+)", line))), None)
+            port = next(
+                (
+                    found[1]
+                    for line in self._driver.stdout
+                    if (found := re.search(r"successfully on port (\d+)", line))
+                ),
+                None,
+            )
         self._base = f"http://127.0.0.1:{port}/session"
         options = {"binary": CHROMIUM, "args": [*_FLAGS, f"--user-data-dir={profile}"]}
-        opened = self._call("POST", "", capabilities={"alwaysMatch": {
-            "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}})
+        opened = self._call(
+            "POST",
+            "",
+            capabilities={
+                "alwaysMatch": {
+                    "goog:chromeOptions": options,
+                    "goog:loggingPrefs": {"browser": "ALL"},
+                }
+            },
+        )
         self._base += f"/{opened['sessionId']}"
 
     def close(self) -> None:
@@ -60,8 +85,9 @@ class Browser:
 
     def _call(self, method: str, path: str, **body: Any) -> Any:
         data = json.dumps(body).encode() if method == "POST" else None
-        request = urllib.request.Request(self._base + path, data, method=method,
-                                         headers={"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self._base + path, data, method=method, headers={"Content-Type": "application/json"}
+        )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=120) as answer:
             return json.load(answer)["value"]

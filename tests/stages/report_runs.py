@@ -22,15 +22,33 @@ from grpo_megatron.telemetry.samples import extremes, write_samples
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 from tests.controller.cases import recipe
 
-RESULT = {"eval": {"all": {"prompts": 64.0, "accuracy": 0.61},
-                   "addition": {"prompts": 64.0, "accuracy": 0.61, "accuracy_low": 0.49,
-                                "accuracy_high": 0.72}},
-          "seconds": 431.5, "before": 0.33, "steps": 12, "accelerator_hours": 0.36}
+RESULT = {
+    "eval": {
+        "all": {"prompts": 64.0, "accuracy": 0.61},
+        "addition": {
+            "prompts": 64.0,
+            "accuracy": 0.61,
+            "accuracy_low": 0.49,
+            "accuracy_high": 0.72,
+        },
+    },
+    "seconds": 431.5,
+    "before": 0.33,
+    "steps": 12,
+    "accelerator_hours": 0.36,
+}
 
 
-def write_run(root: Path, num_steps: int = 12, *, stored: int = 2, unscorable: Sequence[int] = (),
-              result: dict | None = None, domains: Sequence[str] = ("addition",),
-              **tables) -> RunDir:
+def write_run(
+    root: Path,
+    num_steps: int = 12,
+    *,
+    stored: int = 2,
+    unscorable: Sequence[int] = (),
+    result: dict | None = None,
+    domains: Sequence[str] = ("addition",),
+    **tables,
+) -> RunDir:
     """`num_steps` lines of metrics, the newest `stored` steps in the store; in the steps
     `unscorable` no sample has a reward."""
     run_dir, rng = RunDir(root), np.random.default_rng(0)
@@ -42,30 +60,49 @@ def write_run(root: Path, num_steps: int = 12, *, stored: int = 2, unscorable: S
     with contextlib.closing(MetricsWriter(run_dir)) as metrics:
         for step in range(num_steps):
             skill = (step + 1) / (num_steps + 2)
-            groups = [_group(rng, tokenizer, step, number, domains[number % len(domains)], skill,
-                             scorable=step not in unscorable) for number in range(4)]
+            groups = [
+                _group(
+                    rng,
+                    tokenizer,
+                    step,
+                    number,
+                    domains[number % len(domains)],
+                    skill,
+                    scorable=step not in unscorable,
+                )
+                for number in range(4)
+            ]
             chosen = extremes(step, groups, 2)
             metrics.write(step, _metrics(config, groups, rng, skill))
             write_samples(run_dir, step, chosen)
             if step >= num_steps - stored:
-                record_step(run_dir.step_store(step), groups, 1, [d.name for d in config.domains],
-                            {"kind": "rl", "step": step, "stale": False,
-                             "extremes": chosen}, tokenizer.decode)
+                record_step(
+                    run_dir.step_store(step),
+                    groups,
+                    1,
+                    [d.name for d in config.domains],
+                    {"kind": "rl", "step": step, "stale": False, "extremes": chosen},
+                    tokenizer.decode,
+                )
     append_event(run_dir.events, "resumed", step=1)
     if result is not None:
         run_dir.result.write_text(json.dumps(result))
     return run_dir
 
 
-def _group(rng, tokenizer, step: int, number: int, domain: str, skill: float, *,
-           scorable: bool) -> ScoredGroup:
+def _group(
+    rng, tokenizer, step: int, number: int, domain: str, skill: float, *, scorable: bool
+) -> ScoredGroup:
     a, b = rng.integers(10, 99, 2).tolist()
     right = rng.random(6) < skill
     texts = [str(a + b + (0 if ok else int(rng.integers(1, 9)))) for ok in right]
     ids = [np.array([*tokenizer.encode(text), 1], np.int32) for text in texts]
-    completions = tuple(Completion(i, -rng.random(len(i)).astype(np.float32),
-                                   (VersionSpan(step, 0, len(i)),), "stop", text)
-                        for i, text in zip(ids, texts, strict=True))
+    completions = tuple(
+        Completion(
+            i, -rng.random(len(i)).astype(np.float32), (VersionSpan(step, 0, len(i)),), "stop", text
+        )
+        for i, text in zip(ids, texts, strict=True)
+    )
     text = f"{a}+{b}="
     prompt = Prompt(f"p{number}", domain, text, tuple(tokenizer.encode(text)), str(a + b))
     short = np.array([0.1 * (len(t) < 4) for t in texts])
@@ -77,17 +114,29 @@ def _group(rng, tokenizer, step: int, number: int, domain: str, skill: float, *,
 
 def _metrics(config, groups, rng, skill: float) -> dict[str, float]:
     """What the loop and the trainer measure."""
-    layers = {f"routing/{name}/layer_{layer}": value * rng.random() + layer / 40
-              for layer in range(6)
-              for name, value in (("rollout_slot_flip_rate", 0.1), ("entropy", 2.0))}
-    return {**by_domain(rollout_metrics, groups),
-            **by_domain(Selection(config).metrics, groups),
-            "mismatch/k1": 1e-5 * rng.random(), "mismatch/k3": 1e-5 * rng.random(),
-            "step/k1": 1e-3 * rng.random(), "policy/entropy": 2 - skill + rng.random() / 10,
-            "clip/low_fraction": 0.1 * rng.random(), "clip/high_fraction": 0.1 * rng.random(),
-            "clip/region_fraction": 0.2 * rng.random(), "grad/norm": 1 + rng.random(),
-            "loss/value": -skill * rng.random(), "time/rollout_s": 2 + rng.random(),
-            "time/train_s": 3.0, "time/publish_s": 0.2, "time/step_s": 5.5, **layers}
+    layers = {
+        f"routing/{name}/layer_{layer}": value * rng.random() + layer / 40
+        for layer in range(6)
+        for name, value in (("rollout_slot_flip_rate", 0.1), ("entropy", 2.0))
+    }
+    return {
+        **by_domain(rollout_metrics, groups),
+        **by_domain(Selection(config).metrics, groups),
+        "mismatch/k1": 1e-5 * rng.random(),
+        "mismatch/k3": 1e-5 * rng.random(),
+        "step/k1": 1e-3 * rng.random(),
+        "policy/entropy": 2 - skill + rng.random() / 10,
+        "clip/low_fraction": 0.1 * rng.random(),
+        "clip/high_fraction": 0.1 * rng.random(),
+        "clip/region_fraction": 0.2 * rng.random(),
+        "grad/norm": 1 + rng.random(),
+        "loss/value": -skill * rng.random(),
+        "time/rollout_s": 2 + rng.random(),
+        "time/train_s": 3.0,
+        "time/publish_s": 0.2,
+        "time/step_s": 5.5,
+        **layers,
+    }
 
 
 def samples_of(path: Path) -> list[dict]:

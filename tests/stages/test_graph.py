@@ -69,8 +69,14 @@ def finish(graph, name: str, **accuracies: float) -> None:
     run_dir = graph.run_dir(name)
     run_dir.export.mkdir(parents=True, exist_ok=True)
     shutil.copy(assets.root() / "tests" / "stages" / "config.json", run_dir.export)
-    run_dir.result.write_text(json.dumps({"seconds": 1.0, "eval": {
-        domain: {"accuracy": value} for domain, value in accuracies.items()}}))
+    run_dir.result.write_text(
+        json.dumps(
+            {
+                "seconds": 1.0,
+                "eval": {domain: {"accuracy": value} for domain, value in accuracies.items()},
+            }
+        )
+    )
 
 
 def test_order_and_levels(graph_file):
@@ -88,27 +94,50 @@ def test_a_stage_gets_settings_inputs_and_gates(graph_file):
     assert config.gates[1].endswith(f"against {graph.run_dir('base').root}")
 
 
-@pytest.mark.parametrize(("old", "new", "words"), [
-    ('"model.path" = "base"', '"model.path" = "bsae"', ["'bsae', which is no stage", "'base'"]),
-    ('export = "soup"', 'export = "soup"\nmerge = { one = 1.0 }', ["exactly one of recipe, merge"]),
-    ('recipe = "stages/tiny-base"', 'recipe = "stages/tiny-bas"', ["no recipe", "tiny-base"]),
-    ('recipe = "stages/tiny-base"', 'recipe = "stages/tiny-base"\nneeds = "x"', ["stages.base"]),
-    ('[stages.base]', '[stages.records]\nmerge = { one = 1.0 }\n[stages.base]', ["'records'"]),
-    ('recipe = "stages/tiny-base"',
-     'recipe = "stages/tiny-base"\ninputs = {"model.path" = "final"}', ["wait for each other"]),
-    ('optimizer.lr', 'optimizer.lrr', ["optimizer.lrr", "unknown key", "optimizer.lr"]),
-    ('accuracy >= 0.6', 'accuracy is 0.6', ["is not a gate", "eval.DOMAIN.METRIC"]),
-    ('"model.path" = "base" }\nsettings', '"domains.0.path" = "base" }\nsettings',
-     ["takes a data set", "gives a checkpoint"]),
-    ('dtype =', 'settings = ["seed=1"]\ndtype =', ["stage final takes no settings"]),
-    ('optimizer.lr=1e-4"]', 'optimizer.lr=1e-4"]\ndtype = "float16"', ["stage one takes no dtype"]),
-    ("two = 0.5", "two = -0.5", ["stages.soup.merge.two", "greater than 0"]),
-    ('eval.plus', 'eval.pluss', ["no run measures 'eval.pluss'", "eval.plus"]),
-    ('export = "soup"\ndtype = "bfloat16"',
-     'export = "data"\n[stages.data]\nrecipe = "stages/tiny-base"\n'
-     'settings = ["kind=rejection_sample", "num_steps=0", "cold_start=null"]',
-     ["takes a checkpoint", "gives a data set"]),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"model.path" = "base"', '"model.path" = "bsae"', ["'bsae', which is no stage", "'base'"]),
+        (
+            'export = "soup"',
+            'export = "soup"\nmerge = { one = 1.0 }',
+            ["exactly one of recipe, merge"],
+        ),
+        ('recipe = "stages/tiny-base"', 'recipe = "stages/tiny-bas"', ["no recipe", "tiny-base"]),
+        (
+            'recipe = "stages/tiny-base"',
+            'recipe = "stages/tiny-base"\nneeds = "x"',
+            ["stages.base"],
+        ),
+        ("[stages.base]", "[stages.records]\nmerge = { one = 1.0 }\n[stages.base]", ["'records'"]),
+        (
+            'recipe = "stages/tiny-base"',
+            'recipe = "stages/tiny-base"\ninputs = {"model.path" = "final"}',
+            ["wait for each other"],
+        ),
+        ("optimizer.lr", "optimizer.lrr", ["optimizer.lrr", "unknown key", "optimizer.lr"]),
+        ("accuracy >= 0.6", "accuracy is 0.6", ["is not a gate", "eval.DOMAIN.METRIC"]),
+        (
+            '"model.path" = "base" }\nsettings',
+            '"domains.0.path" = "base" }\nsettings',
+            ["takes a data set", "gives a checkpoint"],
+        ),
+        ("dtype =", 'settings = ["seed=1"]\ndtype =', ["stage final takes no settings"]),
+        (
+            'optimizer.lr=1e-4"]',
+            'optimizer.lr=1e-4"]\ndtype = "float16"',
+            ["stage one takes no dtype"],
+        ),
+        ("two = 0.5", "two = -0.5", ["stages.soup.merge.two", "greater than 0"]),
+        ("eval.plus", "eval.pluss", ["no run measures 'eval.pluss'", "eval.plus"]),
+        (
+            'export = "soup"\ndtype = "bfloat16"',
+            'export = "data"\n[stages.data]\nrecipe = "stages/tiny-base"\n'
+            'settings = ["kind=rejection_sample", "num_steps=0", "cold_start=null"]',
+            ["takes a checkpoint", "gives a data set"],
+        ),
+    ],
+)
 def test_a_wrong_graph_is_one_message(graph_file, old, new, words):
     with pytest.raises(ConfigError) as error:
         load_graph(changed(graph_file, old, new))
@@ -116,8 +145,11 @@ def test_a_wrong_graph_is_one_message(graph_file, old, new, words):
 
 
 def test_an_evaluation_has_no_checkpoint(graph_file):
-    changed(graph_file, 'recipe = "stages/tiny-base"',
-            'recipe = "stages/tiny-base"\nsettings = ["kind=eval", "cold_start=null"]')
+    changed(
+        graph_file,
+        'recipe = "stages/tiny-base"',
+        'recipe = "stages/tiny-base"\nsettings = ["kind=eval", "cold_start=null"]',
+    )
     with pytest.raises(ConfigError, match="gives only numbers"):
         load_graph(graph_file)
 
@@ -130,13 +162,19 @@ def states(graph) -> dict[str, str]:
 def test_what_is_done_is_done_until_something_changes(graph_file):
     graph = load_graph(graph_file)
     assert states(graph) == {"base": "ready"} | dict.fromkeys(
-        ("one", "two", "soup", "final"), "waiting")
+        ("one", "two", "soup", "final"), "waiting"
+    )
     for name in graph.order:
         finish(graph, name, plus=0.7)
     assert set(states(graph).values()) == {"done"}
     graph = load_graph(changed(graph_file, "lr=1e-4", "lr=2e-4"))
-    assert states(graph) == {"base": "done", "one": "ready", "two": "done", "soup": "waiting",
-                             "final": "waiting"}
+    assert states(graph) == {
+        "base": "done",
+        "one": "ready",
+        "two": "done",
+        "soup": "waiting",
+        "final": "waiting",
+    }
     finish(graph, "one", plus=0.7)
     assert states(graph)["soup"] == "ready"  # its part is another one now
 
@@ -145,8 +183,11 @@ def test_a_stage_that_was_killed_goes_on_only_if_it_is_the_same(graph_file):
     graph = load_graph(graph_file)
     Records(graph).begin("base")
     assert Records(graph).state("base") is State.PARTIAL
-    changed(graph_file, 'recipe = "stages/tiny-base"',
-            'recipe = "stages/tiny-base"\nsettings = ["seed=4"]')
+    changed(
+        graph_file,
+        'recipe = "stages/tiny-base"',
+        'recipe = "stages/tiny-base"\nsettings = ["seed=4"]',
+    )
     assert Records(load_graph(graph_file)).state("base") is State.READY
 
 
@@ -154,16 +195,22 @@ def test_a_stage_that_begins_again_has_no_result(graph_file):
     """It would count as done, with the weights of other settings, if it ended at once."""
     graph = load_graph(graph_file)
     finish(graph, "base", plus=0.7)
-    changed(graph_file, 'recipe = "stages/tiny-base"',
-            'recipe = "stages/tiny-base"\nsettings = ["seed=4"]')
+    changed(
+        graph_file,
+        'recipe = "stages/tiny-base"',
+        'recipe = "stages/tiny-base"\nsettings = ["seed=4"]',
+    )
     records = Records(load_graph(graph_file))
     records.begin("base")
     assert records.state("base") is State.PARTIAL
 
 
 def test_gates_of_a_recipe_hold_back_what_builds_on_it(graph_file):
-    changed(graph_file, 'recipe = "stages/tiny-base"',
-            'recipe = "stages/tiny-base"\nsettings = [\'gates=["eval.plus.accuracy >= 0.9"]\']')
+    changed(
+        graph_file,
+        'recipe = "stages/tiny-base"',
+        'recipe = "stages/tiny-base"\nsettings = [\'gates=["eval.plus.accuracy >= 0.9"]\']',
+    )
     graph = load_graph(graph_file)
     finish(graph, "base", plus=0.7)
     assert states(graph)["base"] == "gate closed" and states(graph)["one"] == "waiting"
@@ -171,8 +218,11 @@ def test_gates_of_a_recipe_hold_back_what_builds_on_it(graph_file):
 
 
 def test_teachers_and_presets_are_what_a_stage_is_made_from(graph_file, tmp_path, monkeypatch):
-    changed(graph_file, "optimizer.lr=1e-4\"", f"""kind=distil", 'distillation={{teachers=[{{path="{
-        tmp_path}/teacher"}}]}}'""")
+    changed(
+        graph_file,
+        'optimizer.lr=1e-4"',
+        f"""kind=distil", 'distillation={{teachers=[{{path="{tmp_path}/teacher"}}]}}'""",
+    )
     graph = load_graph(graph_file)
     before = Records(graph).fingerprint("one")
     (tmp_path / "teacher").mkdir()
@@ -228,8 +278,13 @@ def test_a_closed_gate_stops_descendants_only(graph_file):
     finish(graph, "base", plus=0.65, minus=0.5)
     finish(graph, "one", plus=0.62, minus=0.5)
     finish(graph, "two", plus=0.1)
-    assert states(graph) == {"base": "done", "one": "gate closed", "two": "done",
-                             "soup": "waiting", "final": "waiting"}
+    assert states(graph) == {
+        "base": "done",
+        "one": "gate closed",
+        "two": "done",
+        "soup": "waiting",
+        "final": "waiting",
+    }
     text = "no domain drops more than 0.02 against " + str(graph.run_dir("base").root)
     assert Records(graph).closed_gates("one") == [text + " (seen: plus drops 0.03)"]
     finish(graph, "one", plus=0.65)
@@ -253,8 +308,11 @@ def test_a_changed_gate_is_checked_again_but_nothing_is_run_again(graph_file):
 def test_submitting_stops_at_a_wrong_site_before_it_removes_anything(graph_file):
     graph = load_graph(graph_file)
     finish(graph, "base", plus=0.7)
-    changed(graph_file, 'recipe = "stages/tiny-base"',
-            'recipe = "stages/tiny-base"\nsettings = ["seed=4"]')
+    changed(
+        graph_file,
+        'recipe = "stages/tiny-base"',
+        'recipe = "stages/tiny-base"\nsettings = ["seed=4"]',
+    )
     graph = load_graph(graph_file)
     with pytest.raises(ConfigError, match="no site 'bare_metl'"):
         submit_graph(graph, "bare_metl", print)
@@ -268,8 +326,9 @@ def test_submitting_names_what_a_closed_gate_holds_back(graph_file, monkeypatch)
     submitted = []
     for name in ("VENV", "PARTITION"):
         monkeypatch.setenv(name, "x")
-    monkeypatch.setattr(runner, "_submit", lambda graph, records, name, site, after:
-                        submitted.append(name) or "7")
+    monkeypatch.setattr(
+        runner, "_submit", lambda graph, records, name, site, after: submitted.append(name) or "7"
+    )
     said = []
     assert submit_graph(graph, "bare", said.append) == {"two": "7"}
     assert submitted == ["two"] and "soup: not run, because of one" in said
@@ -290,18 +349,26 @@ sys.exit(runner.run_graph(load_graph(file), print))
 @pytest.mark.parametrize("number", ["INT", "TERM"])
 @pytest.mark.parametrize("before", ["SIG_DFL", "SIG_IGN"])
 @pytest.mark.parametrize("when", ["as soon as it lives", "later"])
-def test_an_interrupt_reaches_the_stage_whoever_sends_it(graph_file, tmp_path, number, before,
-                                                         when):
+def test_an_interrupt_reaches_the_stage_whoever_sends_it(
+    graph_file, tmp_path, number, before, when
+):
     """Once: a second one would end it without a checkpoint. A shell starts the jobs that it puts
     in the background with SIGINT ignored. A stage may live before `Popen` has returned. Signals go
     to a process group of their own: here they would end the tests."""
     fake = tmp_path / "python"
     wait = "sleep 0.5; " if when == "later" else ""
-    fake.write_text("#!/bin/bash\ntrap 'echo once >> interrupts; exit 130' INT\n"
-                    f"{wait}kill -{number} $PPID\nwhile :; do sleep 0.1; done\n")
+    fake.write_text(
+        "#!/bin/bash\ntrap 'echo once >> interrupts; exit 130' INT\n"
+        f"{wait}kill -{number} $PPID\nwhile :; do sleep 0.1; done\n"
+    )
     fake.chmod(0o755)
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED_GRAPH, graph_file, fake, before],
-                          cwd=tmp_path, start_new_session=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_GRAPH, graph_file, fake, before],
+        cwd=tmp_path,
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 130, done.stderr
     assert (tmp_path / "interrupts").read_text() == "once\n"
 
@@ -324,9 +391,16 @@ def test_handlers_are_as_before_a_graph_ran():
 RESULT = {"seconds": 12.0, "eval": {"math": {"accuracy": 0.5, "pass_at_4": 0.75}}}
 
 
-@pytest.mark.parametrize(("text", "seen"), [
-    ("eval.math.accuracy >= 0.5", None), ("eval.math.accuracy > 0.5", "0.5"),
-    ("eval.math.pass_at_4 < 0.7", "0.75"), ("seconds <= 12", None), ("seconds <= 1e1", "12")])
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("eval.math.accuracy >= 0.5", None),
+        ("eval.math.accuracy > 0.5", "0.5"),
+        ("eval.math.pass_at_4 < 0.7", "0.75"),
+        ("seconds <= 12", None),
+        ("seconds <= 1e1", "12"),
+    ],
+)
 def test_gates(text, seen):
     assert parse_gate(text).check(RESULT) == seen
 
@@ -337,9 +411,14 @@ def test_a_gate_on_what_is_not_there_is_closed(text):
     assert "math" in seen or "no number" in seen
 
 
-@pytest.mark.parametrize(("text", "near"), [
-    ("eval.maths.accuracy >= 0.5", "eval.math"), ("second <= 3", "seconds"),
-    ("evel.math.accuracy > 0", "eval.math")])
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("eval.maths.accuracy >= 0.5", "eval.math"),
+        ("second <= 3", "seconds"),
+        ("evel.math.accuracy > 0", "eval.math"),
+    ],
+)
 def test_a_gate_that_no_run_can_measure_is_refused(text, near):
     with pytest.raises(ConfigError) as error:
         parse_gate(text, ["math"])

@@ -27,8 +27,11 @@ ASSETS = Path(__file__).parents[2] / "grpo_megatron" / "stages" / "report_assets
 
 
 def data_of(page: Path) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>',
-                                page.read_text(), re.DOTALL)[1])
+    return json.loads(
+        re.search(
+            r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
+        )[1]
+    )
 
 
 def report_of(root: Path, **arguments) -> dict:
@@ -54,7 +57,7 @@ def test_a_page_is_self_contained(tmp_path):
     assert page == run_dir.root / "report.html" and "<title>a&lt;b</title>" in text
     assert not re.search(r"""(?:src|href)=["'](?!data:,)|@import|url\(|fetch\(|XMLHttp""", text)
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
-    assert "NaN" not in text[text.index('id="data"'):text.index("</script>")]
+    assert "NaN" not in text[text.index('id="data"') : text.index("</script>")]
     assert all((ASSETS / name).read_text() in text for name in ("style.css", "sections.js"))
 
 
@@ -83,7 +86,8 @@ def test_samples_have_the_advantages_of_the_objective(tmp_path, std):
     for step in run["recorded"]:
         file = tmp_path / "run" / "samples" / f"step_{step['step']:06d}.jsonl"
         assert [s["completion"] for s in step["samples"]] == [
-            s["completion"] for s in samples_of(file)]
+            s["completion"] for s in samples_of(file)
+        ]
         for sample in step["samples"]:
             rewards = np.array(step["groups"][sample["group"]][1])
             wanted = sample["reward"] - rewards.mean()
@@ -102,27 +106,30 @@ def test_estimators_of_the_trainer_become_plain_ones(tmp_path):
 @pytest.mark.parametrize("lost", ["store", "model", "metrics.jsonl", "samples", "shard"])
 def test_what_is_lost_is_left_out(tmp_path, lost):
     run_dir = write_run(tmp_path / "run", 2)
-    for path in ([run_dir.root / lost] if lost != "shard" else
-                 run_dir.store.glob("*/rollout-0.safetensors")):
+    for path in (
+        [run_dir.root / lost] if lost != "shard" else run_dir.store.glob("*/rollout-0.safetensors")
+    ):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     run = data_of(write_report(str(run_dir.root)))["runs"][0]
     assert bool(run.get("recorded")) == (lost not in ("store", "shard"))
     assert len(run["notes"]) == (lost == "shard")
     if lost == "model":
-        assert {token[1] for step in run["recorded"] for s in step["samples"]
-                for token in s["tokens"]} == {""}
+        assert {
+            token[1] for step in run["recorded"] for s in step["samples"] for token in s["tokens"]
+        } == {""}
 
 
 def test_the_last_token_of_a_character_shows_it(tmp_path, monkeypatch):
     def decode(ids: list[int]) -> str:
-        return ("é" * len(ids)).encode()[:len(ids)].decode(errors="replace")
+        return ("é" * len(ids)).encode()[: len(ids)].decode(errors="replace")
 
-    monkeypatch.setattr("grpo_megatron.stages.report.load_tokenizer",
-                        lambda path: SimpleNamespace(decode=decode))
+    monkeypatch.setattr(
+        "grpo_megatron.stages.report.load_tokenizer", lambda path: SimpleNamespace(decode=decode)
+    )
     for step in report_of(tmp_path / "run", num_steps=2)["recorded"]:
         for sample in step["samples"]:
             texts = [text for _, text, _ in sample["tokens"]]
-            assert texts == ["", "é", "", "é"][:len(texts)]
+            assert texts == ["", "é", "", "é"][: len(texts)]
 
 
 def test_a_graph_has_states_gates_and_runs(finished):
@@ -130,7 +137,12 @@ def test_a_graph_has_states_gates_and_runs(finished):
     data = data_of(page)
     assert page.parent.name == "tiny" and data["levels"][1] == ["one", "two"]
     assert [stage["state"] for stage in data["graph"].values()] == [
-        "done", "gate closed", "done", "waiting", "waiting"]
+        "done",
+        "gate closed",
+        "done",
+        "waiting",
+        "waiting",
+    ]
     assert any("seen: 0.5" in text for text in data["graph"]["one"]["closed"])
     assert [run["name"] for run in data["runs"]] == ["base", "one", "two"]
 
@@ -141,9 +153,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(["report", "runs/mine", "--to", "pages/x.html"]) == 0
     assert capsys.readouterr().out.strip() == "pages/x.html" and Path("pages/x.html").exists()
     (tmp_path / "file").touch()
-    for arguments, words in ((["runs"], "not a run"), (["mine"], "runs/mine"),
-                             (["lost.toml"], "lost.toml"),
-                             (["runs/mine", "--to", "file/x.html"], "cannot write the page")):
+    for arguments, words in (
+        (["runs"], "not a run"),
+        (["mine"], "runs/mine"),
+        (["lost.toml"], "lost.toml"),
+        (["runs/mine", "--to", "file/x.html"], "cannot write the page"),
+    ):
         assert main(["report", *arguments]) == 2
         assert words in capsys.readouterr().err
 
@@ -211,13 +226,19 @@ def test_a_finished_graph_in_a_browser(browser, finished):
     assert "Reward" in plots
     edges = browser.run("return [...document.querySelectorAll('.edge')].map(e => e.dataset.edge)")
     assert sorted(edges) == ["base one", "base two", "one soup", "soup final", "two soup"]
-    links = browser.run("return [...document.querySelectorAll('svg.stages a')].map("
-                        "a => document.querySelector(a.getAttribute('href')).dataset.run)")
+    links = browser.run(
+        "return [...document.querySelectorAll('svg.stages a')].map("
+        "a => document.querySelector(a.getAttribute('href')).dataset.run)"
+    )
     assert sorted(links) == ["base", "one", "two"]
-    browser.run("document.querySelector('svg.stages a[href=\"#stage-two\"]').dispatchEvent("
-                "new MouseEvent('click', {bubbles: true}))")
-    assert browser.run("return [...document.querySelectorAll('details[open] [data-run]')].map("
-                       "section => section.dataset.run)") == ["two"]
+    browser.run(
+        "document.querySelector('svg.stages a[href=\"#stage-two\"]').dispatchEvent("
+        "new MouseEvent('click', {bubbles: true}))"
+    )
+    assert browser.run(
+        "return [...document.querySelectorAll('details[open] [data-run]')].map("
+        "section => section.dataset.run)"
+    ) == ["two"]
     assert "seen: 0.5" in browser.run("return document.querySelector('.closed').textContent")
 
 
@@ -227,8 +248,11 @@ def test_hover_and_keys_show_values(browser, tmp_path):
     step = "return document.querySelector('figure.plot .legend li').textContent"
     assert browser.run(step) == "step 11"
     for key, wanted in (("ArrowLeft", 10), ("Home", 0), ("ArrowRight", 1)):
-        browser.run("document.querySelector('figure.plot svg').dispatchEvent(new KeyboardEvent("
-                    "'keydown', {key: arguments[0], bubbles: true}))", key)
+        browser.run(
+            "document.querySelector('figure.plot svg').dispatchEvent(new KeyboardEvent("
+            "'keydown', {key: arguments[0], bubbles: true}))",
+            key,
+        )
         assert browser.run(step) == f"step {wanted}"
     browser.run("""const svg = document.querySelector('figure.plot svg');
         const box = svg.getBoundingClientRect();
@@ -240,30 +264,52 @@ def test_hover_and_keys_show_values(browser, tmp_path):
 
 
 ESTIMATORS = {
-    "GRPO": {"advantage_std": "group"}, "Dr. GRPO": {"advantage_std": "none"},
-    "RLOO": {"advantage": "rloo"}, "Lite PPO": {"advantage_std": "batch_raw"},
-    "MaxRL": {"advantage": "maxrl"}, "Best minus second": {"advantage": "best_minus_second"}}
-GROUPS = [[1, 0, 0, 1, 0.5], [0, 0, 0, 0], [1, None, 0.25], [None, None], [2.5], [0.1, 0.7, 0.7],
-          [1, 1 + 1e-9]]
+    "GRPO": {"advantage_std": "group"},
+    "Dr. GRPO": {"advantage_std": "none"},
+    "RLOO": {"advantage": "rloo"},
+    "Lite PPO": {"advantage_std": "batch_raw"},
+    "MaxRL": {"advantage": "maxrl"},
+    "Best minus second": {"advantage": "best_minus_second"},
+}
+GROUPS = [
+    [1, 0, 0, 1, 0.5],
+    [0, 0, 0, 0],
+    [1, None, 0.25],
+    [None, None],
+    [2.5],
+    [0.1, 0.7, 0.7],
+    [1, 1 + 1e-9],
+]
 
 
 @pytest.mark.parametrize("std", ["sample", "population"])
 def test_the_explorer_computes_what_the_library_does(browser, tmp_path, std):
     plots_of(browser, write_report(str(write_run(tmp_path / "run", 1).root)))
-    flat = torch.tensor([np.nan if r is None else r for g in GROUPS for r in g],
-                        dtype=torch.float64)
+    flat = torch.tensor(
+        [np.nan if r is None else r for g in GROUPS for r in g], dtype=torch.float64
+    )
     ids = torch.tensor([i for i, group in enumerate(GROUPS) for _ in group])
     count = len(flat)
-    batch = SampleBatch(flat, ids, torch.ones(count).long(), torch.arange(count),
-                        torch.zeros(count).long(), torch.ones(count, dtype=torch.bool))
+    batch = SampleBatch(
+        flat,
+        ids,
+        torch.ones(count).long(),
+        torch.arange(count),
+        torch.zeros(count).long(),
+        torch.ones(count, dtype=torch.bool),
+    )
     for name, choices in ESTIMATORS.items():
         config = ObjectiveConfig.model_validate(
-            {"preset": "grpo", "advantage": "group", "whiten": "none", "std_kind": std, **choices})
+            {"preset": "grpo", "advantage": "group", "whiten": "none", "std_kind": std, **choices}
+        )
         wanted = advantages_of(Objective(config), batch).values
         found = browser.run(
             "const [name, groups, settings] = arguments; return groups.flatMap((group, i) => "
             "ESTIMATORS[name].of(group, groups.filter((_, j) => j !== i), settings))",
-            name, GROUPS, {"eps": config.advantage_eps, "std": std})
+            name,
+            GROUPS,
+            {"eps": config.advantage_eps, "std": std},
+        )
         np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-9, atol=1e-9, err_msg=name)
     assert set(browser.run("return Object.keys(ESTIMATORS)")) == set(ESTIMATORS)
 

@@ -30,8 +30,9 @@ def test_graph(name, monkeypatch):
 def test_every_pipeline_is_there_small_and_large():
     for name in ("r1", "deepseek_v3_2", "deepseek_v4", "open_r1_gsm8k"):
         small, large = (load_graph(graph) for graph in (f"tiny-{name}", name))
-        gpus = [{g.resolve(s).config.placement.gpus_per_node for s in g.order}
-                for g in (small, large)]
+        gpus = [
+            {g.resolve(s).config.placement.gpus_per_node for s in g.order} for g in (small, large)
+        ]
         assert gpus == [{0}, {8}]
         kinds = [{g.kind(s) for s in g.order} for g in (small, large)]
         assert kinds[0] - {"eval"} <= kinds[1] | {"sft"}

@@ -39,8 +39,12 @@ def test_normalisers_are_kept_beside_the_file(run_dir):
     writer = MetricsWriter(run_dir)
     writer.write(0, {"reward/mean": 1, "policy/entropy": 1, "grad/norm": 2, "other": 1})
     writer.write_normalisers({"policy/entropy": "tokens", "grad/norm": "update", "absent": "max"})
-    expected = {"reward/mean": "samples", "policy/entropy": "tokens", "grad/norm": "update",
-                "other": "step"}
+    expected = {
+        "reward/mean": "samples",
+        "policy/entropy": "tokens",
+        "grad/norm": "update",
+        "other": "step",
+    }
     assert json.loads(path.read_text()) == expected
     writer.write(1, {"ratio/max": 3})
     writer.write_normalisers({"ratio/max": "max"})
@@ -50,8 +54,14 @@ def test_normalisers_are_kept_beside_the_file(run_dir):
 
 def test_what_is_written_is_what_is_returned_and_read(run_dir):
     writer = MetricsWriter(run_dir)
-    metrics = {"reward/mean": 0.1 + 0.2, "batch/num_tokens": 7, "a/b/c": np.float32(0.1),
-               "flag": True, "none": None, "grad/norm": np.float64(1e-300)}
+    metrics = {
+        "reward/mean": 0.1 + 0.2,
+        "batch/num_tokens": 7,
+        "a/b/c": np.float32(0.1),
+        "flag": True,
+        "none": None,
+        "grad/norm": np.float64(1e-300),
+    }
     record = writer.write(0, metrics)
     assert list(record)[:2] == ["step", "time_s"] and record["reward/mean"] == 0.1 + 0.2
     assert read_metrics(run_dir.metrics) == [record]  # on disk before close
@@ -135,14 +145,20 @@ def test_events_survive_a_torn_line(run_dir):
         file.write(b'{"kind": "di')
     append_event(run_dir.events, "died")
     first, second = read_events(run_dir.events)
-    assert first == {"time_s": 1.5, "kind": "started", "role": "trainer-0",
-                     "path": str(run_dir.root)}
+    assert first == {
+        "time_s": 1.5,
+        "kind": "started",
+        "role": "trainer-0",
+        "path": str(run_dir.root),
+    }
     assert second["kind"] == "died"
 
 
 def test_telemetry_imports_no_torch():
-    code = ("import sys, pkgutil, importlib, grpo_megatron.telemetry as t\n"
-            "for m in pkgutil.iter_modules(t.__path__, t.__name__ + '.'):\n"
-            "    importlib.import_module(m.name)\n"
-            "sys.exit('torch' in sys.modules or 'wandb' in sys.modules)")
+    code = (
+        "import sys, pkgutil, importlib, grpo_megatron.telemetry as t\n"
+        "for m in pkgutil.iter_modules(t.__path__, t.__name__ + '.'):\n"
+        "    importlib.import_module(m.name)\n"
+        "sys.exit('torch' in sys.modules or 'wandb' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -65,8 +65,7 @@ def test_tensorboard_has_every_value_once(tmp_path):
     assert "nan/value" not in events.Tags()["scalars"]
     for name in ("area/name_7/mean", "int", "tiny"):
         found = [(e.step, e.value) for e in events.Scalars(name)]
-        expected = [(r["step"], struct.unpack("f", struct.pack("f", r[name]))[0])
-                    for r in records]
+        expected = [(r["step"], struct.unpack("f", struct.pack("f", r[name]))[0]) for r in records]
         assert found == expected
 
 
@@ -134,8 +133,12 @@ assert mirrors.running
 mirrors.close()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    ended = subprocess.run([sys.executable, "-c", script, run_root], start_new_session=True,
-                           env={**os.environ, "TMPDIR": str(temporary)}, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", script, run_root],
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        timeout=120,
+    )
     assert ended.returncode == -9
     left = [*temporary.glob("*wandb-media"), *temporary.glob("*wandb-artifacts")]
     assert left == []

@@ -20,8 +20,15 @@ def read_samples(path) -> list[dict]:
 def scored(name: str, rewards: list[float]) -> ScoredGroup:
     prompt = Prompt(name, "d", f"{name}?", (1,), "42")
     completions = tuple(
-        Completion(np.zeros(index + 1, np.int32), np.zeros(index + 1, np.float32), (), "stop",
-                   f"{name}{index}") for index in range(len(rewards)))
+        Completion(
+            np.zeros(index + 1, np.int32),
+            np.zeros(index + 1, np.float32),
+            (),
+            "stop",
+            f"{name}{index}",
+        )
+        for index in range(len(rewards))
+    )
     values = np.array(rewards)
     return ScoredGroup(RolloutGroup(prompt, completions, 0), {"match": values}, values)
 

@@ -18,12 +18,24 @@ from grpo_megatron.telemetry.screen import (
     sparkline,
 )
 
-METRICS = {"reward/mean": 0.5, "evaluation/accuracy": 0.25, "policy/entropy": 0.3,
-           "mismatch/k3": 2e-3, "grad/norm": 0.8, "group/all_equal_fraction": 0.95,
-           "throughput/rollout_tokens_per_s": 12345.6, "time/step_s": 1.5, "other/metric": 1}
+METRICS = {
+    "reward/mean": 0.5,
+    "evaluation/accuracy": 0.25,
+    "policy/entropy": 0.3,
+    "mismatch/k3": 2e-3,
+    "grad/norm": 0.8,
+    "group/all_equal_fraction": 0.95,
+    "throughput/rollout_tokens_per_s": 12345.6,
+    "time/step_s": 1.5,
+    "other/metric": 1,
+}
 BEST = {"rank": "best", "prompt": "37 + 48 =", "completion": "85", "reward": 1.0}
-WORST = {"rank": "worst", "prompt": "[red]12 + 9 =", "reward": 0.0,
-         "completion": "x\x1b[31m\n" + "9" * 600 + "!"}
+WORST = {
+    "rank": "worst",
+    "prompt": "[red]12 + 9 =",
+    "reward": 0.0,
+    "completion": "x\x1b[31m\n" + "9" * 600 + "!",
+}
 
 
 class Clock:
@@ -34,8 +46,15 @@ class Clock:
 
 
 def terminal() -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=100, height=40,
-                   legacy_windows=False, color_system=None, _environ={"TERM": "xterm"})
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        width=100,
+        height=40,
+        legacy_windows=False,
+        color_system=None,
+        _environ={"TERM": "xterm"},
+    )
 
 
 def plain() -> tuple[Screen, Clock, io.StringIO]:
@@ -116,7 +135,8 @@ def test_without_a_terminal_there_is_one_plain_line_a_step():
         "note",
         "step 7/300  reward 0.5  accuracy 0.25  entropy 0.3  kl_engine-trainer 0.002  "
         "grad_norm 0.8  tokens/s 12,346  seconds 1.5",
-        "step 8/300  reward –"]
+        "step 8/300  reward –",
+    ]
 
 
 def test_only_metrics_of_the_step_are_in_its_line():

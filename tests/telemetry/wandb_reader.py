@@ -35,8 +35,11 @@ def read_offline_wandb(path: Path) -> list[dict[str, Any]]:
     """
     files = sorted(path.rglob("*.wandb")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
-        raise DataError("no offline wandb run there", where=str(path),
-                        remedy="give a .wandb file or the wandb/ of a run directory")
+        raise DataError(
+            "no offline wandb run there",
+            where=str(path),
+            remedy="give a .wandb file or the wandb/ of a run directory",
+        )
     return [record for file in files for record in _history(file)]
 
 
@@ -48,8 +51,10 @@ def _history(path: Path) -> Iterator[dict[str, Any]]:
         record.ParseFromString(message)
         if record.WhichOneof("record_type") != "history":
             continue
-        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                 for item in record.history.item}
+        items = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
         yield {name: value for name, value in items.items() if not name.startswith("_")}
 
 

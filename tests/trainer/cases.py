@@ -56,10 +56,17 @@ class Setup:
 
     def __init__(self, model: str, layout: dict[str, Any], hf_overrides: dict | None = None):
         import json
+
         info = RankInfo.from_environment()
-        self.layout = TrainerConfig(**{
-            "num_ranks": info.world_size, "precision": "float32", "num_threads": 1,
-            "max_tokens_per_microbatch": 64, **layout})
+        self.layout = TrainerConfig(
+            **{
+                "num_ranks": info.world_size,
+                "precision": "float32",
+                "num_threads": 1,
+                "max_tokens_per_microbatch": 64,
+                **layout,
+            }
+        )
         while _earlier:
             release(_earlier.pop())
         initialize(self.layout, info, fresh_store())
@@ -77,12 +84,24 @@ class Setup:
 
     def config(self, **objective) -> RunConfig:
         """A recipe of two domains around this layout."""
-        domain = {"source": "file", "path": "x", "rewards": [
-            {"function": "a:b", "name": "first"}, {"function": "a:b", "name": "second"}]}
-        return RunConfig.model_validate({
-            "name": "case", "model": {"preset": "tiny-qwen3-moe"}, "optimizer": OPTIMIZER,
-            "trainer": self.layout, "objective": objective,
-            "domains": [{"name": "even", **domain}, {"name": "odd", **domain}]})
+        domain = {
+            "source": "file",
+            "path": "x",
+            "rewards": [
+                {"function": "a:b", "name": "first"},
+                {"function": "a:b", "name": "second"},
+            ],
+        }
+        return RunConfig.model_validate(
+            {
+                "name": "case",
+                "model": {"preset": "tiny-qwen3-moe"},
+                "optimizer": OPTIMIZER,
+                "trainer": self.layout,
+                "objective": objective,
+                "domains": [{"name": "even", **domain}, {"name": "odd", **domain}],
+            }
+        )
 
     def routing(self, settings: dict[str, Any]) -> RoutingConfig:
         return RoutingConfig(**settings)
@@ -90,14 +109,21 @@ class Setup:
     def gather(self, shards: list[Shard]) -> dict[str, np.ndarray] | None:
         """Full tensors under Hugging Face names, on rank 0."""
         model = ShardedModel(self.policy.sharded.map, shards)
-        found = {name: tensor.float().numpy().copy() for name, tensor in
-                 model.stream(model.entries, [0] * len(model.entries))}
+        found = {
+            name: tensor.float().numpy().copy()
+            for name, tensor in model.stream(model.entries, [0] * len(model.entries))
+        }
         return found if dist.get_rank() == 0 else None
 
 
-def train_updates(model: str, samples: str, layout: dict[str, Any], *,
-                  gradients: bool = False,
-                  preset: str = "grpo") -> dict[str, Any]:
+def train_updates(
+    model: str,
+    samples: str,
+    layout: dict[str, Any],
+    *,
+    gradients: bool = False,
+    preset: str = "grpo",
+) -> dict[str, Any]:
     """All updates of recorded rollouts: metrics, and the weights after them.
 
     `gradients`: the averaged gradients of the last update instead (without the distributed
@@ -105,20 +131,26 @@ def train_updates(model: str, samples: str, layout: dict[str, Any], *,
     """
     setup = Setup(model, {**layout, **({"distributed_optimizer": False} if gradients else {})})
     config = setup.config(preset=preset)
-    report = Training(config, setup.policy, References(config), SampleTable(Path(samples)),
-                      {}).run(0, 3)
+    report = Training(config, setup.policy, References(config), SampleTable(Path(samples)), {}).run(
+        0, 3
+    )
     parts = setup.shards
     if gradients:
         # clip scaled them: undo it, so that the comparison is before clipping
         scale = max(report["grad_norms"][-1] / OPTIMIZER.clip_grad, 1.0)
         parts = [replace(s, tensor=s.tensor.main_grad * scale) for s in setup.shards]
     batch = setup.batch(samples)
-    return {"losses": report["losses"], "norms": report["grad_norms"],
-            "tensors": setup.gather(parts), "num_microbatches": len(batch.microbatches)}
+    return {
+        "losses": report["losses"],
+        "norms": report["grad_norms"],
+        "tensors": setup.gather(parts),
+        "num_microbatches": len(batch.microbatches),
+    }
 
 
-def train_objectives(model: str, samples: str, layout: dict[str, Any],
-                     objectives: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def train_objectives(
+    model: str, samples: str, layout: dict[str, Any], objectives: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """All updates with each objective in turn, every time from the same weights."""
     setup, found = Setup(model, layout), {}
     start, table = [s.tensor.detach().clone() for s in setup.shards], SampleTable(Path(samples))
@@ -140,12 +172,14 @@ def train_objectives(model: str, samples: str, layout: dict[str, Any],
     return found
 
 
-def distil(model: str, samples: str, layout: dict[str, Any],
-           distillation: dict[str, Any], repeats: int = 1) -> dict[str, Any]:
+def distil(
+    model: str, samples: str, layout: dict[str, Any], distillation: dict[str, Any], repeats: int = 1
+) -> dict[str, Any]:
     """Updates to teachers: losses, norms, metrics, gradients of the last; full KL after all."""
     setup = Setup(model, layout | {"distributed_optimizer": False})
-    config = setup.config().model_copy(update={
-        "kind": "distil", "distillation": DistillationConfig(**distillation)})
+    config = setup.config().model_copy(
+        update={"kind": "distil", "distillation": DistillationConfig(**distillation)}
+    )
     teachers = Teachers(config, lambda path: import_weights(setup.policy.sharded, path))
     table, before = SampleTable(Path(samples)), [s.tensor.clone() for s in setup.shards]
     batch = prepare(setup.layout, table, np.arange(len(table)))
@@ -157,11 +191,20 @@ def distil(model: str, samples: str, layout: dict[str, Any],
     scale = max(report["grad_norms"][-1] / OPTIMIZER.clip_grad, 1.0)
     tensors = setup.gather([replace(s, tensor=s.tensor.main_grad * scale) for s in setup.shards])
     teachers.settings = teachers.settings.model_copy(update={"mode": "full"})
-    full = config.model_copy(update={"distillation": teachers.settings, "optimizer":
-                                     config.optimizer.model_copy(update={"lr": 1e-30})})
+    full = config.model_copy(
+        update={
+            "distillation": teachers.settings,
+            "optimizer": config.optimizer.model_copy(update={"lr": 1e-30}),
+        }
+    )
     after = train_tokens(full, setup.policy, table, full.optimizer, 0, 3, teachers)
-    return {**report, "norms": report["grad_norms"], "unchanged": unchanged, "tensors": tensors,
-            "last_kl": after["metrics"]["distillation/kl"]}
+    return {
+        **report,
+        "norms": report["grad_norms"],
+        "unchanged": unchanged,
+        "tensors": tensors,
+        "last_kl": after["metrics"]["distillation/kl"],
+    }
 
 
 def supervise(model: str, samples: str, routing: dict[str, Any]) -> dict[str, Any]:
@@ -177,9 +220,13 @@ def _perturb(shards: list[Shard], factor: float) -> None:
         shard.tensor.data.mul_(factor)
 
 
-def token_logprobs(model: str, samples: str, layout: dict[str, Any],
-                   hf_overrides: dict | None = None, temperature: float = 1.0,
-                   ) -> np.ndarray | None:
+def token_logprobs(
+    model: str,
+    samples: str,
+    layout: dict[str, Any],
+    hf_overrides: dict | None = None,
+    temperature: float = 1.0,
+) -> np.ndarray | None:
     """Log-probs of all policy tokens in table order, on rank 0 (layouts with PP = DP = 1)."""
     setup = Setup(model, layout, hf_overrides)
     for model in setup.policy.models:
@@ -206,15 +253,22 @@ def gradients_of(model: str, samples: str, alone: bool) -> dict[str, Any]:
     batch = setup.batch(samples)
     if alone:
         table = SampleTable(Path(samples))
-        batch = replace(batch, microbatches=tuple(
-            build_microbatch(row, table, np.array([row]), pad_to=1, device=platform.device())
-            for row in range(len(table))))
+        batch = replace(
+            batch,
+            microbatches=tuple(
+                build_microbatch(row, table, np.array([row]), pad_to=1, device=platform.device())
+                for row in range(len(table))
+            ),
+        )
     logprobs = _by_row(setup.policy, batch)
     stats = train_step(setup.policy, batch, loss_of(setup, samples))
-    return {"logprobs": logprobs, "num_microbatches": len(batch.microbatches),
-            "losses": [stats.result()["loss/value"]], "norms": [stats.result()["grad/norm"]],
-            "tensors": setup.gather([replace(s, tensor=s.tensor.main_grad)
-                                     for s in setup.shards])}
+    return {
+        "logprobs": logprobs,
+        "num_microbatches": len(batch.microbatches),
+        "losses": [stats.result()["loss/value"]],
+        "norms": [stats.result()["grad/norm"]],
+        "tensors": setup.gather([replace(s, tensor=s.tensor.main_grad) for s in setup.shards]),
+    }
 
 
 def loss_of(setup: Setup, samples: str):
@@ -226,20 +280,32 @@ def loss_of(setup: Setup, samples: str):
 
     def loss(microbatch, output):
         logprobs, entropies = output.unbind(0)
-        return policy_loss(objective, terms.loss_batch(
-            torch.from_numpy(microbatch.table_rows), logprobs, logprobs.detach(),
-            microbatch.rollout_logprobs, entropies))
+        return policy_loss(
+            objective,
+            terms.loss_batch(
+                torch.from_numpy(microbatch.table_rows),
+                logprobs,
+                logprobs.detach(),
+                microbatch.rollout_logprobs,
+                entropies,
+            ),
+        )
+
     return loss
 
 
-def train_rows(model: str, samples: str, layout: dict[str, Any],
-               rows: np.ndarray) -> dict[str, Any]:
+def train_rows(
+    model: str, samples: str, layout: dict[str, Any], rows: np.ndarray
+) -> dict[str, Any]:
     """Three steps on some rows only."""
     setup = Setup(model, layout)
     batch = prepare(setup.layout, SampleTable(Path(samples)), rows)
     found = [train_step(setup.policy, batch, loss_of(setup, samples)).result() for _ in range(3)]
-    return {"losses": [m["loss/value"] for m in found], "norms": [m["grad/norm"] for m in found],
-            "tensors": setup.gather(setup.shards)}
+    return {
+        "losses": [m["loss/value"] for m in found],
+        "norms": [m["grad/norm"] for m in found],
+        "tensors": setup.gather(setup.shards),
+    }
 
 
 def not_a_number(model: str, samples: str, kind: str) -> tuple[list[str], bool]:
@@ -262,16 +328,16 @@ def not_a_number(model: str, samples: str, kind: str) -> tuple[list[str], bool]:
         message = f"TrainerError: {error}"
     world: list = [None] * dist.get_world_size()
     dist.all_gather_object(world, message)
-    return world, all(torch.equal(a, s.tensor) for a, s in
-                      zip(before, setup.shards, strict=True))
+    return world, all(torch.equal(a, s.tensor) for a, s in zip(before, setup.shards, strict=True))
 
 
-def truncated_logprobs(model: str, samples: str,
-                       layout: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def truncated_logprobs(
+    model: str, samples: str, layout: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
     """In table order: log-probs over kept sets and over the vocabulary [2, n], and bool [n], which
     tokens may be trained (layouts with PP = DP = 1)."""
     setup = Setup(model, {**layout, "max_tokens_per_microbatch": 100_000})
-    microbatch, = (batch := setup.batch(samples)).microbatches
+    (microbatch,) = (batch := setup.batch(samples)).microbatches
     (output,) = logprob_pass(setup.policy, batch)
     usable = torch.isfinite(microbatch.rollout_logprobs)
     assert torch.equal(usable, ~microbatch.kept.missing)

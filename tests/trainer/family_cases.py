@@ -30,9 +30,10 @@ class LogitsModel(PolicyModel):
             return hidden_states
         tied = self.share_embeddings_and_output_weights
         logits, _ = self.output_layer(
-            hidden_states, weight=self.shared_embedding_or_output_weight() if tied else None)
+            hidden_states, weight=self.shared_embedding_or_output_weight() if tied else None
+        )
         logits = gather_from_tensor_model_parallel_region(logits)
-        return logits[loss_mask, 0, :self.real_vocab_size]
+        return logits[loss_mask, 0, : self.real_vocab_size]
 
 
 def parity(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any]:
@@ -43,23 +44,33 @@ def parity(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any]:
     batch, expected = setup.batch(samples), np.load(Path(model) / "logits.npy")
     starts = np.concatenate([[0], np.cumsum(_counts(samples))])
     errors = []
-    for microbatch, found in zip(batch.microbatches, logprob_pass(setup.policy, batch),
-                                 strict=True):
+    for microbatch, found in zip(
+        batch.microbatches, logprob_pass(setup.policy, batch), strict=True
+    ):
         if found.shape[-1] != expected.shape[1]:
             continue  # not the last stage
-        wanted = np.concatenate([expected[starts[row]:starts[row + 1]]
-                                 for row in microbatch.table_rows] or [expected[:0]])
+        wanted = np.concatenate(
+            [expected[starts[row] : starts[row + 1]] for row in microbatch.table_rows]
+            or [expected[:0]]
+        )
         errors.append(float(np.abs(found.numpy() - wanted).max(initial=0.0)))
     tensors, world = setup.gather(setup.shards), [None] * dist.get_world_size()
     dist.all_gather_object(world, errors)
     if tensors is None:
         return {}
     reader = HFReader(Path(model))
-    wrong = [name for name in sorted(reader.names() | tensors.keys())
-             if name not in tensors or name not in reader.names()
-             or not np.array_equal(tensors[name], reader.tensor(name).float().numpy())]
-    return {"error": max(e for part in world for e in part), "wrong": wrong,
-            "num_tensors": len(tensors)}
+    wrong = [
+        name
+        for name in sorted(reader.names() | tensors.keys())
+        if name not in tensors
+        or name not in reader.names()
+        or not np.array_equal(tensors[name], reader.tensor(name).float().numpy())
+    ]
+    return {
+        "error": max(e for part in world for e in part),
+        "wrong": wrong,
+        "num_tensors": len(tensors),
+    }
 
 
 def gradients(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any]:
@@ -68,9 +79,17 @@ def gradients(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any
     batch = setup.batch(samples)
     stats = train_step(setup.policy, batch, loss_of(setup, samples)).result()
     scale = max(stats["grad/norm"] / OPTIMIZER.clip_grad, 1.0)  # undo the clipping
-    return {"losses": [stats["loss/value"]], "norms": [stats["grad/norm"]],
-            "tensors": setup.gather([replace(s, tensor=s.tensor.main_grad * scale)
-                                     for s in setup.shards if hasattr(s.tensor, "main_grad")])}
+    return {
+        "losses": [stats["loss/value"]],
+        "norms": [stats["grad/norm"]],
+        "tensors": setup.gather(
+            [
+                replace(s, tensor=s.tensor.main_grad * scale)
+                for s in setup.shards
+                if hasattr(s.tensor, "main_grad")
+            ]
+        ),
+    }
 
 
 def selection_biases(model: str, samples: str) -> dict[str, list[str]]:
@@ -81,8 +100,11 @@ def selection_biases(model: str, samples: str) -> dict[str, list[str]]:
         reader, tensors = HFReader(Path(model)), setup.gather(setup.shards)
         biases = [name for name in tensors if name.endswith("correction_bias")]
         assert biases
-        return [name for name in biases
-                if not np.array_equal(tensors[name], reader.tensor(name).numpy())]
+        return [
+            name
+            for name in biases
+            if not np.array_equal(tensors[name], reader.tensor(name).numpy())
+        ]
 
     found = {"imported": wrong()}
     train_step(setup.policy, setup.batch(samples), loss_of(setup, samples))
@@ -91,8 +113,9 @@ def selection_biases(model: str, samples: str) -> dict[str, list[str]]:
 
 def build_configs(presets: list[tuple[dict, dict]]) -> list[str]:
     """Megatron's own checks of released models at their recommended layouts."""
-    return [type(transformer_config(hf, TrainerConfig(**layout))).__name__
-            for hf, layout in presets]
+    return [
+        type(transformer_config(hf, TrainerConfig(**layout))).__name__ for hf, layout in presets
+    ]
 
 
 def _counts(samples: str) -> np.ndarray:

@@ -39,18 +39,23 @@ from tests.trainer.worker_group import fresh_store
 
 def _initialize(layout: dict[str, Any]) -> None:
     info = RankInfo.from_environment()
-    initialize(TrainerConfig(num_ranks=info.world_size, num_threads=1, **layout), info,
-               fresh_store())
+    initialize(
+        TrainerConfig(num_ranks=info.world_size, num_threads=1, **layout), info, fresh_store()
+    )
 
 
 def random_numbers(layout: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     """Per rank: numbers after seeding, inside and outside parallel regions."""
     _initialize(layout)
     seed_everything(seed)
-    mine: dict[str, Any] = {"tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
-                            "default": tuple(torch.rand(3).tolist())}
-    for name, arguments in (("region", ()),
-                            ("expert_region", (get_expert_parallel_rng_tracker_name(),))):
+    mine: dict[str, Any] = {
+        "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "default": tuple(torch.rand(3).tolist()),
+    }
+    for name, arguments in (
+        ("region", ()),
+        ("expert_region", (get_expert_parallel_rng_tracker_name(),)),
+    ):
         with get_cuda_rng_tracker().fork(*arguments):
             mine[name] = tuple(torch.rand(3).tolist())
     world: list = [None] * dist.get_world_size()
@@ -58,8 +63,15 @@ def random_numbers(layout: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     return world
 
 
-def kl(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float, chunk_tokens: int,
-       forward_weight: float, top_k: int | None) -> dict[str, np.ndarray]:
+def kl(
+    layout: dict[str, Any],
+    seed: int,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+    forward_weight: float,
+    top_k: int | None,
+) -> dict[str, np.ndarray]:
     """KL to a random teacher at some of 13 tokens, and its gradients; whole tensors on rank 0."""
     _initialize(layout)
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -73,22 +85,43 @@ def kl(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float, c
 
     weight, head = part(student["weight"]).requires_grad_(), part(teacher["weight"])
     hidden = student["hidden"][:13, 0].float().requires_grad_()
-    rows, settings = torch.arange(1, 13, 2), DivergenceSettings(
-        vocab_size, temperature, chunk_tokens, forward_weight)
+    rows, settings = (
+        torch.arange(1, 13, 2),
+        DivergenceSettings(vocab_size, temperature, chunk_tokens, forward_weight),
+    )
     taught = teacher["hidden"][rows, 0].float()
-    columns = {"hidden": taught, "head": head} if top_k is None else dict(zip(
-        ("ids", "logprobs", "tail"), likeliest(taught, head, top_k, group, settings), strict=True))
+    columns = (
+        {"hidden": taught, "head": head}
+        if top_k is None
+        else dict(
+            zip(
+                ("ids", "logprobs", "tail"),
+                likeliest(taught, head, top_k, group, settings),
+                strict=True,
+            )
+        )
+    )
     found = divergence(hidden, weight, TeacherTokens(rows, 1.0, settings, **columns), group)
     (found @ student["a"][rows].float()).backward()
     dist.all_reduce(hidden.grad, group=group)  # what the region around an output layer does
     parts = [torch.empty_like(weight) for _ in range(size)]
     dist.all_gather(parts, weight.grad, group=group)
-    return {"kl": found.detach().numpy(), "hidden": hidden.grad.numpy(),
-            "weight": torch.cat(parts)[:vocab_size].numpy()}
+    return {
+        "kl": found.detach().numpy(),
+        "hidden": hidden.grad.numpy(),
+        "weight": torch.cat(parts)[:vocab_size].numpy(),
+    }
 
 
-def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
-         chunk_tokens: int, sequence_parallel: bool, truncated: bool) -> dict[str, np.ndarray]:
+def head(
+    layout: dict[str, Any],
+    seed: int,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+    sequence_parallel: bool,
+    truncated: bool,
+) -> dict[str, np.ndarray]:
     """Log-probs, entropies and gradients of a random head; whole tensors on rank 0."""
     _initialize(layout)
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -106,8 +139,15 @@ def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
         missing[[3, 8]] = True
         kept = Kept(*inputs["sets"].nonzero(as_tuple=True), missing)
     states = policy_states(local, inputs["rows"], sequence_parallel=sequence_parallel)
-    found = token_logprobs(states, weight, inputs["targets"], vocab_size=vocab_size, kept=kept,
-                           temperature=temperature, chunk_tokens=chunk_tokens)
+    found = token_logprobs(
+        states,
+        weight,
+        inputs["targets"],
+        vocab_size=vocab_size,
+        kept=kept,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
     sum(part @ inputs[name].float() for part, name in zip(found, "abc", strict=False)).backward()
 
     def gather(tensor: torch.Tensor) -> np.ndarray:
@@ -117,34 +157,56 @@ def head(layout: dict[str, Any], seed: int, vocab_size: int, temperature: float,
 
     weight_gradient = gather(weight.grad)
     names = ("logprobs", "entropies", "untruncated")
-    return {**{n: part.detach().numpy() for n, part in zip(names, found, strict=False)},
-            "hidden": gather(local.grad) if sequence_parallel else local.grad.numpy(),
-            "weight": weight_gradient[:vocab_size], "padding": weight_gradient[vocab_size:]}
+    return {
+        **{n: part.detach().numpy() for n, part in zip(names, found, strict=False)},
+        "hidden": gather(local.grad) if sequence_parallel else local.grad.numpy(),
+        "weight": weight_gradient[:vocab_size],
+        "padding": weight_gradient[vocab_size:],
+    }
 
 
-def attention(lengths: list[int], num_heads: int, num_groups: int, value_size: int,
-              ) -> dict[str, float]:
+def attention(
+    lengths: list[int],
+    num_heads: int,
+    num_groups: int,
+    value_size: int,
+) -> dict[str, float]:
     """Largest errors of packed attention and its gradients against one call a sequence."""
-    config = TransformerConfig(num_layers=1, hidden_size=8 * num_heads, attention_dropout=0.0,
-                               num_attention_heads=num_heads, num_query_groups=num_groups)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8 * num_heads,
+        attention_dropout=0.0,
+        num_attention_heads=num_heads,
+        num_query_groups=num_groups,
+    )
     module = PackedAttention(config, 1, AttnMaskType.causal, "self")
     generator = torch.Generator().manual_seed(sum(lengths))
     total = sum(lengths)
-    shapes = {"query": (total, num_heads, 8), "key": (total, num_groups, 8),
-              "value": (total, num_groups, value_size)}
+    shapes = {
+        "query": (total, num_heads, 8),
+        "key": (total, num_groups, 8),
+        "value": (total, num_groups, value_size),
+    }
     found = {n: torch.randn(s, generator=generator).requires_grad_() for n, s in shapes.items()}
     plain = {n: t.detach().double().requires_grad_() for n, t in found.items()}
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends,
-                             max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
     output = module(**found, attention_mask=None, packed_seq_params=packed)
-    expected = torch.cat([_one_sequence(*(t[a:b] for t in plain.values()))
-                          for a, b in itertools.pairwise(ends)])
+    expected = torch.cat(
+        [_one_sequence(*(t[a:b] for t in plain.values())) for a, b in itertools.pairwise(ends)]
+    )
     weights = torch.randn(output.shape, generator=generator)
     (output * weights).sum().backward()
     (expected * weights.double()).sum().backward()
-    pairs = SimpleNamespace(output=(output, expected),
-                            **{n: (t.grad, plain[n].grad) for n, t in found.items()})
+    pairs = SimpleNamespace(
+        output=(output, expected), **{n: (t.grad, plain[n].grad) for n, t in found.items()}
+    )
     return {n: float((a.double() - b).detach().abs().max()) for n, (a, b) in vars(pairs).items()}
 
 

@@ -11,8 +11,9 @@ import torch
 from grpo_megatron.batching.store import SampleTable
 
 
-def reference_logprobs(model: str | Path, table: SampleTable, *,
-                       temperature: float = 1.0) -> list[np.ndarray]:
+def reference_logprobs(
+    model: str | Path, table: SampleTable, *, temperature: float = 1.0
+) -> list[np.ndarray]:
     """fp32 log-probs of each sample's completion, one sample at a time."""
     found = []
     for row, logits in enumerate(reference_logits(model, table)):
@@ -30,4 +31,4 @@ def reference_logits(model: str | Path, table: SampleTable) -> Iterator[torch.Te
         prompt, (completion, _) = table.prompt_ids(row), table.completion(row)
         ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
         with torch.no_grad():
-            yield policy(ids).logits[0, len(prompt) - 1:-1]
+            yield policy(ids).logits[0, len(prompt) - 1 : -1]

@@ -26,15 +26,24 @@ from grpo_megatron.trainer.steps.rl_update import Training
 from tests.trainer.cases import OPTIMIZER, Setup
 
 
-def train(model: str, samples: str, layout: dict[str, Any], routing: dict[str, Any], *,
-          gradients: bool = True, preset: str = "grpo", spy: bool = False) -> dict[str, Any]:
+def train(
+    model: str,
+    samples: str,
+    layout: dict[str, Any],
+    routing: dict[str, Any],
+    *,
+    gradients: bool = True,
+    preset: str = "grpo",
+    spy: bool = False,
+) -> dict[str, Any]:
     """All updates of recorded rollouts under a `[routing]` table, and what routers really did.
 
     `spy`: the number of (layer, token) routes that were applied though another is stored.
     """
     setup = Setup(model, {**layout, **({"distributed_optimizer": False} if gradients else {})})
     config = setup.config(preset=preset, kl="none").model_copy(
-        update={"routing": setup.routing(routing)})
+        update={"routing": setup.routing(routing)}
+    )
     table = SampleTable(Path(samples))
     with _spied(setup, table, spy) as seen:
         try:
@@ -50,10 +59,15 @@ def train(model: str, samples: str, layout: dict[str, Any], routing: dict[str, A
     counts = torch.tensor(seen, dtype=torch.float64)
     dist.all_reduce(counts)
     batch = setup.batch(samples)
-    return {"losses": report["losses"], "norms": report["grad_norms"],
-            "metrics": report["metrics"], "tensors": setup.gather(parts),
-            "num_microbatches": len(batch.microbatches),
-            "wrong_routes": int(counts[0]), "looked_at": int(counts[1])}
+    return {
+        "losses": report["losses"],
+        "norms": report["grad_norms"],
+        "metrics": report["metrics"],
+        "tensors": setup.gather(parts),
+        "num_microbatches": len(batch.microbatches),
+        "wrong_routes": int(counts[0]),
+        "looked_at": int(counts[1]),
+    }
 
 
 @contextmanager
@@ -73,6 +87,7 @@ def _spied(setup: Setup, table: SampleTable, on: bool):
 
         replay.during = during
         for tap in replay.taps:
+
             def look(router, inputs, output, tap=tap):
                 if replay.running is None:  # a monitor's look at the weights
                     return
@@ -80,10 +95,11 @@ def _spied(setup: Setup, table: SampleTable, on: bool):
                 expected = _expected(table, batches[index], tap.layer, replay.shape)
                 found = output[1]
                 size, rank = len(found), _tensor_rank()
-                part = expected[rank * size:(rank + 1) * size]
+                part = expected[rank * size : (rank + 1) * size]
                 known = part.any(-1)
                 seen[0] += int((part[known] != found[known]).any(-1).sum())
                 seen[1] += int(known.sum())
+
             handles.append(tap._router.register_forward_hook(look))
     yield seen
     for handle in handles:
@@ -92,6 +108,7 @@ def _spied(setup: Setup, table: SampleTable, on: bool):
 
 def _tensor_rank() -> int:
     from megatron.core import parallel_state
+
     return parallel_state.get_tensor_model_parallel_rank()
 
 
@@ -100,8 +117,9 @@ def _expected(table: SampleTable, microbatch, layer: int, shape) -> torch.Tensor
     expected, start = torch.zeros(microbatch.num_tokens, shape.num_experts, dtype=torch.bool), 0
     for row, length in zip(microbatch.table_rows.tolist(), microbatch.lengths, strict=True):
         ids, _ = table.routes(row, (layer,), shape)
-        expected[start:start + length - 1].scatter_(
-            1, torch.from_numpy(ids[0].astype(np.int64)), True)
+        expected[start : start + length - 1].scatter_(
+            1, torch.from_numpy(ids[0].astype(np.int64)), True
+        )
         start += length
     return expected
 
@@ -121,17 +139,22 @@ def _other_routers(settings: dict[str, Any]):
         return config
 
     policy_module.transformer_config = changed
-    policy_module.local_shards = lambda *args: [shard for shard in all_shards(*args)
-                                                if not shard.name.endswith("expert_bias")]
+    policy_module.local_shards = lambda *args: [
+        shard for shard in all_shards(*args) if not shard.name.endswith("expert_bias")
+    ]
     try:
         yield
     finally:
         policy_module.transformer_config, policy_module.local_shards = original, all_shards
 
 
-def router_gradients(model: str, samples: str, routings: dict[str, dict[str, Any]],
-                     epsilon: float, router: dict[str, Any],
-                     ) -> dict[str, list[tuple[float, float]]]:
+def router_gradients(
+    model: str,
+    samples: str,
+    routings: dict[str, dict[str, Any]],
+    epsilon: float,
+    router: dict[str, Any],
+) -> dict[str, list[tuple[float, float]]]:
     """By case and router: (autograd, central difference) along a random direction of its weight.
 
     The policy's part of the loss is a weighted sum of log-probs: a GRPO loss is constant where
@@ -144,18 +167,27 @@ def router_gradients(model: str, samples: str, routings: dict[str, dict[str, Any
     for tap in setup.policy.replay.taps:
         if tap._router.expert_bias is not None:
             tap._router.expert_bias.copy_(torch.randn(8, generator=generator))
-    return {name: _gradients(setup, SampleTable(Path(samples)), routing, epsilon, generator)
-            for name, routing in routings.items()}
+    return {
+        name: _gradients(setup, SampleTable(Path(samples)), routing, epsilon, generator)
+        for name, routing in routings.items()
+    }
 
 
-def _gradients(setup: Setup, table: SampleTable, routing: dict[str, Any], epsilon: float,
-               generator: torch.Generator) -> list[tuple[float, float]]:
+def _gradients(
+    setup: Setup,
+    table: SampleTable,
+    routing: dict[str, Any],
+    epsilon: float,
+    generator: torch.Generator,
+) -> list[tuple[float, float]]:
     policy = setup.policy
     config = setup.config(preset="grpo", kl="none").model_copy(
-        update={"routing": setup.routing(routing)})
+        update={"routing": setup.routing(routing)}
+    )
     objective, rollouts = objective_of(config, {}), sample_batch(config, table)
-    terms = step_terms(objective, rollouts, advantages_of(objective, rollouts),
-                       torch.arange(len(table)), 20)
+    terms = step_terms(
+        objective, rollouts, advantages_of(objective, rollouts), torch.arange(len(table)), 20
+    )
     batch = prepare(setup.layout, table, np.arange(len(table)))
     source = RouteSource(config, policy.replay, table)
     update = Update(torch.arange(len(table)), batch, routes=source.from_store(batch))

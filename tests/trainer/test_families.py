@@ -25,38 +25,61 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
 
 CASES = "tests.trainer.family_cases:"
 
-_SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size",
-          "vpp": "virtual_pipeline_parallel_size", "ep": "expert_parallel_size",
-          "etp": "expert_tensor_parallel_size", "first": "first_stage_layers"}
-LAYOUTS = {name: (ranks, {_SHORT[key]: size for key, size in sizes.items()})
-           for name, (ranks, sizes) in {
-    "tp2": (2, {"tp": 2}),
-    "pp2": (2, {"pp": 2}),
-    "pp2_uneven": (2, {"pp": 2, "first": 1}),
-    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
-    "ep2": (2, {"ep": 2}),
-    "tp2_etp1": (2, {"tp": 2, "etp": 1}),
-    "etp2": (2, {"etp": 2}),
-    "etp2_ep2": (4, {"tp": 2, "etp": 2, "ep": 2}),
-    "tp2_pp2_ep2": (4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
-}.items()}
+_SHORT = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "vpp": "virtual_pipeline_parallel_size",
+    "ep": "expert_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "first": "first_stage_layers",
+}
+LAYOUTS = {
+    name: (ranks, {_SHORT[key]: size for key, size in sizes.items()})
+    for name, (ranks, sizes) in {
+        "tp2": (2, {"tp": 2}),
+        "pp2": (2, {"pp": 2}),
+        "pp2_uneven": (2, {"pp": 2, "first": 1}),
+        "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
+        "ep2": (2, {"ep": 2}),
+        "tp2_etp1": (2, {"tp": 2, "etp": 1}),
+        "etp2": (2, {"etp": 2}),
+        "etp2_ep2": (4, {"tp": 2, "etp": 2, "ep": 2}),
+        "tp2_pp2_ep2": (4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+    }.items()
+}
 
 SELECTED = [
-    ("qwen2", "tp2"), ("qwen2", "pp2_vpp2"), ("llama_odd", "pp2"), ("qwen3_yarn", "tp2"),
-    ("qwen3_moe_mixed", "tp2_etp1"), ("mixtral", "ep2"), ("mixtral", "pp2_uneven"),
-    ("deepseek_v2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "pp2_vpp2"),
-    ("moonlight", "ep2"), ("glm4_moe", "tp2"), ("glm4_moe_air", "etp2"),
-    ("deepseek_v3", "etp2_ep2"), ("deepseek_v3", "tp2_pp2_ep2"), ("glm4_moe", "tp2_pp2_ep2"),
+    ("qwen2", "tp2"),
+    ("qwen2", "pp2_vpp2"),
+    ("llama_odd", "pp2"),
+    ("qwen3_yarn", "tp2"),
+    ("qwen3_moe_mixed", "tp2_etp1"),
+    ("mixtral", "ep2"),
+    ("mixtral", "pp2_uneven"),
+    ("deepseek_v2", "tp2"),
+    ("deepseek_v3", "tp2"),
+    ("deepseek_v3", "pp2_vpp2"),
+    ("moonlight", "ep2"),
+    ("glm4_moe", "tp2"),
+    ("glm4_moe_air", "etp2"),
+    ("deepseek_v3", "etp2_ep2"),
+    ("deepseek_v3", "tp2_pp2_ep2"),
+    ("glm4_moe", "tp2_pp2_ep2"),
     ("mixtral", "etp2_ep2"),
 ]
-GRADIENTS = [("deepseek_v2", "tp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "ep2"),
-             ("glm4_moe", "tp2_etp1")]
+GRADIENTS = [
+    ("deepseek_v2", "tp2"),
+    ("deepseek_v3", "tp2"),
+    ("deepseek_v3", "ep2"),
+    ("glm4_moe", "tp2_etp1"),
+]
 
 
 def _refusals(model: str, layout: str) -> list[str]:
     ranks, sizes = LAYOUTS[layout]
-    found = check_layout(Case(TrainerConfig(num_ranks=ranks, **sizes),
-                              facts_from_hf(MODELS[model]), cpu=False))
+    found = check_layout(
+        Case(TrainerConfig(num_ranks=ranks, **sizes), facts_from_hf(MODELS[model]), cpu=False)
+    )
     return [v.message for v in found if v.key.startswith("trainer.")]
 
 
@@ -72,21 +95,26 @@ def family_model(tmp_path_factory, samples):
         if name not in made:
             made[name] = write_family(tmp_path_factory.mktemp("families") / name, name, samples)
         return made[name]
+
     return get
 
 
 def _assert_parity(request, model: str, samples: str, ranks: int, layout: dict) -> None:
-    found = request.getfixturevalue(f"world{ranks}").run(CASES + "parity", model=model,
-                                                         samples=samples, layout=layout)
+    found = request.getfixturevalue(f"world{ranks}").run(
+        CASES + "parity", model=model, samples=samples, layout=layout
+    )
     assert found["wrong"] == []
     assert found["error"] < 2e-5
 
 
 def _assert_gradients(request, model: str, samples: str, layout: str) -> None:
     ranks, sizes = LAYOUTS[layout]
-    one, many = (request.getfixturevalue(f"world{n}").run(
-        CASES + "gradients", model=model, samples=samples, layout=layout)
-        for n, layout in ((1, {}), (ranks, sizes)))
+    one, many = (
+        request.getfixturevalue(f"world{n}").run(
+            CASES + "gradients", model=model, samples=samples, layout=layout
+        )
+        for n, layout in ((1, {}), (ranks, sizes))
+    )
     assert_same(many, one)
 
 
@@ -113,17 +141,19 @@ def test_all_layouts(request, family_model, samples, name, layout):
 
 
 @pytest.mark.parametrize(("before", "after"), [("tp2", "pp2_uneven"), ("pp2_uneven", "ep2")])
-def test_checkpoints_with_a_stage_without_experts(world2, family_model, samples, tmp_path, before,
-                                                  after):
+def test_checkpoints_with_a_stage_without_experts(
+    world2, family_model, samples, tmp_path, before, after
+):
     """The first stage is one dense layer: its expert optimizer holds nothing."""
     directory = str(tmp_path / "step_000002")
     arguments = {"model": family_model("deepseek_v3"), "samples": samples, "directory": directory}
-    saved = world2.run("tests.checkpoints.cases:save_after", layout=LAYOUTS[before][1], steps=2,
-                       **arguments)
-    found = world2.run("tests.checkpoints.cases:resume_from", layout=LAYOUTS[after][1],
-                       **arguments)
-    assert all(np.array_equal(found["saved"][name], tensor)
-               for name, tensor in saved["saved"].items())
+    saved = world2.run(
+        "tests.checkpoints.cases:save_after", layout=LAYOUTS[before][1], steps=2, **arguments
+    )
+    found = world2.run("tests.checkpoints.cases:resume_from", layout=LAYOUTS[after][1], **arguments)
+    assert all(
+        np.array_equal(found["saved"][name], tensor) for name, tensor in saved["saved"].items()
+    )
     for ours, theirs in zip(found["metrics"], saved["metrics"], strict=True):
         assert ours["loss/value"] == pytest.approx(theirs["loss/value"], abs=1e-6)
         assert ours["grad/norm"] == pytest.approx(theirs["grad/norm"], rel=1e-5)
@@ -131,8 +161,7 @@ def test_checkpoints_with_a_stage_without_experts(world2, family_model, samples,
 
 def test_selection_biases_stay_fp32(world1, family_model, samples):
     """And training does not move them."""
-    found = world1.run(CASES + "selection_biases", model=family_model("glm4_moe"),
-                       samples=samples)
+    found = world1.run(CASES + "selection_biases", model=family_model("glm4_moe"), samples=samples)
     assert found == {"imported": [], "trained": []}
 
 
@@ -143,8 +172,11 @@ def test_layers_for_multi_token_prediction_need_no_place(world1, family_model, t
     save_file(tensors, directory / "model.safetensors")
 
     def refusal() -> str | None:
-        return world1.run("tests.checkpoints.cases:import_refusal", directory=str(directory),
-                          model=family_model("deepseek_v3"))
+        return world1.run(
+            "tests.checkpoints.cases:import_refusal",
+            directory=str(directory),
+            model=family_model("deepseek_v3"),
+        )
 
     assert "1 without a place in the model" in refusal()
     hf = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
@@ -154,8 +186,10 @@ def test_layers_for_multi_token_prediction_need_no_place(world1, family_model, t
 
 def test_megatron_takes_released_models_at_their_layouts(world1):
     presets = [preset for preset in map(load_preset, preset_names()) if preset.checkpoint]
-    found = world1.run(CASES + "build_configs", presets=[
-        (preset.hf, layout["trainer"]) for preset in presets for layout in preset.layouts])
+    found = world1.run(
+        CASES + "build_configs",
+        presets=[(preset.hf, layout["trainer"]) for preset in presets for layout in preset.layouts],
+    )
     assert found.count("MLATransformerConfig") == 4 and len(found) == len(presets)
 
 

@@ -20,10 +20,12 @@ CASES = "tests.trainer.cases:"
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
 def test_logprobs_are_those_of_transformers(request, world1, samples, kind, temperature):
     model = request.getfixturevalue(f"{kind}_model")
-    found = world1.run(CASES + "token_logprobs", model=model, samples=samples, layout={},
-                       temperature=temperature)
-    expected = np.concatenate(reference_logprobs(model, SampleTable(Path(samples)),
-                                                 temperature=temperature))
+    found = world1.run(
+        CASES + "token_logprobs", model=model, samples=samples, layout={}, temperature=temperature
+    )
+    expected = np.concatenate(
+        reference_logprobs(model, SampleTable(Path(samples)), temperature=temperature)
+    )
     assert len(set(expected.tolist())) > 100
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
@@ -34,12 +36,16 @@ def test_rope_theta_has_two_spellings(request, world1, samples, kind):
     model = request.getfixturevalue(f"{kind}_model")
 
     def logprobs(**overrides):
-        return world1.run(CASES + "token_logprobs", model=model, samples=samples, layout={},
-                          hf_overrides=overrides)
+        return world1.run(
+            CASES + "token_logprobs",
+            model=model,
+            samples=samples,
+            layout={},
+            hf_overrides=overrides,
+        )
 
     old = logprobs(rope_theta=500.0)
-    new = logprobs(rope_theta=None,
-                   rope_parameters={"rope_theta": 500.0, "rope_type": "default"})
+    new = logprobs(rope_theta=None, rope_parameters={"rope_theta": 500.0, "rope_type": "default"})
     np.testing.assert_array_equal(old, new)
     assert np.abs(logprobs() - old).max() > 1e-3
 
@@ -48,8 +54,10 @@ def test_rope_theta_has_two_spellings(request, world1, samples, kind):
 def test_packed_equals_alone(request, world1, samples, kind):
     """Each sample in a micro-batch of its own against all in one: log-probs and gradients."""
     model = request.getfixturevalue(f"{kind}_model")
-    alone, packed = (world1.run(CASES + "gradients_of", model=model, samples=samples,
-                                alone=alone) for alone in (True, False))
+    alone, packed = (
+        world1.run(CASES + "gradients_of", model=model, samples=samples, alone=alone)
+        for alone in (True, False)
+    )
     assert (alone["num_microbatches"], packed["num_microbatches"]) == (24, 1)
     assert alone["logprobs"].keys() == packed["logprobs"].keys() == set(range(24))
     for row, logprobs in packed["logprobs"].items():

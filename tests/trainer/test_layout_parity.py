@@ -23,12 +23,22 @@ LAYOUTS_2 = {
 LAYOUTS_4 = {
     "pp2_ep2": {"pipeline_parallel_size": 2, "expert_parallel_size": 2},
     "tp2_sp_pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    "etp2_ep2": {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 2,
-                 "expert_parallel_size": 2},
-    "tp2_ep4_etp1": {"tensor_parallel_size": 2, "expert_parallel_size": 4,
-                     "expert_tensor_parallel_size": 1},
-    "pp2_vpp2_ep2_recompute": {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2,
-                               "expert_parallel_size": 2, "recompute": "full"},
+    "etp2_ep2": {
+        "tensor_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "expert_parallel_size": 2,
+    },
+    "tp2_ep4_etp1": {
+        "tensor_parallel_size": 2,
+        "expert_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+    },
+    "pp2_vpp2_ep2_recompute": {
+        "pipeline_parallel_size": 2,
+        "virtual_pipeline_parallel_size": 2,
+        "expert_parallel_size": 2,
+        "recompute": "full",
+    },
 }
 TRAIN = "tests.trainer.cases:train_updates"
 
@@ -66,10 +76,10 @@ def test_two_ranks_equal_one(world2, reference, moe_model, three_updates, layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_2)
-def test_gradients_of_two_ranks_equal_one(world2, reference_gradients, moe_model, samples,
-                                          layout):
-    found = world2.run(TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_2[layout],
-                       gradients=True)
+def test_gradients_of_two_ranks_equal_one(world2, reference_gradients, moe_model, samples, layout):
+    found = world2.run(
+        TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_2[layout], gradients=True
+    )
     assert_same(found, reference_gradients)
 
 
@@ -81,10 +91,10 @@ def test_four_ranks_equal_one(world4, reference, moe_model, three_updates, layou
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_4)
-def test_gradients_of_four_ranks_equal_one(world4, reference_gradients, moe_model, samples,
-                                           layout):
-    found = world4.run(TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_4[layout],
-                       gradients=True)
+def test_gradients_of_four_ranks_equal_one(world4, reference_gradients, moe_model, samples, layout):
+    found = world4.run(
+        TRAIN, model=moe_model, samples=samples, layout=LAYOUTS_4[layout], gradients=True
+    )
     assert_same(found, reference_gradients)
 
 
@@ -103,6 +113,7 @@ def test_the_split_into_microbatches_does_not_matter(world1, moe_model, samples,
 def test_dense_and_tied_models(world1, world2, dense_model, tied_model, samples, layout):
     for model in (dense_model, tied_model):
         expected = world1.run(TRAIN, model=model, samples=samples, layout={}, gradients=True)
-        found = world2.run(TRAIN, model=model, samples=samples, layout=LAYOUTS_2[layout],
-                           gradients=True)
+        found = world2.run(
+            TRAIN, model=model, samples=samples, layout=LAYOUTS_2[layout], gradients=True
+        )
         assert_same(found, expected)

@@ -11,13 +11,27 @@ from tests.trainer.test_layout_parity import TOLERANCE
 
 pytestmark = pytest.mark.engine
 BIG = {"max_tokens_per_microbatch": 512}  # few micro-batches: this is about objectives
-LAYOUTS = {"tp2_sp": {"tensor_parallel_size": 2}, "pp2": {"pipeline_parallel_size": 2},
-           "ep2": {"expert_parallel_size": 2}, "small_microbatches": None}
+LAYOUTS = {
+    "tp2_sp": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
+    "ep2": {"expert_parallel_size": 2},
+    "small_microbatches": None,
+}
 EXTRA = {  # what the presets leave at zero, and choices that none of them makes
-    "terms": {"preset": "grpo", "entropy_weight": 0.01, "kl": "k2", "kl_beta": 0.1,
-              "llds_weight": 0.1, "preference_weight": 0.3},
-    "sequence_weights": {"preset": "gspo", "mismatch": "mis_sequence", "mismatch_max": 1e9,
-                         "denominator": "domain"},
+    "terms": {
+        "preset": "grpo",
+        "entropy_weight": 0.01,
+        "kl": "k2",
+        "kl_beta": 0.1,
+        "llds_weight": 0.1,
+        "preference_weight": 0.3,
+    },
+    "sequence_weights": {
+        "preset": "gspo",
+        "mismatch": "mis_sequence",
+        "mismatch_max": 1e9,
+        "denominator": "domain",
+    },
     "adaptive": {"preset": "gfpo", "subset": "adaptive"},
     "preference": {"preset": "dr_grpo", "preference_weight": 0.3},  # without a KL
 }
@@ -42,20 +56,30 @@ ROBUST = [name for name in NAMES if name not in SENSITIVE]
 
 @pytest.fixture(scope="module")
 def two_updates(tmp_path_factory):
-    return write_samples(tmp_path_factory.mktemp("store") / "step_000001", num_updates=2,
-                         num_domains=2)
+    return write_samples(
+        tmp_path_factory.mktemp("store") / "step_000001", num_updates=2, num_domains=2
+    )
 
 
 @pytest.fixture(scope="module")
 def train(moe_model, tmp_path_factory, two_updates):
-    sharp = write_model(tmp_path_factory.mktemp("sharp") / "model",
-                        MOE | {"initializer_range": 0.25}, 31)
+    sharp = write_model(
+        tmp_path_factory.mktemp("sharp") / "model", MOE | {"initializer_range": 0.25}, 31
+    )
 
     def run(world, layout):
-        return {name: report for model, names in ((sharp, SENSITIVE), (moe_model, ROBUST))
-                for name, report in world.run(
-                    CASE, model=model, samples=two_updates, layout=layout,
-                    objectives={name: OBJECTIVES[name] for name in names}).items()}
+        return {
+            name: report
+            for model, names in ((sharp, SENSITIVE), (moe_model, ROBUST))
+            for name, report in world.run(
+                CASE,
+                model=model,
+                samples=two_updates,
+                layout=layout,
+                objectives={name: OBJECTIVES[name] for name in names},
+            ).items()
+        }
+
     return run
 
 
@@ -64,8 +88,10 @@ def reference(world1, train):
     return train(world1, BIG)
 
 
-@pytest.fixture(scope="module", params=[
-    "tp2_sp", "pp2", "ep2", pytest.param("small_microbatches", marks=pytest.mark.matrix)])
+@pytest.fixture(
+    scope="module",
+    params=["tp2_sp", "pp2", "ep2", pytest.param("small_microbatches", marks=pytest.mark.matrix)],
+)
 def found(request, world1, world2, train):
     layout = LAYOUTS[request.param]
     return train(world2 if layout else world1, {**BIG, **layout} if layout else {})
@@ -76,14 +102,17 @@ def test_layouts_agree(reference, found, name):
     expected, got = reference[name], found[name]
     assert len(expected["losses"]) == 2 and min(expected["grad_norms"]) > 0
     # losses are sums of terms of about 1 that cancel
-    np.testing.assert_allclose(got["losses"], expected["losses"], rtol=TOLERANCE,
-                               atol=TOLERANCE / 2)
-    np.testing.assert_allclose(got["grad_norms"], expected["grad_norms"],
-                               rtol=TOLERANCE * (10 if name in SENSITIVE else 1))
+    np.testing.assert_allclose(
+        got["losses"], expected["losses"], rtol=TOLERANCE, atol=TOLERANCE / 2
+    )
+    np.testing.assert_allclose(
+        got["grad_norms"], expected["grad_norms"], rtol=TOLERANCE * (10 if name in SENSITIVE else 1)
+    )
     for key, value in expected["metrics"].items():
         if name not in SENSITIVE:
-            np.testing.assert_allclose(got["metrics"][key], value, rtol=1e-3, atol=1e-5,
-                                       err_msg=key)
+            np.testing.assert_allclose(
+                got["metrics"][key], value, rtol=1e-3, atol=1e-5, err_msg=key
+            )
     assert got["state"].keys() == expected["state"].keys()
     for key, value in expected["state"].items():
         np.testing.assert_allclose(got["state"][key], value, rtol=1e-4)

@@ -12,17 +12,28 @@ from grpo_megatron.batching.store import SampleTable
 from tests.trainer.models import VOCAB, write_samples
 
 pytestmark = pytest.mark.engine
-OBJECTIVES = {"kl": {"preset": "grpo", "kl": "is_k3", "kl_beta": 0.1, "entropy_weight": 0.01,
-                     "mismatch": "tis"},
-              "preference": {"preset": "gspo", "preference_weight": 0.3, "off_policy_mask": "opsm"},
-              "reward_kl": {"preset": "reinforce_pp"}}
+OBJECTIVES = {
+    "kl": {
+        "preset": "grpo",
+        "kl": "is_k3",
+        "kl_beta": 0.1,
+        "entropy_weight": 0.01,
+        "mismatch": "tis",
+    },
+    "preference": {"preset": "gspo", "preference_weight": 0.3, "off_policy_mask": "opsm"},
+    "reward_kl": {"preset": "reinforce_pp"},
+}
 CASES = "tests.trainer.cases:"
 
 
 @pytest.fixture(scope="module")
 def truncated(tmp_path_factory) -> str:
-    return write_samples(tmp_path_factory.mktemp("store") / "step_000001", num_updates=2,
-                         num_domains=2, truncated=True)
+    return write_samples(
+        tmp_path_factory.mktemp("store") / "step_000001",
+        num_updates=2,
+        num_domains=2,
+        truncated=True,
+    )
 
 
 def expected_logprobs(model: str, table: SampleTable) -> np.ndarray:
@@ -38,18 +49,28 @@ def expected_logprobs(model: str, table: SampleTable) -> np.ndarray:
         kept = table.kept(row)
         sets = torch.zeros(len(completion), VOCAB, dtype=torch.bool)
         sets[np.repeat(np.arange(len(completion)), kept.sizes), kept.ids.astype(np.int64)] = True
-        target = ids[0, len(prompt):, None]
+        target = ids[0, len(prompt) :, None]
         sets[~sets.gather(1, target)[:, 0]] = True
-        found.append(torch.cat([scores.log_softmax(-1).gather(1, target).T for scores in
-                                (logits.masked_fill(~sets, -torch.inf), logits)]).numpy())
+        found.append(
+            torch.cat(
+                [
+                    scores.log_softmax(-1).gather(1, target).T
+                    for scores in (logits.masked_fill(~sets, -torch.inf), logits)
+                ]
+            ).numpy()
+        )
     return np.concatenate(found, 1)
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_logprobs_over_kept_sets(request, moe_model, truncated, tensor_parallel_size):
     world = request.getfixturevalue(f"world{tensor_parallel_size}")
-    found, usable = world.run(CASES + "truncated_logprobs", model=moe_model, samples=truncated,
-                              layout={"tensor_parallel_size": tensor_parallel_size})
+    found, usable = world.run(
+        CASES + "truncated_logprobs",
+        model=moe_model,
+        samples=truncated,
+        layout={"tensor_parallel_size": tensor_parallel_size},
+    )
     expected = expected_logprobs(moe_model, SampleTable(Path(truncated)))
     np.testing.assert_allclose(found, expected, atol=2e-5)
     same = found[0] == found[1]
@@ -58,9 +79,16 @@ def test_logprobs_over_kept_sets(request, moe_model, truncated, tensor_parallel_
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_updates_do_not_depend_on_the_layout(world1, world2, moe_model, truncated, layout):
-    expected, found = (world.run(CASES + "train_objectives", model=moe_model, samples=truncated,
-                                 objectives=OBJECTIVES, layout=sizes)
-                       for world, sizes in ((world1, {}), (world2, layout)))
+    expected, found = (
+        world.run(
+            CASES + "train_objectives",
+            model=moe_model,
+            samples=truncated,
+            objectives=OBJECTIVES,
+            layout=sizes,
+        )
+        for world, sizes in ((world1, {}), (world2, layout))
+    )
     for name, report in expected.items():
         for key in ("losses", "grad_norms"):
             np.testing.assert_allclose(found[name][key], report[key], rtol=1e-4, atol=1e-6)

@@ -76,8 +76,9 @@ def slices_of_packed_rotation():
 
     def rotate():
         with patch.object(rope_utils, slicing.__name__, wraps=slicing) as counted:
-            rotated = rope_utils._apply_rotary_pos_emb_thd(tensor, cumulative, angles,
-                                                           cp_group=group)
+            rotated = rope_utils._apply_rotary_pos_emb_thd(
+                tensor, cumulative, angles, cp_group=group
+            )
         return counted.call_count, rotated.numpy()
 
     before = rotate()
@@ -103,15 +104,21 @@ def groups_of_experts():
     import megatron.core.transformer.moe.router as router
 
     def chosen(scores: list[float], **settings):
-        return router.topk_routing_with_score_function(
-            torch.tensor([scores]), 3, num_groups=3, group_topk=2,
-            **settings)[1][0].nonzero()[:, 0].tolist()
+        return (
+            router.topk_routing_with_score_function(
+                torch.tensor([scores]), 3, num_groups=3, group_topk=2, **settings
+            )[1][0]
+            .nonzero()[:, 0]
+            .tolist()
+        )
 
     def both():
         # the sums of the best two rank the groups 1, 2, 0, the best ones 0, 1, 2
         scores = [3.0, -9.0, 2.0, 1.9, 1.95, 1.8]
-        return (chosen(scores, score_function="sigmoid"),
-                chosen(scores, score_function="softmax", use_pre_softmax=True))
+        return (
+            chosen(scores, score_function="sigmoid"),
+            chosen(scores, score_function="softmax", use_pre_softmax=True),
+        )
 
     before = both()
     upstream_fixes.score_groups_as_deepseek()
@@ -159,11 +166,13 @@ def torch_adam_state(model: str):
 
     def observe():
         names = sorted(optimizer._get_main_param_and_optimizer_states(parameter))
-        without_step = {name: torch.zeros_like(parameter).flatten() for name in names
-                        if name != "step"}
+        without_step = {
+            name: torch.zeros_like(parameter).flatten() for name in names if name != "step"
+        }
         with torch.no_grad():
-            loading = _outcome(optimizer._set_main_param_and_optimizer_states, parameter,
-                               without_step)
+            loading = _outcome(
+                optimizer._set_main_param_and_optimizer_states, parameter, without_step
+            )
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.optimizer.step()
         counts = {float(state["step"]) for state in optimizer.optimizer.state.values()}
@@ -185,8 +194,10 @@ def expert_parameters(model: str):
         [chunk] = build_models(transformer_config(hf, LAYOUT), hf, LAYOUT)
 
     def marks():
-        return {".experts." in name: getattr(parameter, "allreduce", True)
-                for name, parameter in chunk.named_parameters()}
+        return {
+            ".experts." in name: getattr(parameter, "allreduce", True)
+            for name, parameter in chunk.named_parameters()
+        }
 
     before = marks()
     upstream_fixes.mark_expert_parameters(chunk)

@@ -38,12 +38,29 @@ class WorkerGroup:
             store_port = probe.getsockname()[1]
         self._processes, self._links = [], []
         for rank in range(self.world_size):
-            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                   "WORLD_SIZE": str(self.world_size), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(store_port), "OMP_NUM_THREADS": "1"}
-            self._processes.append(subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", __name__, str(listener.getsockname()[1])],
-                env=env, stdin=subprocess.DEVNULL))
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store_port),
+                "OMP_NUM_THREADS": "1",
+            }
+            self._processes.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-W",
+                        "ignore",
+                        "-m",
+                        __name__,
+                        str(listener.getsockname()[1]),
+                    ],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                )
+            )
         by_rank = {}
         listener.settimeout(120)
         for _ in range(self.world_size):
@@ -73,8 +90,9 @@ class WorkerGroup:
         waiting, answers = dict(enumerate(self._links)), {}
         deadline = time.monotonic() + CASE_TIMEOUT_S
         while waiting:
-            ready, _, _ = select.select(list(waiting.values()), [], [],
-                                        max(deadline - time.monotonic(), 0))
+            ready, _, _ = select.select(
+                list(waiting.values()), [], [], max(deadline - time.monotonic(), 0)
+            )
             if not ready:
                 raise CaseError(f"{case}: ranks {sorted(waiting)} did not finish")
             for rank in [r for r, link in waiting.items() if link in ready]:
@@ -103,8 +121,14 @@ def fresh_store() -> Any:
 
     if not _stores:
         env = os.environ
-        _stores.append(TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]),
-                                is_master=env["RANK"] == "0", wait_for_workers=False))
+        _stores.append(
+            TCPStore(
+                env["MASTER_ADDR"],
+                int(env["MASTER_PORT"]),
+                is_master=env["RANK"] == "0",
+                wait_for_workers=False,
+            )
+        )
     _stores.append(PrefixStore(f"case{len(_stores)}", _stores[0]))
     return _stores[-1]
 

@@ -7,8 +7,14 @@ from hypothesis import strategies as st
 
 from grpo_megatron.weights.transfer_plan import digest_tensor
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64,
-          torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint8,
+    torch.int64,
+    torch.float8_e4m3fn,
+]
 
 
 def random_bytes(num_bytes: int, seed: int) -> torch.Tensor:
@@ -25,8 +31,7 @@ def test_one_flipped_bit(num_bytes, bit, seed):
     assert digest_tensor(changed) != digest_tensor(data)
 
 
-@given(rows=st.integers(2, 40), columns=st.integers(1, 70), seed=st.integers(0, 99),
-       data=st.data())
+@given(rows=st.integers(2, 40), columns=st.integers(1, 70), seed=st.integers(0, 99), data=st.data())
 @settings(max_examples=50, deadline=None)
 def test_two_swapped_rows_and_a_transpose(rows, columns, seed, data):
     tensor = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
@@ -40,8 +45,14 @@ def test_two_swapped_rows_and_a_transpose(rows, columns, seed, data):
 
 def test_dtype_and_shape_count():
     zeros = torch.zeros(6, 4, dtype=torch.float32)
-    others = [zeros.view(torch.int32), zeros.view(4, 6), zeros.view(24), zeros.view(6, 4, 1),
-              torch.zeros(6, 8, dtype=torch.bfloat16), torch.zeros(6, 5)]
+    others = [
+        zeros.view(torch.int32),
+        zeros.view(4, 6),
+        zeros.view(24),
+        zeros.view(6, 4, 1),
+        torch.zeros(6, 8, dtype=torch.bfloat16),
+        torch.zeros(6, 5),
+    ]
     assert len({digest_tensor(t) for t in [zeros, *others]}) == 7
 
 
@@ -58,8 +69,13 @@ def test_layout_in_memory_does_not_count(size, dtype, seed):
 
 
 def test_scalars_and_empty_tensors():
-    tensors = [torch.tensor(1.0), torch.tensor([1.0]), torch.empty(0), torch.empty(0, 3),
-               torch.tensor(True)]
+    tensors = [
+        torch.tensor(1.0),
+        torch.tensor([1.0]),
+        torch.empty(0),
+        torch.empty(0, 3),
+        torch.tensor(True),
+    ]
     assert len({digest_tensor(t) for t in tensors}) == len(tensors)
 
 

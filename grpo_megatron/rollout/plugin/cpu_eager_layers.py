@@ -22,9 +22,13 @@ def _norm_by_kernel() -> None:
 
     def forward_cpu(self, x, residual=None):
         weight = self.weight.data
-        if (type(self) is not RMSNorm or not self.has_weight or weight.dtype != x.dtype
-                or self.variance_size_override is not None
-                or x.size(-1) % _NORM_MULTIPLE):
+        if (
+            type(self) is not RMSNorm
+            or not self.has_weight
+            or weight.dtype != x.dtype
+            or self.variance_size_override is not None
+            or x.size(-1) % _NORM_MULTIPLE
+        ):
             return self.forward_native(x, residual)
         if residual is None:
             x = x.contiguous()  # the kernel takes no strides
@@ -63,8 +67,18 @@ def _plain_experts_directly() -> None:
         logits, _ = self.gate(hidden_states)
         weights, ids = router.select_experts(hidden_states, logits)
         out = torch.empty_like(hidden_states)
-        cpu_fused_moe(out, hidden_states, layer.w13_weight, layer.w2_weight, kernel.w1_bias,
-                      kernel.w2_bias, weights, ids, layer.activation.value, kernel.isa)
+        cpu_fused_moe(
+            out,
+            hidden_states,
+            layer.w13_weight,
+            layer.w2_weight,
+            kernel.w1_bias,
+            kernel.w2_bias,
+            weights,
+            ids,
+            layer.activation.value,
+            kernel.isa,
+        )
         return out
 
     MoERunner.forward = forward
@@ -79,12 +93,25 @@ def _is_plain(runner) -> bool:
 
     config, layer = runner.moe_config, runner.routed_experts
     kernel = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
-    parts = (runner._shared_experts, runner.shared_expert_gate, runner.routed_input_transform,
-             runner.routed_output_transform, runner.router.eplb_state, layer.expert_map)
+    parts = (
+        runner._shared_experts,
+        runner.shared_expert_gate,
+        runner.routed_input_transform,
+        runner.routed_output_transform,
+        runner.router.eplb_state,
+        layer.expert_map,
+    )
     sizes = (config.tp_size, config.ep_size, config.dp_size, config.pcp_size)
-    return (type(runner) is MoERunner and type(runner.router) is CPURouter
-            and isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
-            and runner.gate is not None and all(part is None for part in parts)
-            and set(sizes) == {1} and not config.is_sequence_parallel
-            and runner.routed_scaling_factor == 1.0 and not layer.apply_router_weight_on_input
-            and config.hidden_dim == config.hidden_dim_unpadded)
+    return (
+        type(runner) is MoERunner
+        and type(runner.router) is CPURouter
+        and isinstance(kernel, CPUUnquantizedExperts)
+        and not kernel._use_zentorch
+        and runner.gate is not None
+        and all(part is None for part in parts)
+        and set(sizes) == {1}
+        and not config.is_sequence_parallel
+        and runner.routed_scaling_factor == 1.0
+        and not layer.apply_router_weight_on_input
+        and config.hidden_dim == config.hidden_dim_unpadded
+    )

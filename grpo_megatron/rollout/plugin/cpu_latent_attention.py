@@ -37,15 +37,27 @@ def _decode_other_sizes() -> None:
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         decode = attn_metadata.decode
-        out = decode_latent(q, kv_c_and_k_pe_cache, decode.block_table, decode.seq_lens,
-                            self.kv_lora_rank, self.scale)
+        out = decode_latent(
+            q,
+            kv_c_and_k_pe_cache,
+            decode.block_table,
+            decode.seq_lens,
+            self.kv_lora_rank,
+            self.scale,
+        )
         return out, None  # no log-sum-exp, as the kernel
 
     CPUMLAImpl.forward_mqa = forward_mqa
 
 
-def decode_latent(queries: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor,
-                  lengths: torch.Tensor, kv_lora_rank: int, scale: float) -> torch.Tensor:
+def decode_latent(
+    queries: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    kv_lora_rank: int,
+    scale: float,
+) -> torch.Tensor:
     """Attend from one token of each request to all of its latent vectors.
 
     `queries` [requests, heads, size], `cache` [blocks, block size, size], `block_table` [requests,

@@ -32,7 +32,8 @@ def apply() -> None:
             from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
             self._routes = get_aux_output_connector(
-                self.get_model(), self.vllm_config, kv_cache_config)
+                self.get_model(), self.vllm_config, kv_cache_config
+            )
         return result
 
     def execute_model(self, scheduler_output, *args, **kwargs):
@@ -58,9 +59,11 @@ def apply() -> None:
 def _batch_view(runner) -> SimpleNamespace:
     """What `prepare_output` reads of runner V2's batch, copied: V1 reuses its arrays."""
     batch = runner.input_batch
-    return SimpleNamespace(req_ids=list(batch.req_ids[:batch.num_reqs]),
-        query_start_loc_np=runner.query_start_loc.np[:batch.num_reqs + 1].copy(),
-        num_computed_tokens_np=batch.num_computed_tokens_cpu[:batch.num_reqs].copy())
+    return SimpleNamespace(
+        req_ids=list(batch.req_ids[: batch.num_reqs]),
+        query_start_loc_np=runner.query_start_loc.np[: batch.num_reqs + 1].copy(),
+        num_computed_tokens_np=batch.num_computed_tokens_cpu[: batch.num_reqs].copy(),
+    )
 
 
 def _attach(pending, output) -> None:

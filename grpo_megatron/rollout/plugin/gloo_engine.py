@@ -51,8 +51,12 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver, self.failure = None, ""
         with self._noting():
-            self._receiver = WeightReceiver(init_info.senders, rank=init_info.rank_offset + worker,
-                world_size=init_info.world_size, timeout_s=init_info.timeout_s)
+            self._receiver = WeightReceiver(
+                init_info.senders,
+                rank=init_info.rank_offset + worker,
+                world_size=init_info.world_size,
+                timeout_s=init_info.timeout_s,
+            )
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

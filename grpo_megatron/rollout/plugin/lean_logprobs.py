@@ -19,8 +19,11 @@ def apply() -> None:
 
     def from_new_request(cls, tokenizer, request):
         processor = begin(cls, tokenizer, request)
-        if tokenizer is None and processor.num_logprobs == 0 and (
-                request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY):
+        if (
+            tokenizer is None
+            and processor.num_logprobs == 0
+            and (request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY)
+        ):
             processor.logprobs = _Entries()
         return processor
 
@@ -29,8 +32,10 @@ def apply() -> None:
             return update(self, lists)
         ids, values = (table[:, 0].tolist() for table in lists[:2])  # the sampled come first
         self.cumulative_logprob += sum(values)
-        self.logprobs += [{"token_id": token, "logprob": value if value > -9999.0 else -9999.0}
-                          for token, value in zip(ids, values, strict=True)]
+        self.logprobs += [
+            {"token_id": token, "logprob": value if value > -9999.0 else -9999.0}
+            for token, value in zip(ids, values, strict=True)
+        ]
 
     def _create_tokens_logprobs(self, token_ids, top_logprobs, *args, **options):
         if not isinstance(top_logprobs, _Entries):

@@ -30,9 +30,12 @@ def _holding(step):
                     before[1].append(output)
                 elif (whole := _begun_or_ended(self, held, output)) is not None:
                     message.outputs.append(whole)
-        return {client: message for client, message in (outputs or {}).items()
-                if message.outputs or message.scheduler_stats or message.finished_requests
-                }, executed
+        return {
+            client: message
+            for client, message in (outputs or {}).items()
+            if message.outputs or message.scheduler_stats or message.finished_requests
+        }, executed
+
     return holding
 
 
@@ -52,9 +55,12 @@ def _wants_end_only(request) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     params = request.sampling_params
-    return (params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
-            and not params.stop  # the API server looks for these, and ends the request
-            and not request.resumable)
+    return (
+        params is not None
+        and params.output_kind == RequestOutputKind.FINAL_ONLY
+        and not params.stop  # the API server looks for these, and ends the request
+        and not request.resumable
+    )
 
 
 def _joined(parts: list):
@@ -65,8 +71,13 @@ def _joined(parts: list):
         tables = [part.new_logprobs for part in parts if part.new_logprobs is not None]
         # a step has as many columns as the request in it that wants most log-probs
         width = min(table.logprobs.shape[1] for table in tables)
-        columns = zip(*((t.logprob_token_ids[:, :width], t.logprobs[:, :width],
-                         t.sampled_token_ranks) for t in tables), strict=True)
+        columns = zip(
+            *(
+                (t.logprob_token_ids[:, :width], t.logprobs[:, :width], t.sampled_token_ranks)
+                for t in tables
+            ),
+            strict=True,
+        )
         whole.new_logprobs = first.new_logprobs._make([*map(np.concatenate, columns), None])
     routes = [part.routed_experts for part in parts if part.routed_experts is not None]
     whole.routed_experts = np.concatenate(routes) if routes else None
@@ -83,10 +94,17 @@ def _releasing(method):
 
         held = _held(self)
         for client, parts in held.values():
-            self.output_queue.put_nowait((client, EngineCoreOutputs(
-                outputs=[_joined(parts)], weight_version=self._weight_version)))
+            self.output_queue.put_nowait(
+                (
+                    client,
+                    EngineCoreOutputs(
+                        outputs=[_joined(parts)], weight_version=self._weight_version
+                    ),
+                )
+            )
         held.clear()
         return method(self, *args, **kwargs)
+
     return releasing
 
 
@@ -96,6 +114,7 @@ def _forgetting(abort_requests):
         for request_id in request_ids:
             _held(self).pop(request_id, None)
         return abort_requests(self, request_ids)
+
     return forgetting
 
 

@@ -42,5 +42,13 @@ def with_noise(tensors: NamedTensors, noise: str) -> NamedTensors:
     tensors with this in their name. `GRPO_MEGATRON_ENGINE_NOISE` does so at every publish."""
     part, _, deviation = noise.rpartition(":")
     generator = torch.Generator().manual_seed(0)
-    return [(name, tensor + float(deviation) * torch.randn(tensor.shape, generator=generator).to(
-        tensor.dtype) if part and part in name else tensor) for name, tensor in tensors]
+    return [
+        (
+            name,
+            tensor
+            + float(deviation) * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+            if part and part in name
+            else tensor,
+        )
+        for name, tensor in tensors
+    ]

@@ -16,13 +16,20 @@ from tests.controller.cases import recipe
 
 LENGTHS = np.array([40, 3, 25, 40, 0, 12])
 SHARDS = np.array([0, 3, 1, 2, 1, 3])
-TABLE = SimpleNamespace(shard=SHARDS, completion_lengths=LENGTHS, manifest={
-    "shards": [{"name": f"rollout-{i}.safetensors"} for i in range(4)]})
+TABLE = SimpleNamespace(
+    shard=SHARDS,
+    completion_lengths=LENGTHS,
+    manifest={"shards": [{"name": f"rollout-{i}.safetensors"} for i in range(4)]},
+)
 EXACT = {"trainer": {"precision": "float32"}, "rollout": {"dtype": "float32"}}
 
 
-def measured(gap: dict[int, float], config: RunConfig, splits=((0, 1, 2), (3, 4, 5)),
-             token: int | None = None) -> Stats:
+def measured(
+    gap: dict[int, float],
+    config: RunConfig,
+    splits=((0, 1, 2), (3, 4, 5)),
+    token: int | None = None,
+) -> Stats:
     """The step in micro-batches; every token (or one) of sample `row` is `gap[row]` apart."""
     total = Stats()
     for rows in splits:
@@ -56,9 +63,14 @@ def test_a_token_between_two_experts_is_no_problem():
     assert stats.result()["canary/abs_max"] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(("settings", "tolerance"), [
-    (EXACT, 1e-4), (EXACT | {"rollout": {"dtype": "bfloat16"}}, 0.1),
-    (EXACT | {"publish": {"canary_tolerance": 0.01}}, 0.01)])
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        (EXACT, 1e-4),
+        (EXACT | {"rollout": {"dtype": "bfloat16"}}, 0.1),
+        (EXACT | {"publish": {"canary_tolerance": 0.01}}, 0.01),
+    ],
+)
 def test_tolerances(settings, tolerance):
     for gap, expected in ((0.9 * tolerance, False), (1.1 * tolerance, True)):
         stats = measured(dict.fromkeys(range(6), gap), recipe(**settings))
@@ -70,13 +82,22 @@ def test_what_is_no_number_is_a_problem():
     assert "rollout-2" in logprob_check.disagreement(recipe(**EXACT), TABLE, stats)
 
 
-@pytest.mark.parametrize(("tables", "prove"), [
-    ({}, True), ({"publish": {"canary": False}}, False), ({"routing": {"replay": "r2"}}, True),
-    ({"routing": {"replay": "r3"}}, False), ({"batch": {"max_staleness": 1}}, False),
-    ({"objective": {"overlong": "loss"}}, False), ({"objective": {"subset": "shortest"}}, False),
-    ({"rollout": {"top_k": 8}}, False), ({"rollout": {"num_replicas": 2}}, True),
-    ({"rollout": {"num_replicas": 2, "deterministic": True}}, False),
-    ({"rollout": {"deterministic": True}}, True)])
+@pytest.mark.parametrize(
+    ("tables", "prove"),
+    [
+        ({}, True),
+        ({"publish": {"canary": False}}, False),
+        ({"routing": {"replay": "r2"}}, True),
+        ({"routing": {"replay": "r3"}}, False),
+        ({"batch": {"max_staleness": 1}}, False),
+        ({"objective": {"overlong": "loss"}}, False),
+        ({"objective": {"subset": "shortest"}}, False),
+        ({"rollout": {"top_k": 8}}, False),
+        ({"rollout": {"num_replicas": 2}}, True),
+        ({"rollout": {"num_replicas": 2, "deterministic": True}}, False),
+        ({"rollout": {"deterministic": True}}, True),
+    ],
+)
 def test_when_samples_prove(tables, prove):
     """Not where the trainer computes what the engine chose, right or wrong (replayed experts), or
     nothing for some samples; nor where a group's samples come from several engines."""

@@ -28,33 +28,48 @@ print(len(changed), "megatron" in sys.modules)
 @pytest.mark.parametrize("cuda", [True, False])
 def test_nothing_is_replaced_where_cuda_exists(cuda):
     script = SNAPSHOT.replace("CUDA", str(cuda))
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", script], text=True,
-                            capture_output=True, timeout=120, check=True)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
     changed, imported = result.stdout.split()
     assert (changed == "0") == cuda
     assert imported == str(not cuda)
 
 
 def test_megatron_must_not_come_first():
-    script = ("import megatron.core.tensor_parallel.random\n"
-              "from grpo_megatron.trainer.megatron import cpu_platform\n"
-              "cpu_platform.install()")
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", script], text=True,
-                            capture_output=True, timeout=120)
+    script = (
+        "import megatron.core.tensor_parallel.random\n"
+        "from grpo_megatron.trainer.megatron import cpu_platform\n"
+        "cpu_platform.install()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], text=True, capture_output=True, timeout=120
+    )
     assert "ImportError: megatron was imported before" in result.stderr
 
 
 def test_default_devices_still_reach_the_constructors():
     """Otherwise transformers, which builds models on the meta device, computes with whatever was
     in memory."""
-    script = ("import torch\n"
-              "from grpo_megatron.trainer.megatron import cpu_platform\n"
-              "cpu_platform.install()\n"
-              "with torch.device('meta'):\n"
-              "    made = torch.empty(2), torch.zeros(2), torch.ones(2), torch.tensor([2.0])\n"
-              "print(*[t.device.type for t in made], torch.zeros(2, device='cuda').device.type)")
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", script], text=True,
-                            capture_output=True, timeout=120, check=True)
+    script = (
+        "import torch\n"
+        "from grpo_megatron.trainer.megatron import cpu_platform\n"
+        "cpu_platform.install()\n"
+        "with torch.device('meta'):\n"
+        "    made = torch.empty(2), torch.zeros(2), torch.ones(2), torch.tensor([2.0])\n"
+        "print(*[t.device.type for t in made], torch.zeros(2, device='cuda').device.type)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
     assert result.stdout.split() == ["meta"] * 4 + ["cpu"]
 
 

@@ -12,7 +12,7 @@ def one_by_one(x, lengths, freqs):
     """The textbook formula, sequence by sequence; features past the rotary ones stay."""
     size, parts = freqs.size(-1), []
     for part in x.split(lengths):
-        angles = freqs[:len(part), 0]
+        angles = freqs[: len(part), 0]
         first, second = part[..., :size].chunk(2, -1)
         rotated = part[..., :size] * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
         parts.append(torch.cat([rotated, part[..., size:]], -1))

@@ -20,12 +20,15 @@ print(int((smallest * 0.01 == 0).sum()))
 """
 
 
-@pytest.mark.parametrize(("bind", "num_flushed"), [
-    ("torch.set_num_threads(2)", 0), ("platform.bind_device(0, 2)", 4_000_000)])
+@pytest.mark.parametrize(
+    ("bind", "num_flushed"),
+    [("torch.set_num_threads(2)", 0), ("platform.bind_device(0, 2)", 4_000_000)],
+)
 def test_only_ranks_flush_denormals_and_on_every_thread(bind, num_flushed):
     """A test process that imports a trainer module must still compute floats as they are."""
-    done = subprocess.run([sys.executable, "-c", CODE.format(bind=bind)], capture_output=True,
-                          text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(bind=bind)], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) == num_flushed
 
 
@@ -38,7 +41,11 @@ import grpo_megatron.trainer.service
 assert "wandb" not in sys.modules
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)},
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(tmp_path.glob("*wandb*")) == []

@@ -23,6 +23,7 @@ def unfixed():
 
     def run(case: str, **arguments):
         return group.run(f"tests.trainer.unfixed:{case}", **arguments)
+
     yield run
     group.close()
 
@@ -79,16 +80,20 @@ def test_a_save_leaves_no_process_behind(unfixed, dense_model, tmp_path):
 
 def test_packed_sequences_are_rotated_at_once(unfixed):
     (slices_before, rotated_before), (slices_after, rotated_after) = unfixed(
-        "slices_of_packed_rotation")
+        "slices_of_packed_rotation"
+    )
     assert (slices_before, slices_after) == (3, 0)
     np.testing.assert_allclose(rotated_after, rotated_before, rtol=1e-6, atol=1e-6)
 
 
 def test_another_version_is_refused():
-    script = ("import megatron.core; megatron.core.__version__ = '0.17.0'\n"
-              "from grpo_megatron.trainer.megatron import upstream_fixes\n"
-              "upstream_fixes.install()")
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", script], text=True,
-                            capture_output=True, timeout=120)
+    script = (
+        "import megatron.core; megatron.core.__version__ = '0.17.0'\n"
+        "from grpo_megatron.trainer.megatron import upstream_fixes\n"
+        "upstream_fixes.install()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], text=True, capture_output=True, timeout=120
+    )
     assert "SetupError: megatron-core 0.17.0 is installed" in result.stderr
     assert result.returncode != 0

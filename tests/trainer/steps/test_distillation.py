@@ -19,13 +19,18 @@ CASES = "tests.trainer.cases:"
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "objectives.json").read_text())
 
 
-def kl_of(log_p: torch.Tensor, log_q: torch.Tensor, forward_weight: float,
-          top_k: int | None) -> torch.Tensor:
+def kl_of(
+    log_p: torch.Tensor, log_q: torch.Tensor, forward_weight: float, top_k: int | None
+) -> torch.Tensor:
     """Both [m, V]; with `top_k`, the teacher's likeliest tokens and one for all others."""
     if top_k is not None:
         ids = log_q.topk(top_k).indices
-        log_p, log_q = (torch.cat([x.gather(1, ids), x.scatter(1, ids, -torch.inf)
-                                   .logsumexp(1, keepdim=True)], 1) for x in (log_p, log_q))
+        log_p, log_q = (
+            torch.cat(
+                [x.gather(1, ids), x.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)], 1
+            )
+            for x in (log_p, log_q)
+        )
     reverse = (log_p.exp() * (log_p - log_q)).sum(-1)
     forward = (log_q.exp() * (log_q - log_p)).sum(-1)
     return (1 - forward_weight) * reverse + forward_weight * forward
@@ -33,15 +38,23 @@ def kl_of(log_p: torch.Tensor, log_q: torch.Tensor, forward_weight: float,
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("forward_weight", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize(("vocab_size", "chunk_tokens", "top_k"), [
-    (93, 4, None), (96, 100, None), (93, 4, 7), (93, 1, 92), (96, 5, 1)])
+@pytest.mark.parametrize(
+    ("vocab_size", "chunk_tokens", "top_k"),
+    [(93, 4, None), (96, 100, None), (93, 4, 7), (93, 1, 92), (96, 5, 1)],
+)
 def test_kl_and_its_gradients(request, world, forward_weight, vocab_size, chunk_tokens, top_k):
     from tests.trainer.head_inputs import head_inputs
 
     found = request.getfixturevalue(f"world{world}").run(
-        "tests.trainer.numbers:kl", layout={"tensor_parallel_size": world}, seed=3,
-        vocab_size=vocab_size, temperature=1.3, chunk_tokens=chunk_tokens,
-        forward_weight=forward_weight, top_k=top_k)
+        "tests.trainer.numbers:kl",
+        layout={"tensor_parallel_size": world},
+        seed=3,
+        vocab_size=vocab_size,
+        temperature=1.3,
+        chunk_tokens=chunk_tokens,
+        forward_weight=forward_weight,
+        top_k=top_k,
+    )
     student, teacher = (head_inputs(3 + i, vocab_size) for i in range(2))
     hidden = student["hidden"][:13, 0].clone().requires_grad_()
     weight, rows = student["weight"].clone().requires_grad_(), torch.arange(1, 13, 2)
@@ -49,8 +62,11 @@ def test_kl_and_its_gradients(request, world, forward_weight, vocab_size, chunk_
     log_q = (teacher["hidden"][rows, 0] @ teacher["weight"].t() / 1.3).log_softmax(-1)
     expected = kl_of(log_p, log_q, forward_weight, top_k)
     (expected @ student["a"][rows]).backward()
-    for name, value in (("kl", expected.detach()), ("hidden", hidden.grad),
-                        ("weight", weight.grad)):
+    for name, value in (
+        ("kl", expected.detach()),
+        ("hidden", hidden.grad),
+        ("weight", weight.grad),
+    ):
         np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-4, atol=2e-5, err_msg=name)
 
 
@@ -75,9 +91,17 @@ def test_the_golden_numbers(forward_weight, top_k):
     hidden, rows = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)
     student = torch.tensor(golden["student_logits"])[:, None].requires_grad_()
     teacher = torch.tensor(golden["teacher_logits"])[:, None]
-    columns = {"hidden": hidden, "head": teacher} if top_k is None else dict(zip(
-        ("ids", "logprobs", "tail"), likeliest(hidden, teacher, top_k, Alone, settings),
-        strict=True))
+    columns = (
+        {"hidden": hidden, "head": teacher}
+        if top_k is None
+        else dict(
+            zip(
+                ("ids", "logprobs", "tail"),
+                likeliest(hidden, teacher, top_k, Alone, settings),
+                strict=True,
+            )
+        )
+    )
     found = divergence(hidden, student, TeacherTokens(rows, 1.0, settings, **columns), Alone)
     found.sum().backward()
     name = "forward_kl_full" if forward_weight else "reverse_kl_full"
@@ -89,18 +113,25 @@ def test_the_golden_numbers(forward_weight, top_k):
 
 @pytest.fixture(scope="session")
 def teachers(tmp_path_factory) -> list[str]:
-    return [write_model(tmp_path_factory.mktemp("teachers") / str(seed), MOE, seed)
-            for seed in (21, 22)]
+    return [
+        write_model(tmp_path_factory.mktemp("teachers") / str(seed), MOE, seed) for seed in (21, 22)
+    ]
 
 
 def settings_of(teachers: list[str], **settings) -> dict:
     """The first teaches both domains, the second one of them."""
-    return {"teachers": [{"path": teachers[0], "weight": 0.5},
-                         {"path": teachers[1], "domains": ["odd"], "weight": 2.0}], **settings}
+    return {
+        "teachers": [
+            {"path": teachers[0], "weight": 0.5},
+            {"path": teachers[1], "domains": ["odd"], "weight": 2.0},
+        ],
+        **settings,
+    }
 
 
-def sampled_terms(table: SampleTable, row: int, log_p: torch.Tensor,
-                  log_q: torch.Tensor) -> torch.Tensor:
+def sampled_terms(
+    table: SampleTable, row: int, log_p: torch.Tensor, log_q: torch.Tensor
+) -> torch.Tensor:
     """The policy gradient's loss of a sample by token, with `log q - log p` as advantages.
 
     IcePop: tokens weigh by the ratio to the engine's log-probs, those outside of [0.5, 2] by 0."""
@@ -113,21 +144,29 @@ def sampled_terms(table: SampleTable, row: int, log_p: torch.Tensor,
     return -torch.where(is_inside, ratio * advantages, 0.0) * log_p
 
 
-@pytest.mark.parametrize(("mode", "top_k", "forward_weight"), [
-    ("full", 1, 0.0), ("full", 1, 0.3), ("topk_tail", 5, 0.0), ("sampled", 1, 0.0)])
-def test_the_first_loss_is_that_of_transformers(world1, moe_model, teachers, three_updates, mode,
-                                                top_k, forward_weight):
+@pytest.mark.parametrize(
+    ("mode", "top_k", "forward_weight"),
+    [("full", 1, 0.0), ("full", 1, 0.3), ("topk_tail", 5, 0.0), ("sampled", 1, 0.0)],
+)
+def test_the_first_loss_is_that_of_transformers(
+    world1, moe_model, teachers, three_updates, mode, top_k, forward_weight
+):
     """Each sample to the teachers of its domain, a mean over the update's tokens."""
-    found = world1.run(CASES + "distil", model=moe_model, samples=three_updates, layout={},
-                       distillation=settings_of(teachers, mode=mode, top_k=top_k,
-                                                forward_weight=forward_weight))
+    found = world1.run(
+        CASES + "distil",
+        model=moe_model,
+        samples=three_updates,
+        layout={},
+        distillation=settings_of(teachers, mode=mode, top_k=top_k, forward_weight=forward_weight),
+    )
     assert found["unchanged"]
     table = SampleTable(Path(three_updates))
     total = size = 0.0
     tokens = 0
     student, *taught = (
         [logits.double() for logits in reference_logits(model, table)]
-        for model in (moe_model, *teachers))
+        for model in (moe_model, *teachers)
+    )
     for row in np.flatnonzero(table.update == 0):
         tokens += len(student[row])
         log_p = student[row].log_softmax(-1)
@@ -145,19 +184,28 @@ def test_the_first_loss_is_that_of_transformers(world1, moe_model, teachers, thr
 
 
 @pytest.mark.parametrize("mode", ["full", "topk_tail"])
-def test_half_precision_is_the_same_but_for_rounding(world1, moe_model, teachers, two_domains,
-                                                     alone, mode):
+def test_half_precision_is_the_same_but_for_rounding(
+    world1, moe_model, teachers, two_domains, alone, mode
+):
     """The last stage's states come in float32 there, the output layer does not."""
-    found = world1.run(CASES + "distil", model=moe_model, samples=two_domains,
-                       layout={"precision": "bfloat16"},
-                       distillation=settings_of(teachers, mode=mode, top_k=5))
+    found = world1.run(
+        CASES + "distil",
+        model=moe_model,
+        samples=two_domains,
+        layout={"precision": "bfloat16"},
+        distillation=settings_of(teachers, mode=mode, top_k=5),
+    )
     assert found["losses"][0] == pytest.approx(alone[mode]["losses"][0], rel=0.05)
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_updates(world1, moe_model, three_updates):
     """Also of a run that replays routes: nobody sampled these, so none are missing."""
-    found = world1.run(CASES + "supervise", model=moe_model, samples=three_updates,
-                       routing={"replay": "r3", "on_missing": "fail"})
+    found = world1.run(
+        CASES + "supervise",
+        model=moe_model,
+        samples=three_updates,
+        routing={"replay": "r3", "on_missing": "fail"},
+    )
     assert found["updates"] == 3
     assert found["metrics"]["loss/value"] == pytest.approx(np.mean(found["losses"]), rel=1e-6)
 
@@ -179,16 +227,21 @@ def test_sampled_mode_has_the_gradient_of_reverse_kl_on_average():
     logits = torch.tensor(golden["student_logits"]).requires_grad_()
     log_p, words = logits.log_softmax(-1), torch.arange(3)
     log_q = torch.tensor(golden["teacher_logits"]).log_softmax(-1)
-    config = SimpleNamespace(objective=ObjectiveConfig(), distillation=DistillationConfig(
-        teachers=[{"path": "t"}], mode="sampled"))
+    config = SimpleNamespace(
+        objective=ObjectiveConfig(),
+        distillation=DistillationConfig(teachers=[{"path": "t"}], mode="sampled"),
+    )
     total = 0.0
     for word in words:
-        part = SimpleNamespace(rollout_logprobs=log_p.detach()[word:word + 1], teachers=[
-            TeacherTokens(torch.tensor([0]), 1.0, None, logprobs=log_q[word:word + 1])])
+        part = SimpleNamespace(
+            rollout_logprobs=log_p.detach()[word : word + 1],
+            teachers=[TeacherTokens(torch.tensor([0]), 1.0, None, logprobs=log_q[word : word + 1])],
+        )
         meter = Meter(None, None, ())
         loss = _distillation_loss(config, part, log_p[word].expand(2, 1), 1.0, meter)
         assert meter.stats.result()["distillation/kl"] == pytest.approx(
-            -golden["sampled_token_adv log q - log p"][word], abs=1e-6)
+            -golden["sampled_token_adv log q - log p"][word], abs=1e-6
+        )
         total = total + log_p[word].exp().detach() * loss
     total.backward()
     np.testing.assert_allclose(logits.grad, golden["grad_student_logits"], atol=1e-6)
@@ -197,10 +250,16 @@ def test_sampled_mode_has_the_gradient_of_reverse_kl_on_average():
 @pytest.mark.parametrize("mode", ["full", "topk_tail"])
 def test_a_student_approaches_its_teacher(world1, moe_model, teachers, samples, mode):
     """On samples that are not its own."""
+
     def kl(mode: str, repeats: int) -> float:
         return world1.run(
-            CASES + "distil", model=moe_model, samples=samples, layout={}, repeats=repeats,
-            distillation={"teachers": [{"path": teachers[0]}], "mode": mode, "top_k": 3})["last_kl"]
+            CASES + "distil",
+            model=moe_model,
+            samples=samples,
+            layout={},
+            repeats=repeats,
+            distillation={"teachers": [{"path": teachers[0]}], "mode": mode, "top_k": 3},
+        )["last_kl"]
 
     assert kl(mode, 12) < 0.85 * kl(mode, 0)
 
@@ -213,19 +272,40 @@ def two_domains(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def alone(world1, moe_model, teachers, two_domains):
-    return {mode: world1.run(CASES + "distil", model=moe_model, samples=two_domains, layout={},
-                             distillation=settings_of(teachers, mode=mode, top_k=5))
-            for mode in ("full", "topk_tail", "sampled")}
+    return {
+        mode: world1.run(
+            CASES + "distil",
+            model=moe_model,
+            samples=two_domains,
+            layout={},
+            distillation=settings_of(teachers, mode=mode, top_k=5),
+        )
+        for mode in ("full", "topk_tail", "sampled")
+    }
 
 
 @pytest.mark.parametrize("mode", ["full", "topk_tail", "sampled"])
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "ep2", *(
-    pytest.param(name, marks=pytest.mark.matrix) for name in ("dp2", "pp2_vpp2", "tp2_sp_pp2"))])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2_sp",
+        "pp2",
+        "ep2",
+        *(
+            pytest.param(name, marks=pytest.mark.matrix)
+            for name in ("dp2", "pp2_vpp2", "tp2_sp_pp2")
+        ),
+    ],
+)
 def test_layouts(request, alone, moe_model, teachers, two_domains, mode, layout):
     world, layouts = ("world2", LAYOUTS_2) if layout in LAYOUTS_2 else ("world4", LAYOUTS_4)
     found = request.getfixturevalue(world).run(
-        CASES + "distil", model=moe_model, samples=two_domains, layout=layouts[layout],
-        distillation=settings_of(teachers, mode=mode, top_k=5))
+        CASES + "distil",
+        model=moe_model,
+        samples=two_domains,
+        layout=layouts[layout],
+        distillation=settings_of(teachers, mode=mode, top_k=5),
+    )
     assert_same(found, alone[mode])
     for name, value in alone[mode]["metrics"].items():
         assert found["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -244,14 +324,16 @@ def with_answers(tmp_path_factory, teachers, two_domains) -> str:
             unknown = torch.full_like(best[:, :1], -np.inf)
             best, ids = torch.cat([unknown, best], 1), torch.cat([ids[:, :1] * 0 + 93, ids], 1)
         taught |= {f"{number}/ids": ids.int().numpy(), f"{number}/logprobs": best.float().numpy()}
-    return write_samples(tmp_path_factory.mktemp("answers") / "step_000001", num_domains=2,
-                         taught=taught)
+    return write_samples(
+        tmp_path_factory.mktemp("answers") / "step_000001", num_domains=2, taught=taught
+    )
 
 
 @pytest.mark.parametrize("layout", ["alone", "tp2_sp", "pp2"])
 @pytest.mark.parametrize("first", ["url", "path"])
-def test_answers_of_a_server_teach_as_its_checkpoint_does(request, alone, moe_model, teachers,
-                                                          with_answers, layout, first):
+def test_answers_of_a_server_teach_as_its_checkpoint_does(
+    request, alone, moe_model, teachers, with_answers, layout, first
+):
     """Also one server beside one checkpoint, each with its domains and weight."""
     settings = settings_of(teachers, mode="topk_tail", top_k=5)
     for number, teacher in enumerate(settings["teachers"]):
@@ -259,7 +341,12 @@ def test_answers_of_a_server_teach_as_its_checkpoint_does(request, alone, moe_mo
             teacher["url"] = "http://nobody:1"
             del teacher["path"]
     world = request.getfixturevalue("world1" if layout == "alone" else "world2")
-    found = world.run(CASES + "distil", model=moe_model, samples=with_answers,
-                      layout=LAYOUTS_2.get(layout, {}), distillation=settings)
+    found = world.run(
+        CASES + "distil",
+        model=moe_model,
+        samples=with_answers,
+        layout=LAYOUTS_2.get(layout, {}),
+        distillation=settings,
+    )
     assert found["unchanged"]
     assert_same(found, alone["topk_tail"])

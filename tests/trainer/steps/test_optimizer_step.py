@@ -24,11 +24,13 @@ SPARSE = {  # with fewer samples than micro-batches
 @pytest.mark.parametrize("layout", SPARSE)
 def test_ranks_without_samples_change_nothing(request, world1, moe_model, samples, layout):
     rows = np.array([3])
-    expected = world1.run(CASES + "train_rows", model=moe_model, samples=samples, layout={},
-                          rows=rows)
+    expected = world1.run(
+        CASES + "train_rows", model=moe_model, samples=samples, layout={}, rows=rows
+    )
     size, parallel = SPARSE[layout]
     found = request.getfixturevalue(f"world{size}").run(
-        CASES + "train_rows", model=moe_model, samples=samples, layout=parallel, rows=rows)
+        CASES + "train_rows", model=moe_model, samples=samples, layout=parallel, rows=rows
+    )
     assert_same(found, expected, TOLERANCE * 10)  # after three steps
     assert np.isfinite(found["norms"]).all() and min(found["norms"]) > 0
 
@@ -37,12 +39,17 @@ def test_ranks_without_samples_change_nothing(request, world1, moe_model, sample
 @pytest.mark.parametrize("world", ["world1", "world2"])
 @pytest.mark.parametrize("kind", ["nan", "inf", "gradient"])
 def test_a_loss_that_is_no_number_is_refused_on_every_rank(
-        request, moe_model, samples, world, kind):
+    request, moe_model, samples, world, kind
+):
     """Also where only the last rank met it; weights are as before when it was the loss."""
     messages, is_unchanged = request.getfixturevalue(world).run(
-        CASES + "not_a_number", model=moe_model, samples=samples, kind=kind)
-    what = {"nan": "TrainerError: the loss is nan", "inf": "TrainerError: the loss is -inf",
-            "gradient": "TrainerError: the gradient norm is nan"}[kind]
+        CASES + "not_a_number", model=moe_model, samples=samples, kind=kind
+    )
+    what = {
+        "nan": "TrainerError: the loss is nan",
+        "inf": "TrainerError: the loss is -inf",
+        "gradient": "TrainerError: the gradient norm is nan",
+    }[kind]
     assert all(message.startswith(what) for message in messages), messages
     assert is_unchanged or kind == "gradient"
 
@@ -57,8 +64,7 @@ def test_learning_rate(schedule):
     rates = [settings.rate(step, 24) for step in range(25)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
-    middle, end = {"constant": (1.0, 1.0), "linear": (0.55, 0.1),
-                   "cosine": (0.55, 0.1)}[schedule]
+    middle, end = {"constant": (1.0, 1.0), "linear": (0.55, 0.1), "cosine": (0.55, 0.1)}[schedule]
     assert rates[14] == pytest.approx(middle) and rates[24] == pytest.approx(end)
     assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
     assert settings.rate(1000, 24) == pytest.approx(end)

@@ -18,8 +18,13 @@ NAMES = [f"reference/{kind}{domain}" for kind in ("k1", "k3") for domain in ("",
 @pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}], ids=["w1", "pp2"])
 def test_a_reference_without_weight_is_measured(request, moe_model, samples_of_two, layout):
     world = request.getfixturevalue("world2" if layout else "world1")
-    found = world.run("tests.trainer.cases:train_objectives", model=moe_model,
-                      samples=samples_of_two, layout=layout, objectives=OBJECTIVES)
+    found = world.run(
+        "tests.trainer.cases:train_objectives",
+        model=moe_model,
+        samples=samples_of_two,
+        layout=layout,
+        objectives=OBJECTIVES,
+    )
     metrics = {name: report["metrics"] for name, report in found.items()}
     for name in NAMES:
         assert metrics["measured"][name] == pytest.approx(metrics["weighed"][name], rel=1e-5)

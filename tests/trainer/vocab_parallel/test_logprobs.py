@@ -11,8 +11,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
 CASE = "tests.trainer.numbers:head"
 
 
-def expected_head(inputs: dict[str, torch.Tensor], temperature: float, truncated: bool,
-                  ) -> dict[str, np.ndarray]:
+def expected_head(
+    inputs: dict[str, torch.Tensor],
+    temperature: float,
+    truncated: bool,
+) -> dict[str, np.ndarray]:
     hidden = inputs["hidden"].clone().requires_grad_()
     weight = inputs["weight"].clone().requires_grad_()
     logits = hidden[inputs["rows"], 0] @ weight.t() / temperature
@@ -27,8 +30,11 @@ def expected_head(inputs: dict[str, torch.Tensor], temperature: float, truncated
         found["untruncated"] = logprobs
         found["logprobs"] = among.gather(-1, inputs["targets"][:, None])[:, 0]
     sum(part @ inputs[name] for part, name in zip(found.values(), "abc", strict=False)).backward()
-    return {**{name: part.detach().numpy() for name, part in found.items()},
-            "hidden": hidden.grad.numpy(), "weight": weight.grad.numpy()}
+    return {
+        **{name: part.detach().numpy() for name, part in found.items()},
+        "hidden": hidden.grad.numpy(),
+        "weight": weight.grad.numpy(),
+    }
 
 
 @pytest.mark.parametrize("layout", ["w1", "tp2", "tp2_sp"])
@@ -40,9 +46,15 @@ def test_head(request, layout, temperature, truncated, vocab_size, chunk_tokens)
 
     size = 1 if layout == "w1" else 2
     found = request.getfixturevalue(f"world{size}").run(
-        CASE, layout={"tensor_parallel_size": size}, seed=vocab_size + chunk_tokens,
-        vocab_size=vocab_size, temperature=temperature, chunk_tokens=chunk_tokens,
-        sequence_parallel=layout == "tp2_sp", truncated=truncated)
+        CASE,
+        layout={"tensor_parallel_size": size},
+        seed=vocab_size + chunk_tokens,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        sequence_parallel=layout == "tp2_sp",
+        truncated=truncated,
+    )
     inputs = head_inputs(vocab_size + chunk_tokens, vocab_size)
     for name, expected in expected_head(inputs, temperature, truncated).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=2e-5, err_msg=name)
