@@ -45,6 +45,7 @@ lint: setup
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/lint-imports
+	$(bin)/mypy
 
 test-fast: setup
 	$(pytest) -n 2 -m "not engine and $(gate)"
@@ -87,6 +88,6 @@ test-gpu: setup
 
 # Keeps .venv and runs/.
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -path ./.venv -prune -o -path ./runs -prune -o -name __pycache__ -type d \
 		-exec rm -rf {} +

@@ -27,7 +27,7 @@ class GrpoMegatronError(Exception):
 def raised_as(
     kind: type[GrpoMegatronError],
     what: str,
-    causes: type | tuple = Exception,
+    causes: type[BaseException] | tuple[type[BaseException], ...] = Exception,
     *,
     where: object = None,
     remedy: str | None = None,
@@ -36,12 +36,17 @@ def raised_as(
     try:
         yield
     except causes as error:
-        told = (
-            error.message
-            if isinstance(error, GrpoMegatronError)
-            else (getattr(error, "strerror", None) or str(error) or repr(error))
-        )
-        raise kind(f"{what}: {told}", where=where and str(where), remedy=remedy) from error
+        place = str(where) if where else None
+        raise kind(f"{what}: {_told(error)}", where=place, remedy=remedy) from error
+
+
+def _told(error: BaseException) -> str:
+    """What an error says, without its place and remedy."""
+    if isinstance(error, GrpoMegatronError):
+        return error.message
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or repr(error)
 
 
 class ConfigError(GrpoMegatronError, ValueError, exit_code=2):

@@ -69,9 +69,8 @@ def own_address() -> str:
     """The address at which the other processes of the run reach this one; SetupError where the
     site's interface does not exist here, or no route leads to another node."""
     if name := os.environ.get(INTERFACE_VARIABLE):
-        found = [
-            a.address for a in psutil.net_if_addrs().get(name, ()) if a.family == socket.AF_INET
-        ]
+        addresses = psutil.net_if_addrs().get(name, ())
+        found = [str(a.address) for a in addresses if a.family == socket.AF_INET]
         if not found:
             raise SetupError(
                 f"this node has no network interface {name!r} with an IPv4 address",
@@ -86,7 +85,8 @@ def own_address() -> str:
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
         ):
             probe.connect((node, 9))  # sends nothing: only the route is chosen
-            if not (address := probe.getsockname()[0]).startswith("127."):
+            address = str(probe.getsockname()[0])
+            if not address.startswith("127."):
                 return address
     if len(nodes) > 1:
         raise SetupError(

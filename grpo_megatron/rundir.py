@@ -8,8 +8,16 @@ from pathlib import Path
 from grpo_megatron.errors import ConfigError, SetupError, raised_as
 
 
-def _entry(name: str, *, by_attempt: bool = False) -> property:
-    return property(lambda run: run.root / name / (run.attempt if by_attempt else ""))
+class _Entry:
+    """A path below the root of a run directory; with `by_attempt`, of one start of the run."""
+
+    def __init__(self, name: str, *, by_attempt: bool = False):
+        self._name = name
+        self._by_attempt = by_attempt
+
+    def __get__(self, run: "RunDir", owner: type) -> Path:
+        path = run.root / self._name
+        return path / run.attempt if self._by_attempt else path
 
 
 @dataclass(frozen=True)
@@ -19,21 +27,21 @@ class RunDir:
     root: Path
     attempt: str = ""  # names one start of the run: `1`, `2`, …, or Slurm's job and restart count
 
-    config = _entry("config.json")  # resolved configuration with provenance
-    metrics = _entry("metrics.jsonl")  # one line per step: the truth that mirrors copy
-    metrics_normalisers = _entry("metrics_normalisers.json")  # what each metric is a mean over
-    events = _entry("events.jsonl")  # starts, deaths, checkpoints, publishes
-    store = _entry("store")  # step_000123/: immutable, checksummed samples of one step
-    samples = _entry("samples")  # best and worst completions per step, readable
-    checkpoints = _entry("checkpoints")  # step_000100/: Megatron checkpoint and run state
-    logs = _entry("logs", by_attempt=True)  # one file per process; `logs/latest` is a link
-    endpoints = _entry("endpoints", by_attempt=True)  # addresses that processes publish
-    slurm = _entry("slurm")  # the batch script and the job that runs it
-    model = _entry("model")  # the initial Hugging Face checkpoint, when the run made it
-    dataset = _entry("dataset.jsonl")  # of rejection sampling
-    result = _entry("result.json")  # accuracies, seconds, steps of a finished run
-    export = _entry("export")  # the final Hugging Face checkpoint
-    lock = _entry(".lock")  # held by the process that writes here
+    config = _Entry("config.json")  # resolved configuration with provenance
+    metrics = _Entry("metrics.jsonl")  # one line per step: the truth that mirrors copy
+    metrics_normalisers = _Entry("metrics_normalisers.json")  # what each metric is a mean over
+    events = _Entry("events.jsonl")  # starts, deaths, checkpoints, publishes
+    store = _Entry("store")  # step_000123/: immutable, checksummed samples of one step
+    samples = _Entry("samples")  # best and worst completions per step, readable
+    checkpoints = _Entry("checkpoints")  # step_000100/: Megatron checkpoint and run state
+    logs = _Entry("logs", by_attempt=True)  # one file per process; `logs/latest` is a link
+    endpoints = _Entry("endpoints", by_attempt=True)  # addresses that processes publish
+    slurm = _Entry("slurm")  # the batch script and the job that runs it
+    model = _Entry("model")  # the initial Hugging Face checkpoint, when the run made it
+    dataset = _Entry("dataset.jsonl")  # of rejection sampling
+    result = _Entry("result.json")  # accuracies, seconds, steps of a finished run
+    export = _Entry("export")  # the final Hugging Face checkpoint
+    lock = _Entry(".lock")  # held by the process that writes here
 
     def step_store(self, step: int) -> Path:
         return self.store / f"step_{step:06d}"

@@ -130,25 +130,34 @@ class SampleBatch:
 
     def subset(self, rows: Tensor) -> SampleBatch:
         """The samples `rows` (int64), with token columns in float64 and groups renumbered."""
-        index = self.flat_index(rows) if self.tokens else None
-        columns = {name: column[index] for name, column in self.tokens.items()}
-        columns = {name: c.double() if c.is_floating_point() else c for name, c in columns.items()}
+        _, group_ids = torch.unique(self.group_ids[rows], return_inverse=True)
         correct = None if self.correct is None else self.correct[rows]
+        events = None if self.events is None else _events_of(self.events, rows, len(self))
         return replace(
             self,
-            group_ids=torch.unique(self.group_ids[rows], return_inverse=True)[1],
+            rewards=self.rewards[rows],
+            group_ids=group_ids,
+            token_counts=self.token_counts[rows],
+            sample_ids=self.sample_ids[rows],
+            domains=self.domains[rows],
+            trained=self.trained[rows],
+            components=_rows_of(self.components, rows),
+            component_weights=_rows_of(self.component_weights, rows),
             correct=correct,
-            **{
-                name: getattr(self, name)[rows]
-                for name in ("rewards", "token_counts", "sample_ids", "domains", "trained")
-            },
-            **{
-                table: {name: c[rows] for name, c in getattr(self, table).items()}
-                for table in ("components", "component_weights")
-            },
-            tokens=columns,
-            events=self.events and _events_of(self.events, rows, len(self)),
+            tokens=self._token_columns(rows),
+            events=events,
         )
+
+    def _token_columns(self, rows: Tensor) -> dict[str, Tensor]:
+        """Token columns of the samples `rows`, floating ones in float64."""
+        if not self.tokens:
+            return {}
+        index = self.flat_index(rows)
+        columns = {}
+        for name, column in self.tokens.items():
+            values = column[index]
+            columns[name] = values.double() if values.is_floating_point() else values
+        return columns
 
     def group_chunks(self) -> Iterator[Tensor]:
         """Rows (int64) of whole groups, about `CHUNK_TOKENS` tokens at a time."""
@@ -252,6 +261,10 @@ def by_groups(batch: SampleBatch, function: Callable[..., Tensor], *columns: Ten
         own = [column[rows] for column in columns]
         out[batch.flat_index(rows)] = function(batch.subset(rows), *own).to(out.dtype)
     return out
+
+
+def _rows_of(columns: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    return {name: values[rows] for name, values in columns.items()}
 
 
 def _events_of(events: Events, rows: Tensor, num_samples: int) -> Events:

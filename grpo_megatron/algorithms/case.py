@@ -194,16 +194,13 @@ def _check_lengths(given: _Document) -> None:
 
 def _case(given: _Document) -> Case:
     size = len(given.logprobs)
-    mask = given.loss_mask or [[True] * len(row) for row in given.logprobs]
-
-    def flat(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.tensor(list(compress(chain(*rows), chain(*mask))), dtype=dtype)
-
-    columns = {
-        name: flat(rows, torch.int64 if name == "token_ids" else torch.float64)
-        for name in ("logprobs", *_RAGGED[:-1])
-        if (rows := getattr(given, name))
-    }
+    mask = _mask(given)
+    columns = {}
+    for name in ("logprobs", *_RAGGED[:-1]):
+        rows = getattr(given, name)
+        if rows:
+            dtype = torch.int64 if name == "token_ids" else torch.float64
+            columns[name] = _flat(rows, mask, dtype)
     columns.setdefault("old_logprobs", columns["logprobs"])
     columns.setdefault("rollout_logprobs", columns["old_logprobs"])
     names, domains = _labels("domains", given.domains, size)
@@ -233,19 +230,39 @@ def _case(given: _Document) -> Case:
         dropped=_dropped(given, names),
         tokens={n: c for n, c in columns.items() if n not in ("logprobs", "rollout_logprobs")},
     )
-    advantages = given.advantages
-    if advantages is not None:
-        per_token = isinstance(advantages[0], list)
-        advantages = Advantages(flat(advantages) if per_token else _double(advantages), per_token)
     return Case(
         batch,
         names,
         columns,
         mask,
         torch.tensor(given.truncated or [False] * size),
-        advantages,
+        _given_advantages(given, mask),
         _state(given, names),
     )
+
+
+def _mask(given: _Document) -> list[list[bool]]:
+    """Which of all tokens are policy tokens."""
+    if given.loss_mask:
+        return [[bool(flag) for flag in row] for row in given.loss_mask]
+    return [[True] * len(row) for row in given.logprobs]
+
+
+def _flat(
+    rows: Sequence[Sequence[float]], mask: Sequence[Sequence[bool]], dtype: torch.dtype
+) -> Tensor:
+    """The policy tokens of ragged rows, one after another. [n]"""
+    return torch.tensor(list(compress(chain(*rows), chain(*mask))), dtype=dtype)
+
+
+def _given_advantages(given: _Document, mask: Sequence[Sequence[bool]]) -> Advantages | None:
+    """Those of the case itself, by sample or by token."""
+    rows: Any = given.advantages
+    if rows is None:
+        return None
+    if isinstance(rows[0], list):
+        return Advantages(_flat(rows, mask, torch.float64), per_token=True)
+    return Advantages(_double(rows), per_token=False)
 
 
 def _dropped(given: _Document, domains: Sequence[str]) -> DroppedRewards | None:
@@ -308,23 +325,29 @@ def _labels(
     """Names in order of appearance, int64 [N] of indices; numbers are indices themselves."""
     if values is None:
         return ("all",), torch.zeros(size, dtype=torch.int64)
-    if not all(isinstance(value, int) for value in values):
+    numbers = [value for value in values if isinstance(value, int)]
+    if len(numbers) < len(values):
         names = tuple(dict.fromkeys(map(str, values)))
         return names, torch.tensor([names.index(str(value)) for value in values])
-    if min(values) < 0:
-        raise ValueError(f"{name}[{values.index(min(values))}] is negative")
-    if empty := set(range(max(values) + 1)) - set(values):
+    if min(numbers) < 0:
+        raise ValueError(f"{name}[{numbers.index(min(numbers))}] is negative")
+    count = max(numbers) + 1
+    empty = set(range(count)) - set(numbers)
+    if empty:
         raise ValueError(f"{name} leaves {min(empty)} empty", "number from 0 without gaps")
-    return tuple(map(str, range(max(values) + 1))), torch.tensor(values)
+    return tuple(map(str, range(count))), torch.tensor(numbers)
 
 
 def _events(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
     """Rewards inside samples, at policy tokens."""
-    name, rows = ("steps", given.steps) if given.turns is None else ("turns", given.turns)
-    if rows is None:
-        return None
     if given.steps is not None and given.turns is not None:
         raise ValueError("turns and steps exclude each other")
+    name = "steps" if given.turns is None else "turns"
+    rows: Sequence[Sequence[_Step]] | None = given.steps
+    if given.turns is not None:
+        rows = given.turns
+    if rows is None:
+        return None
     places: list[tuple[int, int]] = []  # sample, last policy token
     for i, row in enumerate(rows):
         for k, event in enumerate(row):
@@ -335,11 +358,11 @@ def _events(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
                 raise ValueError(f"{name}[{i}][{k}] has no policy token")
     if name == "turns" and len(set(places)) < len(places):
         raise ValueError("turns has two turns that end with the same policy token")
-    events = list(chain(*rows))
     sample, end = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-    states = [str(event.state) for event in events] if name == "turns" else []
-    numbers = {state: number for number, state in enumerate(dict.fromkeys(states))}
-    state = torch.tensor([numbers[s] for s in states], dtype=torch.int64)
-    return Events(
-        sample, end, _double([event.reward for event in events]), state if name == "turns" else None
-    )
+    reward = _double([event.reward for event in chain(*rows)])
+    if given.turns is None:
+        return Events(sample, end, reward)
+    states = [str(turn.state) for turn in chain(*given.turns)]
+    number_of = {state: number for number, state in enumerate(dict.fromkeys(states))}
+    state = torch.tensor([number_of[name] for name in states], dtype=torch.int64)
+    return Events(sample, end, reward, state)

@@ -18,7 +18,7 @@ from grpo_megatron.algorithms.terms import CLIPS, KL
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 from grpo_megatron.config.problems import as_toml
 
-AXES: dict[str, dict[str, Callable]] = {
+AXES: dict[str, dict[str, Callable[..., Any]]] = {
     "reward_shaping": REWARD_SHAPINGS,
     "subset": {**GROUP_SUBSETS, "adaptive": adaptive},
     "advantage": ESTIMATORS,
@@ -59,7 +59,7 @@ def _rendered(template: str, **known: Any) -> str:
     )
 
 
-def _choices(preset: str) -> Iterator[tuple[str, str, Callable]]:
+def _choices(preset: str) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     config = ObjectiveConfig(preset=preset)
     for axis, functions in AXES.items():
         choice = getattr(config, axis)

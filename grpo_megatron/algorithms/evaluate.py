@@ -44,7 +44,9 @@ def evaluate(
     if objective.config.preference_weight > 0:
         margins = batch.sums(log_ratio(logprobs, columns["ref_logprobs"]))
         terms = terms.with_margins(objective, margins)
-    gradient, stats, loss = torch.zeros_like(logprobs), Stats(), 0.0
+    gradient = torch.zeros_like(logprobs)
+    stats = Stats()
+    loss = 0.0
     for part in [torch.arange(len(batch))] if parts is None else parts:
         index = batch.flat_index(part)
         local = {name: column[index] for name, column in columns.items()}
@@ -61,8 +63,8 @@ def evaluate(
             ),
         )
         if piece.requires_grad:
-            piece.backward()
-            gradient[index] = leaf.grad
+            (of_part,) = torch.autograd.grad(piece, [leaf])
+            gradient[index] = of_part
         loss += float(piece.detach())
         stats.add(found)
     return Evaluation(loss, gradient, advantages, stats)

@@ -28,8 +28,10 @@ class Objective:
     `opsm_delta@DOMAIN`: calibrated thresholds; `success` and `success@DOMAIN`: success rates of
     earlier groups (`RunningDistribution.state`), for the adaptive subset."""
 
-    def by_domain(self, name: str) -> list[float | None]:
-        return [getattr(self.config.for_domain(self.own.get(d)), name) for d in self.domains]
+    def by_domain(self, name: str) -> list[Any]:
+        """The value of a setting in every domain."""
+        of_domains = [self.config.for_domain(self.own.get(domain)) for domain in self.domains]
+        return [getattr(config, name) for config in of_domains]
 
     def value(self, name: str, batch: LossBatch) -> float | Tensor:
         """A number where all domains agree, else [n]."""
@@ -37,14 +39,18 @@ class Objective:
 
     def deltas(self) -> list[float | None]:
         """OPSM's threshold by domain; None: not calibrated yet."""
-        return [
-            self.state.get(f"opsm_delta@{d}") if delta is None else delta
-            for d, delta in zip(self.domains, self.by_domain("opsm_delta"), strict=True)
-        ]
+        found = []
+        for domain, delta in zip(self.domains, self.by_domain("opsm_delta"), strict=True):
+            if delta is None:
+                delta = self.state.get(f"opsm_delta@{domain}")
+            found.append(delta)
+        return found
 
     @property
     def exponent(self) -> float:
-        return self.state.get("lambda", self.config.lambda_init)
+        """Of lambda_grpo, as learned so far."""
+        exponent: float = self.state.get("lambda", self.config.lambda_init)
+        return exponent
 
     @property
     def weighs_kl(self) -> bool:
@@ -62,62 +68,89 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     denominators (`step_terms`): losses of all micro-batches and ranks add up to the step's."""
     o = objective.config
     batch, infinite = _without_infinite(batch)
-    old = batch.rollout_logprobs if o.proximal == "rollout" else batch.old_logprobs
+    old_logprobs = batch.rollout_logprobs if o.proximal == "rollout" else batch.old_logprobs
     tokens = terms.Update(
-        ratios.bounded(batch.logprobs - old),
+        ratios.bounded(batch.logprobs - old_logprobs),
         batch.advantages,
         batch.logprobs,
         objective.value("clip_low", batch),
         objective.value("clip_high", batch),
     )
     update = replace(tokens, log_ratio=_log_ratio(o, tokens, batch))
-    term = terms.CLIPS[o.clip](o, update)
-    status = terms.clip_status(o, tokens if o.clip == "gmpo" else update)
-    if batch.decisions is not None and o.clip in ("ppo", "upper"):
-        followed = terms.clipped_as(batch.decisions, status)
-        term = torch.where(followed, term.detach(), update.log_ratio.exp() * batch.advantages)
+    clipped = terms.clip_status(o, tokens if o.clip == "gmpo" else update)
     meter = Meter(batch.domain[batch.sample], batch.domain, objective.domains)
-    factor, masks = _off_policy_factor(objective, batch, meter.stats)
-    losses = -term if factor is None else -(term * factor)
+    factor, rejected = _off_policy_factor(objective, batch, meter.stats)
+
+    losses = -_surrogate(o, update, batch, clipped)
+    if factor is not None:
+        losses = losses * factor
     if objective.weighs_kl and o.kl in terms.KL:
-        losses = losses + objective.value("kl_beta", batch) * terms.KL[o.kl](
-            batch.untruncated_logprobs, batch.ref_logprobs, tokens.log_ratio
-        )
-    weight = objective.value("entropy_weight", batch)
-    if isinstance(weight, Tensor) or weight != 0:
-        losses = losses - weight * batch.entropies
+        divergence = terms.KL[o.kl](batch.untruncated_logprobs, _reference(batch), tokens.log_ratio)
+        losses = losses + objective.value("kl_beta", batch) * divergence
+    entropy_weight = objective.value("entropy_weight", batch)
+    if isinstance(entropy_weight, Tensor) or entropy_weight != 0:
+        losses = losses - entropy_weight * batch.entropies
     if o.llds_weight > 0:
-        losses = losses + o.llds_weight * terms.llds(
-            tokens.log_ratio, batch.advantages, batch.sample, batch.token_counts
-        )
+        displaced = terms.llds(tokens.log_ratio, batch.advantages, batch.sample, batch.token_counts)
+        losses = losses + o.llds_weight * displaced
     weighted = batch.weights * losses
     loss = weighted.sum()
     if batch.preference is not None:
-        coefficient, value = batch.preference
-        away = ratios.log_ratio(batch.untruncated_logprobs, batch.ref_logprobs)
-        margin = ratios.segment_sum(away, batch.sample, batch.token_counts)
-        loss = loss + (coefficient * (margin - margin.detach()) + value).sum()
+        loss = loss + _preference_loss(batch, batch.preference)
+
     measure(
         meter,
         batch,
         update.log_ratio.detach().exp(),
         tokens.log_ratio.detach(),
-        clipped=status,
-        rejected=masks,
+        clipped=clipped,
+        rejected=rejected,
         infinite=infinite,
         factor=factor,
     )
     meter.stats.mean("loss/abs_terms", weighted.abs().sum(), 0.0, "sum")
-    meter.stats.decisions = {**status, **masks}
+    meter.stats.decisions = {**clipped, **rejected}
     if batch.decisions is not None:
-        differs = [
-            torch.zeros_like(infinite),
-            *(now != batch.decisions.get(name, now) for name, now in meter.stats.decisions.items()),
-        ]
-        meter.mean("replay/decisions_changed", torch.stack(differs).any(0))
+        meter.mean("replay/decisions_changed", _decided_otherwise(batch, meter.stats.decisions))
     if batch.weight_slopes is not None:
         meter.stats.mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
     return loss, meter.stats
+
+
+def _surrogate(
+    o: ObjectiveConfig, update: terms.Update, batch: LossBatch, clipped: Mapping[str, Tensor]
+) -> Tensor:
+    """What is maximised, [n]; clipped as recorded where the step is replayed."""
+    term = terms.CLIPS[o.clip](o, update)
+    if batch.decisions is None or o.clip not in ("ppo", "upper"):
+        return term
+    was_clipped = terms.clipped_as(batch.decisions, clipped)
+    unclipped = update.log_ratio.exp() * batch.advantages
+    return torch.where(was_clipped, term.detach(), unclipped)
+
+
+def _preference_loss(batch: LossBatch, preference: Tensor) -> Tensor:
+    """A scalar with the value and the gradient that `preference_coefficients` fixed."""
+    coefficient, value = preference
+    away = ratios.log_ratio(batch.untruncated_logprobs, _reference(batch))
+    margin = ratios.segment_sum(away, batch.sample, batch.token_counts)
+    losses: Tensor = coefficient * (margin - margin.detach()) + value
+    return losses.sum()
+
+
+def _reference(batch: LossBatch) -> Tensor:
+    """The reference's log-probs, which `Objective.wants_reference` asks for."""
+    assert batch.ref_logprobs is not None
+    return batch.ref_logprobs
+
+
+def _decided_otherwise(batch: LossBatch, decisions: Mapping[str, Tensor]) -> Tensor:
+    """Tokens that would be clipped or rejected otherwise than they were recorded, bool [n]."""
+    recorded = batch.decisions or {}
+    changed = torch.zeros_like(batch.logprobs, dtype=torch.bool)
+    for name, now in decisions.items():
+        changed = changed | (now != recorded.get(name, now))
+    return changed
 
 
 def _log_ratio(o: ObjectiveConfig, tokens: terms.Update, batch: LossBatch) -> Tensor:
@@ -138,7 +171,10 @@ def _off_policy_factor(
     """What multiplies the surrogate term, [n]; None for 1. Also who was rejected, bool [n].
 
     `stats` keeps the distances by sample of domains whose threshold is still to be calibrated."""
-    o, factor, masks, decisions = objective.config, None, {}, batch.decisions or {}
+    o = objective.config
+    decisions = batch.decisions or {}
+    factor: Tensor | None = None
+    masks: dict[str, Tensor] = {}
     if o.mismatch != "none":
         log_rho = ratios.bounded(batch.old_logprobs.detach() - batch.rollout_logprobs)
         weigh = partial(
@@ -162,8 +198,8 @@ def _off_policy_factor(
         for number, (name, delta) in enumerate(zip(objective.domains, deltas, strict=True)):
             if delta is None:
                 stats.samples[name] = distance[batch.domain == number].double()
-        delta = _at_tokens([torch.inf if d is None else d for d in deltas], batch)
-        masks["opsm"] = (batch.advantages < 0) & (distance[batch.sample] > delta)
+        bound = _at_tokens([torch.inf if delta is None else delta for delta in deltas], batch)
+        masks["opsm"] = (batch.advantages < 0) & (distance[batch.sample] > bound)
         keep = (~decisions.get("opsm", masks["opsm"])).to(batch.logprobs.dtype)
         factor = keep if factor is None else factor * keep
     return factor, masks
@@ -186,9 +222,10 @@ def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
     if not bool(infinite.any()):
         return batch, infinite
     columns["weights"] = batch.weights
-    return replace(
-        batch, **{name: torch.where(infinite, 0.0, column) for name, column in columns.items()}
-    ), infinite
+    finite: dict[str, Any] = {}
+    for name, column in columns.items():
+        finite[name] = torch.where(infinite, 0.0, column)
+    return replace(batch, **finite), infinite
 
 
 def _at_tokens(values: Sequence[float], batch: LossBatch) -> float | Tensor:

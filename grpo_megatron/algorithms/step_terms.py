@@ -15,8 +15,8 @@ from torch import Tensor
 
 from grpo_megatron.algorithms.advantages.estimators import turn_index
 from grpo_megatron.algorithms.advantages.pipeline import Advantages
-from grpo_megatron.algorithms.batch import SampleBatch
-from grpo_megatron.algorithms.objective import LossBatch, Objective
+from grpo_megatron.algorithms.batch import LossBatch, SampleBatch
+from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.terms import preference_coefficients
 from grpo_megatron.config.objective import ObjectiveConfig
 
@@ -131,13 +131,19 @@ def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray) -> 
         rows = scopes == scope
         part = replace(lengths, tokens=lengths.tokens[rows], groups=lengths.groups[rows])
         weights = AGGREGATIONS[o.aggregation](o, part)
-        found[:, rows] = weights if o.aggregation == "lambda_grpo" else (weights, 0 * weights)
+        if o.aggregation == "lambda_grpo":
+            found[:, rows] = weights
+        else:
+            found[0, rows] = weights
     return found
 
 
 def seq_mean_token_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
     """`1 / (N_seq T_i)` (GRPO, GSPO, SAPO); long answers pay less per token."""
-    return 1.0 / (max(len(lengths.tokens), 1) * np.maximum(lengths.tokens, 1).astype(np.float64))
+    num_samples = max(len(lengths.tokens), 1)
+    tokens = np.maximum(lengths.tokens, 1).astype(np.float64)
+    weights: np.ndarray = 1.0 / (num_samples * tokens)
+    return weights
 
 
 def token_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
@@ -159,7 +165,9 @@ def prompt_mean(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:
     """`1 / (Q N_tok of the group)`: the mean over prompts of their token mean."""
     _, group = np.unique(lengths.groups, return_inverse=True)
     tokens = np.bincount(group, lengths.tokens)
-    return 1.0 / (max(len(tokens), 1) * np.maximum(tokens, 1.0))[group]
+    num_groups = max(len(tokens), 1)
+    of_group: np.ndarray = 1.0 / (num_groups * np.maximum(tokens, 1.0))
+    return of_group[group]
 
 
 def lambda_grpo(o: ObjectiveConfig, lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
@@ -170,7 +178,8 @@ def lambda_grpo(o: ObjectiveConfig, lengths: Lengths) -> tuple[np.ndarray, np.nd
     tokens = lengths.tokens.astype(float)
 
     def mean(values: np.ndarray) -> np.ndarray:
-        return (np.bincount(group, values) / count)[group]
+        of_group: np.ndarray = np.bincount(group, values) / count
+        return of_group[group]
 
     centred = tokens - mean(tokens)
     std = np.sqrt(mean(centred**2))

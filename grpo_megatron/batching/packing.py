@@ -47,7 +47,8 @@ def _level(
 ) -> list[np.ndarray] | None:
     """Longest first into the cheapest bin with room; None when some sample finds no room."""
     heap = [(0.0, b) for b in range(num_bins)]
-    used, rows = [0] * num_bins, [[] for _ in range(num_bins)]
+    used = [0] * num_bins
+    rows: list[list[int]] = [[] for _ in range(num_bins)]
     for row in order.tolist():
         full = []
         while heap and used[heap[0][1]] + lengths[row] > capacity:

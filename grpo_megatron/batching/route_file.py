@@ -133,8 +133,8 @@ class RouteFile:
         prompt = np.asarray(columns.get("route_prompt", np.zeros(len(group), np.int32)))
         self._num_prompt = np.diff(columns["prompt_offsets"])[group]
         self._num_completion = np.maximum(np.diff(columns["completion_offsets"]) - 1, 0)
-        of_prompt = self.shape.num_bytes(np.diff(columns["prompt_offsets"]))
-        of_sample = self.shape.num_bytes(self._num_completion)
+        of_prompt = np.asarray(self.shape.num_bytes(np.diff(columns["prompt_offsets"])))
+        of_sample = np.asarray(self.shape.num_bytes(self._num_completion))
         parts = np.zeros(len(of_prompt), np.int64)
         np.maximum.at(parts, group, prompt + 1)
         prompts = np.cumsum(parts * of_prompt)[group]  # up to those of the sample's own group
@@ -186,5 +186,6 @@ class RouteFile:
         for block in blocks:
             if block not in self._is_bad:
                 data = self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-                self._is_bad[block] = xxhash.xxh3_64_intdigest(data) != self._checksums[block]
+                found = xxhash.xxh3_64_intdigest(data.data)
+                self._is_bad[block] = found != self._checksums[block]
         return [block for block in blocks if self._is_bad[block]]

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
 from grpo_megatron.batching.route_file import RouteFile, write_routes
@@ -85,12 +86,16 @@ def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     }
 
 
-def _concatenate(parts: Sequence, dtype) -> np.ndarray:
-    return np.concatenate([np.asarray(p, dtype) for p in parts]) if parts else np.empty(0, dtype)
+def _concatenate(parts: Sequence[ArrayLike], dtype: DTypeLike) -> np.ndarray:
+    if not parts:
+        return np.empty(0, dtype)
+    return np.concatenate([np.asarray(part, dtype) for part in parts])
 
 
-def _offsets(lengths: Sequence[int]) -> np.ndarray:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(lengths, np.int64))])
+def _offsets(lengths: ArrayLike) -> np.ndarray:
+    """Where parts of these lengths begin, and where the last one ends; int64 [N+1]."""
+    ends = np.cumsum(np.asarray(lengths, np.int64))
+    return np.concatenate([np.zeros(1, np.int64), ends])
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +179,17 @@ class SampleTable:
                     remedy="delete the step; it is sampled anew",
                 )
         self._shards = [read_columns(directory / s["name"]) for s in self.manifest["shards"]]
-        self._routes = [
-            RouteFile(
-                (directory / s["name"]).with_suffix(".routes"),
-                columns,
-                msgspec.convert(s["routes"], RouteShape),
-            )
-            if s.get("routes")
-            else None
-            for s, columns in zip(self.manifest["shards"], self._shards, strict=True)
-        ]
+        self._routes: list[RouteFile | None] = []
+        for entry, columns in zip(self.manifest["shards"], self._shards, strict=True):
+            self._routes.append(_route_file(directory, entry, columns))
         train = read_columns(directory / "train.safetensors")
-        self.shard, self.index, self.group, self.update, self.reward, self.domain, truncated = (
-            np.array(train[name]) for name in _ROW_COLUMNS
-        )
-        self.truncated = truncated.astype(bool)
+        self.shard = np.array(train["shard"])
+        self.index = np.array(train["index"])
+        self.group = np.array(train["group"])
+        self.update = np.array(train["update"])
+        self.reward = np.array(train["reward"])
+        self.domain = np.array(train["domain"])
+        self.truncated = np.array(train["truncated"]).astype(bool)
         self.steps = tuple(np.array(train[f"step_{name}"]) for name in ("row", "end", "reward"))
         self.components = {
             name.partition("/")[2]: np.array(values)
@@ -227,7 +228,8 @@ class SampleTable:
         columns = self._shards[self.shard[row]]
         group = columns["group"][self.index[row]]
         start, end = columns["prompt_offsets"][group : group + 2]
-        return columns["prompt_ids"][start:end]
+        ids: np.ndarray = columns["prompt_ids"][start:end]
+        return ids
 
     def _at(self, row: int, offsets: str) -> tuple[Mapping[str, np.ndarray], int, int]:
         """The columns of a sample's shard, and where in them it is."""
@@ -268,15 +270,26 @@ class SampleTable:
         """Experts of a sample's tokens in some layers (numbers from 0) of a model of `shape`.
 
         Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
-        file = self._routes[self.shard[row]]
+        file = self._routes[int(self.shard[row])]
         if file is not None and file.shape == shape:
-            return file.read(int(self.index[row]), [shape.layers.index(i) for i in layers])
+            places = [shape.layers.index(layer) for layer in layers]
+            return file.read(int(self.index[row]), places)
         tokens = int(self.prompt_lengths[row] + self.completion_lengths[row]) - 1
         why = RouteStatus.MISSING if file is None else RouteStatus.MISSHAPEN
         return (
             np.zeros((len(layers), tokens, shape.experts_per_token), shape.dtype),
             np.full((len(layers), tokens), why, np.uint8),
         )
+
+
+def _route_file(
+    directory: Path, shard: Mapping[str, Any], columns: Mapping[str, np.ndarray]
+) -> RouteFile | None:
+    """The routes of a shard, by its entry of the manifest; None where none were recorded."""
+    if not shard.get("routes"):
+        return None
+    path = (directory / shard["name"]).with_suffix(".routes")
+    return RouteFile(path, columns, msgspec.convert(shard["routes"], RouteShape))
 
 
 def write_decisions(

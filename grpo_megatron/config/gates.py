@@ -75,7 +75,8 @@ def read_result(run: Path) -> dict[str, Any]:
     """`result.json` of a finished run. ConfigError where there is none."""
     file = run / "result.json"
     with raised_as(ConfigError, "not a finished run", (OSError, ValueError), where=file):
-        return json.loads(file.read_text())
+        result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
 def _value(result: Mapping[str, Any], name: str) -> float | str:

@@ -69,9 +69,11 @@ def apply_overrides(layers: Layers, texts: Sequence[str]) -> list[Problem]:
 
 def _apply(layers: Layers, text: str) -> Problem | None:
     key, equals, raw = text.partition("=")
-    origin, keys = Origin("flag", text), ()
+    origin = Origin("flag", text)
+    keys: tuple[str, ...] = ()
     with contextlib.suppress(ValueError):
-        keys = split_key(key) if equals else ()
+        if equals:
+            keys = split_key(key)
     if not keys:
         return Problem(
             key or text,

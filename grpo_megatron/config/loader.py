@@ -1,6 +1,7 @@
 """Recipes to resolved configurations (defaults < recipes < flags), and their `config.json`."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from pydantic import Field, ValidationError
 import grpo_megatron
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
-from grpo_megatron.config.keys import dotted, leaves
+from grpo_megatron.config.keys import KeyPath, dotted, leaves
 from grpo_megatron.config.layers import DEFAULT, Layers, Origin, apply_overrides
 from grpo_megatron.config.objective import PRESETS, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.presets import ModelPreset, load_preset, preset_names
@@ -146,8 +147,12 @@ def _assemble(
             preset.defaults, lambda path: Origin("model", preset.file.where(("defaults", *path)))
         )
     for file in chain:
-        layers.merge(file.values, lambda path, file=file: Origin("recipe", file.where(path)))
+        layers.merge(file.values, partial(_origin_in, file))
     return layers, apply_overrides(layers, overrides)
+
+
+def _origin_in(file: TomlFile, path: KeyPath) -> Origin:
+    return Origin("recipe", file.where(path))
 
 
 def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:

@@ -426,15 +426,12 @@ class RunConfig(Strict):
     @property
     def input_paths(self) -> list[Path]:
         """What a run reads: model, data sets, references, teachers."""
-        teachers = self.distillation.teachers if self.distillation else ()
-        return sorted(
-            {
-                self.model.path,
-                *(t.path for t in teachers),
-                *(path for d in self.domains for path in (d.path, d.reference)),
-            }
-            - {None}
-        )
+        paths = {self.model.path}
+        if self.distillation:
+            paths |= {teacher.path for teacher in self.distillation.teachers}
+        for domain in self.domains:
+            paths |= {domain.path, domain.reference}
+        return sorted(path for path in paths if path is not None)
 
     @property
     def uses_dataset(self) -> bool:

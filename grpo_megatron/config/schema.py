@@ -66,26 +66,31 @@ def takes_text(path: KeyPath) -> bool:
 
 def choices_at(path: KeyPath) -> tuple[Any, ...]:
     """The fixed set of values at `path`; empty if open."""
-    return get_args(kind) if get_origin(kind := type_of(path)) is Literal else ()
+    kind = type_of(path)
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     """What the unknown key at `path` may stand for: likely typos, then the name in other tables."""
     *table, key = map(str, path)
-    here, anywhere = keys_of(table), {str(known[-1]): [] for known in all_fields()}
+    here = keys_of(table)
+    anywhere: dict[str, list[str]] = {}
     for known in all_fields():
-        anywhere[str(known[-1])].append(dotted(known))
-    habit = assets.tables(__file__, "habits.toml").get(plain(key))
-    same = [full for name in (plain(key), habit) for full in anywhere.get(name, ())]
+        anywhere.setdefault(str(known[-1]), []).append(dotted(known))
+    habit: str | None = assets.tables(__file__, "habits.toml").get(plain(key))
+
+    likely = [habit] if habit in here else []
+    likely += nearest(key, here, cutoff=0.8)
+    same = list(anywhere.get(plain(key), ()))
+    if habit is not None:
+        same += anywhere.get(habit, ())
     same.sort(key=lambda full: (dotted(tuple(table)) not in full, "*" in full))
-    found = [*([habit] if habit in here else []), *nearest(key, here, cutoff=0.8)]
-    found = (
-        [dotted((*table, name)) for name in found]
-        + same
-        + [dotted((*table, name)) for name in nearest(key, here)]
-    )
+    found = [dotted((*table, name)) for name in likely if name]
+    found += same
+    found += [dotted((*table, name)) for name in nearest(key, here)]
     if not found:
-        found = [full for name in nearest(key, anywhere, cutoff=0.75) for full in anywhere[name]]
+        for name in nearest(key, anywhere, cutoff=0.75):
+            found += anywhere[name]
     index = next((part for part in table if part.isdigit()), "0")
     return list(dict.fromkeys(name.replace("*", index) for name in found))[:count]
 

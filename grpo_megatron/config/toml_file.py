@@ -70,7 +70,9 @@ def key_lines(text: str) -> dict[KeyPath, int]:
     `tomllib` does not keep them. A statement ends with the first line at which it parses."""
     lines: dict[KeyPath, int] = {}
     sizes: Counter[KeyPath] = Counter()  # elements seen of each `[[array]]`
-    statement, first, table = "", 1, ()
+    table: KeyPath = ()
+    statement = ""
+    first = 1
     for number, line in enumerate(text.split("\n"), start=1):
         statement += line + "\n"
         try:

@@ -5,10 +5,11 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from grpo_megatron import assets
 from grpo_megatron.config import schema
@@ -37,45 +38,50 @@ def valid(
     if errors:
         config, _ = _parse(_without(layers.tree, [error["loc"] for error in errors]))
     if config is not None:
-        unsure = {dotted(error["loc"]) for error in errors} | {  # and what unknown ones may mean
-            key
-            for error in errors
-            if error["type"] == "extra_forbidden"
-            for key in schema.nearest_keys(error["loc"])
-        }
-        found += [
-            _problem_of_violation(violation, config, layers)
-            for check in (check_rules, *checks)
-            for violation in check(config)
-            if not any(
-                f"{key}.".startswith(f"{wrong}.")
-                for wrong in unsure
-                for key in (violation.key, *violation.related)
-            )
-        ]
-    if found:
+        unsure = _unsure_keys(errors)
+        for check in (check_rules, *checks):
+            for violation in check(config):
+                if not _is_about(violation, unsure):
+                    found.append(_problem_of_violation(violation, config, layers))
+    if found or config is None:
         count = f"{len(found)} problem" + "s" * (len(found) > 1)
         raise InvalidConfigError(f"{count} in {source}; nothing was started", problems=found)
     return config
 
 
-def _parse(tree: dict[str, Any]) -> tuple[RunConfig | None, list[dict[str, Any]]]:
+def _unsure_keys(errors: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Keys whose intended value is not known: wrong ones, and what unknown ones may mean."""
+    keys = set()
+    for error in errors:
+        keys.add(dotted(error["loc"]))
+        if error["type"] == "extra_forbidden":
+            keys |= set(schema.nearest_keys(error["loc"]))
+    return keys
+
+
+def _is_about(violation: Violation, keys: Collection[str]) -> bool:
+    """Whether a violation is of one of `keys`, of something below, or related to it."""
+    for told in (violation.key, *violation.related):
+        if any(f"{told}.".startswith(f"{key}.") for key in keys):
+            return True
+    return False
+
+
+def _parse(tree: dict[str, Any]) -> tuple[RunConfig | None, list[ErrorDetails]]:
     """Strict JSON mode: no `"2"` for 2, but lists for tuples and text for paths."""
     try:
         return RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True), []
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    # "list too short" is an echo where elements were left out only because they are wrong
-    return None, [
-        error
-        for error in errors
-        if error["type"] != "too_short"
-        or not any(
-            other["loc"][: len(error["loc"])] == error["loc"]
-            for other in errors
-            if other is not error
-        )
-    ]
+    return None, [error for error in errors if not _is_echo(error, errors)]
+
+
+def _is_echo(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
+    """Whether a list is too short only because elements of it are wrong and were left out."""
+    if error["type"] != "too_short":
+        return False
+    place = error["loc"]
+    return any(other["loc"][: len(place)] == place for other in errors if other is not error)
 
 
 def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
@@ -91,12 +97,12 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
     return tree
 
 
-def _problem_of(error: dict[str, Any], layers: Layers) -> Problem:
+def _problem_of(error: Mapping[str, Any], layers: Layers) -> Problem:
     known = {"extra_forbidden": _unknown_key, "missing": _missing_key}
     return known.get(error["type"], _wrong_value)(error["loc"], error, layers)
 
 
-def _unknown_key(path: KeyPath, error: dict[str, Any], layers: Layers) -> Problem:
+def _unknown_key(path: KeyPath, error: Mapping[str, Any], layers: Layers) -> Problem:
     near, value = schema.nearest_keys(path), error["input"]
     full, suffix = path, ""
     while isinstance(value, dict) and len(value) == 1:  # `trianer.num_ranks=2`: show it all
@@ -119,7 +125,7 @@ def _unknown_key(path: KeyPath, error: dict[str, Any], layers: Layers) -> Proble
     )
 
 
-def _missing_key(path: KeyPath, error: dict[str, Any], layers: Layers) -> Problem:
+def _missing_key(path: KeyPath, error: Mapping[str, Any], layers: Layers) -> Problem:
     where = str(layers.origin(path[:-1])) if len(path) > 1 else ""
     return Problem(
         dotted(path),
@@ -130,7 +136,7 @@ def _missing_key(path: KeyPath, error: dict[str, Any], layers: Layers) -> Proble
     )
 
 
-def _wrong_value(path: KeyPath, error: dict[str, Any], layers: Layers) -> Problem:
+def _wrong_value(path: KeyPath, error: Mapping[str, Any], layers: Layers) -> Problem:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     choices = list(map(str, schema.choices_at(path)))
     words = {**context, "choices": ", ".join(choices)}

@@ -85,4 +85,5 @@ def _mix(bits: np.ndarray) -> np.ndarray:
     """The finalizer of SplitMix64: every bit of the result depends on every bit of `bits`."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
-    return bits ^ (bits >> np.uint64(31))
+    mixed: np.ndarray = bits ^ (bits >> np.uint64(31))
+    return mixed

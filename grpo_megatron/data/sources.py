@@ -40,7 +40,9 @@ def _of_file(domain: DomainConfig, where: str) -> Iterator[Problem]:
     Of `domain.arguments`, `domain_field` keeps only the rows whose field of this name equals the
     domain's name; the answer is what follows the last `answer_after` (`"####"` for GSM8K). Other
     fields become metadata. DataError with the line for what is not as it should be."""
-    path, arguments = domain.path, domain.arguments
+    path = domain.path
+    arguments = domain.arguments
+    assert path is not None  # rule domain_source
     if unknown := [key for key in arguments if key not in _FILE_ARGUMENTS]:
         raise DataError(
             f"a file domain has no argument {unknown[0]!r}",
@@ -143,6 +145,7 @@ def _of_gym(domain: DomainConfig, seed: int, where: str) -> Iterator[Problem]:
     `arguments.seed` wins over `seed`, so that a recipe can pin its problems."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
+    assert domain.dataset is not None  # rule domain_source
     if domain.dataset not in DATASETS:
         raise DataError(
             f"reasoning-gym has no data set {domain.dataset!r}",

@@ -89,7 +89,8 @@ def tables_of(name: str) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in own.pop("extends", ()):
         merged = _merge(merged, tables_of(part))
-    return _merge(merged, own)
+    whole: dict[str, Any] = _merge(merged, own)
+    return whole
 
 
 def _merge(below: Any, above: Any, path: tuple[str, ...] = ()) -> Any:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import TypedDict
 
 from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset
@@ -47,10 +48,13 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
     hf, _ = configuration_of(config.model)
     vocab_size = hf.get("vocab_size") or _made_vocabulary(config.model)
     sizes = sizes_of(hf, vocab_size, config.trainer)
-    memory = int(DEVICES["memory"][device] * _GIB) if config.placement.gpus_per_node else None
-    usable = memory and int((memory - DEVICES["context"] * _GIB) * (1 - DEVICES["gaps"]))
-    if memory and config.placement.mode == "colocated":
-        usable -= int(_utilisation(config) * memory)
+    memory: int | None = None
+    usable: int | None = None
+    if config.placement.gpus_per_node:
+        memory = int(DEVICES["memory"][device] * _GIB)
+        usable = int((memory - DEVICES["context"] * _GIB) * (1 - DEVICES["gaps"]))
+        if config.placement.mode == "colocated":
+            usable -= int(_utilisation(config) * memory)
     work = _workload(config, sizes)
     pp = config.trainer.pipeline_parallel_size
     wanted = {0, min(1, pp - 1), pp - 1} if worst_only else range(pp)
@@ -106,12 +110,23 @@ def a_sequence_fits_into_the_cache(config: RunConfig, plan: Plan) -> Violation |
 
 def _made_vocabulary(model: ModelConfig) -> int:
     """Tokens of a preset's own tokenizer: padding, end of text, characters, fillers."""
+    assert model.preset is not None  # a checkpoint's config.json tells
     table = load_preset(model.preset).tokenizer
-    multiple = table.get("pad_to_multiple", 32)
+    multiple = int(table.get("pad_to_multiple", 32))
     return -(-(2 + len(table["alphabet"])) // multiple) * multiple
 
 
-def _workload(config: RunConfig, s: Sizes) -> dict[str, int]:
+class Workload(TypedDict):
+    """What a rank computes in an optimizer step, as `step_bytes` takes it."""
+
+    tokens: int  # of a micro-batch
+    sequence: int  # tokens of the longest sample
+    num_microbatches: int
+    replayed: bool  # routes
+    on_gpu: bool
+
+
+def _workload(config: RunConfig, s: Sizes) -> Workload:
     """Of a rank, for `step_bytes`; all samples are taken to be as long as they may."""
     t, batch, length = config.trainer, config.batch, config.rollout.max_model_len
     samples = batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
@@ -126,7 +141,7 @@ def _workload(config: RunConfig, s: Sizes) -> dict[str, int]:
     }
 
 
-def _fullest(config: RunConfig, s: Sizes, work: dict[str, int], stage: int) -> RankMemory:
+def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:
     frozen = config.routing.router_policy == "freeze_weights"
     count = s.trainer.num_ranks // s.trainer.pipeline_parallel_size
     static = {
@@ -141,7 +156,8 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     pp, symbols = s.trainer.pipeline_parallel_size, whole.symbols
     parameters = sum(w.numel for w in weights_of_chunk(whole, 0, 0))
     weights = parameters * s.symbols["element"]
-    references = config.objective.kl != "none"
+    objective = config.objective
+    references = objective.kl != "none" or objective.preference_weight > 0
     tokens = (
         config.batch.num_prompts
         * config.batch.num_samples_per_prompt
@@ -183,4 +199,4 @@ def _utilisation(config: RunConfig) -> float:
         name, _, joined = argument.partition("=")
         if name == "--gpu-memory-utilization":
             return float(joined or value)
-    return DEVICES["utilisation"]
+    return float(DEVICES["utilisation"])

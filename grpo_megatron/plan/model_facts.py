@@ -57,6 +57,7 @@ def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
         if model.path.name == "export" and run.exists() and not model.path.exists():
             return configuration_of(read_resolved(run).config.model)  # what will be exported
         return read_config(model.path), str(model.path / "config.json")
+    assert model.preset is not None  # rule model_source
     preset = load_preset(model.preset)
     return preset.hf, preset.file.display
 
@@ -79,7 +80,8 @@ def read_config(directory: Path) -> dict[str, Any]:
             remedy="download the checkpoint again",
         ),
     ):
-        return json.loads(file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return config
 
 
 def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:

@@ -33,6 +33,7 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
             device,
             worst_only=True,
         )
+        assert plan.usable_bytes is not None  # of a placement with GPUs
         if plan.worst.total <= plan.usable_bytes:
             found.append(
                 {

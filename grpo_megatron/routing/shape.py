@@ -54,4 +54,7 @@ def recorded_shape(config: RunConfig) -> RouteShape | None:
 def invalid(routes: np.ndarray, num_experts: int) -> np.ndarray:
     """Which rows name an expert that does not exist, or one twice. [..., K] -> bool [...]"""
     ordered = np.sort(routes, axis=-1)
-    return (ordered[..., 1:] == ordered[..., :-1]).any(-1) | (ordered[..., -1] >= num_experts)
+    named_twice: np.ndarray = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    unknown: np.ndarray = ordered[..., -1] >= num_experts
+    broken: np.ndarray = named_twice | unknown
+    return broken

@@ -2,7 +2,7 @@
 
 Shape legend: n completion tokens of a recorded step, L MoE layers, E experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,9 @@ def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Seq
     flipped = None
     if gap.flipped is not None and gap.flipped.size:
         experts, layers = gap.flipped.shape
-        names = gap.layers if len(gap.layers) == layers else range(layers)
+        names: Sequence[int] = range(layers)
+        if len(gap.layers) == layers:
+            names = gap.layers
         flipped = _heat_map([f"layer {n}" for n in names], range(experts), gap.flipped.T)
     return _PAGE.render(
         title=title,
@@ -117,7 +119,11 @@ def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Seq
 
 
 def _heat_map(
-    rows: Sequence[str], columns: Sequence[str], values: np.ndarray, *, per_row: bool = False
+    rows: Collection[object],
+    columns: Collection[object],
+    values: np.ndarray,
+    *,
+    per_row: bool = False,
 ) -> dict[str, Any]:
     """values: [rows, columns]; darker is more, NaN is grey; a cell's number shows on hover."""
     top = np.nanmax(np.abs(values), axis=1 if per_row else None, keepdims=True, initial=0)

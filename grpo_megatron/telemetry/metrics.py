@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import write_atomically
@@ -42,7 +42,8 @@ class MetricsWriter:
         self.nonfinite: Counter[str] = Counter()
         self._names: set[str] = set()
         self._normalisers: dict[str, str] = {}
-        self._open(math.inf)
+        self.last_step: int | None = None
+        self._file = self._opened(math.inf)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Append one step; returns exactly what was written, for the mirrors."""
@@ -57,12 +58,9 @@ class MetricsWriter:
         for name in (name for name in bad if name not in self.nonfinite):
             logger.warning("metric %s is %s in step %d; written as null", name, metrics[name], step)
         self.nonfinite.update(bad)
-        record = {
-            "step": int(step),
-            "time_s": round(time.time(), 3),
-            **numbers,
-            **({NONFINITE: len(bad)} if bad else {}),
-        }
+        record = {"step": int(step), "time_s": round(time.time(), 3), **numbers}
+        if bad:
+            record[NONFINITE] = len(bad)
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         self._names.update(metrics)
@@ -86,25 +84,24 @@ class MetricsWriter:
     def truncate_after(self, step: int) -> None:
         """Remove the lines after `step`, atomically: a run resumes from its checkpoint."""
         self._file.close()
-        self._open(step)
+        self._file = self._opened(step)
 
     def close(self) -> None:
         self._file.close()
 
-    def _open(self, last: float) -> None:
-        """Open the file without a torn line and the lines after step `last`."""
+    def _opened(self, last: float) -> TextIO:
+        """The file without a torn line and the lines after step `last`, which it finds out."""
         path = self._run_dir.metrics
         old = path.read_text(errors="replace") if path.exists() else ""
-        kept = [
-            (line, step)
-            for line, record in _complete(old, path)
-            if (step := record["step"]) <= last
-        ]
-        new = "".join(line for line, _ in kept)
+        new = ""
+        self.last_step = None
+        for line, record in _complete(old, path):
+            if record["step"] <= last:
+                new += line
+                self.last_step = record["step"]
         if new != old:
             write_atomically(path, new)
-        self.last_step = kept[-1][1] if kept else None
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        return path.open("a", encoding="utf-8", buffering=1)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -107,7 +107,7 @@ def _wandb_mirror(
         id=id_file.read_text().strip(),
         resume="allow",
         dir=run_dir.root,
-        mode=config.wandb,
+        mode="online" if config.wandb == "online" else "offline",
         config=settings,
         settings=quiet,
     )

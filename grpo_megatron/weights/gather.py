@@ -29,9 +29,14 @@ class Shard:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        return tuple(
-            n * self.size if dim == self.dim else n for dim, n in enumerate(self.tensor.shape)
-        )
+        shape = list(self.tensor.shape)
+        if self.dim is not None:
+            shape[self.dim] *= self.size
+        return tuple(shape)
+
+
+_Described = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, full shape and type of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class ShardedModel:
     def entries(self) -> list[GatherEntry]:
         """All parameters, the same list on every rank, in checkpoint order. Collective."""
         world = all_gathered([(s.name, s.full_shape, s.tensor.dtype) for s in self.shards])
-        holders: dict[tuple, list[int]] = {}
+        holders: dict[_Described, list[int]] = {}
         for rank, held in enumerate(world):
             for described in held:
                 holders.setdefault(described, []).append(rank)
@@ -73,24 +78,29 @@ class ShardedModel:
         local = {s.name: s for s in self.shards}
         rank = dist.get_rank()
         for entry, receiver in zip(entries, receivers, strict=True):
-            parameter, held = entry.parameter, local.get(entry.parameter.name)
+            parameter = entry.parameter
+            held = local.get(parameter.name)
             source = receiver if receiver in entry.holders else entry.holders[0]
-            full = _gather_parts(parameter, held, source) if held is not None else None
+            full: torch.Tensor | None = None
+            if held is not None:
+                full = _gather_parts(parameter, held, source)
             if source != receiver:
                 if rank == source:
+                    assert full is not None  # a source holds the parameter
                     dist.send(full.contiguous(), receiver)
                 elif rank == receiver:
                     device = self.shards[0].tensor.device if self.shards else "cpu"
                     full = torch.empty(parameter.shape, dtype=entry.dtype, device=device)
                     dist.recv(full, source)
             if rank == receiver:
+                assert full is not None  # held here, or received
                 for (name, _), tensor in zip(parameter.hf, parameter.split(full), strict=True):
                     yield name, tensor
 
 
 def all_gathered(value: Any) -> list[Any]:
     """What every rank has, by rank. Collective."""
-    world: list = [None] * dist.get_world_size()
+    world: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(world, value)
     return world
 
@@ -107,7 +117,8 @@ def shared_out(
 ) -> dict[int, list[GatherEntry]]:
     """The entries that each of `senders` (global ranks) sends: an entry goes to one that holds it,
     or to any where none does; of several, to the one with the fewest bytes so far."""
-    load, parts = dict.fromkeys(senders, 0), {sender: [] for sender in senders}
+    load = dict.fromkeys(senders, 0)
+    parts: dict[int, list[GatherEntry]] = {sender: [] for sender in senders}
     for entry in entries:
         candidates = [s for s in senders if s in entry.holders] or senders
         sender = min(candidates, key=lambda s: (load[s], s))
@@ -116,7 +127,7 @@ def shared_out(
     return parts
 
 
-def _checkpoint_order(item: tuple[tuple, list[int]]) -> list[str | int]:
+def _checkpoint_order(item: tuple[_Described, list[int]]) -> list[str | int]:
     """Numbers by size, not by digits: layer by layer, expert by expert."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0][0])]
 

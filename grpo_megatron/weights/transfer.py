@@ -16,12 +16,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
 from grpo_megatron.errors import MismatchError, TransferError
 from grpo_megatron.weights.transfer_plan import Bucket, TransferPlan, digest_tensor, entry_of
 
 DEFAULT_TIMEOUT_S = 300.0
+_GLOO: Any = ProcessGroupGloo  # torch's stubs leave out its options and collectives
+GlooGroup = Any
 _BUCKET, _ABORT = 0, 1
 
 
@@ -32,11 +38,13 @@ class WeightSender:
     def __init__(
         self, host: str, num_workers: int, *, index: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
     ):
-        self.host, self.index = host, index
-        self._num_workers, self._timeout = num_workers, timedelta(seconds=timeout_s)
+        self.host = host
+        self.index = index
+        self._num_workers = num_workers
+        self._timeout = timedelta(seconds=timeout_s)
         self._store = listening_store(host, num_workers, self._timeout)
         self.port: int = self._store.port
-        self._group: ProcessGroupGloo | None = None
+        self._group: GlooGroup | None = None
 
     def join(self) -> None:
         """Wait until all workers have joined (idempotent). Raises TransferError after the limit."""
@@ -55,7 +63,9 @@ class WeightSender:
         one is asked for. publish: weight version, on which both sides must agree. Returns digests
         from before packing. MismatchError: not the tensor that is next in the plan."""
         self.join()
-        stream, digests = iter(tensors), {}
+        assert self._group is not None  # joined
+        stream = iter(tensors)
+        digests: dict[str, str] = {}
         sending: tuple[Any, torch.Tensor] | None = None  # the work, and what must live until then
         try:
             buckets = plan.buckets(self.index)
@@ -84,9 +94,10 @@ class WeightSender:
         """`uint8 [bucket.num_bytes]` on the CPU; gaps between tensors are zero."""
         data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         for entry, (_, view) in zip(bucket.entries, bucket.views(data), strict=True):
-            name, tensor = next(stream, (None, None))
-            if name is None:
+            given = next(stream, None)
+            if given is None:
                 raise MismatchError(f"tensor {entry.name!r} of the transfer plan was not given")
+            name, tensor = given
             if entry_of(name, tensor, entry.sender) != entry:
                 raise MismatchError(
                     f"sender {self.index} was given {name!r} {tensor.dtype} {tuple(tensor.shape)} "
@@ -104,6 +115,7 @@ class WeightSender:
 
     def _abort(self, publish: int, sending: tuple[Any, torch.Tensor] | None) -> None:
         """Tell the workers that no more comes, so that they need not wait for the time limit."""
+        assert self._group is not None  # it was sending
         with suppress(TransferError, RuntimeError):  # they are gone; the first error is raised
             self._finish(sending)
             self._group.broadcast(torch.tensor([publish, 0, 0, _ABORT]), 0).wait()
@@ -120,7 +132,7 @@ class WeightReceiver:
         world_size: int,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ):
-        self._groups: dict[str, ProcessGroupGloo] = {}
+        self._groups: dict[str, GlooGroup] = {}
         timeout = timedelta(seconds=timeout_s)
         for number, (host, port) in enumerate(senders):
             name = f"weight sender {number} ({host}:{port})"
@@ -184,20 +196,17 @@ def listening_store(host: str, num_clients: int, timeout: timedelta) -> TCPStore
     )
 
 
-def _group(
-    store: TCPStore, host: str, rank: int, world_size: int, timeout: timedelta
-) -> ProcessGroupGloo:
+def _group(store: TCPStore, host: str, rank: int, world_size: int, timeout: timedelta) -> GlooGroup:
     """A gloo group outside torch's global one; blocks until all members have come."""
-    options = ProcessGroupGloo._Options()
+    options = _GLOO._Options()
     options._timeout = timeout
     # A loopback store means that every member is on this machine: then no other interface listens.
     # Otherwise gloo takes the host's own address, or what GLOO_SOCKET_IFNAME says.
-    options._devices = [
-        ProcessGroupGloo.create_device(hostname=host)
-        if ipaddress.ip_address(host).is_loopback
-        else ProcessGroupGloo.create_default_device()
-    ]
-    return ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, options)
+    if ipaddress.ip_address(host).is_loopback:
+        options._devices = [_GLOO.create_device(hostname=host)]
+    else:
+        options._devices = [_GLOO.create_default_device()]
+    return _GLOO(PrefixStore("weights", store), rank, world_size, options)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def num_bytes(self) -> int:
@@ -106,4 +107,4 @@ def digest_tensor(tensor: torch.Tensor) -> str:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The storage of a contiguous CPU tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -1,6 +1,8 @@
 """After estimation: whitening over the batch, and reweightings
 `(objective, batch, groups, advantages [N])` to `[N]` or `[n]`."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -91,13 +93,20 @@ def _run(part: SampleBatch, place: Tensor, sign: Tensor) -> Tensor:
     return place < part.spread(broken)
 
 
-def _traced(o: ObjectiveConfig, batch: SampleBatch, advantages: Tensor, distance) -> Tensor:
+def _traced(
+    o: ObjectiveConfig,
+    batch: SampleBatch,
+    advantages: Tensor,
+    distance: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """distance: of each token, from its places counted from the start and from the end, [n]."""
     if o.trace_min_advantage is not None:
         advantages = advantages.clamp(min=o.trace_min_advantage)
 
     def of_groups(part: SampleBatch, advantage: Tensor) -> Tensor:
         away = distance(part.positions(), part.positions_from_end())
-        return part.spread(advantage) * o.trace_decay ** away.double()
+        decay = torch.tensor(o.trace_decay, dtype=torch.float64)
+        return part.spread(advantage) * torch.pow(decay, away.double())
 
     return by_groups(batch, of_groups, advantages)
 

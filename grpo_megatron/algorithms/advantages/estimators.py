@@ -142,7 +142,9 @@ def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     standardised together; a token's advantage is the sum over the steps that end at it or later.
 
     Tokens after the last step, and samples without steps, get 0."""
-    events = _events(batch, "steps")
+    events = batch.events
+    if events is None:
+        raise _without("steps")
     pool = Groups(groups.ids[events.sample], groups.valid[events.sample])
     return _credit(batch, events, pool.standardised(events.reward, o.std_kind, o.advantage_eps))
 
@@ -153,12 +155,14 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     standardised over the turns of the group. All tokens of a turn share its advantage.
 
     A state seen once is its own value: its advantage comes from later turns only."""
-    events = _events(batch, "turns")
+    events = _turns(batch)
     events = events[torch.from_numpy(np.lexsort((events.end, events.sample)))]
     last = torch.diff(events.sample, append=events.sample.new_tensor([-1])) != 0  # of its sample
     returns = _discounted(events.reward, last, o.gagpo_gamma)
-    of_group, valid = groups.ids[events.sample], groups.valid[events.sample]
-    _, visit = torch.stack((of_group, events.state)).unique(dim=1, return_inverse=True)
+    of_group = groups.ids[events.sample]
+    valid = groups.valid[events.sample]
+    assert events.state is not None  # turns have one
+    _, visit = torch.unique(torch.stack((of_group, events.state)), dim=1, return_inverse=True)
     value = Groups(visit, valid).mean(returns)
     delta = events.reward + o.gagpo_gamma * torch.where(last, 0.0, value.roll(-1)) - value
     advantage = _discounted(delta, last, o.gagpo_gamma * o.gagpo_lambda)
@@ -185,9 +189,13 @@ ESTIMATORS = {
 }
 
 
-def _counts(o: ObjectiveConfig, batch: SampleBatch, groups: Groups):
+def _counts(
+    o: ObjectiveConfig, batch: SampleBatch, groups: Groups
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which samples are right, bool [N]; of each one's group, how many are wrong, and its size."""
     right = groups.valid & batch.is_correct(o.correct_threshold)
-    return right, groups.sum((~right).double()), groups.count
+    num_wrong = groups.sum((~right).double())
+    return right, num_wrong, groups.count
 
 
 def _choose_ratio(top: Tensor, bottom: Tensor, k: int) -> Tensor:
@@ -218,29 +226,36 @@ def _shape(o: ObjectiveConfig, entropy: Tensor, right: Tensor, pool: Groups) -> 
 
 def turn_index(batch: SampleBatch) -> Tensor:
     """int32 [n]: a number for every turn; tokens after the last turn form one of their own."""
-    events = _events(batch, "turns")
+    events = _turns(batch)
     starts = torch.zeros(batch.num_tokens + 1, dtype=torch.int32)
     starts[batch.offsets[:-1]] = 1
     starts[batch.offsets[events.sample] + events.end + 1] = 1
     return starts[:-1].cumsum(0, dtype=torch.int32)
 
 
-def _events(batch: SampleBatch, what: str) -> Events:
-    if batch.events is None or (what == "turns" and batch.events.state is None):
-        raise DataError(
-            f"the samples have no {what}",
-            where=what,
-            remedy=f"give {what}, or choose an outcome-level advantage",
-        )
+def _turns(batch: SampleBatch) -> Events:
+    """Events with a state; DataError where the samples have none."""
+    if batch.events is None or batch.events.state is None:
+        raise _without("turns")
     return batch.events
+
+
+def _without(what: str) -> DataError:
+    return DataError(
+        f"the samples have no {what}",
+        where=what,
+        remedy=f"give {what}, or choose an outcome-level advantage",
+    )
 
 
 def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
     """Every token gets the sum of the values of events that end at it or later."""
 
     def of_groups(part: SampleBatch) -> Tensor:
+        inside = part.events
+        assert inside is not None  # given below
         marks = torch.zeros(part.num_tokens, dtype=torch.float64)
-        marks.index_add_(0, part.offsets[part.events.sample] + part.events.end, part.events.reward)
+        marks.index_add_(0, part.offsets[inside.sample] + inside.end, inside.reward)
         return suffix_sums(marks, part)
 
     return by_groups(replace(batch, events=replace(events, reward=values)), of_groups)
@@ -248,8 +263,11 @@ def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
 
 def _discounted(values: Tensor, last: Tensor, factor: float) -> Tensor:
     """Backward discounted sums that restart after every `last`."""
-    out, running = [], 0.0
+    backwards = []
+    running = 0.0
     for value, is_last in zip(values.flip(0).tolist(), last.flip(0).tolist(), strict=True):
-        running = value + (0.0 if is_last else factor * running)
-        out.append(running)
-    return torch.tensor(out[::-1], dtype=values.dtype)
+        if is_last:
+            running = 0.0
+        running = value + factor * running
+        backwards.append(running)
+    return torch.tensor(backwards[::-1], dtype=values.dtype)

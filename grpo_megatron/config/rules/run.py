@@ -211,9 +211,9 @@ def samples_fit_into_a_microbatch(run: RunConfig) -> Violation | None:
 
 
 def _weighs_keep_routing(run: RunConfig) -> bool:
-    weights = [run.routing.keep_weight]
-    weights += [domain.keep_routing_weight for domain in run.domains]
-    return any(weights)
+    if run.routing.keep_weight:
+        return True
+    return any(domain.keep_routing_weight for domain in run.domains)
 
 
 @RUN_RULES.rule("keep_routing")
