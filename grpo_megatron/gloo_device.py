@@ -5,6 +5,8 @@ A trainer rank has twenty groups, an engine fifteen: on a CPU an RL step took 14
 
 import functools
 import os
+from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo, distributed_c10d
@@ -13,13 +15,14 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 def apply() -> None:
     """To groups made from now on; leaves other versions of torch as they are."""
     if torch.__version__.startswith("2.13."):
-        distributed_c10d.ProcessGroupGloo = _OnSharedDevice
+        distributed_c10d.ProcessGroupGloo = _OnSharedDevice  # type: ignore[misc]
 
 
 class _OnSharedDevice(ProcessGroupGloo):
-    def __init__(self, store, rank, size, timeout):
-        options = ProcessGroupGloo._Options()
-        options._timeout, options._devices = timeout, _devices(os.getpid())
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._devices = _devices(os.getpid())
         super().__init__(store, rank, size, options)
 
 

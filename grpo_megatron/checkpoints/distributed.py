@@ -109,7 +109,7 @@ def _fill(
 ) -> dict[str, Any]:
     """Load `state`, of which the model is a part; returns all of it."""
     with explained("cannot load", directory, remedy="resume from the checkpoint before it"):
-        loaded = dist_checkpointing.load(state, str(directory))
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
     for key, model in _by_key(chunks).items():
         model.load_state_dict(loaded[key], strict=True)
     return loaded
@@ -118,12 +118,16 @@ def _fill(
 def read_state(directory: Path) -> dict[str, Any]:
     """What was saved beside the weights. Raises CheckpointError for an incomplete checkpoint."""
     with explained("not a complete checkpoint", directory):
-        return json.loads((directory / COMPLETE).read_text())
+        state: dict[str, Any] = json.loads((directory / COMPLETE).read_text())
+    return state
 
 
-def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Megatron's modules by their key in a checkpoint."""
     models = unwrap_model(list(chunks))
-    return {f"model{index if len(models) > 1 else ''}": m for index, m in enumerate(models)}
+    if len(models) == 1:
+        return {"model": models[0]}
+    return {f"model{index}": model for index, model in enumerate(models)}
 
 
 def _sharded_state(

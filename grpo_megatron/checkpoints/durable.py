@@ -89,7 +89,7 @@ def disk_errors(where: Path) -> Iterator[None]:
         if getattr(cause, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise SetupError(
-            f"cannot write: {cause.strerror}",
+            f"cannot write: {getattr(cause, 'strerror', cause)}",
             where=str(where),
             remedy="make room; a conversion goes on where it stopped",
         ) from error

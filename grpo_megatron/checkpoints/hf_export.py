@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,17 @@ class SafetensorsFile(shard_files.OutputFile):
     def __init__(self, path: Path, file: shard_files.ShardFile):
         super().__init__(path)
         self._missing: dict[str, tuple[TensorEntry, int]] = {}  # and at which byte they begin
-        header, end = {"__metadata__": {"format": "pt"}}, 0
+        header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+        end = 0
         # wider types first keeps every tensor aligned
         for entry in sorted(file.entries, key=lambda e: -e.torch_dtype.itemsize):
             self._missing[entry.name] = entry, end
+            begin = end
+            end += entry.num_bytes
             header[entry.name] = {
                 "dtype": _NAMES[entry.dtype],
                 "shape": entry.shape,
-                "data_offsets": (end, end := end + entry.num_bytes),
+                "data_offsets": (begin, end),
             }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

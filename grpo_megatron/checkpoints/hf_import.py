@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -109,12 +110,14 @@ class HFReader:
         """`tensor[start:end]`: a view of the mapped file, except of a dequantised tensor."""
         dtype = self.dtype(name)
         if scale_name(name) not in self.files:
-            return self._slice(name)[start:end]
+            rows: torch.Tensor = self._slice(name)[start:end]
+            return rows
         first = start // BLOCK
         with explained(scale_name(name), self.directory):
             scales = self._slice(scale_name(name))[first : -(-end // BLOCK)]
             whole = dequantise(self._slice(name)[first * BLOCK : end], scales, dtype)
-        return whole[start - first * BLOCK :]
+        part: torch.Tensor = whole[start - first * BLOCK :]
+        return part
 
     def prefetch(self, name: str) -> None:
         """Let the disk read the tensor before `rows` asks for it."""
@@ -127,13 +130,14 @@ class HFReader:
         begin, end = header[name]["data_offsets"]
         will_need(self.directory / file, start + begin, end - begin)
 
-    def _slice(self, name: str):
+    def _slice(self, name: str) -> Any:
+        """safetensors' lazy view of a tensor."""
         if name not in self.files:
             raise CheckpointError(f"tensor {name!r} is missing", where=str(self.directory))
         with explained(f"cannot read {name!r} from {self.files[name]}", self.directory):
             return self._open(self.files[name]).get_slice(name)
 
-    def _open(self, file: str):
+    def _open(self, file: str) -> Any:
         if file not in self._files:
             with explained(f"unreadable shard {file}", self.directory):
                 self._files[file] = safe_open(self.directory / file, "pt")

@@ -37,7 +37,9 @@ def merge_checkpoints(
     )
 
     def mean(name: str) -> torch.Tensor:
-        total = sum(weight * reader.tensor(name).double() for reader, weight in readers.items())
+        total = torch.zeros(first.shape(name), dtype=torch.float64)
+        for reader, weight in readers.items():
+            total += weight * reader.tensor(name).double()
         return total.to(getattr(torch, kinds[name]))
 
     for file in target.files:

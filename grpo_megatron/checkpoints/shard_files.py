@@ -42,7 +42,7 @@ class ShardFile:
 class OutputFile:
     """One file that is open for tensors; what is written begins its way to the disk at once.
 
-    A subclass has `put(name, tensor)`, which takes them contiguous, on the CPU."""
+    A subclass knows the format."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -51,6 +51,10 @@ class OutputFile:
         with disk_errors(path):
             path.parent.mkdir(exist_ok=True)
             self.file = open(path, "wb")  # noqa: SIM115
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor, which is contiguous and on the CPU."""
+        raise NotImplementedError
 
     def start_writing(self, begin: int) -> int:
         """Let the kernel begin to write what lies after byte `begin` to the disk, without waiting
@@ -70,8 +74,7 @@ class OutputFile:
 
 
 class Target:
-    """A checkpoint in the making. A subclass knows the format: it has `open(file)`, which makes an
-    OutputFile, and `read(file)`, which gives a written one's tensors from the disk.
+    """A checkpoint in the making. A subclass knows the format.
 
     `working` gets another name when all is done. A unit, the tensors of a Megatron parameter, stays
     in one file, of at most `shard_bytes` unless the unit is larger."""
@@ -82,7 +85,7 @@ class Target:
     def __init__(self, working: Path, units: Sequence[Sequence[TensorEntry]], shard_bytes: int):
         self.working = working
         self._pool = ThreadPoolExecutor(1)
-        self._last: Future | None = None
+        self._last: Future[None] | None = None
         groups = grouped((sum(e.num_bytes for e in entries) for entries in units), shard_bytes)
         names = [self.pattern.format(number=n + 1, count=len(groups)) for n in range(len(groups))]
         if self.single and len(groups) == 1:
@@ -92,6 +95,14 @@ class Target:
             for name, group in zip(names, groups, strict=True)
         ]
 
+    def open(self, file: ShardFile) -> OutputFile:
+        """Make an empty file."""
+        raise NotImplementedError
+
+    def read(self, file: ShardFile) -> NamedTensors:
+        """The tensors of a written file, from the disk."""
+        raise NotImplementedError
+
     def write(
         self,
         file: ShardFile,
@@ -99,7 +110,8 @@ class Target:
         report: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
         """One file, reporting bytes. It is synced and recorded while the next one is written."""
-        out, digests = self.open(file), {}
+        out = self.open(file)
+        digests: dict[str, str] = {}
         for name, tensor in tensors:
             tensor = tensor.detach().to("cpu").contiguous()
             digests[name] = digest_tensor(tensor)
@@ -119,7 +131,11 @@ class Target:
 
     def finish(self, source: Path) -> None:
         """Once all files are there: what makes them one checkpoint. On one rank."""
-        digests = {n: d for file in self.files for n, d in self.record(file)["tensors"].items()}
+        digests: dict[str, str] = {}
+        for file in self.files:
+            record = self.record(file)
+            assert record is not None  # all files are there
+            digests |= record["tensors"]
         write_json(self.working / "conversion.json", {"tensors": digests})
         copy_side_files(source, self.working)
 

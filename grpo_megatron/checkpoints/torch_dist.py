@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint.metadata as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from grpo_megatron.checkpoints import durable, hf_import, shard_files
@@ -118,8 +117,9 @@ class MegatronSource:
                 shard_files.will_need(self.directory / at.relative_path, at.offset, at.length)
 
     def _region(self, piece: Piece) -> torch.Tensor:
-        out, filled = None, 0
-        exact = self._whole.get((piece.key, piece.offset, piece.sizes))
+        out: torch.Tensor | None = None
+        filled = 0
+        exact = self._whole.get((piece.key, torch.Size(piece.offset), torch.Size(piece.sizes)))
         for chunk in exact or self.stored[piece.key].chunks:
             bounds = [
                 (max(a, b), min(a + m, b + n))
@@ -146,8 +146,9 @@ class MegatronSource:
             durable.explained(f"cannot read {key} from {place.relative_path}", self.directory),
             open(self.directory / place.relative_path, "rb") as file,
         ):
-            view = _create_file_view(file, place.offset, place.length)
-            return torch.load(view, map_location="cpu", weights_only=True)
+            view: Any = _create_file_view(file, place.offset, place.length)
+            tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
+        return tensor
 
 
 def _slices(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -220,11 +221,12 @@ class MegatronTarget(shard_files.Target):
         )
 
     def finish(self, source: Path) -> None:
-        _write_metadata(
-            self.working / "weights",
-            self.table.objects,
-            {file.name: self.record(file)["items"] for file in self.files},
-        )
+        items = {}
+        for file in self.files:
+            record = self.record(file)
+            assert record is not None  # all files are there
+            items[file.name] = record["items"]
+        _write_metadata(self.working / "weights", self.table.objects, items)
         super().finish(source)
         durable.write_json(self.working / "complete.json", {"converted_from": str(source)})
 
@@ -235,13 +237,13 @@ def _write_metadata(
     """What makes the files one checkpoint. items: of every `DistcpFile`, by file name."""
     known: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    for file, described in items.items():
+    for name, described in items.items():
         for key, shape, offset, sizes, dtype, begin, length in described:
             kind = dcp.TensorProperties(dtype=getattr(torch, dtype))
             held = known.setdefault(key, dcp.TensorStorageMetadata(kind, torch.Size(shape), []))
             chunk = dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
             held.chunks.append(chunk)
-            places[dcp.MetadataIndex(key, chunk.offsets)] = _StorageInfo(file, begin, length)
+            places[dcp.MetadataIndex(key, chunk.offsets)] = _StorageInfo(name, begin, length)
     empty = io.BytesIO()
     torch.save([None], empty)
     with durable.disk_errors(directory):

@@ -58,7 +58,7 @@ def _convert(
             "source": str(source.absolute()),
             "target": str(to.absolute()),
             "dtype": dtype,
-            "to": {"from-hf": "megatron", "to-hf": "hf"}[context.info_name],
+            "to": {"from-hf": "megatron", "to-hf": "hf"}[str(context.info_name)],
             "layout": values,
             "shard_bytes": int(shard_gb * 1e9),
             "probe": probe,

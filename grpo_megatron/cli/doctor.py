@@ -12,14 +12,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 
 from grpo_megatron import assets
 from grpo_megatron.errors import SetupError
 
-_STYLE = {
+Status = Literal["ok", "missing", "warning", "optional"]
+"""optional: only some uses need it."""
+_STYLE: dict[str, dict[str, Any]] = {
     "ok": {"fg": "green"},
     "missing": {"fg": "red", "bold": True},
     "warning": {"fg": "yellow"},
@@ -31,7 +33,7 @@ _KNOWN = assets.tables(__file__, "doctor.toml")
 @dataclass(frozen=True, slots=True)
 class Finding:
     what: str
-    status: Literal["ok", "missing", "warning", "optional"]  # optional: only some uses need it
+    status: Status
     found: str
     remedy: str = ""
 
@@ -176,7 +178,9 @@ def modules(*, on_gpu: bool) -> Iterator[Finding]:
 def system_tools(*, on_gpu: bool) -> Iterator[Finding]:
     places = {"libnuma": ctypes.util.find_library("numa"), "lscpu": shutil.which("lscpu")}
     for name, place in places.items():
-        status = "ok" if place else "optional" if on_gpu else "missing"
+        status: Status = "optional" if on_gpu else "missing"
+        if place:
+            status = "ok"
         yield Finding(name, status, place or "not found", _KNOWN["system_tools"][name])
 
 

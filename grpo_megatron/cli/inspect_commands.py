@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -219,7 +220,11 @@ def _search(config: Any, text: str, device: str, as_json: bool) -> None:
 
 
 def print_table(
-    header: tuple[str, ...], rows: list[tuple[str, ...]], *, dim: str = "", labelled: bool = False
+    header: tuple[str, ...],
+    rows: Sequence[tuple[str, ...]],
+    *,
+    dim: str = "",
+    labelled: bool = False,
 ) -> None:
     """A table on a terminal; elsewhere tab-separated lines, with a header where `labelled`."""
     from rich.console import Console
@@ -228,7 +233,9 @@ def print_table(
 
     console = Console()
     if not console.is_terminal:
-        for row in [header] * labelled + rows:
+        if labelled:
+            typer.echo("\t".join(header))
+        for row in rows:
             typer.echo("\t".join(row))
         return
     table = Table(*header, box=None, pad_edge=False, header_style="bold")

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong command line
             error.show()
-            return error.exit_code
+            return int(error.exit_code)
         raise
 
 

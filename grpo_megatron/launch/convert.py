@@ -71,14 +71,14 @@ def _claimed(target: str | None) -> Iterator[None]:
 
 
 def _watch(ranks: list[ChildProcess], screen: "_Screen") -> None:
-    pipes = {rank.process.stdout.fileno(): rank for rank in ranks}
+    pipes = {rank.output: rank for rank in ranks}
     buffers = dict.fromkeys(pipes, b"")
     while pipes:
         for fd in wait_readable([], list(pipes), timeout_s=1.0):
             block = os.read(fd, 1 << 16)
             if not block:
                 rank = pipes.pop(fd)
-                if rank.process.wait():
+                if rank.started.wait():
                     raise TrainerError(str(rank.end()), remedy="run the command again to go on")
                 continue
             *lines, buffers[fd] = (buffers[fd] + block).split(b"\n")

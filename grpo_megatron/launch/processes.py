@@ -27,12 +27,9 @@ class End:
             lines = self.log.read_text(errors="replace").splitlines()[-15:]
         except OSError:
             lines = []
-        return "\n".join(
-            [
-                f"{self.name} ended with exit code {self.exit_code}",
-                *(f"    {self.name}| {line}" for line in lines),
-            ]
-        )
+        told = [f"{self.name} ended with exit code {self.exit_code}"]
+        told += [f"    {self.name}| {line}" for line in lines]
+        return "\n".join(told)
 
 
 @dataclass
@@ -44,7 +41,7 @@ class ChildProcess:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     piped: bool = False  # standard output and input are pipes to the supervisor
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen[bytes] | None = None
     pidfd: int = -1
 
     def start(self) -> None:
@@ -64,14 +61,30 @@ class ChildProcess:
         self.pidfd = os.pidfd_open(self.process.pid)
 
     @property
+    def started(self) -> subprocess.Popen[bytes]:
+        """The process, of a child that was started."""
+        assert self.process is not None, f"{self.name} was not started"
+        return self.process
+
+    @property
+    def output(self) -> int:
+        """File descriptor of the standard output of a piped child."""
+        assert self.started.stdout is not None, f"{self.name} is not piped"
+        return self.started.stdout.fileno()
+
+    @property
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     @property
     def exit_code(self) -> int | None:
         """As a shell reports it: 128 + signal for a killed process."""
-        code = None if self.process is None else self.process.poll()
-        return 128 - code if code is not None and code < 0 else code
+        if self.process is None:
+            return None
+        code = self.process.poll()
+        if code is not None and code < 0:
+            return 128 - code
+        return code
 
     def signal_group(self, number: int) -> bool:
         """Signal the process and everything it started; False where nothing of it is left."""
@@ -86,8 +99,10 @@ class ChildProcess:
 
     def tell(self, line: str) -> None:
         """Write to its standard input; one that has gone is not an error."""
+        stdin = self.started.stdin
+        assert stdin is not None, f"{self.name} is not piped"
         with contextlib.suppress(BrokenPipeError):
-            os.write(self.process.stdin.fileno(), line.encode() + b"\n")
+            os.write(stdin.fileno(), line.encode() + b"\n")
 
 
 def wait_readable(

@@ -106,7 +106,7 @@ class SlurmSteps:
         nodes = self.nodes[placement.trainer_nodes :] or self.nodes
         gpus = placement.gpus_per_node or rollout.tensor_parallel_size
         wide = max(rollout.tensor_parallel_size // gpus, 1)
-        steps = []
+        steps: list[ChildProcess] = []
         for index in range(rollout.num_replicas):
             first = index * len(nodes) // rollout.num_replicas
             steps.append(

@@ -39,7 +39,7 @@ class Supervisor:
         try:
             for child in self.children:
                 child.start()
-                append_event(self.run_dir.events, "started", role=child.name, pid=child.process.pid)
+                append_event(self.run_dir.events, "started", role=child.name, pid=child.started.pid)
             if self.interrupts:  # before there was a controller
                 self.controller.tell("stop")
             code = self._watch()
@@ -57,10 +57,11 @@ class Supervisor:
         if self.config.model.path is None and not (self.run_dir.model / "config.json").exists():
             from grpo_megatron.data.tiny_model import write_tiny_model
 
+            assert self.config.model.preset is not None  # rule model_source
             write_tiny_model(self.run_dir.model, load_preset(self.config.model.preset))
 
     def _watch(self) -> int:
-        output = self.controller.process.stdout.fileno()
+        output = self.controller.output
         os.set_blocking(output, False)
         while True:
             for fd in wait_readable(self._watched(), [output], timeout_s=1.0):
@@ -80,7 +81,7 @@ class Supervisor:
         return [self.controller, *trainers, *replicas]
 
     def _controller_ended(self) -> int:
-        code = self.controller.exit_code
+        code = self.controller.exit_code or 0
         if code in (0, errors.INTERRUPTED_EXIT_CODE):
             return code
         self._check_trainers()  # the controller may only be the first to notice
@@ -138,7 +139,7 @@ class Supervisor:
             case {"kind": "failure" | "result" as kind, "text": text}:
                 self._words[kind] = text
 
-    def _interrupt(self, number, frame) -> None:
+    def _interrupt(self, number: int, frame: object) -> None:
         self.interrupts += 1
         if self.interrupts == 1:
             self.screen.message("stopping after this step with a checkpoint; again to stop now")

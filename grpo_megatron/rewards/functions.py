@@ -205,14 +205,16 @@ def _parsed_gold(answer: str) -> list[Any]:
     bare_latex = "\\" in answer or answer.strip().startswith(("(", "[", "{"))
     if bare_latex and "$" not in answer and "\\boxed" not in answer:
         answer = f"${answer}$"
-    return parse(answer, parsing_timeout=_MATH_TIMEOUT_S)
+    parsed: list[Any] = parse(answer, parsing_timeout=_MATH_TIMEOUT_S)
+    return parsed
 
 
 @lru_cache(maxsize=128)
 def _reasoning_gym_scorer(dataset: str) -> Callable[..., float]:
     from reasoning_gym.factory import get_score_answer_fn
 
-    return get_score_answer_fn(dataset)
+    scorer: Callable[..., float] = get_score_answer_fn(dataset)
+    return scorer
 
 
 @lru_cache(maxsize=8192)

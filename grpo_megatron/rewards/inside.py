@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from typing import Any
 
 PLAIN = (type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset)
@@ -110,7 +111,7 @@ def judge(setup: str, asserts: list[str]) -> None:
 
 def serve(path: str) -> None:
     names: dict[str, Any] = {"__name__": "program"}
-    actions = {
+    actions: dict[str, Callable[..., Any]] = {
         "name": names.__getitem__,
         "attribute": getattr,
         "items": list,
@@ -129,11 +130,15 @@ def serve(path: str) -> None:
 
 
 if __name__ == "__main__":
-    role, link, asked = sys.argv[1], int(sys.argv[2]), []
+    role = sys.argv[1]
+    link = int(sys.argv[2])
     is_judge = role == "judge"
-    incoming, outgoing = os.fdopen(link, "rb"), os.fdopen(link, "wb", 0, closefd=False)
+    asked: list[Any] = []
+    incoming = os.fdopen(link, "rb")
+    outgoing = os.fdopen(link, "wb", 0, closefd=False)
     if is_judge:
-        tests, sys.stdout = json.load(sys.stdin), sys.stderr
+        tests = json.load(sys.stdin)
+        sys.stdout = sys.stderr
         judge(**tests)
     else:
         serve(sys.argv[3])

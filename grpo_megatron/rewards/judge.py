@@ -63,7 +63,7 @@ async def reward_model(
     score = reply["data"][0]["data"]
     while isinstance(score, list):
         [score] = score
-    return (score - shift) * scale
+    return (float(score) - shift) * scale
 
 
 async def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:

@@ -7,11 +7,11 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,14 +20,14 @@ from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import BoundReward, bind
 from grpo_megatron.rewards.worker import Call, Outcome
-from grpo_megatron.types import RolloutGroup, ScoredGroup
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 CHUNK_CALLS = 64  # calls per message, which costs about as much as 20 cheap calls
 MAX_KILLS = 32  # workers that one function may cost without a single result in between
 _MIN_SAMPLES_TO_GIVE_UP = 64
-_OF_COMPLETION = {
+_OF_COMPLETION: dict[str, Callable[[Completion], Any]] = {
     "num_tokens": lambda completion: len(completion.token_ids),
     "truncated": lambda completion: completion.truncated,
     "token_ids": lambda completion: tuple(completion.token_ids.tolist()),
@@ -197,20 +197,24 @@ class RewardPool:
     def _calls(self, group: RolloutGroup) -> list[Call]:
         """One completion after the other, each with every component of the domain."""
         prompt = group.prompt
-        shared = {"prompt": prompt.text, "metadata": dict(prompt.metadata)}
-        return [
-            (
-                index,
-                completion.text,
-                prompt.answer,
-                {
-                    name: shared[name] if name in shared else _OF_COMPLETION[name](completion)
-                    for name in self.components[index].reward.context
-                },
-            )
-            for completion in group.completions
-            for index in self._of_domain[prompt.domain]
-        ]
+        calls: list[Call] = []
+        for completion in group.completions:
+            for index in self._of_domain[prompt.domain]:
+                context = self._context(index, prompt, completion)
+                calls.append((index, completion.text, prompt.answer, context))
+        return calls
+
+    def _context(self, index: int, prompt: Prompt, completion: Completion) -> dict[str, Any]:
+        """What the reward of a component asks for beside text and answer."""
+        found: dict[str, Any] = {}
+        for name in self.components[index].reward.context:
+            if name == "prompt":
+                found[name] = prompt.text
+            elif name == "metadata":
+                found[name] = dict(prompt.metadata)
+            else:
+                found[name] = _OF_COMPLETION[name](completion)
+        return found
 
     def _is_async(self, call: Call) -> bool:
         return self.components[call[0]].reward.is_async

@@ -118,7 +118,8 @@ class RewardProcess:
             await self.start()
             with contextlib.suppress(TimeoutError, ConnectionError):
                 async with self._killed_on_error():
-                    return await self._ask(calls)
+                    await self._ask(calls)
+                    return
         raise self._broken("reward processes end before their first call")
 
     async def _ask(self, message: Any) -> Any:

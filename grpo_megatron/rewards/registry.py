@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError, raised_as
@@ -37,12 +37,17 @@ class BoundReward:
         return self.function(completion, answer, **offered, **self.arguments)
 
 
-def needs(*modules: str, check: Callable[..., Any] = lambda **_: None):
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def needs(
+    *modules: str, check: Callable[..., Any] = lambda **_: None
+) -> Callable[[_Function], _Function]:
     """Modules that workers import before the first call, so that no call's time pays for it.
     `check(**arguments)` raises RewardError where the reward cannot work with the recipe's."""
 
-    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.needs = modules, check
+    def mark(function: _Function) -> _Function:
+        function.needs = modules, check  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -160,4 +165,5 @@ def _imported(reference: str) -> Callable[..., Any]:
             f"{reference} is {type(function).__name__}, not a function",
             remedy=f"a reward is {_SIGNATURE}",
         )
-    return function
+    reward: Callable[..., Any] = function
+    return reward

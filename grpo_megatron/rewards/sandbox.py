@@ -82,15 +82,11 @@ async def run(
         )
         theirs.close()
         # Read to the end in any case: asyncio waits for no process whose output nobody reads.
+        assert process.stdout is not None and process.stderr is not None  # both are pipes
         ended = asyncio.gather(
             process.wait(),
-            *(
-                _read(stream, into, limits.output_bytes, process)
-                for stream, into in (
-                    (process.stdout, outcome.stdout),
-                    (process.stderr, outcome.stderr),
-                )
-            ),
+            _read(process.stdout, outcome.stdout, limits.output_bytes, process),
+            _read(process.stderr, outcome.stderr, limits.output_bytes, process),
         )
         try:
             async with asyncio.timeout(limits.wall_s):

@@ -50,7 +50,9 @@ def main() -> None:
         while stream.peek(1):
             calls: list[Call] = pickle.load(stream)
             tell(None)
-            bound = [partial(rewards[function], *rest) for function, *rest in calls]
+            bound = []
+            for function, completion, answer, context in calls:
+                bound.append(partial(rewards[function], completion, answer, context))
             if rewards[calls[0][0]].is_async:
                 loop.run(_await_all(bound, tell, **limits))
             else:

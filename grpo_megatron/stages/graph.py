@@ -141,7 +141,8 @@ class Graph:
         return [self._recipe(self.table.stages[name]), *self._overrides(name)]
 
     def _recipe(self, stage: Stage) -> str:
-        beside = self.file.path.parent / f"{stage.recipe}"
+        assert stage.recipe is not None  # a merge has none, and is no run
+        beside = self.file.path.parent / stage.recipe
         return str(beside if beside.is_file() else find_recipe(stage.recipe))
 
     def _overrides(self, name: str) -> list[str]:

@@ -72,7 +72,8 @@ def _stages(graph: Graph) -> dict[str, Any]:
 
 def _run(run_dir: RunDir) -> dict[str, Any]:
     """`metrics`: columns, "" where a step lacks one; at most about CURVE_POINTS steps."""
-    config, notes = read_resolved(run_dir.config).config, []
+    config = read_resolved(run_dir.config).config
+    notes: list[str] = []
     steps = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
     every = len(steps) // CURVE_POINTS + 1
     rows = [

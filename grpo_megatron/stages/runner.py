@@ -109,7 +109,9 @@ def submit_graph(
     """One job a stage that is not done, after its parents' jobs; returns job ids by stage. Jobs of
     stages that build on a failed one are cancelled by Slurm. Errors as by `slurm.submit`;
     RewardError, before any job, where `check_rewards` and a stage's rewards cannot be called."""
-    records, jobs, closed = Records(graph), {}, set()
+    records = Records(graph)
+    jobs: dict[str, str] = {}
+    closed: set[str] = set()
     slurm.render_job(graph.root, site, (1, 0, 0))  # a wrong site must not cost earlier results
     if check_rewards:
         _refuse_unbound_rewards(graph, records)
