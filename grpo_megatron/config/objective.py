@@ -30,10 +30,15 @@ class DomainObjective(Strict):
     """What one domain sets for itself; every sample takes the values of its domain."""
 
     clip_low: float | None = Field(None, gt=0, le=1)
+    """Lower clip distance of the domain; default: that of the objective."""
     clip_high: float | None = Field(None, gt=0)
+    """Upper clip distance of the domain."""
     kl_beta: float | None = Field(None, ge=0)
+    """Weight of the KL of the domain."""
     entropy_weight: float | None = None
+    """Weight of the entropy bonus of the domain."""
     opsm_delta: float | None = Field(None, gt=0)
+    """Threshold of the off-policy mask of the domain."""
 
 
 class ObjectiveConfig(Strict):
@@ -100,7 +105,9 @@ class ObjectiveConfig(Strict):
     ratio_max: float = Field(5.0, gt=0)
     """cispo: absolute upper bound of the ratio weight."""
     sapo_tau_positive: float = Field(1.0, gt=0)
+    """sapo: temperature of the soft gate where the advantage is positive."""
     sapo_tau_negative: float = Field(1.05, gt=0)
+    """sapo: temperature where it is not; higher decays faster off policy."""
 
     aggregation: Literal[
         "seq_mean_token_mean",
@@ -173,7 +180,9 @@ class ObjectiveConfig(Strict):
     """trace: negative advantages are raised to this (the paper clamps them and gives no value; -1,
     one deviation of the group, in the preset)."""
     xrpo_lambda: float = Field(1.0, ge=0)
+    """xrpo: size of the bonus of unlikely right answers."""
     xrpo_kappa: float = Field(0.5, ge=0)
+    """xrpo: largest bonus, as a share of the advantage."""
     gtpo_alpha1: float = 1.0
     """gtpo_entropy, grpo_s: weight of the plain reward."""
     gtpo_alpha2: float = 0.1
@@ -187,7 +196,9 @@ class ObjectiveConfig(Strict):
     conflict_entropy_weight: float = Field(0.1, ge=0)
     """gtpo_conflict: times the mean entropy, subtracted from the advantage."""
     gagpo_gamma: float = Field(1.0, gt=0, le=1)
+    """gagpo: discount from turn to turn."""
     gagpo_lambda: float = Field(0.95, ge=0, le=1)
+    """gagpo: decay of the differences of later turns."""
 
     allow: tuple[str, ...] = ()
     """Names of refused but possible combinations that are meant."""

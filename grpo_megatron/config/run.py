@@ -366,6 +366,7 @@ class TelemetryConfig(Strict):
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases."""
     wandb_project: str = "grpo-megatron"
+    """Project in which Weights & Biases shows the run."""
     tensorboard: bool = False
     """TensorBoard event files under `tensorboard/`."""
     samples_per_step: int = Field(2, ge=0)

@@ -84,8 +84,11 @@ class OptimizerConfig(Strict):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Adam: decay of the first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """Adam: decay of the second moment."""
     eps: float = Field(1e-8, gt=0)
+    """Adam: added to the root of the second moment."""
     clip_grad: float = Field(1.0, ge=0)
     """Clip the global gradient norm; 0: off."""
 
