@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_megatron.algorithms import ratios, terms
 from grpo_megatron.algorithms.batch import LossBatch
+from grpo_megatron.algorithms.custom import function_of, require_shape
 from grpo_megatron.algorithms.stats import Meter, Stats, measure
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
 
@@ -121,7 +122,8 @@ def _surrogate(
     o: ObjectiveConfig, update: terms.Update, batch: LossBatch, clipped: Mapping[str, Tensor]
 ) -> Tensor:
     """What is maximised, [n]; clipped as recorded where the step is replayed."""
-    term = terms.CLIPS[o.clip](o, update)
+    term: Tensor = function_of("clip", o.clip, terms.CLIPS)(o, update)
+    require_shape(o.clip, term.shape, update.log_ratio.shape)
     if batch.decisions is None or o.clip not in ("ppo", "upper"):
         return term
     was_clipped = terms.clipped_as(batch.decisions, clipped)

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_megatron.algorithms.advantages.estimators import turn_index
 from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import LossBatch, SampleBatch
+from grpo_megatron.algorithms.custom import function_of, require_shape
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.terms import preference_coefficients
 from grpo_megatron.config.objective import ObjectiveConfig
@@ -130,10 +131,11 @@ def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray) -> 
     for scope in np.unique(scopes):
         rows = scopes == scope
         part = replace(lengths, tokens=lengths.tokens[rows], groups=lengths.groups[rows])
-        weights = AGGREGATIONS[o.aggregation](o, part)
+        weights = function_of("aggregation", o.aggregation, AGGREGATIONS)(o, part)
         if o.aggregation == "lambda_grpo":
             found[:, rows] = weights
         else:
+            require_shape(o.aggregation, np.shape(weights), part.tokens.shape)
             found[0, rows] = weights
     return found
 

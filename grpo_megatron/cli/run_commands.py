@@ -84,6 +84,7 @@ def submit(
     from grpo_megatron.launch import slurm
     from grpo_megatron.launch.bindings import (
         SKIP_REMEDY,
+        refuse_unbound_objective,
         refuse_unbound_rewards,
         refuse_unreadable_problems,
     )
@@ -97,6 +98,7 @@ def submit(
     if skip_reward_check:
         warn_unchecked_rewards()
     else:
+        refuse_unbound_objective(resolved.config)
         refuse_unbound_rewards(resolved.config, remedy=SKIP_REMEDY)
     refuse_unreadable_problems(resolved.config)
     typer.echo(slurm.submit(resolved, site, [after] if after else []))

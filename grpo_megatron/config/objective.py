@@ -1,11 +1,33 @@
 """`[objective]` and `[batch]`: the policy-gradient objective as independent choices."""
 
-from typing import Any, Literal, Self
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import core_schema
 
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
+
+_FUNCTION = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+"""A function of one's own, `module:function`."""
+
+
+class OrFunction:
+    """Marks a choice that also takes `module:function`, see `algorithms/custom.py`."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        def checked(value: Any, check: Callable[[Any], Any]) -> Any:
+            is_function = isinstance(value, str) and re.fullmatch(_FUNCTION, value)
+            return value if is_function else check(value)
+
+        return core_schema.no_info_wrap_validator_function(checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), {"type": "string", "pattern": f"^{_FUNCTION}$"}]}
 
 
 class ObjectivePreset(Strict):
@@ -59,19 +81,22 @@ class ObjectiveConfig(Strict):
     """GFPO: train only some samples of each group; the others leave statistics and loss."""
     subset_size: int = Field(8, ge=1)
     """Samples kept per group (`adaptive`: of hard groups; 3/4 of medium, half of easy ones)."""
-    advantage: Literal[
-        "reward",
-        "group",
-        "rloo",
-        "maxrl",
-        "process",
-        "components",
-        "passk",
-        "pkpo",
-        "best_minus_second",
-        "gtpo_entropy",
-        "grpo_s",
-        "gagpo",
+    advantage: Annotated[
+        Literal[
+            "reward",
+            "group",
+            "rloo",
+            "maxrl",
+            "process",
+            "components",
+            "passk",
+            "pkpo",
+            "best_minus_second",
+            "gtpo_entropy",
+            "grpo_s",
+            "gagpo",
+        ],
+        OrFunction(),
     ] = "group"
     """Estimator."""
     advantage_std: Literal["none", "group", "batch_raw", "batch_residual"] = "none"
@@ -91,7 +116,7 @@ class ObjectiveConfig(Strict):
         "token", "sequence_geo", "sequence_token", "sequence_product", "sequence_mean", "turn_geo"
     ] = "token"
     """Level of the update ratio."""
-    clip: Literal["ppo", "upper", "gmpo", "cispo", "sapo", "none"] = "ppo"
+    clip: Annotated[Literal["ppo", "upper", "gmpo", "cispo", "sapo", "none"], OrFunction()] = "ppo"
     """Surrogate term."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip distance: the ratio is kept above `1 - clip_low` (gmpo: its log above
@@ -109,13 +134,16 @@ class ObjectiveConfig(Strict):
     sapo_tau_negative: float = Field(1.05, gt=0)
     """sapo: temperature where it is not; higher decays faster off policy."""
 
-    aggregation: Literal[
-        "seq_mean_token_mean",
-        "token_mean",
-        "seq_mean_token_sum",
-        "constant",
-        "prompt_mean",
-        "lambda_grpo",
+    aggregation: Annotated[
+        Literal[
+            "seq_mean_token_mean",
+            "token_mean",
+            "seq_mean_token_sum",
+            "constant",
+            "prompt_mean",
+            "lambda_grpo",
+        ],
+        OrFunction(),
     ] = "seq_mean_token_mean"
     """How per-token losses become one number."""
     aggregation_length: int | None = Field(None, ge=1)

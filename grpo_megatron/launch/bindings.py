@@ -24,6 +24,17 @@ def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
             raise
 
 
+def refuse_unbound_objective(config: RunConfig) -> None:
+    """Import what `[objective]` names as `module:function`.
+
+    Raises ConfigError as the trainer would: no such module or function."""
+    named = [config.objective.advantage, config.objective.clip, config.objective.aggregation]
+    if any(":" in choice for choice in named):
+        from grpo_megatron.algorithms.custom import import_functions  # which imports torch
+
+        import_functions(config.objective)
+
+
 def refuse_unreadable_problems(config: RunConfig) -> None:
     """Read the first problem of every domain and render its prompt; files that do not exist (yet)
     are left to `refuse_missing`.

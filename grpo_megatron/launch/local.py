@@ -5,7 +5,11 @@ import shutil
 from pathlib import Path
 
 from grpo_megatron.config.loader import ResolvedConfig, write_resolved
-from grpo_megatron.launch.bindings import refuse_unbound_rewards, refuse_unreadable_problems
+from grpo_megatron.launch.bindings import (
+    refuse_unbound_objective,
+    refuse_unbound_rewards,
+    refuse_unreadable_problems,
+)
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.launch.steps import SlurmSteps
@@ -19,6 +23,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     run_dir = RunDir(resolved.run_path)
     refuse_missing(resolved.config)
     run_dir.refuse_existing(overwrite=overwrite)
+    refuse_unbound_objective(resolved.config)
     refuse_unbound_rewards(resolved.config)
     refuse_unreadable_problems(resolved.config)
     with run_lock(run_dir):

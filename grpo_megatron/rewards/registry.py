@@ -3,12 +3,11 @@
 import importlib
 import inspect
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from grpo_megatron.config.imports import imported
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError, raised_as
 
@@ -64,7 +63,7 @@ def bind(
     `max_tokens` is the length of its verdict.
 
     The current directory is searched last, so that a file beside the recipe needs no package."""
-    function = _imported(reference)
+    function = imported(reference, RewardError, "reward")
     modules, check = getattr(function, "needs", ((), lambda **_: None))
     for module in modules:
         with raised_as(
@@ -126,44 +125,3 @@ def _takes(signature: inspect.Signature, key: str) -> bool:
     return key in CONTEXT[:2] and any(
         p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()
     )
-
-
-def _imported(reference: str) -> Callable[..., Any]:
-    module_name, _, name = reference.partition(":")
-    if not (module_name and name):
-        raise RewardError(
-            f"reward {reference!r} is not `module:function`",
-            remedy="for example grpo_megatron.rewards.functions:exact_match",
-        )
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise RewardError(
-                f"no module {missing!r}",
-                remedy="install it, or run from the directory that holds it",
-            ) from error
-        raise RewardError(
-            f"module {module_name} fails to import: {type(error).__name__}: {error}",
-            remedy=f'see python -c "import {module_name}"',
-        ) from error
-    function = getattr(module, name, None)
-    if function is None:
-        known = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and not key.startswith("_")
-        ]
-        raise RewardError(
-            f"module {module_name} has no function {name!r}", remedy=did_you_mean(name, known)
-        )
-    if not callable(function):
-        raise RewardError(
-            f"{reference} is {type(function).__name__}, not a function",
-            remedy=f"a reward is {_SIGNATURE}",
-        )
-    reward: Callable[..., Any] = function
-    return reward

@@ -16,6 +16,7 @@ from grpo_megatron.algorithms.advantages.before import (
 )
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import Groups, SampleBatch, by_groups, suffix_sums
+from grpo_megatron.algorithms.custom import columns_of, function_of, is_custom, require_shape
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
@@ -41,7 +42,8 @@ class Advantages:
 def needed_columns(o: ObjectiveConfig, *, weighs_kl: bool) -> frozenset[str]:
     """Token columns that advantages are made of. weighs_kl: see `Objective`."""
     of_kl = {"old_logprobs", "ref_logprobs"} if o.kl == "reward_k1" and weighs_kl else ()
-    return frozenset().union(_NEEDS.get(o.advantage, ()), _NEEDS.get(o.shaping, ()), of_kl)
+    of_advantage = _NEEDS.get(o.advantage, columns_of(o.advantage))
+    return frozenset().union(of_advantage, _NEEDS.get(o.shaping, ()), of_kl)
 
 
 def select(objective: Objective, batch: SampleBatch) -> Tensor:
@@ -68,7 +70,11 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     samples without a reward or outside of the subset. DataError: steps or turns are missing."""
     o = objective.config
     batch, groups = _rewarded(objective, batch)
-    values, per_token = ESTIMATORS[o.advantage](o, batch, groups), o.advantage in TOKEN_LEVEL
+    estimator = function_of("advantage", o.advantage, ESTIMATORS)
+    values = estimator(o, batch, groups)
+    per_token = o.advantage in TOKEN_LEVEL
+    if is_custom(o.advantage):
+        require_shape(o.advantage, values.shape, (len(batch),))
     if o.kl == "reward_k1" and objective.weighs_kl:
         by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
         future = _future_kl(batch, torch.where(groups.valid, by_domain[batch.domains], 0.0))

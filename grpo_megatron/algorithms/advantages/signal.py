@@ -7,6 +7,7 @@ from torch import Tensor
 from grpo_megatron.algorithms.advantages.before import GROUP_SUBSETS, REWARD_SHAPINGS
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
 from grpo_megatron.algorithms.batch import Groups, SampleBatch
+from grpo_megatron.algorithms.custom import is_custom
 from grpo_megatron.config.objective import ObjectiveConfig
 
 _BASELINE_OF_THE_BATCH = ("reward",)
@@ -27,6 +28,8 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
     if not group.valid.any():
         return False
     if o.advantage in _BASELINE_OF_THE_BATCH or o.advantage in _READ_TOKENS:
+        return True
+    if is_custom(o.advantage):
         return True
     if o.kl == "reward_k1" and o.kl_beta > 0:
         return True

@@ -1,0 +1,59 @@
+"""Functions that a recipe names as `module:function`, from any package or the current directory."""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.errors import GrpoMegatronError
+
+
+def imported(reference: str, kind: type[GrpoMegatronError], what: str) -> Callable[..., Any]:
+    """Import `module:function`. The current directory is searched last, so that a file beside the
+    recipe needs no package.
+
+    what: the thing in messages, for example "reward". Raises `kind` where there is no such module,
+    it does not import, or it has no such function."""
+    module_name, _, name = reference.partition(":")
+    if not (module_name and name):
+        raise kind(f"{what} {reference!r} is not `module:function`")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    module = _imported_module(module_name, kind)
+    function = getattr(module, name, None)
+    if function is None:
+        raise kind(
+            f"module {module_name} has no function {name!r}",
+            remedy=did_you_mean(name, _public_functions(module)),
+        )
+    if not callable(function):
+        raise kind(f"{reference} is {type(function).__name__}, not a function")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _imported_module(name: str, kind: type[GrpoMegatronError]) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{name}.".startswith(f"{missing}."):
+            raise kind(
+                f"no module {missing!r}",
+                remedy="install it, or run from the directory that holds it",
+            ) from error
+        raise kind(
+            f"module {name} fails to import: {type(error).__name__}: {error}",
+            remedy=f'see python -c "import {name}"',
+        ) from error
+
+
+def _public_functions(module: Any) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    ]

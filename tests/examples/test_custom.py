@@ -1,0 +1,113 @@
+"""A reward and an objective of one's own, registered by their names in a recipe alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_megatron.algorithms.case import read_case
+from grpo_megatron.algorithms.evaluate import evaluate
+from grpo_megatron.algorithms.objective import Objective
+from grpo_megatron.cli.main import main
+from grpo_megatron.config.loader import load_objective
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rewards.pool import components_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OWN = [
+    "advantage=custom_objective:above_median",
+    "clip=custom_objective:tanh_clip",
+    "aggregation=custom_objective:root_length",
+]
+
+
+@pytest.fixture(autouse=True)
+def in_the_directory_of_the_examples(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(EXAMPLES)
+
+
+def test_objective_eval_computes_them(capsys):
+    assert main(["objective", "eval", "--objective", "dr_grpo", *OWN, "case.json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["advantages"] == [0.75, -0.25, 0.0]
+    ratio = math.exp(0.1)
+    term = 0.2 * math.tanh((ratio - 1) / 0.2) * 0.75
+    slope = (1 - math.tanh((ratio - 1) / 0.2) ** 2) * ratio * 0.75
+    assert found["grad_logprobs"][0][0] == pytest.approx(-slope / (3 * math.sqrt(2)))
+    assert found["grad_logprobs"][2] == [0.0]
+    first = (term + 0.0) / (3 * math.sqrt(2))
+    down = math.exp(-0.1)
+    up = math.exp(0.1)
+    second = 0.2 * (math.tanh((down - 1) / 0.2) + math.tanh((up - 1) / 0.2)) * -0.25
+    assert found["loss"] == pytest.approx(-first - second / (3 * math.sqrt(3)))
+
+
+def test_micro_batches_do_not_change_them():
+    case = read_case(Path("case.json"))
+    config, own = load_objective("dr_grpo", [f"objective.{text}" for text in OWN], case.domains)
+    objective = Objective(config, case.domains, own)
+    whole = evaluate(objective, case.batch, case.columns)
+    parts = [torch.tensor([2]), torch.tensor([0, 1])]
+    split = evaluate(objective, case.batch, case.columns, parts=parts)
+    assert split.loss == pytest.approx(whole.loss, abs=1e-12)
+    np.testing.assert_allclose(split.gradient, whole.gradient, atol=1e-12)
+
+
+def test_the_reward_binds_with_the_arguments_of_the_recipe():
+    [domain] = resolve("custom.toml").config.domains
+    [component] = components_of(domain, 6)
+    scores = [component.reward(text, "100", {}) for text in ("100", "90", "300", "?")]
+    assert scores == [1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("clip=custom_objective:tanh_clipp", ["did you mean 'tanh_clip'", "objective.clip"]),
+        ("clip=custom_objectives:tanh_clip", ["no module 'custom_objectives'"]),
+        ("advantage=custom_objective:np", ["not a function", "objective.advantage"]),
+        ("clip=tanh_clip", ["must be one of: ppo"]),
+        ("clip=custom_objective:", ["must be one of: ppo"]),
+    ],
+)
+def test_a_function_that_is_not_there_is_told(capsys, setting, words):
+    assert main(["objective", "eval", "--objective", "dr_grpo", setting, "case.json"]) == 2
+    said = capsys.readouterr().err
+    for word in words:
+        assert word in said
+
+
+def test_train_refuses_a_function_that_is_not_there_before_it_starts(tmp_path, capsys):
+    arguments = ["train", "custom.toml", f"runs_dir={tmp_path}"]
+    assert main([*arguments, "objective.clip=custom_objective:tanh_clipp"]) == 2
+    assert "did you mean 'tanh_clip'" in capsys.readouterr().err
+    assert not (tmp_path / "custom").exists()
+
+
+def test_numbers_of_another_shape_are_told():
+    case = read_case(Path("case.json"))
+    overrides = ["objective.advantage=tests.examples.test_custom:one_number"]
+    config, own = load_objective("dr_grpo", overrides, case.domains)
+    with pytest.raises(ConfigError, match=r"shape \(1,\), wanted is \(3,\)"):
+        evaluate(Objective(config, case.domains, own), case.batch, case.columns)
+
+
+def one_number(o, batch, groups):
+    return torch.zeros(1)
+
+
+def test_a_recipe_keeps_functions_when_it_is_read_again(tmp_path):
+    from grpo_megatron.config.loader import read_resolved, write_resolved
+
+    resolved = resolve("custom.toml")
+    write_resolved(tmp_path / "config.json", resolved)
+    again = read_resolved(tmp_path / "config.json").config
+    assert again.objective.clip == "custom_objective:tanh_clip"
