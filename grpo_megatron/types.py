@@ -42,7 +42,7 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSets:
+class SamplingMask:
     """Token ids that top-k, top-p and min-p left, for each of T tokens; none: not known."""
 
     ids: np.ndarray  # int32, set after set
@@ -66,7 +66,7 @@ class Completion:
     position p, which sampled token p + 1; the last token has none."""
     route_versions: tuple[VersionSpan, ...] = ()
     """Rows `[start, end)` of `routes` are of weight version `version`; others have no route."""
-    kept: KeptSets | None = None
+    kept: SamplingMask | None = None
     """What truncated sampling could have chosen at every token; None: anything."""
 
     context: tuple[int, ...] = ()

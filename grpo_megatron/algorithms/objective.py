@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_megatron.algorithms import ratios, terms
 from grpo_megatron.algorithms.batch import LossBatch
 from grpo_megatron.algorithms.custom import function_of, require_shape
-from grpo_megatron.algorithms.stats import Meter, Stats, measure
+from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
 
 
@@ -79,7 +79,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     )
     update = replace(tokens, log_ratio=_log_ratio(o, tokens, batch))
     clipped = terms.clip_status(o, tokens if o.clip == "gmpo" else update)
-    meter = Meter(batch.domain[batch.sample], batch.domain, objective.domains)
+    meter = MetricRecorder(batch.domain[batch.sample], batch.domain, objective.domains)
     factor, rejected = _off_policy_factor(objective, batch, meter.stats)
 
     losses = -_surrogate(o, update, batch, clipped)

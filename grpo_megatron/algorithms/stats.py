@@ -59,7 +59,7 @@ class Stats:
         }
 
 
-class Meter:
+class MetricRecorder:
     """Fills a `Stats` with values per token or per sample of one micro-batch; by domain too where
     there are several. token_domain, sample_domain: int64 [n] and [S]."""
 
@@ -88,7 +88,7 @@ class Meter:
 
 
 def measure(
-    meter: Meter,
+    meter: MetricRecorder,
     batch: LossBatch,
     ratio: Tensor,
     log_diff: Tensor,
@@ -124,14 +124,14 @@ def measure(
         measure_kl(meter, "reference", batch.untruncated_logprobs.detach(), batch.ref_logprobs)
 
 
-def measure_kl(meter: Meter, area: str, logprobs: Tensor, other: Tensor) -> None:
+def measure_kl(meter: MetricRecorder, area: str, logprobs: Tensor, other: Tensor) -> None:
     """KL(policy || other) of the policy's samples, [n]; fp32 could not resolve a small k3."""
     difference = (other - logprobs).double()
     meter.mean(f"{area}/k1", -difference)
     meter.mean(f"{area}/k3", torch.expm1(bounded(difference)) - difference)
 
 
-def measure_move(meter: Meter, area: str, log_diff: Tensor, advantages: Tensor) -> None:
+def measure_move(meter: MetricRecorder, area: str, log_diff: Tensor, advantages: Tensor) -> None:
     """The old policy against the new one, and by how much right and wrong answers became likelier,
     which falls below 0 for right ones in lazy likelihood displacement (arXiv:2512.04220).
     log_diff: [n], new less old."""
@@ -149,7 +149,7 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def _mismatch(meter: Meter, batch: LossBatch) -> None:
+def _mismatch(meter: MetricRecorder, batch: LossBatch) -> None:
     """How far trainer and engine are apart on the same tokens, from the engine's samples:
     k1 and k3 estimate KL(engine || trainer), chi2 is `E[rho^2] - 1`."""
     measure_kl(meter, "mismatch", batch.rollout_logprobs, batch.old_logprobs.detach())

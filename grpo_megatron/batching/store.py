@@ -25,7 +25,7 @@ from grpo_megatron.batching.route_file import RouteFile, write_routes
 from grpo_megatron.errors import DataError, raised_as
 from grpo_megatron.files import empty_directory, replace_directory, write_atomically
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
-from grpo_megatron.types import Completion, KeptSets, RolloutGroup
+from grpo_megatron.types import Completion, RolloutGroup, SamplingMask
 
 FORMAT = 2
 _ROW_COLUMNS = {
@@ -79,7 +79,9 @@ def write_shard(
 def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     if all(c.kept is None for c in completions):
         return {}
-    kept = [c.kept or KeptSets(np.empty(0), np.zeros(len(c.token_ids) + 1)) for c in completions]
+    kept = [
+        c.kept or SamplingMask(np.empty(0), np.zeros(len(c.token_ids) + 1)) for c in completions
+    ]
     return {
         "kept_ids": _concatenate([k.ids for k in kept], np.int32),
         "kept_offsets": _offsets(_concatenate([k.sizes for k in kept], np.int64)),
@@ -241,13 +243,13 @@ class SampleTable:
         columns, start, end = self._at(row, "completion_offsets")
         return columns["completion_ids"][start:end], columns["rollout_logprobs"][start:end]
 
-    def kept(self, row: int) -> KeptSets | None:
+    def kept(self, row: int) -> SamplingMask | None:
         """What truncated sampling kept at every completion token; None: everything."""
         columns, start, end = self._at(row, "completion_offsets")
         if "kept_ids" not in columns:
             return None
         offsets = np.asarray(columns["kept_offsets"][start : end + 1])
-        return KeptSets(columns["kept_ids"][offsets[0] : offsets[-1]], offsets - offsets[0])
+        return SamplingMask(columns["kept_ids"][offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def all_completion_ids(self) -> np.ndarray:
         """Completion tokens of all samples, flat, int64 [n]."""

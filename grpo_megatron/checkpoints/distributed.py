@@ -35,7 +35,7 @@ def save_checkpoint(
 ) -> None:
     """Write model and optimizer, then `state` and the mark that it is complete; copy config,
     tokenizer and template of `source`, a Hugging Face directory. Collective."""
-    with _appearing_whole(directory) as working:
+    with _atomic_directory(directory) as working:
         on_rank_0((working / "weights").mkdir)
         dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
         dist.barrier()
@@ -45,7 +45,7 @@ def save_checkpoint(
 
 
 @contextmanager
-def _appearing_whole(directory: Path) -> Iterator[Path]:
+def _atomic_directory(directory: Path) -> Iterator[Path]:
     """A working directory that takes the place of `directory` in the end. Collective."""
     working = directory.with_name(directory.name + ".tmp")
     on_rank_0(empty_directory, working)
@@ -57,7 +57,7 @@ def _appearing_whole(directory: Path) -> Iterator[Path]:
     on_rank_0(replace_directory, working, directory)
 
 
-def damage(directory: Path) -> list[str]:
+def corrupt_files(directory: Path) -> list[str]:
     """Files that are not as they were written; none of a whole checkpoint. Collective."""
     try:
         written = json.loads((directory / DIGESTS).read_text())
@@ -95,7 +95,7 @@ def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimize
 
 def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Write the model's weights alone. Collective."""
-    with _appearing_whole(directory) as working:
+    with _atomic_directory(directory) as working:
         dist_checkpointing.save(model_state(chunks), str(working))
 
 

@@ -11,8 +11,8 @@ import grpo_megatron
 from grpo_megatron import assets
 from grpo_megatron.config.base import Strict
 from grpo_megatron.config.keys import KeyPath, dotted, leaves
-from grpo_megatron.config.layers import DEFAULT, Layers, Origin, apply_overrides
 from grpo_megatron.config.objective import PRESETS, DomainObjective, ObjectiveConfig
+from grpo_megatron.config.overlay import DEFAULT, ConfigOverlay, Origin, apply_overrides
 from grpo_megatron.config.presets import ModelPreset, load_preset, preset_names
 from grpo_megatron.config.problems import Problem
 from grpo_megatron.config.run import RunConfig
@@ -51,9 +51,9 @@ def load_recipe(
     """Read a recipe (TOML file, or name below `recipes/`), apply `overrides` (`cold_start=null`),
     validate, also by `checks`. InvalidConfigError with everything that is wrong (`problems`)."""
     chain = read_recipe_chain(find_recipe(recipe))
-    layers, _ = _assemble(None, chain, overrides)
-    layers, problems = _assemble(_preset_of(layers.tree), chain, overrides)
-    return _finish(layers, problems, checks, chain[-1].display)
+    overlay, _ = _assemble(None, chain, overrides)
+    overlay, problems = _assemble(_preset_of(overlay.tree), chain, overrides)
+    return _finish(overlay, problems, checks, chain[-1].display)
 
 
 def read_resolved(
@@ -91,10 +91,10 @@ def read_resolved(
         for key, value in tree["objective"].items()
         if resolved.provenance[f"objective.{key}"].kind not in ("default", "preset")
     }
-    layers = Layers(
+    overlay = ConfigOverlay(
         tree, {path: resolved.provenance.get(dotted(path), DEFAULT) for path, _ in leaves(tree)}
     )
-    return _finish(layers, apply_overrides(layers, overrides), checks, resolved.recipe)
+    return _finish(overlay, apply_overrides(overlay, overrides), checks, resolved.recipe)
 
 
 def load_objective(
@@ -114,8 +114,8 @@ def load_objective(
         }
         for name in domains
     ]
-    layers = Layers()
-    layers.merge(
+    overlay = ConfigOverlay()
+    overlay.merge(
         {
             "name": "objective",
             "num_steps": 0,
@@ -125,8 +125,8 @@ def load_objective(
         },
         lambda path: Origin("flag", preset),
     )
-    problems = apply_overrides(layers, [_full_key(text, domains) for text in overrides])
-    config = valid(layers, problems, (), "objective")
+    problems = apply_overrides(overlay, [_full_key(text, domains) for text in overrides])
+    config = valid(overlay, problems, (), "objective")
     return config.objective, {d.name: d.objective for d in config.domains if d.objective}
 
 
@@ -139,16 +139,16 @@ def _full_key(text: str, domains: Sequence[str]) -> str:
 
 def _assemble(
     preset: ModelPreset | None, chain: Sequence[TomlFile], overrides: Sequence[str]
-) -> tuple[Layers, list[Problem]]:
+) -> tuple[ConfigOverlay, list[Problem]]:
     """Merge all layers, lowest first; returns also what could not be placed."""
-    layers = Layers()
+    overlay = ConfigOverlay()
     if preset:
-        layers.merge(
+        overlay.merge(
             preset.defaults, lambda path: Origin("model", preset.file.where(("defaults", *path)))
         )
     for file in chain:
-        layers.merge(file.values, partial(_origin_in, file))
-    return layers, apply_overrides(layers, overrides)
+        overlay.merge(file.values, partial(_origin_in, file))
+    return overlay, apply_overrides(overlay, overrides)
 
 
 def _origin_in(file: TomlFile, path: KeyPath) -> Origin:
@@ -163,14 +163,14 @@ def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
 
 
 def _finish(
-    layers: Layers, problems: Sequence[Problem], checks: Sequence[Check], recipe: str
+    overlay: ConfigOverlay, problems: Sequence[Problem], checks: Sequence[Check], recipe: str
 ) -> ResolvedConfig:
-    config = valid(layers, problems, checks, recipe)
+    config = valid(overlay, problems, checks, recipe)
     preset, values = config.objective.preset, leaves(config.model_dump(mode="json"))
     origins = {
         ("objective", key): Origin("preset", f"objective preset {preset}")
         for key in PRESETS[preset].values
-    } | layers.origins
+    } | overlay.origins
     return ResolvedConfig(
         recipe=recipe,
         config=config,

@@ -106,7 +106,7 @@ class DataConfig(Strict):
 
 
 class SamplingConfig(Strict):
-    """Selection after scoring (docs/sampling.md)."""
+    """GroupFilter after scoring (docs/sampling.md)."""
 
     dynamic: bool = False
     """Keep a group only if some of its completions are correct and some are not; draw further
@@ -448,7 +448,7 @@ class RunConfig(Strict):
         return self.publish.canary_tolerance or (1e-4 if exact else 0.1)
 
     @property
-    def samples_prove(self) -> bool:
+    def can_verify_from_samples(self) -> bool:
         """Whether a step's samples can be its canary: each is trained, the engine recorded for it
         sampled it, and training computes what that engine did, experts and all."""
         return (

@@ -18,9 +18,9 @@ class TrainerConfig(Strict):
     pipeline_parallel_size: int = Field(1, ge=1)
     """PP: splits layers."""
     first_stage_layers: int | None = Field(None, ge=1)
-    """Layers of the first pipeline stage, where not all have equally many."""
+    """ConfigOverlay of the first pipeline stage, where not all have equally many."""
     last_stage_layers: int | None = Field(None, ge=1)
-    """Layers of the last pipeline stage, where not all have equally many."""
+    """ConfigOverlay of the last pipeline stage, where not all have equally many."""
     virtual_pipeline_parallel_size: int | None = Field(None, ge=2)
     """VPP: model chunks per pipeline rank."""
     context_parallel_size: int = Field(1, ge=1)

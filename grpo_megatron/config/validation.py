@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from grpo_megatron import assets
 from grpo_megatron.config import schema
 from grpo_megatron.config.keys import KeyPath, dotted, value_at
-from grpo_megatron.config.layers import DEFAULT, Layers, Origin
+from grpo_megatron.config.overlay import DEFAULT, ConfigOverlay, Origin
 from grpo_megatron.config.problems import InvalidConfigError, Problem, as_toml
 from grpo_megatron.config.rules.check import check_rules
 from grpo_megatron.config.rules.rule_set import Violation
@@ -26,23 +26,23 @@ Check = Callable[[RunConfig], list[Violation]]  # of a whole, well-typed configu
 
 
 def valid(
-    layers: Layers, problems: Sequence[Problem], checks: Sequence[Check], source: str
+    overlay: ConfigOverlay, problems: Sequence[Problem], checks: Sequence[Check], source: str
 ) -> RunConfig:
-    """The configuration of `layers`; InvalidConfigError with the `problems` so far and everything
+    """The configuration of `overlay`; InvalidConfigError with the `problems` so far and everything
     else that is wrong.
 
     Rules run even when some keys are wrong, on what is left without these keys; what a rule
     says about a wrong key is dropped then, because its intended value is not known."""
-    config, errors = _parse(layers.tree)
-    found = [*problems, *(_problem_of(error, layers) for error in errors)]
+    config, errors = _parse(overlay.tree)
+    found = [*problems, *(_problem_of(error, overlay) for error in errors)]
     if errors:
-        config, _ = _parse(_without(layers.tree, [error["loc"] for error in errors]))
+        config, _ = _parse(_without(overlay.tree, [error["loc"] for error in errors]))
     if config is not None:
         unsure = _unsure_keys(errors)
         for check in (check_rules, *checks):
             for violation in check(config):
                 if not _is_about(violation, unsure):
-                    found.append(_problem_of_violation(violation, config, layers))
+                    found.append(_problem_of_violation(violation, config, overlay))
     if found or config is None:
         count = f"{len(found)} problem" + "s" * (len(found) > 1)
         raise InvalidConfigError(f"{count} in {source}; nothing was started", problems=found)
@@ -97,12 +97,12 @@ def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
     return tree
 
 
-def _problem_of(error: Mapping[str, Any], layers: Layers) -> Problem:
+def _problem_of(error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
     known = {"extra_forbidden": _unknown_key, "missing": _missing_key}
-    return known.get(error["type"], _wrong_value)(error["loc"], error, layers)
+    return known.get(error["type"], _wrong_value)(error["loc"], error, overlay)
 
 
-def _unknown_key(path: KeyPath, error: Mapping[str, Any], layers: Layers) -> Problem:
+def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
     near, value = schema.nearest_keys(path), error["input"]
     full, suffix = path, ""
     while isinstance(value, dict) and len(value) == 1:  # `trianer.num_ranks=2`: show it all
@@ -118,15 +118,15 @@ def _unknown_key(path: KeyPath, error: Mapping[str, Any], layers: Layers) -> Pro
     return Problem(
         dotted(full),
         "unknown key",
-        str(layers.origin(full)),
+        str(overlay.origin(full)),
         value=as_toml(value),
         nearest=tuple(near),
         remedy=fix,
     )
 
 
-def _missing_key(path: KeyPath, error: Mapping[str, Any], layers: Layers) -> Problem:
-    where = str(layers.origin(path[:-1])) if len(path) > 1 else ""
+def _missing_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
+    where = str(overlay.origin(path[:-1])) if len(path) > 1 else ""
     return Problem(
         dotted(path),
         "is required",
@@ -136,7 +136,7 @@ def _missing_key(path: KeyPath, error: Mapping[str, Any], layers: Layers) -> Pro
     )
 
 
-def _wrong_value(path: KeyPath, error: Mapping[str, Any], layers: Layers) -> Problem:
+def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     choices = list(map(str, schema.choices_at(path)))
     words = {**context, "choices": ", ".join(choices)}
@@ -151,7 +151,7 @@ def _wrong_value(path: KeyPath, error: Mapping[str, Any], layers: Layers) -> Pro
     return Problem(
         key,
         message,
-        str(layers.origin(path)),
+        str(overlay.origin(path)),
         value=as_toml(value),
         nearest=tuple(near),
         meaning=schema.meaning_of(path),
@@ -175,10 +175,12 @@ def _meant(value: Any, kind: str) -> list[str]:
     return [f"{number:{'g' if kind == 'float_type' else '.0f'}}"] if math.isfinite(number) else []
 
 
-def _problem_of_violation(violation: Violation, config: RunConfig, layers: Layers) -> Problem:
+def _problem_of_violation(
+    violation: Violation, config: RunConfig, overlay: ConfigOverlay
+) -> Problem:
     def origin(key: str) -> Origin:
         path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-        return layers.origins.get(path, DEFAULT)
+        return overlay.origins.get(path, DEFAULT)
 
     near = tuple(v if isinstance(v, str) else as_toml(v) for v in violation.nearest)
     related = tuple(

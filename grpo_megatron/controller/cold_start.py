@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_megatron.checkpoints.retention import prune
+from grpo_megatron.config.run import ColdStartConfig
 from grpo_megatron.controller.dataset import DatasetAnswers
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.evaluation import greedy_accuracy
@@ -34,10 +35,10 @@ class ColdStart:
 
     started: `time.monotonic()` when this attempt began."""
 
-    def __init__(self, session: Session, started: float):
+    def __init__(self, session: Session, settings: ColdStartConfig, started: float):
         self._session = session
         self._config = session.config
-        self._settings = session.config.cold_start
+        self._settings = settings
         self._directory = session.run_dir.store / "cold_start"
         self._answers = DatasetAnswers(session.tokenizer, self._config.rollout.max_model_len)
         weights = {domain.name: domain.weight for domain in self._config.domains}
@@ -124,11 +125,11 @@ class ColdStart:
                 samples.append((update, prompt, self._answers.completion(0, prompt.answer)))
         with session.phase("train"):
             if self._config.placement.mode == "colocated":
-                await session.publisher.make_room()
+                await session.publisher.pause_engines()
             await session.judges.rest(sleep=self._config.placement.gpus_per_node > 0)
             record_completions(self._directory, samples)
             report = await session.trainer.call(
-                "supervise", directory=str(self._directory), first_update=self._steps
+                "train_sft", directory=str(self._directory), first_update=self._steps
             )
         self._steps += num_steps
         self._nll = report["nll"]

@@ -8,68 +8,80 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_megatron.controller.selection import Selection
+from grpo_megatron.config.run import CorrectionConfig
+from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.controller.session import Session
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
 
 
 class Correction:
-    """`[correction]` of one run. `seen`: per retry whether it is right (NaN: unscorable)."""
+    """`[correction]` of one run."""
 
-    def __init__(self, session: Session, selection: Selection):
-        self._session, self._selection = session, selection
-        self._settings = settings = session.config.correction
+    def __init__(self, session: Session, settings: CorrectionConfig, group_filter: GroupFilter):
+        self._session = session
+        self._settings = settings
+        self._filter = group_filter
         self._cue = session.tokenizer.encode(settings.cue, where="correction.cue")
-        self._seen: list[float] = []
+        self._seen: list[float] = []  # of every retry, whether it is right; NaN: unscorable
         self._no_room = 0
 
     async def __call__(self, step: int, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """The groups with retries in place of some of their wrong completions."""
-        session, retries = self._session, {}
+        prompts: dict[tuple[int, int], Prompt] = {}  # of retries, by group and sample
         for number, group in enumerate(groups):
-            for sample in np.flatnonzero(self._selection.correct(group) == 0).tolist():
-                if prompt := self._retry(step, group.group, sample):
-                    retries[number, sample] = prompt
-        if not retries:
+            for sample in np.flatnonzero(self._filter.correct(group) == 0).tolist():
+                prompt = self._retry(step, group.group, sample)
+                if prompt is not None:
+                    prompts[number, sample] = prompt
+        if not prompts:
             return list(groups)
-        found = await session.worker.rollouts(
-            step, list(retries.values()), num_samples=1, max_tokens=self._settings.max_retry_tokens
+
+        found = await self._session.worker.rollouts(
+            step, list(prompts.values()), num_samples=1, max_tokens=self._settings.max_retry_tokens
         )
-        scored = await session.rewards.score(
-            [
-                replace(retry, prompt=groups[number].group.prompt)
-                for (number, _), retry in zip(retries, found, strict=True)
-            ]
-        )
-        self._seen += [float(self._selection.correct(retry)[0]) for retry in scored]
+        answered = []  # as answers to the prompts of their groups, which rewards look at
+        for (number, _), retry in zip(prompts, found, strict=True):
+            answered.append(replace(retry, prompt=groups[number].group.prompt))
+        scored = await self._session.rewards.score(answered)
+        self._seen += [float(self._filter.correct(retry)[0]) for retry in scored]
+
         corrected = list(groups)
-        for ((number, sample), prompt), retry in zip(retries.items(), scored, strict=True):
-            corrected[number] = _with_retry(corrected[number], sample, prompt, retry)
+        for ((number, sample), prompt), rescored in zip(prompts.items(), scored, strict=True):
+            corrected[number] = _with_retry(corrected[number], sample, prompt, rescored)
         return corrected
 
     def take_metrics(self) -> dict[str, float]:
-        seen, no_room, self._seen, self._no_room = np.array(self._seen), self._no_room, [], 0
-        metrics = {"correction/retries": float(len(seen)), "correction/no_room": float(no_room)}
+        """Counts since the last call."""
+        seen = np.array(self._seen)
+        metrics = {
+            "correction/retries": float(len(seen)),
+            "correction/no_room": float(self._no_room),
+        }
         if len(seen):
             metrics["correction/corrected_fraction"] = float((seen == 1).mean())
+        self._seen = []
+        self._no_room = 0
         return metrics
 
     def _retry(self, step: int, group: RolloutGroup, sample: int) -> Prompt | None:
         """What the retry of a sample continues; None: it gets none."""
-        settings, config, prompt = self._settings, self._session.config, group.prompt
+        settings = self._settings
+        config = self._session.config
+        prompt = group.prompt
         name = f"{prompt.prompt_id}/{sample}"
         drawn = derive_seed(config.seed, step, name, "correction") / 2**31
         if drawn >= settings.probability:
             return None
-        tokenizer, attempt = self._session.tokenizer, group.completions[sample]
-        ids, cue = attempt.token_ids.tolist(), self._cue
-        while ids and ids[-1] in tokenizer.stop_token_ids:
-            ids.pop()
+        tokenizer = self._session.tokenizer
+        attempt = group.completions[sample].token_ids.tolist()
+        while attempt and attempt[-1] in tokenizer.stop_token_ids:
+            attempt.pop()
+        cue = self._cue
         if drawn < settings.probability * settings.answer_share:
             hint = settings.answer_cue.replace("{answer}", prompt.answer)
             cue = tokenizer.encode(hint, where="correction.answer_cue")
-        context = (*prompt.token_ids, *ids, *cue)
+        context = (*prompt.token_ids, *attempt, *cue)
         budget = min(settings.max_retry_tokens, config.max_new_tokens_of(prompt.domain))
         if len(context) + budget > config.rollout.max_model_len:
             self._no_room += 1
@@ -78,15 +90,17 @@ class Correction:
 
 
 def _with_retry(group: ScoredGroup, sample: int, prompt: Prompt, retry: ScoredGroup) -> ScoredGroup:
-    size, before = len(group.rewards), len(group.group.prompt.token_ids)
-    completions, steps = list(group.group.completions), list(group.steps or [()] * size)
-    completions[sample] = replace(retry.group.completions[0], context=prompt.token_ids[before:])
-    steps[sample] = (retry.steps or [()])[0]
+    """The group with the retry, which continued `prompt`, in the place of a sample."""
+    size = len(group.rewards)
+    context = prompt.token_ids[len(group.group.prompt.token_ids) :]
+    completions = list(group.group.completions)
+    completions[sample] = replace(retry.group.completions[0], context=context)
+    steps = list(group.steps or [()] * size)
+    steps[sample] = retry.steps[0] if retry.steps else ()
     here = np.arange(size) == sample
-    components = {
-        name: np.where(here, retry.components[name], values)
-        for name, values in group.components.items()
-    }
+    components = {}
+    for name, values in group.components.items():
+        components[name] = np.where(here, retry.components[name], values)
     return ScoredGroup(
         replace(group.group, completions=tuple(completions)),
         components,

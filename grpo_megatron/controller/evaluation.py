@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from grpo_megatron.controller.selection import Selection
+from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.controller.session import Session
 from grpo_megatron.types import Prompt, ScoredGroup
 
@@ -50,9 +50,9 @@ async def evaluate(session: Session, prompts: Sequence[Prompt], num_samples: int
 def _by_domain(
     session: Session,
     scored: Sequence[ScoredGroup],
-    measure: Callable[[ScoredGroup, Selection], Mapping[str, float]],
+    measure: Callable[[ScoredGroup, GroupFilter], Mapping[str, float]],
 ) -> Results:
-    selection, results = Selection(session.config), {}
+    selection, results = GroupFilter(session.config), {}
     for domain in dict.fromkeys(group.group.prompt.domain for group in scored):
         rows = [measure(g, selection) for g in scored if g.group.prompt.domain == domain]
         results[domain] = {"prompts": float(len(rows))}
@@ -63,11 +63,11 @@ def _by_domain(
     return results
 
 
-def _greedy(group: ScoredGroup, selection: Selection) -> dict[str, float]:
+def _greedy(group: ScoredGroup, selection: GroupFilter) -> dict[str, float]:
     return {"accuracy": float(selection.correct(group)[0] == 1)}
 
 
-def _sampled(group: ScoredGroup, selection: Selection) -> dict[str, float]:
+def _sampled(group: ScoredGroup, selection: GroupFilter) -> dict[str, float]:
     correct, answers, found = selection.correct(group) == 1, selection.answers(group), {}
     total = len(correct)
     for k in sorted({*(2**i for i in range(total.bit_length())), total}):

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from grpo_megatron.controller.display import claim_stdout, show
@@ -32,9 +33,11 @@ def main(run_path: str, attempt: str) -> int:
         finished = asyncio.run(run(read_resolved(run_dir.config).config, run_dir, stop.listen_for))
     except Exception as error:
         traceback.print_exc()
-        known = isinstance(error, GrpoMegatronError)
-        show("failure", text=str(error) if known else f"{type(error).__name__}: {error}")
-        return error.exit_code if known else 1
+        if isinstance(error, GrpoMegatronError):
+            show("failure", text=str(error))
+            return error.exit_code
+        show("failure", text=f"{type(error).__name__}: {error}")
+        return 1
     return 0 if finished else INTERRUPTED_EXIT_CODE
 
 
@@ -42,7 +45,7 @@ class Stop:
     """Before the first training step nothing is lost: the process ends. Then its loop is told."""
 
     def __init__(self) -> None:
-        self._tell = self._end
+        self._tell: Callable[[], object] = self._end
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._tell())
         threading.Thread(target=self._read, daemon=True).start()

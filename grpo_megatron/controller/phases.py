@@ -2,25 +2,29 @@
 
 import contextlib
 import time
-from collections import Counter
+from collections.abc import Iterator
 
 from grpo_megatron.controller.display import show
 
 
 class Phases:
-    def __init__(self):
-        self.seconds: Counter[str] = Counter()
-        self._entered, self._sampling = False, "rollout"
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._entered = False
+        self._sampling = "rollout"
 
     @contextlib.contextmanager
-    def __call__(self, name: str):
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the seconds of the block as those of phase `name`."""
         show("phase", name=name)
-        started, self._entered = time.perf_counter(), True
+        started = time.perf_counter()
+        self._entered = True
         try:
             yield
         finally:
             self._entered = False
-            self.seconds[name] += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def sampling(self, name: str | None = None) -> None:
         """Samples are now in phase `name`, "rollout" or "reward" (None: still in the last one),
@@ -30,5 +34,7 @@ class Phases:
             show("phase", name=self._sampling)
 
     def take_seconds(self) -> dict[str, float]:
-        seconds, self.seconds = self.seconds, Counter()
+        """Seconds by phase since the last call."""
+        seconds = self._seconds
+        self._seconds = {}
         return seconds

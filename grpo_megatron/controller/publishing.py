@@ -34,7 +34,7 @@ class Publisher:
     async def publish(self, version: int) -> None:
         """Bring `version` into all live engines; raises an EngineError when none is left."""
         started = time.perf_counter()
-        await self._with_the_living(lambda clients: self._publish(clients, version))
+        await self._retry_on_live_replicas(lambda clients: self._publish(clients, version))
         self.version, self.resumed = version, time.perf_counter()
         self._seconds = self.resumed - started
 
@@ -47,12 +47,12 @@ class Publisher:
             and self._seconds < 0.1 * self.config.rollout.request_timeout_s
         )
 
-    async def reach(self, version: int) -> None:
+    async def ensure_version(self, version: int) -> None:
         """Publish `version` unless the engines have it."""
         if self.version != version:
             await self.publish(version)
 
-    async def make_room(self) -> None:
+    async def pause_engines(self) -> None:
         """Engines pause until the next publish; colocated, the trainer gets their devices."""
         placement = self.config.placement
 
@@ -62,15 +62,17 @@ class Publisher:
                 sleep=placement.mode == "colocated" and placement.gpus_per_node > 0
             )
 
-        await self._with_the_living(rest)
+        await self._retry_on_live_replicas(rest)
 
-    async def _with_the_living(self, work: Callable[[list[EngineClient]], Awaitable[None]]) -> None:
+    async def _retry_on_live_replicas(
+        self, work: Callable[[list[EngineClient]], Awaitable[None]]
+    ) -> None:
         while True:
             before = self.engines.alive
             try:
                 return await work([replica.client for replica in before])
             except EngineError as error:
-                await self._bury_dead(error, before)
+                await self._mark_dead(error, before)
 
     async def _publish(self, clients: Sequence[EngineClient], version: int) -> None:
         await self._connect(clients)
@@ -96,7 +98,7 @@ class Publisher:
             await publisher.prepare(opened["senders"], lambda: self.trainer.call("publish_join"))
         self._publisher = publisher
 
-    async def _bury_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
+    async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
         """Go on with the engines that still answer; without a dead one, the error stands."""
         for replica in before:
             await self.engines.examine(replica, error)
@@ -113,7 +115,7 @@ class Publisher:
                 )
             except EngineError as error:
                 if replica.is_alive:  # else the rollouts found out first
-                    await self._bury_dead(error, self.engines.alive)
+                    await self._mark_dead(error, self.engines.alive)
                 continue
             directory = self.run_dir.root / "canary"
             record_completions(

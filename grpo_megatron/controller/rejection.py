@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from grpo_megatron.controller.selection import Selection
+from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.controller.session import Session
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
@@ -20,7 +20,7 @@ _PROMPTS_AT_ONCE = 256
 
 async def sample_dataset(session: Session) -> dict[str, float]:
     """Write `dataset.jsonl`: question, answer, domain, responses. Returns asked and kept counts."""
-    settings, selection = session.config.rejection, Selection(session.config)
+    settings, selection = session.config.rejection, GroupFilter(session.config)
     check_scripts(scripts=settings.scripts)
     prompts = [
         prompt
@@ -71,7 +71,7 @@ def _is_text(text: str, tokenizer: TextTokenizer) -> bool:
     return True
 
 
-def _accepted(group: ScoredGroup, selection: Selection, scripts: Sequence[str]) -> Iterator[str]:
+def _accepted(group: ScoredGroup, selection: GroupFilter, scripts: Sequence[str]) -> Iterator[str]:
     seen = set()
     for correct, completion in zip(selection.correct(group), group.group.completions, strict=True):
         text = completion.text

@@ -16,7 +16,7 @@ async def newest_whole(session: Session, checkpoints: Path) -> Path | None:
     steps = complete_steps(checkpoints)
     for step in reversed(steps):
         directory = checkpoints / f"step_{step:06d}"
-        found = await session.trainer.call("damage", directory=str(directory))
+        found = await session.trainer.call("corrupt_files", directory=str(directory))
         files = found["files"]
         if not files:
             return directory

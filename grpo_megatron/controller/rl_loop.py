@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.controller.alarms import Alarms
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.evaluation import greedy_accuracy
+from grpo_megatron.controller.group_filter import by_domain, not_older, staleness
 from grpo_megatron.controller.recorder import prune_store, record_step, starting_steps
-from grpo_megatron.controller.selection import by_domain, not_older, staleness
+from grpo_megatron.controller.rollout_batch import RolloutBatchBuilder
 from grpo_megatron.controller.session import Session
-from grpo_megatron.controller.step_groups import GroupSource
 from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import MismatchError
@@ -55,7 +55,7 @@ class RLLoop:
         )
         if state.sampler:
             self.sampler.load_state_dict(state.sampler)
-        self.source = GroupSource(session, self.sampler)
+        self.source = RolloutBatchBuilder(session, self.sampler)
         self.alarms = Alarms(self.config.routing.load_alarm)
         self.started = time.monotonic() - state.seconds
         self.phase_seconds: Counter[str] = Counter()
@@ -108,14 +108,15 @@ class RLLoop:
         """The step's samples, from the store or from the engines, with its canary."""
         if self.ahead:  # the trainer is about to have other weights than the engines
             return replace(await sampling, canary=self._canary_found)
-        if self.config.samples_prove:
+        if self.config.can_verify_from_samples:
             recorded = await sampling
             living = {replica.index for replica in self.session.publisher.engines.alive}
-            if recorded.fresh and living <= {*recorded.manifest["proven"]}:
+            if recorded.fresh and living <= _verified_replicas(recorded.manifest):
                 return recorded
             return replace(recorded, canary=await self._canary())
-        recorded, canary = await finish_or_cancel([sampling, self._canary()])
-        return replace(recorded, canary=canary)
+        both: list[Any] = await finish_or_cancel([sampling, self._canary()])
+        sampled: RecordedStep = both[0]
+        return replace(sampled, canary=both[1])
 
     async def _canary(self) -> dict[str, float]:
         if not self.config.publish.canary or self.config.uses_dataset:
@@ -140,7 +141,7 @@ class RLLoop:
             "step": step,
             "version": version,
             "stale": stale,
-            "proven": sorted({g.group.replica for g in groups if not stale}),  # replicas
+            "verified_replicas": sorted({g.group.replica for g in groups if not stale}),
             "sampler": self.sampler.state_dict(),  # after the step's draws
             "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
             "extremes": extremes(step, groups, config.telemetry.samples_per_step),
@@ -180,29 +181,30 @@ class RLLoop:
                 "state": self.state.objective,
             }
         with self.session.phase("train"):
-            config, publisher, directory = self.config, self.session.publisher, recorded.directory
+            config = self.config
+            publisher = self.session.publisher
+            directory = recorded.directory
             engines_rest = not (self.ahead or config.uses_dataset)
             if engines_rest and config.placement.mode == "colocated":
-                await publisher.make_room()  # before the training, elsewhere beside it
+                await publisher.pause_engines()  # before the training, elsewhere beside it
             await self.session.judges.rest(sleep=config.placement.gpus_per_node > 0)
-            beside = [publisher.make_room()] if engines_rest else []
+            training = self.session.trainer.call(
+                "train",
+                directory=str(directory),
+                first_update=self.state.updates,
+                state=self.state.objective,
+                exact=recorded.fresh or recorded.step == self.first,
+                num_updates=config.num_steps * config.batch.updates_per_rollout,
+            )
+            together: list[Awaitable[Any]] = [training]
+            if engines_rest:
+                together.append(publisher.pause_engines())
             try:
-                report, *_ = await finish_or_cancel(
-                    [
-                        self.session.trainer.call(
-                            "train",
-                            directory=str(directory),
-                            first_update=self.state.updates,
-                            state=self.state.objective,
-                            exact=recorded.fresh or recorded.step == self.first,
-                            num_updates=config.num_steps * config.batch.updates_per_rollout,
-                        ),
-                        *beside,
-                    ]
-                )
+                results = await finish_or_cancel(together)
             except MismatchError:  # nor may a resume train them
                 replace_directory(directory, directory.with_name(f"rejected_{directory.name}"))
                 raise
+            report: dict[str, Any] = results[0]
             return report
 
     async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:
@@ -238,7 +240,7 @@ class RLLoop:
             if text:
                 show("message", text=f"step {step}: {text}")
         if _is_due(self.config.evaluation.interval, step):
-            await self.session.publisher.reach(step + 1)
+            await self.session.publisher.ensure_version(step + 1)
             metrics["evaluation/accuracy"] = await greedy_accuracy(
                 self.session, self.session.splits.validation
             )
@@ -264,6 +266,11 @@ class RLLoop:
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
         starts = starting_steps(self.config, self.run_dir)
         prune_store(self.run_dir.store, starts, self.config.checkpoint.keep_steps)
+
+
+def _verified_replicas(manifest: Mapping[str, Any]) -> set[int]:
+    """Engines of which the step's samples can show what they compute; "proven" in older steps."""
+    return set(manifest.get("verified_replicas", manifest.get("proven", ())))
 
 
 def _is_due(every: int, step: int) -> bool:

@@ -52,7 +52,7 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
                 text=f"exported {exported['bytes'] / 1e9:.3f} GB, read back whole: "
                 f"{run_dir.export}",
             )
-        await session.publisher.reach(state.step)
+        await session.publisher.ensure_version(state.step)
         made = await sample_dataset(session) if config.kind == "rejection_sample" else {}
         results = await evaluate(session, session.splits.heldout, config.evaluation.num_samples)
         seconds, after = time.monotonic() - began, results["all"].get("accuracy", float("nan"))
@@ -120,12 +120,12 @@ async def _begin(session: Session, started: float, on_start: Callable) -> RunSta
     """Prepare step 0; None: told to stop in the cold start."""
     cold_start = None
     if session.config.cold_start is not None:
-        cold_start = ColdStart(session, started)
+        cold_start = ColdStart(session, session.config.cold_start, started)
         on_start(session.stopping)
     await session.publisher.publish(0)
     if cold_start and not await cold_start.run():
         return None
-    await session.trainer.call("take_reference")
+    await session.trainer.call("snapshot_reference")
     before = float("nan")
     if session.config.trains:
         show(

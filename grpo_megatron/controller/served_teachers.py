@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import RunConfig, TeacherConfig
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
@@ -22,20 +22,17 @@ class ServedTeachers:
     """The teachers of `config` that have a `url`; `close` it when done."""
 
     def __init__(self, config: RunConfig):
-        settings, rollout = config.distillation, config.rollout
-        self._k = settings.top_k if settings else 0
-        self._teachers = {
-            number: teacher
-            for number, teacher in enumerate(settings.teachers if settings else ())
-            if teacher.url
-        }
-        self._pools = {
-            number: ReplicaPool(
-                [EngineClient(teacher.url, f"the teacher at {teacher.url}")],
-                max_attempts=rollout.max_attempts,
-            )
-            for number, teacher in self._teachers.items()
-        }
+        rollout = config.rollout
+        self._k = 0
+        self._teachers: dict[int, TeacherConfig] = {}
+        self._pools: dict[int, ReplicaPool] = {}
+        if config.distillation is not None:
+            self._k = config.distillation.top_k
+            for number, teacher in enumerate(config.distillation.teachers):
+                if teacher.url is not None:
+                    client = EngineClient(teacher.url, f"the teacher at {teacher.url}")
+                    self._teachers[number] = teacher
+                    self._pools[number] = ReplicaPool([client], max_attempts=rollout.max_attempts)
         self._names = [d.name for d in config.domains]
         self._turn = asyncio.Semaphore(rollout.max_concurrent_requests)
         self._timeout_s = rollout.request_timeout_s
@@ -63,22 +60,19 @@ class ServedTeachers:
     async def answers(self, groups: Sequence[RolloutGroup]) -> dict[str, np.ndarray]:
         """`N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n completion tokens
         of those groups that it teaches. EngineError: it does not answer, or not with log-probs."""
-        found = {}
+        found: dict[str, np.ndarray] = {}
         for number in self._teachers:
-            parts = await finish_or_cancel(
-                [
-                    self._ask(number, part.prompt, completion)
-                    for group in groups
-                    if self._teaches(number, group.prompt)
-                    for part in group.by_context()
-                    for completion in part.completions
-                ]
-            )
-            flat = np.concatenate([np.empty((0, self._k, 2)), *parts])
-            found |= {
-                f"{number}/ids": flat[..., 0].astype(np.int32),
-                f"{number}/logprobs": flat[..., 1].astype(np.float32),
-            }
+            questions = []
+            for group in groups:
+                if not self._teaches(number, group.prompt):
+                    continue
+                for part in group.by_context():
+                    for completion in part.completions:
+                        questions.append(self._ask(number, part.prompt, completion))
+            answers = await finish_or_cancel(questions)
+            flat = np.concatenate([np.empty((0, self._k, 2)), *answers])
+            found[f"{number}/ids"] = flat[..., 0].astype(np.int32)
+            found[f"{number}/logprobs"] = flat[..., 1].astype(np.float32)
         return found
 
     def _teaches(self, number: int, prompt: Prompt) -> bool:

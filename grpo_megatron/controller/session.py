@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import show
@@ -41,7 +42,8 @@ class Session:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     phase: Phases = field(default_factory=Phases)
 
-    def event(self, kind: str, **fields) -> None:
+    def event(self, kind: str, **fields: Any) -> None:
+        """Add a line to the run's events."""
         append_event(self.run_dir.events, kind, **fields)
 
 
@@ -96,7 +98,7 @@ async def open_session(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Sess
         engines = ReplicaPool(
             clients,
             max_attempts=config.rollout.max_attempts,
-            on_death=lambda replica: _mourn(run_dir, replica),
+            on_death=lambda replica: _on_replica_death(run_dir, replica),
         )
         worker = RolloutWorker(
             config, engines, stop_token_ids=tokenizer.stop_token_ids, decode=tokenizer.decode
@@ -128,11 +130,10 @@ async def _connect(
         found = await asyncio.to_thread(
             wait_for_endpoint, run_dir.endpoints / f"{name}.json", limit_s, is_alive, EngineError
         )
-        client = await stack.enter_async_context(
-            EngineClient(
-                f"http://{found.host}:{found.port}", name, config.rollout.request_timeout_s
-            )
+        client = EngineClient(
+            f"http://{found.host}:{found.port}", name, config.rollout.request_timeout_s
         )
+        await stack.enter_async_context(client)
         await client.wait_ready(limit_s, is_alive)
         return client
 
@@ -146,7 +147,7 @@ async def _connect(
     return [result if isinstance(result, EngineClient) else None for result in found]
 
 
-def _mourn(run_dir: RunDir, replica: Replica) -> None:
+def _on_replica_death(run_dir: RunDir, replica: Replica) -> None:
     name, cause = replica.client.name, str(replica.cause_of_death)
     logging.getLogger(__name__).warning("%s is dead: %s", name, cause)
     show("message", text=f"{name} is dead; its requests go to the others")

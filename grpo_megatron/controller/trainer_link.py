@@ -22,7 +22,7 @@ class RunState:
     sampler: dict[str, Any]  # from which the next step draws its prompts
     heldout_before: float  # held-out accuracy before RL
     seconds: float  # wall time of the run so far, over all attempts
-    objective: dict[str, float] = field(default_factory=dict)  # see `Objective.state`
+    objective: dict[str, Any] = field(default_factory=dict)  # see `Objective.state`
 
 
 class TrainerLink:
@@ -65,7 +65,8 @@ class TrainerLink:
                 ) from error
             except ConnectionError as error:
                 raise TrainerError(f"the trainer went away during {command!r}") from error
-        return raise_reply(json.loads(line))
+        result: dict[str, Any] = raise_reply(json.loads(line))
+        return result
 
     async def close(self) -> None:
         if self._connected.done():

@@ -49,7 +49,7 @@ async def _measure(
             await trainer.go_to(weights_of)
             to = trainer.scratch.root / "gaps.safetensors"
             metrics = await trainer.call(
-                "gaps", directory=str(trainer.store(step)), to=str(to), by_layer=layers
+                "logprob_diff", directory=str(trainer.store(step)), to=str(to), by_layer=layers
             )
             return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics, trainer.config)
 

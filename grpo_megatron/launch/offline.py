@@ -109,7 +109,9 @@ class OfflineTrainer:
         if start in complete_steps(self.run_dir.checkpoints):
             directory = self.run_dir.step_checkpoint(start).absolute()
             return RunState(**await self.call("load", directory=str(directory)))
-        await self.call("take_reference")  # the ranks have read the weights that the run was given
+        await self.call(
+            "snapshot_reference"
+        )  # the ranks have read the weights that the run was given
         return RunState(step=0, updates=0, sampler={}, heldout_before=math.nan, seconds=0.0)
 
     def store(self, step: int) -> Path:

@@ -80,7 +80,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _buffers(s: Sizes, stage: int) -> int:
-    """Selection biases (float32, and counts of tokens) and yarn's rotary tables of MLA layers."""
+    """GroupFilter biases (float32, and counts of tokens) and yarn's rotary tables of MLA layers."""
     layers = [is_moe for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)]
     element, found = s.symbols["element"], 0
     if s.model.get("moe_router_enable_expert_bias"):

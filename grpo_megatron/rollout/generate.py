@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from grpo_megatron.errors import EngineError, raised_as
-from grpo_megatron.types import Completion, KeptSets, VersionSpan
+from grpo_megatron.types import Completion, SamplingMask, VersionSpan
 
 _NO_PROBABILITY = -9999.0  # vLLM's for NaN and for minus infinity, which JSON cannot carry
 _MASS_TOLERANCE = 1e-4
@@ -157,7 +157,7 @@ def _logprobs(choice: _Choice) -> np.ndarray:
     return values
 
 
-def _kept(choice: _Choice[_Candidates]) -> KeptSets:
+def _kept(choice: _Choice[_Candidates]) -> SamplingMask:
     """Candidates with a probability. A set that lacks the sampled id, or others (its probabilities
     do not add up to 1), is left empty: nothing can be renormalised over it."""
     content = choice.logprobs.content if choice.logprobs is not None else []
@@ -172,7 +172,7 @@ def _kept(choice: _Choice[_Candidates]) -> KeptSets:
     good = has_sampled & (np.abs(mass - 1) < _MASS_TOLERANCE)
     token, ids = token[good[token]], ids[good[token]]
     sizes = np.bincount(token, minlength=len(content))
-    return KeptSets(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
+    return SamplingMask(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
 
 
 def _spans(spans: list[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.seeds import derive_seed
-from grpo_megatron.types import Completion, KeptSets, VersionSpan
+from grpo_megatron.types import Completion, SamplingMask, VersionSpan
 
 Result = TypeVar("Result")
 
@@ -92,10 +92,10 @@ def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
     )
 
 
-def _merged_kept(head: KeptSets | None, tail: KeptSets | None) -> KeptSets | None:
+def _merged_kept(head: SamplingMask | None, tail: SamplingMask | None) -> SamplingMask | None:
     if head is None or tail is None:
         return None
-    return KeptSets(
+    return SamplingMask(
         np.concatenate([head.ids, tail.ids]),
         np.concatenate([head.offsets, head.offsets[-1] + tail.offsets[1:]]),
     )

@@ -50,13 +50,13 @@ class TrainerService:
     def commands(self) -> dict[str, Callable[..., Any]]:
         own = (
             self.train,
-            self.gaps,
-            self.supervise,
+            self.logprob_diff,
+            self.train_sft,
             self.compare,
             self.reset_optimizer,
-            self.take_reference,
+            self.snapshot_reference,
             self.save,
-            self.damage,
+            self.corrupt_files,
             self.load,
             self.export,
         )
@@ -111,17 +111,17 @@ class TrainerService:
         report["metrics"]["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
         return report
 
-    def gaps(self, directory: str, to: str, by_layer: bool) -> dict[str, Any]:
+    def logprob_diff(self, directory: str, to: str, by_layer: bool) -> dict[str, Any]:
         """Log-probs of a recorded step under several routings, written to `to`."""
         table = _table(directory)
         return logprob_gaps(self.config, self.policy, table, Path(to), by_layer=by_layer)
 
-    def take_reference(self) -> None:
+    def snapshot_reference(self) -> None:
         """RL begins: the policy as it is now is its own reference."""
         if self.references.wanted:
             self.references.take(self.policy)
 
-    def supervise(self, directory: str, first_update: int) -> dict[str, Any]:
+    def train_sft(self, directory: str, first_update: int) -> dict[str, Any]:
         """One supervised optimizer step per update of the recorded step."""
         table, settings = _table(directory), self.config.cold_start
         return {
@@ -169,12 +169,12 @@ class TrainerService:
             self.model_path,
         )
 
-    def damage(self, directory: str) -> dict[str, Any]:
+    def corrupt_files(self, directory: str) -> dict[str, Any]:
         """`files` of a checkpoint and of the reference that it names which are not as written."""
         path = Path(directory)
-        files = [f"{path.name}/{name}" for name in distributed.damage(path)]
+        files = [f"{path.name}/{name}" for name in distributed.corrupt_files(path)]
         if not files and (name := distributed.read_state(path).get("reference")):
-            files = [f"{name}/{file}" for file in distributed.damage(path.with_name(name))]
+            files = [f"{name}/{file}" for file in distributed.corrupt_files(path.with_name(name))]
         return {"files": files}
 
     def load(self, directory: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the trainer tells the controller about a trained step."""
 
 from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from grpo_megatron.algorithms.stats import Stats
 
@@ -13,7 +13,7 @@ class TrainReport(TypedDict):
     """By name, means over the step."""
     normalisers: dict[str, str]
     """What each metric is a mean over: tokens, samples, updates, ..."""
-    state: dict[str, float]
+    state: dict[str, Any]
     """What the objective learned so far (`Objective.state`)."""
     updates: int
     """Optimizer steps that were taken."""

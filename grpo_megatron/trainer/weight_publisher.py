@@ -11,7 +11,7 @@ import torch.distributed as dist
 from grpo_megatron.config.run import PublishConfig
 from grpo_megatron.errors import TransferError
 from grpo_megatron.network import own_address
-from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, shared_out
+from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, assign_to_senders
 from grpo_megatron.weights.transfer import TransferPlan, WeightSender
 
 _MIN_BUCKETS = 2
@@ -35,7 +35,7 @@ class WeightPublisher:
         rank = dist.get_rank()
         num_senders = self.config.num_senders
         senders = [i * dist.get_world_size() // num_senders for i in range(num_senders)]
-        self.parts = shared_out(self.model.entries, senders)
+        self.parts = assign_to_senders(self.model.entries, senders)
         self.plan = self._transfer_plan()
         address = None
         if rank in senders:

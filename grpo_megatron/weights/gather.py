@@ -112,7 +112,7 @@ def on_rank_0(action: Callable[..., object], *arguments: Any) -> None:
     dist.barrier()
 
 
-def shared_out(
+def assign_to_senders(
     entries: Sequence[GatherEntry], senders: Sequence[int]
 ) -> dict[int, list[GatherEntry]]:
     """The entries that each of `senders` (global ranks) sends: an entry goes to one that holds it,

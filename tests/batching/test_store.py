@@ -21,7 +21,7 @@ from grpo_megatron.batching.store import (
     write_shard,
 )
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Completion, KeptSets, Prompt, RolloutGroup, VersionSpan
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, SamplingMask, VersionSpan
 
 FILES = ["manifest.json", "rollout-0.safetensors", "rollout-1.safetensors", "train.safetensors"]
 
@@ -117,7 +117,7 @@ def test_kept_sets_of_truncated_sampling(tmp_path):
         groups = []
         for length in lengths:
             offsets = np.cumsum([0, *rng.integers(0, 4, length)])
-            kept = KeptSets(rng.integers(0, 99, offsets[-1]).astype(np.int32), offsets)
+            kept = SamplingMask(rng.integers(0, 99, offsets[-1]).astype(np.int32), offsets)
             written.append(None if len(written) == 2 else kept)
             completion = replace(completion_of(length, rng), kept=written[-1])
             groups.append(RolloutGroup(Prompt("p", "d", "", (1,), ""), (completion,), 0))

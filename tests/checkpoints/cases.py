@@ -16,7 +16,7 @@ from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anyth
 
 # isort: split
 from grpo_megatron.checkpoints.distributed import (
-    damage,
+    corrupt_files,
     load_checkpoint,
     load_model,
     read_state,
@@ -95,7 +95,7 @@ def load_refusal(model: str, directory: str) -> str | None:
 
 def damaged_files(directory: str) -> list[str]:
     """Which files of a checkpoint are not as they were written."""
-    return damage(Path(directory))
+    return corrupt_files(Path(directory))
 
 
 def import_refusal(model: str, directory: str) -> str | None:
@@ -208,7 +208,7 @@ def resume_with_reference(
         trainer_side.command("save", {"directory": f"{root}/step_{step:06d}", "state": state})
 
     trainer_side.start(config, model)
-    trainer_side.command("take_reference", {})
+    trainer_side.command("snapshot_reference", {})
     trainer_side.command("train", training)
     save(1)
     trainer_side.command("train", training)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.config.layers import Layers, Origin, apply_overrides
+from grpo_megatron.config.overlay import ConfigOverlay, Origin, apply_overrides
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.toml_file import find_recipe, read_recipe_chain
 
@@ -48,7 +48,7 @@ def write_recipe(tmp_path: Path) -> WriteRecipe:
 
 def unchecked_config(*overrides: str) -> RunConfig:
     """The demo recipe with overrides, typed but with no rule applied."""
-    layers = Layers()
+    layers = ConfigOverlay()
     for file in read_recipe_chain(find_recipe(DEMO)):
         layers.merge(file.values, lambda path: Origin("recipe"))
     assert apply_overrides(layers, overrides) == []

@@ -1,4 +1,4 @@
-"""Layers, `extends`, look-up of recipes, unreadable files."""
+"""ConfigOverlay, `extends`, look-up of recipes, unreadable files."""
 
 from __future__ import annotations
 

@@ -160,10 +160,10 @@ class Loop:
         self.version, self.resting = version, False
         self.weights_came.set()
 
-    async def reach(self, version: int) -> None:
+    async def ensure_version(self, version: int) -> None:
         assert self.version == version
 
-    async def make_room(self) -> None:
+    async def pause_engines(self) -> None:
         self.resting = True
         self.weights_came.clear()
 

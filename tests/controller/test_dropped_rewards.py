@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
-from grpo_megatron.controller.selection import Selection
-from grpo_megatron.controller.step_groups import dropped_rewards
+from grpo_megatron.controller.group_filter import GroupFilter
+from grpo_megatron.controller.rollout_batch import dropped_rewards
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 from tests.controller.cases import group, recipe
 from tests.controller.loops import Loop
@@ -16,13 +16,13 @@ LITE = {"preset": "lite_ppo"}
 
 
 def test_rewards_of_dropped_groups_are_told_by_domain():
-    selection = Selection(recipe(sampling={"dynamic": True}))
+    selection = GroupFilter(recipe(sampling={"dynamic": True}))
     groups = [group([1, 1], short=[0, 0.5]), group([1, 0]), group([0, np.nan])]
     assert dropped_rewards(selection, groups) == {"d": [1.0, 1.5, 0.0]}
 
 
 def test_what_an_overlong_filter_unscores_is_no_part_of_it():
-    selection = Selection(recipe(sampling={"dynamic": True}, objective={"overlong": "drop"}))
+    selection = GroupFilter(recipe(sampling={"dynamic": True}, objective={"overlong": "drop"}))
     assert dropped_rewards(selection, [group([1, 0, 0], truncated=[0])]) == {"d": [0.0, 0.0]}
 
 

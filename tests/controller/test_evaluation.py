@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.controller.evaluation import _sampled, pass_at_k, wilson
-from grpo_megatron.controller.selection import Selection
+from grpo_megatron.controller.group_filter import GroupFilter
 from tests.controller.cases import REWARD, group, recipe
 
 
@@ -33,7 +33,7 @@ def answered(texts, right, **domain) -> dict[str, float]:
         replace(c, text=text) for c, text in zip(scored.group.completions, texts, strict=True)
     )
     scored = replace(scored, group=replace(scored.group, completions=completions))
-    return _sampled(scored, Selection(recipe(d=domain)))
+    return _sampled(scored, GroupFilter(recipe(d=domain)))
 
 
 def test_majority_is_that_of_the_first_k():

@@ -52,7 +52,7 @@ def test_engines_that_slept_are_woken_by_whoever_publishes_next():
 
     async def run():
         publisher = colocated(engines, gpus=1)
-        await publisher.make_room()
+        await publisher.pause_engines()
         await publisher._connect(engines[:1])
         await publisher._publisher.publish_file(1, "x")
 
@@ -77,9 +77,9 @@ def test_an_engine_that_died_is_not_asked_to_rest(found_out, attempts):
         engines[1].is_alive = False
         if found_out == "by rollouts":
             await publisher.engines.examine(publisher.engines.replicas[1], EngineError("gone"))
-        await publisher.make_room()
+        await publisher.pause_engines()
         assert [replica.index for replica in publisher.engines.alive] == [0]
-        await publisher.make_room()  # it rests already
+        await publisher.pause_engines()  # it rests already
 
     asyncio.run(run())
     assert [path for path, _ in engines[0].calls] == ["/pause"] * attempts
@@ -89,7 +89,7 @@ def test_without_a_live_engine_nothing_rests():
     engine = Engine()
     engine.is_alive = False
     with pytest.raises(EngineError, match="gone"):
-        asyncio.run(colocated([engine], gpus=0).make_room())
+        asyncio.run(colocated([engine], gpus=0).pause_engines())
 
 
 @pytest.mark.parametrize(

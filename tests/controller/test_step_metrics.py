@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_megatron.controller.selection import by_domain, rollout_metrics, staleness
+from grpo_megatron.controller.group_filter import by_domain, rollout_metrics, staleness
 from grpo_megatron.types import (
     Completion,
-    KeptSets,
     Prompt,
     RolloutGroup,
+    SamplingMask,
     ScoredGroup,
     VersionSpan,
 )
@@ -41,7 +41,7 @@ def test_metrics_of_truncated_sampling():
         (),
         "stop",
         "",
-        kept=KeptSets(np.zeros(6, np.int32), np.array([0, 2, 2, 6])),
+        kept=SamplingMask(np.zeros(6, np.int32), np.array([0, 2, 2, 6])),
     )
     group = RolloutGroup(Prompt("p", "d", "", (1, 2), ""), (completion,) * 2, 0)
     metrics = rollout_metrics([ScoredGroup(group, {}, np.zeros(2))])

@@ -82,7 +82,7 @@ def test_engines_that_rest_answer_with_the_weights_that_come(
         ) as (publisher, trainer, clients):
             await publisher.publish(1)
             assert not publisher.resting
-            await publisher.make_room()
+            await publisher.pause_engines()
             assert publisher.resting
             asked = asyncio.gather(
                 *(clients[0].generate(prompt.token_ids, max_tokens=8) for prompt in PROMPTS)
@@ -249,7 +249,7 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(
 
             clients[0].control = dying
             await trainer.run("slow_down", seconds=0.2)
-            await publisher.make_room()
+            await publisher.pause_engines()
             asked = asyncio.gather(
                 *(
                     publisher.engines.call(

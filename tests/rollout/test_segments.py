@@ -13,7 +13,7 @@ from aiohttp import web
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.generate import GenerateRequest
 from grpo_megatron.rollout.segments import complete, merge
-from grpo_megatron.types import Completion, KeptSets, Prompt, VersionSpan
+from grpo_megatron.types import Completion, Prompt, SamplingMask, VersionSpan
 from tests.rollout.fake_engine import answer
 from tests.rollout.test_worker import PROMPTS, expected, run
 
@@ -139,7 +139,7 @@ def test_kept_sets_are_joined():
         offsets = np.cumsum([0, *sizes])
         return replace(
             Engine((len(sizes), reason, 0, False))._one(3, 0),
-            kept=KeptSets(np.arange(offsets[-1], dtype=np.int32), offsets),
+            kept=SamplingMask(np.arange(offsets[-1], dtype=np.int32), offsets),
         )
 
     whole = merge(part([2, 0], "abort"), part([1, 3], "stop"), 3)

@@ -11,8 +11,8 @@ import numpy as np
 
 from grpo_megatron.config.loader import ResolvedConfig, write_resolved
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.controller.group_filter import GroupFilter, by_domain, rollout_metrics
 from grpo_megatron.controller.recorder import record_step
-from grpo_megatron.controller.selection import Selection, by_domain, rollout_metrics
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.rundir import RunDir
@@ -121,7 +121,7 @@ def _metrics(config, groups, rng, skill: float) -> dict[str, float]:
     }
     return {
         **by_domain(rollout_metrics, groups),
-        **by_domain(Selection(config).metrics, groups),
+        **by_domain(GroupFilter(config).metrics, groups),
         "mismatch/k1": 1e-5 * rng.random(),
         "mismatch/k3": 1e-5 * rng.random(),
         "step/k1": 1e-3 * rng.random(),

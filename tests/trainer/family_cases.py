@@ -93,7 +93,7 @@ def gradients(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any
 
 
 def selection_biases(model: str, samples: str) -> dict[str, list[str]]:
-    """Selection biases of a bfloat16 model that are not those of the checkpoint."""
+    """GroupFilter biases of a bfloat16 model that are not those of the checkpoint."""
     setup = Setup(model, {"precision": "bfloat16"})
 
     def wrong() -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
 from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.routing.shape import RouteShape
-from grpo_megatron.types import Completion, KeptSets, Prompt, RolloutGroup, VersionSpan
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, SamplingMask, VersionSpan
 
 VOCAB = 93  # not divisible by 2: tensor ranks pad it
 
@@ -74,7 +74,7 @@ def random_routes(num_rows: int, hf: dict, rng: np.random.Generator) -> np.ndarr
     return order[..., : shape.experts_per_token].astype(shape.dtype)
 
 
-def random_sets(ids: np.ndarray, vocab_size: int, rng: np.random.Generator) -> KeptSets:
+def random_sets(ids: np.ndarray, vocab_size: int, rng: np.random.Generator) -> SamplingMask:
     """1 to 8 ids with the sampled one; every eighth without it, every eighth empty."""
     sets = []
     for token in ids:
@@ -83,7 +83,7 @@ def random_sets(ids: np.ndarray, vocab_size: int, rng: np.random.Generator) -> K
         kind = rng.integers(8)
         sets.append(others[:0] if kind == 0 else others if kind == 1 else [token, *others])
     sizes = [len(one) for one in sets]
-    return KeptSets(np.concatenate(sets).astype(np.int32), np.cumsum([0, *sizes]))
+    return SamplingMask(np.concatenate(sets).astype(np.int32), np.cumsum([0, *sizes]))
 
 
 def write_samples(

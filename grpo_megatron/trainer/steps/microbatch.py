@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens
 from grpo_megatron.trainer.vocab_parallel.logprobs import Kept
-from grpo_megatron.types import KeptSets
+from grpo_megatron.types import SamplingMask
 
 
 @dataclass
@@ -91,7 +91,7 @@ def build_microbatch(
 
 
 def _joined_sets(
-    sets: list[KeptSets | None], targets: list[np.ndarray]
+    sets: list[SamplingMask | None], targets: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Token and id of every entry, in order; and bool [n], whether the token is in its set."""
     sizes = np.concatenate(

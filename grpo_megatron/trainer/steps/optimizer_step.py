@@ -278,7 +278,7 @@ class _ForwardStep:
 # --- what ranks tell each other
 
 
-def speaks_for_samples() -> bool:
+def is_output_rank() -> bool:
     """Say whether this rank, and no other one with the same samples, has the model's output."""
     is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     return is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -287,7 +287,7 @@ def speaks_for_samples() -> bool:
 def reduce_stats(stats: Stats) -> Stats:
     """Add up over the data-parallel ranks of the last stage; equal on all ranks. Collective."""
     numbers = None
-    if speaks_for_samples():
+    if is_output_rank():
         # numbers and no pickled tensors: 10 ms a step for 100 of these
         samples = {name: values.tolist() for name, values in stats.samples.items()}
         numbers = (_to_numbers(stats.means), _to_numbers(stats.maxima), samples)
@@ -321,7 +321,7 @@ def gather_tokens(
 
     values: of each prepared batch and each of its micro-batches, [n of it]. Collective."""
     flat = torch.zeros(batch.num_tokens)
-    if speaks_for_samples():
+    if is_output_rank():
         for part, found in zip(prepared, values, strict=True):
             for microbatch, tokens in zip(part.microbatches, found, strict=True):
                 index = batch.flat_index(torch.from_numpy(microbatch.table_rows))

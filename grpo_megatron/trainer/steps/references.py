@@ -14,7 +14,7 @@ import torch
 from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.objective import Objective
-from grpo_megatron.algorithms.stats import Meter, Stats, measure_kl, measure_move
+from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure_kl, measure_move
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import load_model, save_model
 from grpo_megatron.config.run import RunConfig
@@ -163,7 +163,7 @@ def _take_over(
         so_far[index] = torch.where(of_token, values, so_far[index])
 
 
-class Watch:
+class PolicyDriftMonitor:
     """`objective.monitor_share` of the samples, spread over the step, under the policy before."""
 
     def __init__(self, config: RunConfig, policy: Policy, table: SampleTable, objective: Objective):
@@ -205,7 +205,7 @@ class Watch:
 
     def _measured(
         self, found: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[MicroBatch, Meter, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[MicroBatch, MetricRecorder, torch.Tensor, torch.Tensor]]:
         """Micro-batches that have an output here, a meter for each, and the log-probs, fp32 [n],
         of the policy before the step and those in `found`."""
         for microbatch, before, values in zip(
@@ -214,5 +214,7 @@ class Watch:
             if len(values):
                 of_samples = torch.from_numpy(self._table.domain[microbatch.table_rows])
                 of_samples = of_samples.to(values.device)
-                meter = Meter(of_samples[microbatch.sample], of_samples, self._objective.domains)
+                meter = MetricRecorder(
+                    of_samples[microbatch.sample], of_samples, self._objective.domains
+                )
                 yield microbatch, meter, before, values

@@ -31,7 +31,7 @@ from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.steps import optimizer_step
 from grpo_megatron.trainer.steps.policy_gradient import MaskRecord, PolicyGradientLoss
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
-from grpo_megatron.trainer.steps.references import References, Watch
+from grpo_megatron.trainer.steps.references import PolicyDriftMonitor, References
 from grpo_megatron.trainer.train_report import TrainReport, losses_and_norms
 
 
@@ -183,10 +183,10 @@ class Training:
         random.Random(seed).shuffle(order)
         return replace(advantages, values=advantages.values[order])
 
-    def _watch(self) -> Watch | None:
+    def _watch(self) -> PolicyDriftMonitor | None:
         if not self.updates or self.config.objective.monitor_share == 0:
             return None
-        return Watch(self.config, self.policy, self.table, self.objective)
+        return PolicyDriftMonitor(self.config, self.policy, self.table, self.objective)
 
     # --- one optimizer step
 
@@ -211,7 +211,7 @@ class Training:
             update,
             terms,
             replayed_masks=self.replayed_masks,
-            compare_engines=self.config.samples_prove and sampled_by_these_weights,
+            compare_engines=self.config.can_verify_from_samples and sampled_by_these_weights,
         )
         stats = optimizer_step.compute_gradients(self.policy, update.batch, loss, routing)
         self._require_agreement(stats)

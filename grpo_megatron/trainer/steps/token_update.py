@@ -7,7 +7,7 @@ policy gradient with `log q - log p` of the sampled tokens as advantages, weighe
 import numpy as np
 import torch
 
-from grpo_megatron.algorithms.stats import Meter, Stats
+from grpo_megatron.algorithms.stats import MetricRecorder, Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig
@@ -37,7 +37,7 @@ class TokenLoss:
         if not self.distils:
             return self._likelihood_loss(output)
         domain = torch.from_numpy(self.table.domain[microbatch.table_rows]).to(output.device)
-        meter = Meter(domain[microbatch.sample], domain, self.domains)
+        meter = MetricRecorder(domain[microbatch.sample], domain, self.domains)
         loss = _distillation_loss(self.config, microbatch, output, self.weight, meter)
         return loss, meter.stats
 
@@ -98,7 +98,7 @@ def _distillation_loss(
     microbatch: MicroBatch,
     output: torch.Tensor,
     weight: float,
-    meter: Meter,
+    meter: MetricRecorder,
 ) -> torch.Tensor:
     if not microbatch.teachers:  # the last row of the output would be another quantity
         raise TrainerError("these samples have no teacher", where="distillation.teachers")

@@ -104,4 +104,4 @@ def test_when_samples_prove(tables, prove):
     config = recipe()
     for table, values in tables.items():
         config = config.model_copy(update={table: getattr(config, table).model_copy(update=values)})
-    assert config.samples_prove is prove, json.dumps(tables)
+    assert config.can_verify_from_samples is prove, json.dumps(tables)

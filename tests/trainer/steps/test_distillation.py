@@ -217,7 +217,7 @@ def test_sampled_mode_has_the_gradient_of_reverse_kl_on_average():
     from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before Megatron)
 
     # isort: split
-    from grpo_megatron.algorithms.stats import Meter
+    from grpo_megatron.algorithms.stats import MetricRecorder
     from grpo_megatron.config.objective import ObjectiveConfig
     from grpo_megatron.config.run import DistillationConfig
     from grpo_megatron.trainer.steps.token_update import _distillation_loss
@@ -237,7 +237,7 @@ def test_sampled_mode_has_the_gradient_of_reverse_kl_on_average():
             rollout_logprobs=log_p.detach()[word : word + 1],
             teachers=[TeacherTokens(torch.tensor([0]), 1.0, None, logprobs=log_q[word : word + 1])],
         )
-        meter = Meter(None, None, ())
+        meter = MetricRecorder(None, None, ())
         loss = _distillation_loss(config, part, log_p[word].expand(2, 1), 1.0, meter)
         assert meter.stats.result()["distillation/kl"] == pytest.approx(
             -golden["sampled_token_adv log q - log p"][word], abs=1e-6

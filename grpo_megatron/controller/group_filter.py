@@ -19,7 +19,7 @@ _BOXED = re.compile(
 )
 
 
-class Selection:
+class GroupFilter:
     """The rules of `[sampling]`. Correct is decided by each domain's accuracy component, never by
     the weighted sum: a length penalty makes rewards differ where every answer is right."""
 

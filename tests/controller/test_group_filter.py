@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_megatron.controller.selection import Selection, by_domain, not_older
+from grpo_megatron.controller.group_filter import GroupFilter, by_domain, not_older
 from tests.controller.cases import REWARD, group, recipe
 
 NAN = np.nan
 
 
 def keeps(scored, **sampling) -> bool:
-    return Selection(recipe(sampling=sampling)).keeps(scored)
+    return GroupFilter(recipe(sampling=sampling)).keeps(scored)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def keeps(scored, **sampling) -> bool:
     [group([1, 1]), group([0, 0]), group([NAN, NAN]), group([1]), group([0, 1], truncated=[0, 1])],
 )
 def test_the_default_keeps_everything_untouched(scored):
-    selection = Selection(recipe())
+    selection = GroupFilter(recipe())
     assert selection.keeps(scored)
     assert selection.with_statistics(scored) is scored
 
@@ -52,7 +52,7 @@ def test_dynamic_sampling_looks_at_accuracy_not_at_the_sum():
     shaped = group([1, 1], short=[0, -0.5])  # all right, rewards differ
     assert not keeps(shaped, dynamic=True)
     assert keeps(group([1, 0], short=[0, 1]), dynamic=True)  # equal sums
-    other = Selection(
+    other = GroupFilter(
         recipe(d={"accuracy": "short", "accuracy_threshold": 0.0}, sampling={"dynamic": True})
     )
     assert other.keeps(shaped)
@@ -68,7 +68,7 @@ def test_zero_variance_groups_can_be_left_out():
 
 def drops(scored, **objective) -> bool:
     config = recipe(sampling={"zero_variance": "drop"}, objective=objective)
-    return not Selection(config).keeps(scored)
+    return not GroupFilter(config).keeps(scored)
 
 
 def test_components_that_differ_where_their_sum_does_not_are_a_signal():
@@ -84,7 +84,7 @@ def test_components_that_differ_where_their_sum_does_not_are_a_signal():
         config = recipe(
             d={"rewards": rewards}, sampling={"zero_variance": "drop"}, objective={"preset": preset}
         )
-        assert Selection(config).keeps(equal_sums) is not dropped
+        assert GroupFilter(config).keeps(equal_sums) is not dropped
 
 
 def test_a_group_of_one_is_a_signal_for_a_baseline_of_the_batch():
@@ -136,11 +136,11 @@ def test_what_has_no_rewards_trains_everything(kind):
         "kind": kind,
         "objective": {"overlong": "loss"},
     }
-    assert Selection(recipe(**other)).keeps(group([0, 0], truncated=[0, 1]))
+    assert GroupFilter(recipe(**other)).keeps(group([0, 0], truncated=[0, 1]))
 
 
 def test_overlong_loss_keeps_the_reward_in_group_statistics():
-    selection = Selection(recipe(objective={"overlong": "loss"}))
+    selection = GroupFilter(recipe(objective={"overlong": "loss"}))
     scored = group([1, 0, 1], truncated=[1])
     assert selection.with_statistics(scored) is scored
     assert not selection.keeps(group([1, 0], truncated=[0, 1]))  # nothing to train
@@ -148,14 +148,14 @@ def test_overlong_loss_keeps_the_reward_in_group_statistics():
 
 def test_overlong_drop_unscores_truncated_samples():
     settings = {"sampling": {"dynamic": True}, "objective": {"overlong": "drop"}}
-    selection = Selection(recipe(**settings))
+    selection = GroupFilter(recipe(**settings))
     scored = group([1, 0, 1], truncated=[1])
     seen = selection.with_statistics(scored)
     np.testing.assert_array_equal(seen.rewards, [1, NAN, 1])
     np.testing.assert_array_equal(seen.components["right"], [1, NAN, 1])
     assert not selection.keeps(scored)  # the only incorrect one does not count
     settings["objective"] = {"overlong": "loss"}
-    assert Selection(recipe(**settings)).keeps(scored)
+    assert GroupFilter(recipe(**settings)).keeps(scored)
     np.testing.assert_array_equal(scored.rewards, [1, 0, 1])
 
 
@@ -172,7 +172,7 @@ def test_metrics_by_domain():
         group([0, NAN, 0, 0], domain="e"),
         group([NAN, NAN, NAN, NAN], domain="e"),
     ]
-    metrics = by_domain(Selection(config).metrics, groups)
+    metrics = by_domain(GroupFilter(config).metrics, groups)
     assert metrics["sampling/acceptance_rate"] == 1 / 4
     assert metrics["sampling/acceptance_rate@d"] == 1 / 2
     assert metrics["group/all_correct_fraction"] == metrics["group/all_wrong_fraction"] == 1 / 3
@@ -184,9 +184,9 @@ def test_metrics_by_domain():
     assert metrics["response/length_p95"] == 4
     assert "response/length_correct_mean@e" not in metrics  # nothing was correct
     assert all(math.isfinite(value) for value in metrics.values())
-    assert not any("@" in name for name in by_domain(Selection(config).metrics, groups[:2]))
+    assert not any("@" in name for name in by_domain(GroupFilter(config).metrics, groups[:2]))
 
 
 def test_groups_without_a_score_have_lengths_only():
-    metrics = Selection(recipe()).metrics([group([NAN])])
+    metrics = GroupFilter(recipe()).metrics([group([NAN])])
     assert metrics == {"response/length_p95": 1.0, "sampling/acceptance_rate": 1.0}

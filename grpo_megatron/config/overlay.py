@@ -28,7 +28,7 @@ DEFAULT = Origin("default")
 
 
 @dataclass
-class Layers:
+class ConfigOverlay:
     """A tree of settings merged from layers, lowest first, and the origin of every node."""
 
     tree: dict[str, Any] = field(default_factory=dict)
@@ -62,12 +62,12 @@ class Layers:
         return nearest_above(path, self.origins) or DEFAULT
 
 
-def apply_overrides(layers: Layers, texts: Sequence[str]) -> list[Problem]:
+def apply_overrides(overlay: ConfigOverlay, texts: Sequence[str]) -> list[Problem]:
     """Set each `key=value` in the tree, in order; what cannot be set becomes a problem."""
-    return [problem for text in texts if (problem := _apply(layers, text))]
+    return [problem for text in texts if (problem := _apply(overlay, text))]
 
 
-def _apply(layers: Layers, text: str) -> Problem | None:
+def _apply(overlay: ConfigOverlay, text: str) -> Problem | None:
     key, equals, raw = text.partition("=")
     origin = Origin("flag", text)
     keys: tuple[str, ...] = ()
@@ -81,17 +81,17 @@ def _apply(layers: Layers, text: str) -> Problem | None:
             str(origin),
             remedy="write a dotted key and a TOML value, like trainer.num_ranks=4",
         )
-    node: Any = layers.tree
+    node: Any = overlay.tree
     path: KeyPath = ()
     for part in keys:
         if path:
-            node = _child(layers, node, path, origin)
+            node = _child(overlay, node, path, origin)
         if isinstance(node, dict):
             path = (*path, part)
         elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
             path = (*path, int(part))
         else:
-            return _misplaced(layers, keys, path, node, raw, origin)
+            return _misplaced(overlay, keys, path, node, raw, origin)
     try:
         value = _value_of(raw, path)
     except ValueError as error:
@@ -103,23 +103,23 @@ def _apply(layers: Layers, text: str) -> Problem | None:
             meaning=schema.meaning_of(path),
             remedy='quote text, and mind the shell\'s own quotes: \'key=["a", "b"]\'',
         )
-    node[path[-1]] = layers.place(path, value, lambda _: origin)
+    node[path[-1]] = overlay.place(path, value, lambda _: origin)
     return None
 
 
-def _child(layers: Layers, node: Any, path: KeyPath, origin: Origin) -> Any:
+def _child(overlay: ConfigOverlay, node: Any, path: KeyPath, origin: Origin) -> Any:
     """The child at `path[-1]`; missing tables are made, missing lists count as empty."""
     key = path[-1]
     if isinstance(node, dict) and node.get(key) is None:
         if get_origin(schema.type_of(path)) is tuple:
             return []
         node[key] = {}
-        layers.origins[path] = origin
+        overlay.origins[path] = origin
     return node[key]
 
 
 def _misplaced(
-    layers: Layers, keys: Sequence[str], path: KeyPath, node: Any, raw: str, origin: Origin
+    overlay: ConfigOverlay, keys: Sequence[str], path: KeyPath, node: Any, raw: str, origin: Origin
 ) -> Problem:
     name, key = dotted(path), ".".join(keys)
     if isinstance(node, list):
@@ -139,7 +139,7 @@ def _misplaced(
         value=raw,
         nearest=(name,),
         remedy=f"set {name} itself",
-        related=(f"{name} was set at {layers.origin(path)}",),
+        related=(f"{name} was set at {overlay.origin(path)}",),
     )
 
 
