@@ -20,6 +20,9 @@ from grpo_megatron.plan.hf_config import engine_overrides
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 
+PLUGIN = "grpo_megatron"
+"""Our entry point in the group `vllm.general_plugins`."""
+
 
 def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     run_dir = RunDir(Path(run_path), attempt)
@@ -97,6 +100,7 @@ def serve_command(
         "num_threads": num_threads(config),
         "max_logprobs": rollout.truncation.get("logprobs", 1),
         "kv_cache_bytes": int(rollout.kv_cache_gib * (1 << 30)),
+        "plugins": ",".join(_plugins()),
     }
     conditions = {
         "always": True,
@@ -119,6 +123,13 @@ def serve_command(
     if overrides:
         argv += ["--hf-overrides", json.dumps(overrides)]
     return [*argv, *rollout.engine_arguments], environment
+
+
+def _plugins() -> list[str]:
+    """vLLM's general plugins: ours, and those that `VLLM_PLUGINS` names."""
+    named = os.environ.get("VLLM_PLUGINS", "").split(",")
+    others = [name for name in named if name and name != PLUGIN]
+    return [PLUGIN, *others]
 
 
 def _hf_config(model: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+FOLDER = str(HERE)
 COMMAND = [sys.executable, "-m", "grpo_megatron.cli.main"]
 RECIPE = str(HERE / "recipe.toml")
 TIMEOUT_S = 300

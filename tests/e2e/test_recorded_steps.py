@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import engine_faults
 from tests.e2e import runs
 
 pytestmark = pytest.mark.engine
@@ -51,7 +52,7 @@ def noisy(tmp_path_factory) -> Path:
         "routing.on_missing=fail",
         "publish.canary=false",
         "batch.updates_per_rollout=2",
-        environment={"GRPO_MEGATRON_ENGINE_NOISE": "mlp.gate:0.02"},
+        environment=engine_faults.environment(runs.FOLDER, noise="mlp.gate:0.02"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "noisy"

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import engine_faults
 from tests.e2e import runs
 
 pytestmark = pytest.mark.engine
@@ -196,7 +197,7 @@ def test_an_engine_that_computes_something_else_trains_nothing(tmp_path):
         f"runs_dir={tmp_path}",
         "name=wrong",
         "num_steps=2",
-        environment={"GRPO_MEGATRON_ENGINE_NOISE": "mlp.gate:0.02"},
+        environment=engine_faults.environment(runs.FOLDER, noise="mlp.gate:0.02"),
     )
     run, said = tmp_path / "wrong", done.stdout + done.stderr
     assert done.returncode == 7 and "step 0, rollout-0 and the trainer disagree" in said, said

@@ -20,6 +20,7 @@ from grpo_megatron.rollout.replica import serve_command
 from grpo_megatron.types import Completion
 from grpo_megatron.weights.transfer import WeightSender
 from grpo_megatron.weights.transfer_plan import TransferPlan, entry_of
+from tests import engine_faults
 
 VOCABULARY = 256
 SIZES = {
@@ -127,6 +128,13 @@ def make_config(**rollout) -> RunConfig:
     )
 
 
+def _with_faults(environment: dict[str, str]) -> dict[str, str]:
+    """The server's plugins and that of the tests."""
+    faults = engine_faults.environment(*filter(None, [os.environ.get("PYTHONPATH")]))
+    plugins = f"{environment['VLLM_PLUGINS']},{engine_faults.PLUGIN}"
+    return {**faults, "VLLM_PLUGINS": plugins}
+
+
 @dataclass
 class Server:
     """A real server and what is needed to talk to it."""
@@ -148,7 +156,7 @@ class Server:
         with open(log, "w") as file:
             process = subprocess.Popen(
                 argv,
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, **_with_faults(environment)},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

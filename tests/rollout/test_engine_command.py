@@ -117,3 +117,12 @@ def test_a_checkpoint_of_latent_attention(monkeypatch, tmp_path):
     monkeypatch.setattr(replica, "is_cpu_engine", lambda: False)
     argv, _ = replica.serve_command(make_config(), str(tmp_path), 0, 8000)
     assert "--attention-backend" not in argv and "--hf-overrides" in argv
+
+
+def test_plugins_of_the_user_are_kept(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "mine,grpo_megatron,yours")
+    _, environment = command(monkeypatch, True)
+    assert environment["VLLM_PLUGINS"] == "grpo_megatron,mine,yours"
+    monkeypatch.delenv("VLLM_PLUGINS")
+    _, environment = command(monkeypatch, True)
+    assert environment["VLLM_PLUGINS"] == "grpo_megatron"

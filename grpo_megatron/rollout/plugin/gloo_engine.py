@@ -1,6 +1,5 @@
 """vLLM weight-transfer backend `gloo`: the receiving end of `grpo_megatron.weights.transfer`."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import msgspec
 from vllm.distributed.weight_transfer import base
 
 from grpo_megatron.errors import TransferError
-from grpo_megatron.rollout.plugin.worker_extension import NamedTensors, with_noise
+from grpo_megatron.rollout.plugin.worker_extension import NamedTensors
 from grpo_megatron.weights.transfer import WeightReceiver
 from grpo_megatron.weights.transfer_plan import TransferPlan
 
@@ -43,7 +42,6 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
         super().__init__(*args, **kwargs)
         self.received: dict[str, str] = {}  # digest of every tensor of the last publish
         self.failure = ""  # of the transfer, see `_noting`
-        self.noise = ""  # of the next update, see `with_noise`
         self._receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -62,18 +60,18 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.received = {}
-        self.noise = self.noise or os.environ.get("GRPO_MEGATRON_ENGINE_NOISE", "")
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        def load(tensors: NamedTensors) -> None:
-            self.model.load_weights(with_noise(tensors, self.noise))
-
         plan = msgspec.convert(update_info.plan, TransferPlan)
         with self._noting():
             if self._receiver is None:
                 raise TransferError(self.failure or "/init_weight_transfer_engine was not called")
-            self.received = self._receiver.receive(plan, load, publish=update_info.publish)
+            self.received = self._receiver.receive(plan, self.load, publish=update_info.publish)
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Have the model take the tensors of a bucket."""
+        self.model.load_weights(tensors)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -88,7 +86,6 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        self.noise = ""
 
     def shutdown(self) -> None:
         self._receiver = None

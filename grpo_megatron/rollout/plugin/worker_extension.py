@@ -30,25 +30,3 @@ class WorkerExtension:
             if info.can_load():
                 info.load_numel = 0
                 info.loaded_weights.clear()
-
-    def sabotage_next_update(self, noise: str) -> None:
-        """For tests, see `with_noise`: an error in what follows the transfer (name mapping,
-        sharding, repacking), which digests of the wire cannot see and the canary must."""
-        self.weight_transfer_engine.noise = noise
-
-
-def with_noise(tensors: NamedTensors, noise: str) -> NamedTensors:
-    """Fault injection: `mlp.gate:0.05` adds noise of this standard deviation, always the same, to
-    tensors with this in their name. `GRPO_MEGATRON_ENGINE_NOISE` does so at every publish."""
-    part, _, deviation = noise.rpartition(":")
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (
-            name,
-            tensor
-            + float(deviation) * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-            if part and part in name
-            else tensor,
-        )
-        for name, tensor in tensors
-    ]

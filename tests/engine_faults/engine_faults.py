@@ -1,0 +1,53 @@
+"""vLLM plugin of the tests: an engine that computes with other weights than it was sent.
+
+The error is in what follows the transfer (name mapping, sharding, repacking): digests of the wire
+cannot see it, comparing log-probs must. Noise `mlp.gate:0.05` adds numbers of this standard
+deviation, always the same, to tensors with this in their name: at every publish with
+`ENGINE_FAULTS_NOISE`, at the next one after `sabotage_next_update`."""
+
+import os
+
+NOISE_VARIABLE = "ENGINE_FAULTS_NOISE"
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes."""
+    from grpo_megatron.rollout.plugin.gloo_engine import GlooWeightTransferEngine
+    from grpo_megatron.rollout.plugin.worker_extension import WorkerExtension
+
+    load = GlooWeightTransferEngine.load
+    finish = GlooWeightTransferEngine.finish_weight_update
+
+    def load_with_noise(engine, tensors):
+        load(engine, with_noise(tensors, _noise_of(engine)))
+
+    def finish_and_forget(engine):
+        finish(engine)
+        engine.noise = ""
+
+    def sabotage_next_update(worker, noise):
+        worker.weight_transfer_engine.noise = noise
+
+    GlooWeightTransferEngine.load = load_with_noise
+    GlooWeightTransferEngine.finish_weight_update = finish_and_forget
+    WorkerExtension.sabotage_next_update = sabotage_next_update
+
+
+def with_noise(tensors, noise):
+    import torch
+
+    part, _, deviation = noise.rpartition(":")
+    if not part:
+        return tensors
+    generator = torch.Generator().manual_seed(0)
+    changed = []
+    for name, tensor in tensors:
+        if part in name:
+            error = float(deviation) * torch.randn(tensor.shape, generator=generator)
+            tensor = tensor + error.to(tensor.dtype)
+        changed.append((name, tensor))
+    return changed
+
+
+def _noise_of(engine) -> str:
+    return getattr(engine, "noise", "") or os.environ.get(NOISE_VARIABLE, "")
