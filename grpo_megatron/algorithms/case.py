@@ -14,7 +14,6 @@ import pydantic
 import torch
 from torch import Tensor
 
-from grpo_megatron import assets
 from grpo_megatron.algorithms.advantages.pipeline import Advantages
 from grpo_megatron.algorithms.batch import DroppedRewards, Events, SampleBatch
 from grpo_megatron.algorithms.running_distribution import RunningDistribution
@@ -23,7 +22,18 @@ from grpo_megatron.errors import DataError, raised_as
 
 _LARGEST = 1e150  # squares stay finite
 _double = partial(torch.tensor, dtype=torch.float64)
-_WORDS = assets.tables(__file__, "case.toml")
+_WORDS: dict[str, str] = {
+    "missing": "is missing",
+    "list_type": "is not a list",
+    "dict_type": "is not an object",
+    "too_short": "has no samples",
+    "extra_forbidden": "is no field of a case",
+    "literal_error": "is {input!r}, not 0 or 1",
+    "int_type": "is {input!r}, not a whole number of at least 0 (32 bit)",
+    "greater_than_equal": "is {input!r}, not a whole number of at least 0 (32 bit)",
+    "less_than": "is {input!r}, not a whole number of at least 0 (32 bit)",
+}
+"""What is wrong with a field, by pydantic's name of the error."""
 
 
 @dataclass(frozen=True)

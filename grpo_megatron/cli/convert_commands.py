@@ -6,13 +6,23 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_megatron.cli.run_commands import HELP, flag
+from grpo_megatron.cli.run_commands import flag
 from grpo_megatron.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help=HELP["convert"])
-Source = Annotated[Path, typer.Argument(help=HELP["source"], show_default=False)]
+app = typer.Typer(
+    no_args_is_help=True, help="Hugging Face checkpoints to Megatron's and back; check either."
+)
+Source = Annotated[Path, typer.Argument(help="The checkpoint directory.", show_default=False)]
 Layout = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", show_default=False, help=HELP["layout"])
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        show_default=False,
+        help=(
+            "Keys of [trainer]: the layout at which log-probs are compared; "
+            "num_ranks processes share the work."
+        ),
+    ),
 ]
 
 
@@ -26,17 +36,29 @@ def check(source: Source, layout: Layout = None) -> None:
     typer.echo(f"{source} is whole")
 
 
-@app.command("from-hf", help=HELP["from-hf"])
-@app.command("to-hf", help=HELP["to-hf"])
+@app.command(
+    "from-hf", help="Make a checkpoint that Megatron loads at any layout (`model.path=…`)."
+)
+@app.command(
+    "to-hf", help=("Make a Hugging Face checkpoint of a run's checkpoint or a converted one.")
+)
 def _convert(
     context: typer.Context,
     source: Source,
-    to: Annotated[Path, flag("to")],
+    to: Annotated[Path, flag("to", "Directory to make.")],
     layout: Layout = None,
-    dtype: Annotated[str | None, flag("dtype")] = None,
-    shard_gb: Annotated[float, flag("shard-gb")] = 5.0,
-    probe: Annotated[bool, typer.Option(help=HELP["probe"])] = True,
-    mtp: Annotated[bool, typer.Option(help=HELP["mtp"])] = True,
+    dtype: Annotated[
+        str | None,
+        flag("dtype", "float32, float16 or bfloat16; default: every tensor keeps its own."),
+    ] = None,
+    shard_gb: Annotated[float, flag("shard-gb", "Largest size of a file, in GB.")] = 5.0,
+    probe: Annotated[
+        bool, typer.Option(help="Compare log-probs by Megatron and by transformers at the end.")
+    ] = True,
+    mtp: Annotated[
+        bool,
+        typer.Option(help="Carry multi-token-prediction layers along unchanged, or drop them."),
+    ] = True,
 ) -> None:
     from grpo_megatron.launch.convert import convert
 

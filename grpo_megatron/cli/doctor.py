@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import typer
 
-from grpo_megatron import assets
 from grpo_megatron.errors import SetupError
 
 Status = Literal["ok", "missing", "warning", "optional"]
@@ -27,7 +26,52 @@ _STYLE: dict[str, dict[str, Any]] = {
     "warning": {"fg": "yellow"},
     "optional": {"dim": True},
 }
-_KNOWN = assets.tables(__file__, "doctor.toml")
+_CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+"""Published builds of these are for CUDA and break `import vllm` beside a CPU torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPath:
+    """A fused path of training: imported, because a build for another torch or driver is no use."""
+
+    what: str
+    module: str
+    remedy: str
+
+
+_FUSED_PATHS = (
+    FusedPath(
+        "Transformer Engine",
+        "transformer_engine.pytorch",
+        "its fused layers: pip install 'grpo-megatron[gpu]'",
+    ),
+    FusedPath(
+        "Apex FusedAdam",
+        "amp_C",
+        "NVIDIA Apex comes from its source (containers/Dockerfile); the package of that name in "
+        "the index is unrelated",
+    ),
+    FusedPath(
+        "flash attention",
+        "flash_attn",
+        "attention of Transformer Engine is faster with it: pip install flash-attn",
+    ),
+    FusedPath(
+        "grouped GEMM",
+        "transformer_engine.pytorch.module.grouped_linear",
+        "without Transformer Engine's, experts are multiplied one by one",
+    ),
+)
+_SYSTEM_REMEDIES = {
+    "libnuma": "apt-get install libnuma1 (or the numactl-libs package)",
+    "lscpu": "apt-get install util-linux",
+}
+_WANTED_GIB = {"memory": 8, "/dev/shm": 1, "disk": 5}
+_SIZE_REMEDIES = {
+    "memory": "the demo wants 8 GiB",
+    "/dev/shm": "engines exchange tensors there; start the container with --shm-size=8g",
+    "disk": "run directories and checkpoints need more room",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +166,7 @@ def torch_works(*, on_gpu: bool) -> Finding:
 
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _KNOWN["torch_probe"]],
+            [sys.executable, "-m", "grpo_megatron.trainer.torch_probe"],
             capture_output=True,
             text=True,
             timeout=120,
@@ -152,7 +196,7 @@ def torch_works(*, on_gpu: bool) -> Finding:
 
 def modules(*, on_gpu: bool) -> Iterator[Finding]:
     """CUDA builds that break `import vllm` beside a CPU torch, and the fused paths of training."""
-    for name in () if on_gpu else _KNOWN["unwanted"]:
+    for name in () if on_gpu else _CUDA_ONLY:
         if importlib.util.find_spec(name) is not None:
             yield Finding(
                 name,
@@ -160,19 +204,22 @@ def modules(*, on_gpu: bool) -> Iterator[Finding]:
                 "installed: its CUDA build breaks vLLM's CPU build",
                 f"remove it: pip uninstall {name}",
             )
-    for what, extra in _KNOWN["gpu_extras"].items():
-        module, works = extra["module"], False
-        found = "not installed" + ("" if on_gpu else " (no GPU)")
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+    for fused in _FUSED_PATHS:
+        works = False
+        found = "not installed" if on_gpu else "not installed (no GPU)"
+        if importlib.util.find_spec(fused.module.partition(".")[0]) is not None:
             done = subprocess.run(
-                [sys.executable, "-c", f"import torch, {module}"],
+                [sys.executable, "-c", f"import torch, {fused.module}"],
                 text=True,
                 capture_output=True,
                 check=False,
             )
             works = done.returncode == 0
-            found = "works" if works else "broken: " + (done.stderr.splitlines() or ["died"])[-1]
-        yield Finding(what, "ok" if works else "optional", found, extra["remedy"])
+            found = "works"
+            if not works:
+                last_words = (done.stderr.splitlines() or ["died"])[-1]
+                found = f"broken: {last_words}"
+        yield Finding(fused.what, "ok" if works else "optional", found, fused.remedy)
 
 
 def system_tools(*, on_gpu: bool) -> Iterator[Finding]:
@@ -181,7 +228,7 @@ def system_tools(*, on_gpu: bool) -> Iterator[Finding]:
         status: Status = "optional" if on_gpu else "missing"
         if place:
             status = "ok"
-        yield Finding(name, status, place or "not found", _KNOWN["system_tools"][name])
+        yield Finding(name, status, place or "not found", _SYSTEM_REMEDIES[name])
 
 
 def code_sandbox() -> Finding:
@@ -205,7 +252,6 @@ def sizes() -> Iterator[Finding]:
         "disk": shutil.disk_usage(Path.cwd()).free,
     }
     for what, num_bytes in free.items():
-        gib, wanted = num_bytes / 2**30, _KNOWN["sizes"][what]
-        yield Finding(
-            what, "ok" if gib >= wanted["gib"] else "warning", f"{gib:.1f} GiB", wanted["remedy"]
-        )
+        gib = num_bytes / 2**30
+        status: Status = "ok" if gib >= _WANTED_GIB[what] else "warning"
+        yield Finding(what, status, f"{gib:.1f} GiB", _SIZE_REMEDIES[what])

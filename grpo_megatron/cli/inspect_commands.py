@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_megatron.cli.run_commands import HELP, Overrides, flag
+from grpo_megatron.cli.run_commands import Overrides, flag
 from grpo_megatron.errors import ConfigError
 
 config_app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
-objective_app = typer.Typer(no_args_is_help=True, help=HELP["objectives"])
+objective_app = typer.Typer(
+    no_args_is_help=True, help="The objectives: what they are, what they compute."
+)
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 Source = Annotated[str, typer.Argument(help="Recipe or run directory.")]
 
@@ -77,7 +79,9 @@ def list_objectives(as_json: Json = False) -> None:
 
 
 @objective_app.command("show")
-def show_objective(name: Annotated[str, typer.Argument(help=HELP["preset"])]) -> None:
+def show_objective(
+    name: Annotated[str, typer.Argument(help="A preset (see `objective list`).")],
+) -> None:
     """Formula, choices, source and evidence of one preset."""
     from grpo_megatron.algorithms.catalogue import describe
     from grpo_megatron.config.loader import load_objective
@@ -90,9 +94,13 @@ def show_objective(name: Annotated[str, typer.Argument(help=HELP["preset"])]) ->
 def evaluate(
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="[KEY=VALUE]... CASE.json", show_default=False, help=HELP["case"]),
+        typer.Argument(
+            metavar="[KEY=VALUE]... CASE.json",
+            show_default=False,
+            help="Changes to the preset, then the file with the samples.",
+        ),
     ],
-    objective: Annotated[str, flag("objective")],
+    objective: Annotated[str, flag("objective", "Preset to start from.")],
 ) -> None:
     """Loss, gradient, advantages and metrics of a batch in a file, in float64."""
     from grpo_megatron.algorithms.case import read_case

@@ -11,31 +11,58 @@ from grpo_megatron.config.suggest import nearest
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.rundir import RunDir
 
-HELP = assets.tables(__file__, "help.toml")
 
-
-def flag(name: str) -> Any:
+def flag(name: str, meaning: str) -> Any:
     """An option without a `--no-` form."""
-    return typer.Option(f"--{name}", help=HELP[name])
+    return typer.Option(f"--{name}", help=meaning)
 
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", show_default=False, help=HELP["overrides"]),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="Settings on top of the recipe, for example trainer.num_ranks=4.",
+    ),
 ]
-Recipe = Annotated[str, typer.Argument(help=HELP["recipe"])]
-Run = Annotated[Path, typer.Argument(help=HELP["run"])]
-RecordedStep = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=HELP["recorded-step"])]
-Site = Annotated[str, typer.Option(help=HELP["site"])]
-SkipRewardCheck = Annotated[bool, flag("skip-reward-check")]
-InJob = Annotated[bool, flag("in-job")]
+Recipe = Annotated[
+    str, typer.Argument(help="Path of a recipe, or the name of a shipped one (demo/gspo-moe-cpu).")
+]
+Run = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.")]
+RecordedStep = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN[@STEP]",
+        help=(
+            "Run directory and recorded step, for example runs/demo@200; "
+            "default: the newest that can be computed again."
+        ),
+    ),
+]
+Site = Annotated[
+    str, typer.Option(help="File with the cluster's settings; examples: bare, pyxis, apptainer.")
+]
+SkipRewardCheck = Annotated[
+    bool,
+    flag(
+        "skip-reward-check",
+        ("Submit although rewards can only be imported on the cluster; a wrong one ends the job."),
+    ),
+]
+InJob = Annotated[
+    bool, flag("in-job", "Start the processes as steps of the Slurm job around this one.")
+]
 
 
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    resume_if_exists: Annotated[bool, flag("resume-if-exists")] = False,
-    overwrite: Annotated[bool, flag("overwrite")] = False,
+    resume_if_exists: Annotated[
+        bool, flag("resume-if-exists", "Continue the run of this name if there is one.")
+    ] = False,
+    overwrite: Annotated[
+        bool, flag("overwrite", "Delete the run of this name and start anew.")
+    ] = False,
     in_job: InJob = False,
 ) -> None:
     """Train from a recipe. The run directory is runs_dir/name."""
@@ -60,7 +87,9 @@ def resume(
     run: Run,
     overrides: Overrides = None,
     in_job: InJob = False,
-    here: Annotated[bool, flag("here")] = False,
+    here: Annotated[
+        bool, flag("here", "On this machine, also if the run was submitted as a job.")
+    ] = False,
 ) -> None:
     """Continue a run from its newest checkpoint; one that was submitted, as a job again."""
     check_run(run)
@@ -76,8 +105,13 @@ def submit(
     recipe: Recipe,
     site: Site,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, flag("dry-run")] = False,
-    after: Annotated[str, flag("after")] = "",
+    dry_run: Annotated[
+        bool, flag("dry-run", "Print the batch script; write and submit nothing.")
+    ] = False,
+    after: Annotated[
+        str,
+        flag("after", ("Id of a job that must have succeeded first; else this one is cancelled.")),
+    ] = "",
     skip_reward_check: SkipRewardCheck = False,
 ) -> None:
     """Submit a recipe as a Slurm job. Prints the job's id."""
@@ -157,7 +191,7 @@ def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = Fal
     typer.echo(slurm.status_line(run))
 
 
-def cancel(run: Run, now: Annotated[bool, flag("now")] = False) -> None:
+def cancel(run: Run, now: Annotated[bool, flag("now", "Without a checkpoint.")] = False) -> None:
     """End a run's job, after its current step and with a checkpoint."""
     from grpo_megatron.launch import slurm
 
@@ -179,8 +213,13 @@ def replay(target: RecordedStep, overrides: Overrides = None) -> None:
 def mismatch(
     target: RecordedStep,
     overrides: Overrides = None,
-    html: Annotated[Path | None, flag("html")] = None,
-    by_layer: Annotated[bool, typer.Option(help=HELP["by-layer"])] = True,
+    html: Annotated[
+        Path | None,
+        flag("html", "Where the page with heat maps goes; default: RUN/mismatch-STEP.html."),
+    ] = None,
+    by_layer: Annotated[
+        bool, typer.Option(help="One pass more per MoE layer, to split the routing part by layer.")
+    ] = True,
 ) -> None:
     """Split the log-prob gap between trainer and engine into its causes."""
     from grpo_megatron.launch.mismatch import report_mismatch

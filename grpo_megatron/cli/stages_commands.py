@@ -5,19 +5,30 @@ from typing import Annotated
 import typer
 
 from grpo_megatron.cli.inspect_commands import print_table
-from grpo_megatron.cli.run_commands import HELP, Site, SkipRewardCheck, flag, warn_unchecked_rewards
+from grpo_megatron.cli.run_commands import Site, SkipRewardCheck, flag, warn_unchecked_rewards
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help=HELP["stages"])
-Graph = Annotated[str, typer.Argument(metavar="GRAPH", help=HELP["graph"])]
+app = typer.Typer(
+    no_args_is_help=True,
+    help=(
+        "Several runs that build on each other (one TOML graph): experts "
+        "for domains, distillation, merges."
+    ),
+)
+Graph = Annotated[
+    str,
+    typer.Argument(metavar="GRAPH", help="Path of a graph's file, or the name of a shipped one."),
+]
 
 
 @app.command()
 @app.command("resume", help="The same as run: stages that are done and unchanged are not repeated.")
 def run(
     graph: Graph,
-    only: Annotated[str | None, flag("only")] = None,
+    only: Annotated[
+        str | None, flag("only", "This stage alone; what it builds on must be done.")
+    ] = None,
     in_job: Annotated[bool, typer.Option("--in-job", hidden=True)] = False,
 ) -> None:
     """Run what is not done, on this machine. A stage that fails stops what builds on it."""

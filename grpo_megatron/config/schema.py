@@ -9,10 +9,31 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from grpo_megatron import assets
 from grpo_megatron.config.keys import KeyPath, dotted
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest, plain
+
+_HABITS: dict[str, str] = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vpp": "virtual_pipeline_parallel_size",
+    "sp": "sequence_parallel",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "world_size": "num_ranks",
+    "num_gpus": "num_ranks",
+    "learning_rate": "lr",
+    "max_steps": "num_steps",
+    "steps": "num_steps",
+    "group_size": "num_samples_per_prompt",
+    "num_generations": "num_samples_per_prompt",
+    "batch_size": "num_prompts",
+    "max_tokens": "max_new_tokens",
+    "grad_clip": "clip_grad",
+}
+"""What people type from habit, where the likeness to the key cannot be seen."""
 
 
 @cache
@@ -77,7 +98,7 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     anywhere: dict[str, list[str]] = {}
     for known in all_fields():
         anywhere.setdefault(str(known[-1]), []).append(dotted(known))
-    habit: str | None = assets.tables(__file__, "habits.toml").get(plain(key))
+    habit: str | None = _HABITS.get(plain(key))
 
     likely = [habit] if habit in here else []
     likely += nearest(key, here, cutoff=0.8)

@@ -1,5 +1,5 @@
 """From a merged tree to a `RunConfig`, or to the list of everything that is wrong with it: key,
-value, place, nearest, fix, in the words of a recipe (`messages.toml`)."""
+value, place, nearest, fix, in the words of a recipe."""
 
 import contextlib
 import copy
@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from grpo_megatron import assets
 from grpo_megatron.config import schema
 from grpo_megatron.config.keys import KeyPath, dotted, value_at
 from grpo_megatron.config.overlay import DEFAULT, ConfigOverlay, Origin
@@ -21,7 +20,27 @@ from grpo_megatron.config.rules.rule_set import Violation
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.suggest import nearest
 
-_WORDS = assets.tables(__file__, "messages.toml")
+_WORDS: dict[str, str] = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "path_type": "must be a path",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a table",
+    "model_type": "must be a table",
+    "model_attributes_type": "must be a table",
+    "finite_number": "must be a finite number",
+    "greater_than_equal": "must be at least {ge:g}",
+    "greater_than": "must be more than {gt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "less_than": "must be less than {lt:g}",
+    "literal_error": "must be one of: {choices}",
+    "too_short": "needs at least {min_length} element(s)",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+"""Pydantic's kinds of error in the words of a recipe; fields are those of the error's context."""
 Check = Callable[[RunConfig], list[Violation]]  # of a whole, well-typed configuration
 
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -11,9 +12,29 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from grpo_megatron import assets
 
-ROWS = assets.tables(__file__, "screen.toml")
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the screen: the first of the metrics `names` that a step has."""
+
+    label: str
+    names: tuple[str, ...]
+    is_plain: bool = False  # also in the line that a step gets where there is no terminal
+
+
+ROWS = (
+    Row("reward", ("reward/mean",), is_plain=True),
+    Row("accuracy", ("evaluation/accuracy", "reward/accuracy"), is_plain=True),
+    Row("groups without signal", ("group/all_equal_fraction",)),
+    Row("entropy", ("policy/entropy",), is_plain=True),
+    Row("kl engine-trainer", ("mismatch/k3",), is_plain=True),
+    Row("clipped", ("clip/high_fraction", "clip/fraction")),
+    Row("grad norm", ("grad/norm",), is_plain=True),
+    Row("length", ("response/length_mean",)),
+    Row("truncated", ("response/truncated_fraction",)),
+    Row("tokens/s", ("throughput/rollout_tokens_per_s",), is_plain=True),
+    Row("seconds", ("time/step_s",), is_plain=True),
+)
 _TREND_STEPS, _BAR_CELLS, _SAMPLE_CHARS = 24, 40, 160
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {"rollout": "cyan", "reward": "magenta", "train": "green", "publish": "yellow"}
@@ -60,23 +81,23 @@ class Screen:
             self._ended_phases, self.current_phase = self.phase_seconds(), None
             self.steps_done = int(metrics["step"]) + 1  # steps count from 0
             self.samples = {sample["rank"]: sample for sample in reversed(samples)}
-            self.latest = {
-                label: metrics[name]
-                for label, row in ROWS.items()
-                if (name := next((n for n in row["names"] if n in metrics), None))
-            }
+            self.latest = {}
+            for row in ROWS:
+                there = [name for name in row.names if name in metrics]
+                if there:
+                    self.latest[row.label] = metrics[there[0]]
             for label, value in self.latest.items():
                 self.history.setdefault(label, deque(maxlen=_TREND_STEPS)).append(value)
         self._show_step()
 
     def _show_step(self) -> None:
         """In one line: `step 7/300  reward 0.51  entropy 0.2 …`; 7 steps are done."""
-        shown = [
-            f"{label.replace(' ', '_')} {format_value(value)}"
-            for label, value in self.latest.items()
-            if ROWS[label].get("plain")
-        ]
-        self.message("  ".join([f"step {self.steps_done}/{self.num_steps}", *shown]))
+        shown = [f"step {self.steps_done}/{self.num_steps}"]
+        for row in ROWS:
+            if row.is_plain and row.label in self.latest:
+                label = row.label.replace(" ", "_")
+                shown.append(f"{label} {format_value(self.latest[row.label])}")
+        self.message("  ".join(shown))
 
     def message(self, text: str) -> None:
         print(text, file=self.console.file, flush=True)
@@ -170,9 +191,10 @@ def _metrics_table(screen: Screen) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for justify in ("left", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
-    for label in ROWS:
-        if values := screen.history.get(label):
-            table.add_row(label, format_value(values[-1]), sparkline(values))
+    for row in ROWS:
+        values = screen.history.get(row.label)
+        if values:
+            table.add_row(row.label, format_value(values[-1]), sparkline(values))
     return table
 
 

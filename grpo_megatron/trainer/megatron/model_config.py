@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from grpo_megatron import assets
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import family_of
@@ -16,7 +15,18 @@ from grpo_megatron.plan.hf_config import megatron_settings, model_fields
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA, HAS_TRANSFORMER_ENGINE
 from grpo_megatron.trainer.megatron.rope import rotary
 
-_NAMES = assets.tables(__file__, "layout.toml")
+_NAMES: dict[str, str] = {
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline_parallel_size",
+    "num_layers_in_first_pipeline_stage": "first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "last_stage_layers",
+    "context_parallel_size": "context_parallel_size",
+    "expert_model_parallel_size": "expert_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+    "sequence_parallel": "sp",
+}
+"""Megatron's names for keys of [trainer]; `sp` is on where MoE layers with TP need it."""
 
 
 def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> TransformerConfig:

@@ -1,0 +1,22 @@
+"""What a build of torch can do here, as JSON: `python -m grpo_megatron.trainer.torch_probe`.
+
+A program of its own, which `doctor` starts, so that a broken build ends this process only."""
+
+import json
+
+import torch
+
+
+def main() -> None:
+    facts = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": torch.cuda.device_count(),
+        "gloo": torch.distributed.is_gloo_available(),
+        "nccl": torch.distributed.is_nccl_available(),
+    }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
