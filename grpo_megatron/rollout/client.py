@@ -78,7 +78,9 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
 
     async def weight_checksums(self) -> dict[str, str]:
         """Checksums of the loaded parameters by worker and name, in the engine's own layout."""
-        return (await self.control("/weight_checker", {"action": "checksum"}))["checksums"]
+        answer = await self.control("/weight_checker", {"action": "checksum"})
+        checksums: dict[str, str] = answer["checksums"]
+        return checksums
 
     async def reset_prefix_cache(self) -> None:
         """Drop cached keys and values, which running requests may not hold."""
@@ -89,9 +91,9 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of every worker; results that are not JSON arrive as text."""
-        return (await self.control("/collective_rpc", {"method": method, "kwargs": arguments}))[
-            "results"
-        ]
+        answer = await self.control("/collective_rpc", {"method": method, "kwargs": arguments})
+        results: list[Any] = answer["results"]
+        return results
 
     async def control(self, path: str, request: Any = None, **options: Any) -> Any:
         """Make a control request (`method`, `params`); returns its answer, None if empty."""

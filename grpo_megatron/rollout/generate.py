@@ -107,10 +107,11 @@ class _Response(msgspec.Struct, Generic[_Entry], gc=False):
     choices: list[_Choice[_Entry]]
 
 
-_decoders = {
-    truncated: msgspec.json.Decoder(_Response[entry])
-    for truncated, entry in ((False, _TokenLogprob), (True, _Candidates))
+_decoders: dict[bool, msgspec.json.Decoder[Any]] = {
+    False: msgspec.json.Decoder(_Response[_TokenLogprob]),
+    True: msgspec.json.Decoder(_Response[_Candidates]),
 }
+"""By whether sampling is truncated, so that the kept ids are among the log-probs."""
 
 
 def _completion(request: GenerateRequest, choice: _Choice) -> Completion:
@@ -127,7 +128,7 @@ def _completion(request: GenerateRequest, choice: _Choice) -> Completion:
         np.array(choice.token_ids, np.int32),
         _logprobs(choice),
         _spans(choice.weight_versions or [], num_tokens),
-        choice.finish_reason,
+        str(choice.finish_reason),
         text="",
         kept=_kept(choice) if request.truncation else None,
     )

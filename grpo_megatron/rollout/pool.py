@@ -1,6 +1,5 @@
 """The replicas of a run: which are alive, and where a failed request goes next."""
 
-import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,10 +42,11 @@ class ReplicaPool:
         """The live replica with the fewest requests, `avoid` only if there is no other."""
         choices = [r for r in self.alive if r is not avoid] or self.alive
         if not choices:
-            *_, last = (replica for replica in self.replicas if not replica.is_alive)
+            last = [replica for replica in self.replicas if not replica.is_alive][-1]
+            cause = last.cause_of_death.message if last.cause_of_death else ""
             raise EngineError(
                 f"no engine is alive: all {len(self.replicas)} died, {last.client.name} "
-                f"because {last.cause_of_death.message}",
+                f"because {cause}",
                 where=last.client.base_url,
                 remedy="look at the end of its log; the run can be resumed",
             )
@@ -60,7 +60,9 @@ class ReplicaPool:
 
         Raises EngineError: it was refused, failed `max_attempts` times, or no replica is alive."""
         replica = first if first is not None and first.is_alive else self.pick()
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             replica.in_flight += 1
             try:
                 return await request(replica), replica

@@ -61,7 +61,7 @@ def _reserve_port(host: str) -> int:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server sets it too
     holder.bind((host, 0))  # never listens, so it takes no connection
     os.set_inheritable(holder.fileno(), True)
-    port = holder.getsockname()[1]
+    port = int(holder.getsockname()[1])
     holder.detach()
     return port
 
@@ -115,10 +115,15 @@ def serve_command(
         "cpu_loopback": on_cpu and loopback,
     }
     tables = assets.tables(__file__, "engine.toml")
-    argv, environment = [sys.executable, "-m", "grpo_megatron.rollout.serve"], {}
-    for name in (name for name, holds in conditions.items() if holds):
-        argv += [word.format(**values) for word in tables[name].pop("arguments", ())]
-        environment |= {key: text.format(**values) for key, text in tables[name].items()}
+    argv = [sys.executable, "-m", "grpo_megatron.rollout.serve"]
+    environment: dict[str, str] = {}
+    for name, holds in conditions.items():
+        if not holds:
+            continue
+        variables = dict(tables[name])
+        argv += [word.format(**values) for word in variables.pop("arguments", ())]
+        for key, text in variables.items():
+            environment[key] = text.format(**values)
     overrides = engine_overrides(hf) if hf else {}
     if overrides:
         argv += ["--hf-overrides", json.dumps(overrides)]
@@ -135,7 +140,10 @@ def _plugins() -> list[str]:
 def _hf_config(model: Path) -> dict[str, Any]:
     """config.json of a checkpoint directory; empty where there is none: vLLM says so better."""
     file = model / "config.json"
-    return json.loads(file.read_text("utf-8")) if file.exists() else {}
+    if not file.exists():
+        return {}
+    config: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return config
 
 
 def num_threads(config: RunConfig) -> int:

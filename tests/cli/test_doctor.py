@@ -96,18 +96,13 @@ def test_a_fused_path_that_does_not_import_is_named(monkeypatch, tmp_path):
     (tmp_path / "fused_for_another_torch.py").write_text("raise ImportError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(
-        doctor._KNOWN,
-        "gpu_extras",
-        {
-            name: {"module": module, "remedy": ""}
-            for name, module in (
-                ("whole", "json"),
-                ("broken", "fused_for_another_torch"),
-                ("absent", "no_such_module"),
-            )
-        },
-    )
+    modules = {
+        "whole": "json",
+        "broken": "fused_for_another_torch",
+        "absent": "no_such_module",
+    }
+    fused = [doctor.FusedPath(name, module, "") for name, module in modules.items()]
+    monkeypatch.setattr(doctor, "_FUSED_PATHS", tuple(fused))
     whole, broken, absent = list(doctor.modules(on_gpu=True))[-3:]
     assert (whole.status, whole.found) == ("ok", "works")
     assert broken.status == "optional" and "undefined symbol" in broken.found
