@@ -9,11 +9,13 @@ import select
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.errors import TrainerError, TransferError
@@ -21,6 +23,10 @@ from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_end
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import encode, error_reply
 from grpo_megatron.weights.transfer import listening_store
+
+if TYPE_CHECKING:  # Megatron looks at the machine when it is imported, see `main`
+    from grpo_megatron.trainer.megatron.process_groups import RankInfo
+    from grpo_megatron.trainer.service import TrainerService
 
 HEARTBEAT_S = 30.0
 
@@ -46,7 +52,7 @@ class CommandLink:
         return json.loads(line) if line.endswith(b"\n") else {"command": "stop", "arguments": {}}
 
 
-def rendezvous(run_dir: RunDir, info, timeout_s: float) -> dist.TCPStore:
+def rendezvous(run_dir: RunDir, info: "RankInfo", timeout_s: float) -> TCPStore:
     """Rank 0 opens a store on a free port and publishes it; the others read it."""
     path, timeout = run_dir.endpoints / "trainer.json", timedelta(seconds=timeout_s)
     if info.rank == 0:
@@ -55,12 +61,12 @@ def rendezvous(run_dir: RunDir, info, timeout_s: float) -> dist.TCPStore:
         Endpoint(host, store.port).write(path)
         return store
     endpoint = wait_for_endpoint(path, timeout_s)
-    return dist.TCPStore(endpoint.host, endpoint.port, None, is_master=False, timeout=timeout)
+    return TCPStore(endpoint.host, endpoint.port, None, is_master=False, timeout=timeout)
 
 
-def serve(service, link: CommandLink | None, group) -> None:
+def serve(service: "TrainerService", link: CommandLink | None, group: Any) -> None:
     """Execute commands until `stop`. An error is answered, then ends this rank, if it is ours."""
-    commands = {**service.commands(), "stop": dict}
+    commands: dict[str, Callable[..., Any]] = {**service.commands(), "stop": dict}
     while True:
         box = [link.receive(HEARTBEAT_S) if link else None]
         dist.broadcast_object_list(box, src=0, group=group)

@@ -24,6 +24,7 @@ from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from grpo_megatron.trainer.steps.teachers import Teachers
 from grpo_megatron.trainer.steps.token_update import train_tokens
+from grpo_megatron.trainer.train_report import TrainReport
 from grpo_megatron.trainer.weight_publisher import WeightPublisher
 
 
@@ -45,7 +46,9 @@ class TrainerService:
         self.references = References(config)
         if self.references.wanted:
             self.references.read_files(self.policy, self.load_hf)
-        self.teachers = Teachers(config, self._load_model) if config.distillation else None
+        self.teachers: Teachers | None = None
+        if config.distillation is not None:
+            self.teachers = Teachers(config, config.distillation, self._load_model)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         own = (
@@ -88,7 +91,7 @@ class TrainerService:
         state: dict[str, float],
         replayed: bool = False,
         exact: bool = False,
-    ) -> dict[str, Any]:
+    ) -> TrainReport:
         """Train all updates of a recorded step (see `Training.run`)."""
         table = _table(directory)
         if self.config.kind == "rl":
@@ -123,7 +126,9 @@ class TrainerService:
 
     def train_sft(self, directory: str, first_update: int) -> dict[str, Any]:
         """One supervised optimizer step per update of the recorded step."""
-        table, settings = _table(directory), self.config.cold_start
+        table = _table(directory)
+        settings = self.config.cold_start
+        assert settings is not None  # only a cold start asks for it
         return {
             "nll": train_tokens(
                 self.config,
@@ -155,8 +160,11 @@ class TrainerService:
 
     def reset_optimizer(self, cold_start: bool) -> None:
         """Drop all moments; take the settings of the cold start or of RL."""
-        settings = self.config.cold_start if cold_start else self.config
-        self.policy.reset_optimizer(settings.optimizer)
+        settings = self.config.optimizer
+        if cold_start:
+            assert self.config.cold_start is not None
+            settings = self.config.cold_start.optimizer
+        self.policy.reset_optimizer(settings)
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
         policy, path = self.policy, Path(directory)

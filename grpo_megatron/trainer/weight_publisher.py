@@ -12,7 +12,8 @@ from grpo_megatron.config.run import PublishConfig
 from grpo_megatron.errors import TransferError
 from grpo_megatron.network import own_address
 from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, assign_to_senders
-from grpo_megatron.weights.transfer import TransferPlan, WeightSender
+from grpo_megatron.weights.transfer import WeightSender
+from grpo_megatron.weights.transfer_plan import TransferPlan
 
 _MIN_BUCKETS = 2
 _MIN_BUCKET_BYTES = 1 << 20
@@ -81,6 +82,7 @@ class WeightPublisher:
             # next one before its own last bucket was out would wait for what waits for it.
             tensors = self.model.stream(part, [rank] * len(part))
             if rank == dist.get_rank():
+                assert self.sender is not None and self.plan is not None  # opened
                 try:
                     own_digests = self.sender.send(tensors, self.plan, publish=version)
                 except TransferError as error:

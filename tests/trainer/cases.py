@@ -180,7 +180,9 @@ def distil(
     config = setup.config().model_copy(
         update={"kind": "distil", "distillation": DistillationConfig(**distillation)}
     )
-    teachers = Teachers(config, lambda path: import_weights(setup.policy.sharded, path))
+    teachers = Teachers(
+        config, config.distillation, lambda path: import_weights(setup.policy.sharded, path)
+    )
     table, before = SampleTable(Path(samples)), [s.tensor.clone() for s in setup.shards]
     batch = prepare(setup.layout, table, np.arange(len(table)))
     teachers.look_at(setup.policy, batch, table, np.arange(len(table)))

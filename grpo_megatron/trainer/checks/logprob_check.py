@@ -41,6 +41,7 @@ def disagreement(config: RunConfig, table: SampleTable, stats: Stats) -> str:
         if mean <= tolerance:
             continue
         engine = shard["name"].partition(".")[0]
+        assert total is not None  # found has it
         num_tokens = int(total[1])
         largest = float(stats.maxima["canary/abs_max"])
         problems.append(

@@ -53,7 +53,7 @@ def logprob_gaps(
     if config.rollout.truncation:
         columns["unmasked"] = gathered([untruncated(output) for output in live])
     metrics = {}
-    if live_routing is not None:
+    if routes is not None and live_routing is not None:
         source.finish(live_routing, batch)
         metrics = source.metrics()
         absent = _absent_experts(routes, live_routing)

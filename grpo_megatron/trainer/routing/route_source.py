@@ -1,6 +1,6 @@
 """Which routes the passes of an RL step replay: the engine's from the store, or recorded ones."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -69,10 +69,11 @@ class RouteSource:
             known[:, start : start + length - 1] = status == RouteStatus.OK
             self._by_status += np.bincount(status.ravel(), minlength=len(self._by_status))
             start += length
-        ids = torch.from_numpy(ids.astype(np.int16) if ids.dtype == np.uint16 else ids)
-        return Routes(
-            local_part(ids, 1).contiguous(), local_part(torch.from_numpy(known), 1).contiguous()
-        )
+        if ids.dtype == np.uint16:  # of which torch has no index operations
+            ids = ids.astype(np.int16)
+        own_ids = local_part(torch.from_numpy(ids), 1)
+        own_known = local_part(torch.from_numpy(known), 1)
+        return Routes(own_ids.contiguous(), own_known.contiguous())
 
     def _check(self) -> None:
         """Stop all ranks together where any of them found a route that it may not do without."""
@@ -184,8 +185,9 @@ class RouteSource:
             weights.append(local_part(at_tokens))
         balance = None
         if settings.balance_weight > 0:
+            assert replayed is not None  # rule routing_replay
             balance = self._balance(batch, replayed)
-        old_log_probs = {}
+        old_log_probs: Mapping[tuple[int, int], Tensor] = {}
         if update.old_routing is not None:
             old_log_probs = update.old_routing.recorded_log_probs
         return router_replay.KeepTerms(

@@ -10,6 +10,7 @@ Shapes: T tokens of a micro-batch, K experts per token, E experts, R MoE layers;
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,8 @@ class RouterTap:
 
     def __init__(self, replay: "RouteReplay", router: TopKRouter, chunk: int, row: int):
         self.replay, self.chunk, self.row = replay, chunk, row
-        self._router, self._loss = router, None
+        self._router = router
+        self._loss: Tensor | None = None
         self.layer = router.layer_number - 1
         router.router_replay = self
         router.register_forward_hook(self._attach)
@@ -106,18 +108,17 @@ class RouterTap:
         if forward:
             self._observe(run, index, scores.detach(), live, chosen)
         if run.keep is not None:
-            self._hold(run, index, scores, chosen, forward)
+            self._hold(run, run.keep, index, scores, chosen, forward)
         return values, chosen
 
     def log_probs(self, scores: Tensor) -> Tensor:
+        """Of the experts, fp32 [T, E], by what the router's scores are."""
         router = self._router
-        kind = (
-            "sigmoid"
-            if router.score_function == "sigmoid"
-            else "softmax"
-            if router.config.moe_router_pre_softmax
-            else "logits"
-        )
+        kind = "logits"
+        if router.score_function == "sigmoid":
+            kind = "sigmoid"
+        elif router.config.moe_router_pre_softmax:
+            kind = "softmax"
         return router_losses.log_probs(scores, kind, router.expert_bias)
 
     def _observe(
@@ -129,6 +130,8 @@ class RouterTap:
             run.recorded_log_probs[index, self.row] = self.log_probs(scores).cpu()
         real = self.replay.num_real[index]
         row = self.replay.shape.layers.index(self.layer)
+        if run.sums is None:
+            return
         if run.measure:
             log_p = self.log_probs(scores[:real])
             run.sums.add_load(row, chosen[:real], -(log_p.exp() * log_p).sum(-1))
@@ -140,9 +143,15 @@ class RouterTap:
             run.flipped[name, index] = run.flipped.get((name, index), 0) | flags
 
     def _hold(
-        self, run: RoutingPass, index: int, scores: Tensor, chosen: Tensor, forward: bool
+        self,
+        run: RoutingPass,
+        keep: KeepTerms,
+        index: int,
+        scores: Tensor,
+        chosen: Tensor,
+        forward: bool,
     ) -> None:
-        keep, weights = run.keep, run.keep.weights[index].to(scores.device)
+        weights = keep.weights[index].to(scores.device)
         log_p = self.log_probs(scores)
         loss = scores.new_zeros((), dtype=torch.float32)
         if keep.kind == "kl":
@@ -156,12 +165,18 @@ class RouterTap:
             loss = loss + (log_p[:real].exp() @ keep.balance[self.row].to(log_p)).sum()
         if forward:
             run.keep_loss += float(loss.detach())
-        self._loss = loss * keep.scale if torch.is_grad_enabled() else None
+        self._loss = None
+        if torch.is_grad_enabled():
+            self._loss = loss * keep.scale
 
-    def _attach(self, router: TopKRouter, inputs: tuple, output: tuple) -> tuple:
+    def _attach(self, router: TopKRouter, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward hook: the loss joins the backward through the gates."""
-        loss, self._loss = self._loss, None
-        return output if loss is None else (MoEAuxLossAutoScaler.apply(output[0], loss), output[1])
+        loss = self._loss
+        self._loss = None
+        if loss is None:
+            return output
+        gates, routing_map = output
+        return MoEAuxLossAutoScaler.apply(gates, loss), routing_map
 
 
 class RouteReplay:
@@ -257,11 +272,13 @@ class RouteReplay:
 def count_real(microbatch: MicroBatch) -> int:
     """How many of this rank's tokens come before the padding."""
     group = parallel_state.get_tensor_model_parallel_group()
-    size = microbatch.num_tokens // group.size()
-    return min(max(sum(microbatch.lengths) - size * group.rank(), 0), size)
+    size = microbatch.num_tokens // int(group.size())
+    before = size * int(group.rank())
+    return min(max(sum(microbatch.lengths) - before, 0), size)
 
 
 def local_part(tensor: Tensor, dim: int = 0) -> Tensor:
     """This rank's part of a tensor over all tokens: with TP, MoE needs sequence parallelism."""
     group = parallel_state.get_tensor_model_parallel_group()
-    return tensor.chunk(group.size(), dim)[group.rank()]
+    parts = tensor.chunk(int(group.size()), dim)
+    return parts[int(group.rank())]

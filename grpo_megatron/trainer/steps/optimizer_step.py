@@ -7,7 +7,7 @@ sum is multiplied by both: the split cannot change the result.
 A step is `prepare`, `compute_gradients`, `apply_gradients`; `train_step` is the last two."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -51,7 +51,8 @@ class PreparedBatch:
     @property
     def loss_scale(self) -> float:
         """Undoes the averages over micro-batches (Megatron) and over data parallelism."""
-        return len(self.microbatches) * parallel_state.get_data_parallel_world_size()
+        num_replicas = int(parallel_state.get_data_parallel_world_size())
+        return float(len(self.microbatches) * num_replicas)
 
 
 @dataclass
@@ -256,7 +257,7 @@ class _ForwardStep:
         iterator: Iterator[MicroBatch],
         chunk: torch.nn.Module,
         return_schedule_plan: bool = False,
-    ):
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, Any]]]]:
         microbatch = next(iterator)
         model = unwrap_model(chunk)
         self.replay.enter(model, microbatch.index)
@@ -280,8 +281,8 @@ class _ForwardStep:
 
 def is_output_rank() -> bool:
     """Say whether this rank, and no other one with the same samples, has the model's output."""
-    is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    return is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+    is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+    return is_last_stage and int(parallel_state.get_tensor_model_parallel_rank()) == 0
 
 
 def reduce_stats(stats: Stats) -> Stats:

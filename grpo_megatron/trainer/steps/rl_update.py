@@ -160,17 +160,24 @@ class Training:
         if "token_ids" in self.needs:
             columns["token_ids"] = torch.from_numpy(self.table.all_completion_ids()).long()
         if "old_logprobs" in self.needs:
-            old = [
-                [optimizer_step.untruncated(found) for found in update.old]
-                for update in self.updates
-            ]
+            old = []
+            for outputs in self._old():
+                old.append([optimizer_step.untruncated(output) for output in outputs])
             columns["old_logprobs"] = self._gathered(old)
         if "entropies" in self.needs:
-            entropies = [[found[1] for found in update.old] for update in self.updates]
+            entropies = [[found[1] for found in passed] for passed in self._old()]
             columns["entropies"] = self._gathered(entropies)
         if "ref_logprobs" in self.needs:
-            columns["ref_logprobs"] = self._gathered([update.ref for update in self.updates])
+            columns["ref_logprobs"] = self._gathered([_reference(u) for u in self.updates])
         return columns
+
+    def _old(self) -> list[list[torch.Tensor]]:
+        """What the old policy computed, by update and micro-batch; its pass was run."""
+        found = []
+        for update in self.updates:
+            assert update.old is not None
+            found.append(update.old)
+        return found
 
     def _gathered(self, values: list[list[torch.Tensor]]) -> torch.Tensor:
         batches = [update.batch for update in self.updates]
@@ -235,7 +242,7 @@ class Training:
         routing = self.source.margin_pass(update)
         now = optimizer_step.logprob_pass(self.policy, update.batch, routing)
         of_tokens = []
-        for output, reference in zip(now, update.ref, strict=True):
+        for output, reference in zip(now, _reference(update), strict=True):
             of_tokens.append(ratios.log_ratio(optimizer_step.untruncated(output), reference))
         gathered = optimizer_step.gather_tokens(self.batch, [update.batch], [of_tokens])
         return self.batch.sums(gathered).double()
@@ -281,6 +288,12 @@ class Training:
         if rates:
             metrics["optimizer/lr"] = float(np.mean(rates))
         return metrics
+
+
+def _reference(update: optimizer_step.Update) -> list[torch.Tensor]:
+    """The reference's log-probs, which the objective wants and a pass has found."""
+    assert update.ref is not None
+    return update.ref
 
 
 def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:

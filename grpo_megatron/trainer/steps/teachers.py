@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from grpo_megatron.batching.store import SampleTable
-from grpo_megatron.config.run import RunConfig, TeacherConfig
+from grpo_megatron.config.run import DistillationConfig, RunConfig, TeacherConfig
 from grpo_megatron.errors import DataError
 from grpo_megatron.trainer.megatron.policy import Policy, state_tensors
 from grpo_megatron.trainer.megatron.policy_model import PolicyModel
@@ -31,9 +31,11 @@ from grpo_megatron.weights.transfer_plan import as_bytes
 class Teachers:
     """`load(path)` reads a checkpoint into the policy's model."""
 
-    def __init__(self, config: RunConfig, load: Callable[[Path], None]):
+    def __init__(
+        self, config: RunConfig, settings: DistillationConfig, load: Callable[[Path], None]
+    ):
         self.config = config
-        self.settings = config.distillation
+        self.settings = settings
         self._load = load
         self._files: dict[Path, np.memmap] = {}
 
@@ -50,6 +52,7 @@ class Teachers:
             elif taught[rows].any():  # the same answer on every rank
                 if students is None:
                     students = [t.to("cpu", copy=True) for t in state_tensors(policy)]
+                assert teacher.path is not None  # rule teacher_source
                 self._put_in_place(policy, teacher.path)
                 self._ask(policy, batch, teacher, taught)
         if students is not None:

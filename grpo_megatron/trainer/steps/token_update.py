@@ -100,15 +100,16 @@ def _distillation_loss(
     weight: float,
     meter: MetricRecorder,
 ) -> torch.Tensor:
-    if not microbatch.teachers:  # the last row of the output would be another quantity
+    settings = config.distillation
+    if settings is None or not microbatch.teachers:  # the output's last row is another quantity
         raise TrainerError("these samples have no teacher", where="distillation.teachers")
     logprobs, entropies = output[:2].unbind(0)
     difference = logprobs.detach() - microbatch.rollout_logprobs
     is_known = torch.isfinite(difference)
     meter.mean("policy/entropy", entropies)
-    if config.distillation.samples == "policy":
+    if settings.samples == "policy":
         meter.mean("mismatch/abs_mean", difference.abs(), where=is_known)
-    if config.distillation.mode != "sampled":
+    if settings.mode != "sampled":
         divergences = output[-1]
         meter.mean("distillation/kl", divergences)
         return weight * divergences.sum()
@@ -127,6 +128,7 @@ def _teacher_advantages(microbatch: MicroBatch, logprobs: torch.Tensor) -> torch
     """`log q - log p` of the sampled tokens, over teachers by weight. logprobs: [n]."""
     advantages = torch.zeros_like(logprobs)
     for teacher in microbatch.teachers:
+        assert teacher.logprobs is not None  # mode "sampled"
         gain = teacher.logprobs - logprobs[teacher.rows]
         advantages.index_add_(0, teacher.rows, teacher.weight * gain)
     return advantages
