@@ -85,16 +85,22 @@ def read_resolved(
     if not overrides:
         return resolved
     tree = resolved.config.model_dump(mode="json")
-    # another preset replaces what the old one had set
-    tree["objective"] = {
-        key: value
-        for key, value in tree["objective"].items()
-        if resolved.provenance[f"objective.{key}"].kind not in ("default", "preset")
-    }
-    overlay = ConfigOverlay(
-        tree, {path: resolved.provenance.get(dotted(path), DEFAULT) for path, _ in leaves(tree)}
-    )
+    tree["objective"] = _set_by_hand(resolved, tree["objective"])
+    origins: dict[KeyPath, Origin] = {}
+    for key, _ in leaves(tree):
+        origins[key] = resolved.provenance.get(dotted(key), DEFAULT)
+    overlay = ConfigOverlay(tree, origins)
     return _finish(overlay, apply_overrides(overlay, overrides), checks, resolved.recipe)
+
+
+def _set_by_hand(resolved: ResolvedConfig, objective: dict[str, Any]) -> dict[str, Any]:
+    """`[objective]` without what its preset or a default had set: another preset replaces that."""
+    kept = {}
+    for key, value in objective.items():
+        origin = resolved.provenance[f"objective.{key}"]
+        if origin.kind not in ("default", "preset"):
+            kept[key] = value
+    return kept
 
 
 def load_objective(
@@ -131,10 +137,14 @@ def load_objective(
 
 
 def _full_key(text: str, domains: Sequence[str]) -> str:
+    """The override of a recipe that one of `objective eval` stands for."""
     for index, name in enumerate(domains):
-        if text.startswith(f"domain.{name}."):
-            return f"domains.{index}.objective.{text[len(name) + 8 :]}"
-    return text if text.startswith("objective.") else f"objective.{text}"
+        of_domain = f"domain.{name}."
+        if text.startswith(of_domain):
+            return f"domains.{index}.objective.{text.removeprefix(of_domain)}"
+    if text.startswith("objective."):
+        return text
+    return f"objective.{text}"
 
 
 def _assemble(

@@ -32,28 +32,27 @@ def record_step(
     working = begin_step(directory)
     replicas = sorted({scored.group.replica for scored in groups})
     of_shards: list[list[RolloutGroup]] = [[] for _ in replicas]
-    rows, num_rows = [], [0] * len(replicas)
+    num_in_shard = [0] * len(replicas)
+    rows = []
     for number, scored in enumerate(groups):
-        shard, domain = replicas.index(scored.group.replica), scored.group.prompt.domain
-        update = number * min(num_updates, len(groups)) // len(groups)
-        of_shards[shard].extend(scored.group.by_context())
-        for reward, completion in zip(scored.rewards, scored.group.completions, strict=True):
-            rows.append(
-                SampleRow(
-                    shard,
-                    num_rows[shard],
-                    number,
-                    update,
-                    float(reward),
-                    domains.index(domain),
-                    completion.truncated,
-                )
+        group = scored.group
+        shard = replicas.index(group.replica)
+        of_shards[shard].extend(group.by_context())
+        for reward, completion in zip(scored.rewards, group.completions, strict=True):
+            row = SampleRow(
+                shard=shard,
+                index=num_in_shard[shard],
+                group=number,
+                update=number * min(num_updates, len(groups)) // len(groups),
+                reward=float(reward),
+                domain=domains.index(group.prompt.domain),
+                truncated=completion.truncated,
             )
-            num_rows[shard] += 1
-    shards = [
-        write_shard(working / f"rollout-{replica}.safetensors", parts, route_shape)
-        for replica, parts in zip(replicas, of_shards, strict=True)
-    ]
+            rows.append(row)
+            num_in_shard[shard] += 1
+    shards = []
+    for replica, parts in zip(replicas, of_shards, strict=True):
+        shards.append(write_shard(working / f"rollout-{replica}.safetensors", parts, route_shape))
     finish_step(
         directory,
         shards,

@@ -4,7 +4,7 @@ Shuffles sort by a hash of (seed, domain, epoch, prompt id): no generator, no or
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config.run import CurriculumConfig
@@ -33,43 +33,44 @@ class PromptSampler:
         self.acceptance = 1.0  # kept fraction of the last step's groups: sizes the next draw
         self._size_setting = size_setting
         self._weights = {name: float(weights[name]) for name in train}
-        self._prompts = {
-            name: {prompt.prompt_id: prompt for prompt in prompts}
-            for name, prompts in train.items()
-        }
         self._num_drawn = dict.fromkeys(train, 0)
-        self._orders = {
-            name: Curriculum(ids, f"{seed}\0{name}", curriculum)
-            if curriculum
-            else Epochs(ids, f"{seed}\0{name}")
-            for name, ids in self._prompts.items()
-        }
-        # what must be equal for a state to fit, in words
-        self._identity = {
-            "seed": seed,
-            "domains": ", ".join(train),
-            **{
-                f"{what} of domain {name!r}": value
-                for name, prompts in self._prompts.items()
-                for what, value in (
-                    ("weight", self._weights[name]),
-                    ("curriculum", curriculum is not None),
-                    ("prompts", f"{len(prompts)} prompts (fingerprint {_fingerprint(prompts)})"),
-                )
-            },
-        }
+        self._prompts: dict[str, dict[str, Prompt]] = {}
+        self._orders: dict[str, Curriculum | Epochs] = {}
+        for name, prompts in train.items():
+            by_id = {prompt.prompt_id: prompt for prompt in prompts}
+            key = f"{seed}\0{name}"
+            self._prompts[name] = by_id
+            if curriculum is not None:
+                self._orders[name] = Curriculum(by_id, key, curriculum)
+            else:
+                self._orders[name] = Epochs(by_id, key)
+
+        self._identity: dict[str, Any] = {"seed": seed, "domains": ", ".join(train)}
+        """What must be equal for a state to fit, by what it is called in messages."""
+        for name, by_id in self._prompts.items():
+            identity = f"{len(by_id)} prompts (fingerprint {_fingerprint(by_id)})"
+            self._identity[f"weight of domain {name!r}"] = self._weights[name]
+            self._identity[f"curriculum of domain {name!r}"] = curriculum is not None
+            self._identity[f"prompts of domain {name!r}"] = identity
 
     def draw(self, n: int, exclude: Collection[str] | None = None) -> list[Prompt]:
         """The next `n` distinct prompts, none with an id in `exclude`. A domain that has too few
         gives fewer where `exclude` is given; without it that is a DataError."""
-        turns, had = [], dict(self._num_drawn)
+        turns: list[str] = []  # whose prompt each one is
+        had = dict(self._num_drawn)
         for _ in range(n):
-            turns.append(self._next_domain(had))
-            had[turns[-1]] += 1
-        drawn = {
-            name: iter(self._draw(name, count, exclude)) for name, count in Counter(turns).items()
-        }
-        return [prompt for name in turns if (prompt := next(drawn[name], None)) is not None]
+            name = self._next_domain(had)
+            had[name] += 1
+            turns.append(name)
+        waiting: dict[str, Iterator[Prompt]] = {}
+        for name, count in Counter(turns).items():
+            waiting[name] = iter(self._draw(name, count, exclude))
+        found = []
+        for name in turns:
+            prompt = next(waiting[name], None)
+            if prompt is not None:
+                found.append(prompt)
+        return found
 
     def observe(self, prompt: Prompt, success: float) -> None:
         self._orders[prompt.domain].observe(prompt.prompt_id, success)
@@ -78,13 +79,10 @@ class PromptSampler:
         """`curriculum/<bucket>`: prompts by bucket; empty without curriculum."""
         counts: Counter[str] = Counter()
         for name, order in self._orders.items():
-            for domain in ("", f"@{name}") if len(self._orders) > 1 else ("",):
-                counts.update(
-                    {
-                        f"curriculum/{bucket}{domain}": number
-                        for bucket, number in order.buckets().items()
-                    }
-                )
+            for bucket, number in order.buckets().items():
+                counts[f"curriculum/{bucket}"] += number
+                if len(self._orders) > 1:
+                    counts[f"curriculum/{bucket}@{name}"] += number
         return counts
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +96,8 @@ class PromptSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; DataError if it is of another seed, domains or prompts."""
         for what, current in self._identity.items():
-            if (saved := state["of"].get(what, "none")) != current:
+            saved = state["of"].get(what, "none")
+            if saved != current:
                 raise DataError(
                     f"the checkpoint's sampler does not fit this run: {what}: checkpoint has "
                     f"{saved}, this run has {current}",
@@ -107,11 +106,18 @@ class PromptSampler:
                 )
         for name, order in self._orders.items():
             order.load_state_dict(state["orders"][name])
-        self.acceptance, self._num_drawn = state["acceptance"], dict(state["num_drawn"])
+        self.acceptance = state["acceptance"]
+        self._num_drawn = dict(state["num_drawn"])
 
     def _next_domain(self, had: Mapping[str, int]) -> str:
-        turn, weight_sum = sum(had.values()) + 1, sum(self._weights.values())
-        return max(had, key=lambda name: self._weights[name] * turn / weight_sum - had[name])
+        """The domain that is furthest behind its share of the prompts. had: by domain."""
+        turn = sum(had.values()) + 1
+        weight_sum = sum(self._weights.values())
+
+        def behind(name: str) -> float:
+            return self._weights[name] * turn / weight_sum - had[name]
+
+        return max(had, key=behind)
 
     def _draw(self, name: str, count: int, exclude: Collection[str] | None) -> list[Prompt]:
         prompts = self._prompts[name]
