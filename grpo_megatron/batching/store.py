@@ -51,22 +51,28 @@ def write_shard(
     `group` int32 [N]; weight versions as spans `span_version|start|end` int32 with
     `span_offsets` int64 [N+1]. Of truncated sampling, the ids that were kept: `kept_ids` int32 with
     `kept_offsets` int64 [n+1], by completion token."""
-    samples = [(g, c) for g, group in enumerate(groups) for c in group.completions]
-    spans = [span for _, c in samples for span in c.versions]
+    completions: list[Completion] = []
+    group_of: list[int] = []
+    for number, group in enumerate(groups):
+        completions += group.completions
+        group_of += [number] * len(group.completions)
+    spans = [span for completion in completions for span in completion.versions]
+
+    prompts = [group.prompt.token_ids for group in groups]
+    completion_lengths = [len(completion.token_ids) for completion in completions]
     columns = {
-        "prompt_ids": _concatenate([g.prompt.token_ids for g in groups], np.int32),
-        "prompt_offsets": _offsets([len(g.prompt.token_ids) for g in groups]),
-        "completion_ids": _concatenate([c.token_ids for _, c in samples], np.int32),
-        "rollout_logprobs": _concatenate([c.logprobs for _, c in samples], np.float32),
-        "completion_offsets": _offsets([len(c.token_ids) for _, c in samples]),
-        "group": np.array([g for g, _ in samples], np.int32),
-        **{
-            f"span_{name}": np.array([getattr(span, name) for span in spans], np.int32)
-            for name in ("version", "start", "end")
-        },
-        "span_offsets": _offsets([len(c.versions) for _, c in samples]),
-        **_kept_columns([c for _, c in samples]),
+        "prompt_ids": _concatenate(prompts, np.int32),
+        "prompt_offsets": _offsets([len(prompt) for prompt in prompts]),
+        "completion_ids": _concatenate([c.token_ids for c in completions], np.int32),
+        "rollout_logprobs": _concatenate([c.logprobs for c in completions], np.float32),
+        "completion_offsets": _offsets(completion_lengths),
+        "group": np.array(group_of, np.int32),
+        "span_version": np.array([span.version for span in spans], np.int32),
+        "span_start": np.array([span.start for span in spans], np.int32),
+        "span_end": np.array([span.end for span in spans], np.int32),
+        "span_offsets": _offsets([len(c.versions) for c in completions]),
     }
+    columns |= _kept_columns(completions)
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape)
     return {
@@ -132,20 +138,16 @@ def finish_step(
     components: rewards by component, float64 [N], NaN where skipped; steps: rewards of single
     steps, as row, last completion token of the step, reward; taught: by `served_teachers`."""
     working = directory.with_name(directory.name + ".tmp")
-    columns = {
-        **{
-            name: np.array([getattr(r, name) for r in rows], dtype)
-            for name, dtype in _ROW_COLUMNS.items()
-        },
-        **{
-            f"step_{name}": np.array([step[i] for step in steps], dtype)
-            for i, (name, dtype) in enumerate(
-                (("row", np.int64), ("end", np.int64), ("reward", np.float64))
-            )
-        },
-        **{f"component/{name}": values for name, values in (components or {}).items()},
-        **{f"taught/{name}": values for name, values in (taught or {}).items()},
-    }
+    columns: dict[str, np.ndarray] = {}
+    for name, dtype in _ROW_COLUMNS.items():
+        columns[name] = np.array([getattr(row, name) for row in rows], dtype)
+    columns["step_row"] = np.array([row for row, _, _ in steps], np.int64)
+    columns["step_end"] = np.array([end for _, end, _ in steps], np.int64)
+    columns["step_reward"] = np.array([reward for _, _, reward in steps], np.float64)
+    for name, values in (components or {}).items():
+        columns[f"component/{name}"] = values
+    for name, values in (taught or {}).items():
+        columns[f"taught/{name}"] = values
     document = {
         "format": FORMAT,
         **manifest,
@@ -192,17 +194,19 @@ class SampleTable:
         self.reward = np.array(train["reward"])
         self.domain = np.array(train["domain"])
         self.truncated = np.array(train["truncated"]).astype(bool)
-        self.steps = tuple(np.array(train[f"step_{name}"]) for name in ("row", "end", "reward"))
-        self.components = {
-            name.partition("/")[2]: np.array(values)
-            for name, values in train.items()
-            if name.startswith("component/")
-        }
-        self.taught = {
-            name.partition("/")[2]: values  # left on disk
-            for name, values in train.items()
-            if name.startswith("taught/")
-        }
+        self.steps = (
+            np.array(train["step_row"]),
+            np.array(train["step_end"]),
+            np.array(train["step_reward"]),
+        )
+        self.components: dict[str, np.ndarray] = {}
+        self.taught: dict[str, np.ndarray] = {}
+        for column, values in train.items():
+            kind, _, name = column.partition("/")
+            if kind == "component":
+                self.components[name] = np.array(values)
+            elif kind == "taught":
+                self.taught[name] = values  # left on disk
 
     def __len__(self) -> int:
         return len(self.shard)

@@ -83,42 +83,49 @@ class GroupFilter:
 
         pass_at_1 is the mean success rate of a prompt, pass_at_group the fraction of prompts with a
         correct completion. What cannot be told (nothing correct, nothing scored) is left out."""
-        correct = [self.correct(group) for group in groups]
-        rates = np.array([np.nanmean(c) for c in correct if not np.isnan(c).all()])
-        flat = np.concatenate(correct)
+        of_groups = [self.correct(group) for group in groups]
+        scored = [correct for correct in of_groups if not np.isnan(correct).all()]
+        rates = np.array([np.nanmean(correct) for correct in scored])
+        correct = np.concatenate(of_groups)
         lengths = np.array([len(c.token_ids) for g in groups for c in g.group.completions], float)
-        right, wrong = lengths[flat == 1], lengths[flat == 0]
-        means = {
-            "sampling/acceptance_rate": np.array([self.keeps(group) for group in groups]),
-            "group/all_correct_fraction": rates == 1,
-            "group/all_wrong_fraction": rates == 0,
-            "accuracy/pass_at_1": rates,
-            "accuracy/pass_at_group": rates > 0,
-            "response/length_correct_mean": right,
-            "response/length_incorrect_mean": wrong,
-        }
-        tails = {"": lengths, "correct_": right, "incorrect_": wrong}
-        return {
-            **{
-                f"response/length_{kind}p95": float(np.percentile(values, 95))
-                for kind, values in tails.items()
-                if len(values)
-            },
-            **{name: float(values.mean()) for name, values in means.items() if len(values)},
-        }
+        lengths_correct = lengths[correct == 1]
+        lengths_incorrect = lengths[correct == 0]
+        metrics: dict[str, float] = {}
+        _add_tail(metrics, "response/length_p95", lengths)
+        _add_tail(metrics, "response/length_correct_p95", lengths_correct)
+        _add_tail(metrics, "response/length_incorrect_p95", lengths_incorrect)
+        kept = np.array([self.keeps(group) for group in groups])
+        _add_mean(metrics, "sampling/acceptance_rate", kept)
+        _add_mean(metrics, "group/all_correct_fraction", rates == 1)
+        _add_mean(metrics, "group/all_wrong_fraction", rates == 0)
+        _add_mean(metrics, "accuracy/pass_at_1", rates)
+        _add_mean(metrics, "accuracy/pass_at_group", rates > 0)
+        _add_mean(metrics, "response/length_correct_mean", lengths_correct)
+        _add_mean(metrics, "response/length_incorrect_mean", lengths_incorrect)
+        return metrics
+
+
+def _add_mean(metrics: dict[str, float], name: str, values: np.ndarray) -> None:
+    """Add the mean, of something."""
+    if len(values):
+        metrics[name] = float(values.mean())
+
+
+def _add_tail(metrics: dict[str, float], name: str, values: np.ndarray) -> None:
+    """Add the 95th percentile, of something."""
+    if len(values):
+        metrics[name] = float(np.percentile(values, 95))
 
 
 def not_older(groups: Sequence[ScoredGroup], version: int) -> list[ScoredGroup]:
     """The groups without a token that was sampled before weight version `version`."""
-    return [
-        g
-        for g in groups
-        if all(
-            span.version >= version
-            for completion in g.group.completions
-            for span in completion.versions
-        )
-    ]
+    return [group for group in groups if _oldest_version(group, version) >= version]
+
+
+def _oldest_version(group: ScoredGroup, default: int) -> int:
+    """Of the weights that sampled a token of the group; `default` for a group without tokens."""
+    versions = [span.version for c in group.group.completions for span in c.versions]
+    return min(versions, default=default)
 
 
 def all_equal(rewards: np.ndarray) -> bool:
@@ -180,19 +187,23 @@ def by_domain(
 ) -> dict[str, float]:
     """Metrics of all groups and, where there are several domains, `name@domain` of each."""
     metrics = metrics_of(groups)
-    domains = sorted({g.group.prompt.domain for g in groups})
-    for domain in domains if len(domains) > 1 else ():
-        own = metrics_of([g for g in groups if g.group.prompt.domain == domain])
-        metrics |= {f"{name}@{domain}": value for name, value in own.items()}
+    of_domains: dict[str, list[ScoredGroup]] = {}
+    for group in groups:
+        of_domains.setdefault(group.group.prompt.domain, []).append(group)
+    if len(of_domains) > 1:
+        for domain, members in sorted(of_domains.items()):
+            for name, value in metrics_of(members).items():
+                metrics[f"{name}@{domain}"] = value
     return metrics
 
 
 def staleness(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     """`staleness/<n>`: share of the tokens that were sampled n weight versions before `step`."""
     tokens: Counter[int] = Counter()
-    for completion in (c for group in groups for c in group.group.completions):
-        for span in completion.versions:
-            tokens[step - span.version] += span.end - span.start
+    for group in groups:
+        for completion in group.group.completions:
+            for span in completion.versions:
+                tokens[step - span.version] += span.end - span.start
     return {f"staleness/{lag}": n / tokens.total() for lag, n in sorted(tokens.items())}
 
 
@@ -213,20 +224,20 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "batch/num_tokens": lengths.sum(),
         "group/all_equal_fraction": np.mean([all_equal(g.rewards) for g in groups]),
     }
-    if kept := [c.kept.sizes for c in completions if c.kept is not None]:
+    kept = [c.kept.sizes for c in completions if c.kept is not None]
+    if kept:
         sizes = np.concatenate(kept)  # 0: the set is not known
-        metrics |= {
-            "sampling_mask/size_mean": _mean_std(sizes[sizes > 0])[0],
-            "sampling_mask/missing": (sizes == 0).sum(),
-        }
+        metrics["sampling_mask/size_mean"], _ = _mean_std(sizes[sizes > 0])
+        metrics["sampling_mask/missing"] = (sizes == 0).sum()
     for name in dict.fromkeys(name for g in groups for name in g.components):
-        metrics[f"reward/{name}/mean"], _ = _mean_std(
-            np.concatenate([g.components[name] for g in groups if name in g.components])
-        )
+        values = [group.components[name] for group in groups if name in group.components]
+        metrics[f"reward/{name}/mean"], _ = _mean_std(np.concatenate(values))
     return {name: float(value) for name, value in metrics.items()}
 
 
 def _mean_std(values: np.ndarray) -> tuple[float, float]:
     """Of what is not NaN; NaN of nothing."""
     known = values[~np.isnan(values)]
-    return (known.mean(), known.std()) if len(known) else (np.nan, np.nan)
+    if not len(known):
+        return np.nan, np.nan
+    return known.mean(), known.std()

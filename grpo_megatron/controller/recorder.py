@@ -67,34 +67,37 @@ def record_step(
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
     """Rewards by component over all samples, NaN where a group's domain has no such one."""
     names = dict.fromkeys(name for group in groups for name in group.components)
-    return {
-        name: np.concatenate(
-            [
-                np.asarray(g.components.get(name, np.full(len(g.rewards), np.nan)), np.float64)
-                for g in groups
-            ]
-        )
-        for name in names
-    }
+    found = {}
+    for name in names:
+        parts = []
+        for group in groups:
+            skipped = np.full(len(group.rewards), np.nan)
+            parts.append(np.asarray(group.components.get(name, skipped), np.float64))
+        found[name] = np.concatenate(parts)
+    return found
 
 
 def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int, float]]:
     """Step rewards as (row, last token of the step, reward); steps without a token are left out."""
-    completions = [c for group in groups for c in group.group.completions]
-    per_row = [steps for g in groups for steps in (g.steps or [()] * len(g.rewards))]
-    return [
-        (row, token_at(completion.token_ids, end, decode), reward)
-        for row, (completion, steps) in enumerate(zip(completions, per_row, strict=True))
-        for end, reward in steps
-        if len(completion.token_ids)
-    ]
+    found = []
+    row = -1
+    for group in groups:
+        for sample, completion in enumerate(group.group.completions):
+            row += 1
+            if not group.steps or not len(completion.token_ids):
+                continue
+            for end, reward in group.steps[sample]:
+                found.append((row, token_at(completion.token_ids, end, decode), reward))
+    return found
 
 
 def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
     """The first token whose text reaches place `end`, else the last token."""
-    found = bisect.bisect_left(
-        range(len(token_ids)), end, key=lambda t: len(decode(token_ids[: t + 1].tolist()))
-    )
+
+    def text_length(token: int) -> int:
+        return len(decode(token_ids[: token + 1].tolist()))
+
+    found = bisect.bisect_left(range(len(token_ids)), end, key=text_length)
     return min(found, len(token_ids) - 1)
 
 

@@ -208,25 +208,10 @@ class RLLoop:
             return report
 
     async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:
-        step, manifest = recorded.step, recorded.manifest
-        seconds = recorded.seconds | self.session.phase.take_seconds()
-        self.phase_seconds.update(seconds)
-        version = float(manifest["version"])
-        times = {**seconds, "old_logprobs": report["old_logprobs_s"], "step": sum(seconds.values())}
-        metrics = {
-            **manifest["metrics"],
-            **recorded.canary,
-            **report["metrics"],
-            "policy/version": version,
-            "policy/staleness": step - version,
-            **{f"time/{name}_s": value for name, value in times.items()},
-        }
-        for phase, tokens in (
-            ("rollout", metrics["batch/num_tokens"]),
-            ("train", report["tokens"]),
-        ):
-            if seconds.get(phase):
-                metrics[f"throughput/{phase}_tokens_per_s"] = tokens / seconds[phase]
+        """Count the step as done: its metrics, the state, maybe an evaluation and a checkpoint."""
+        step = recorded.step
+        manifest = recorded.manifest
+        metrics = self._metrics(recorded, report)
         self.state = replace(
             self.state,
             step=step + 1,
@@ -252,7 +237,27 @@ class RLLoop:
         if _is_due(self.config.checkpoint.interval, step):
             await self.checkpoint()
 
+    def _metrics(self, recorded: RecordedStep, report: dict[str, Any]) -> dict[str, Any]:
+        """What was sampled, trained and measured, and the seconds of its phases."""
+        version = float(recorded.manifest["version"])
+        metrics = {**recorded.manifest["metrics"], **recorded.canary, **report["metrics"]}
+        metrics["policy/version"] = version
+        metrics["policy/staleness"] = recorded.step - version
+
+        seconds = recorded.seconds | self.session.phase.take_seconds()
+        self.phase_seconds.update(seconds)
+        for phase, passed in seconds.items():
+            metrics[f"time/{phase}_s"] = passed
+        metrics["time/old_logprobs_s"] = report["old_logprobs_s"]
+        metrics["time/step_s"] = sum(seconds.values())
+        tokens = {"rollout": metrics["batch/num_tokens"], "train": report["tokens"]}
+        for phase, count in tokens.items():
+            if seconds.get(phase):
+                metrics[f"throughput/{phase}_tokens_per_s"] = count / seconds[phase]
+        return metrics
+
     async def checkpoint(self) -> None:
+        """Save the state after the last step, unless that was done."""
         if self._checkpointed == self.state.step:
             return
         with self.session.phase("checkpoint"):
