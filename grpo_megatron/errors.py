@@ -15,7 +15,9 @@ class GrpoMegatronError(Exception):
 
     def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None):
         super().__init__(message)
-        self.message, self.where, self.remedy = message, where, remedy
+        self.message = message
+        self.where = where
+        self.remedy = remedy
 
     def __str__(self) -> str:
         where = f"\n  where:  {self.where}" if self.where else ""

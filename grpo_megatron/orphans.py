@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 
-_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

@@ -173,7 +173,8 @@ class Groups:
     `ids`, int64 [N], names the group of each; only samples with `valid` count."""
 
     def __init__(self, ids: Tensor, valid: Tensor):
-        self.ids, self.valid = ids, valid
+        self.ids = ids
+        self.valid = valid
         self.size = int(ids.max()) + 1 if len(ids) else 0
         self.count = self.sum(valid.double())
 

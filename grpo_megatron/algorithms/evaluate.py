@@ -84,7 +84,8 @@ def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
     for domain, distances in found.stats.samples.items():
         metrics[f"opsm/calibrated_delta@{domain}"] = calibrated_delta(distances)
     metrics |= batch_metrics(objective, batch, found.advantages)
-    values, per_token = found.advantages.values, found.advantages.per_token
+    values = found.advantages.values
+    per_token = found.advantages.per_token
     return {
         "loss": found.loss,
         "grad_logprobs": _ragged(found.gradient, case),

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from grpo_megatron.config.objective import ObjectiveConfig
 
-CALIBRATION_QUANTILE, CALIBRATION_FACTOR, CALIBRATION_RANGE = 0.99, 5.0, (0.01, 0.5)
+CALIBRATION_QUANTILE = 0.99
+CALIBRATION_FACTOR = 5.0
+CALIBRATION_RANGE = (0.01, 0.5)
 MAX_LOG_RATIO = 20.0  # exp stays finite in fp32; the gradient beyond is zero
 
 

@@ -144,7 +144,8 @@ def measure_move(meter: MetricRecorder, area: str, log_diff: Tensor, advantages:
 def derived(metrics: dict[str, float]) -> dict[str, float]:
     """Effective sample sizes `(sum w)^2 / (n sum w^2)` from the means of w and of w^2."""
     for name in [n for n in metrics if n.partition("@")[0].endswith("/square")]:
-        mean, square = metrics[name.replace("/square", "/mean")], metrics.pop(name)
+        mean = metrics[name.replace("/square", "/mean")]
+        square = metrics.pop(name)
         metrics[name.replace("/square", "/ess_fraction")] = mean**2 / square if square > 0 else 0.0
     return metrics
 

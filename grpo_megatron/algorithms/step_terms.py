@@ -46,8 +46,10 @@ class StepTerms:
     ) -> LossBatch:
         """The loss's view of the samples `rows` (int64 [S]) and of their tokens ([n]); `decisions`,
         of the whole batch, are to be followed (bool by name)."""
-        device, counts = logprobs.device, self.batch.token_counts[rows]
-        per_token, values = self.advantages.per_token, self.advantages.values
+        device = logprobs.device
+        counts = self.batch.token_counts[rows]
+        per_token = self.advantages.per_token
+        values = self.advantages.values
         index = self.batch.flat_index(rows)
 
         def spread(values: Tensor) -> Tensor:
@@ -96,7 +98,8 @@ def step_terms(
     """Weights of one optimizer step. `advantages` are of the whole rollout batch; `rows` (int64)
     are the samples of this step, which the denominators count; `constant_length` tokens are what
     `aggregation = "constant"` divides by."""
-    o, found = objective.config, np.zeros((2, len(batch)))
+    o = objective.config
+    found = np.zeros((2, len(batch)))
     lengths = Lengths(
         batch.token_counts[rows].numpy(),
         batch.group_ids[rows].numpy(),

@@ -79,7 +79,9 @@ def clip_status(o: ObjectiveConfig, u: Update) -> dict[str, Tensor]:
     """Where the clip removes the gradient (cispo: bounds the weight), bool [n] by name.
 
     A token with A = 0 has no clip status. For gmpo, `u.log_ratio` is that of tokens."""
-    up, down, log_ratio = u.advantages > 0, u.advantages < 0, u.log_ratio.detach()
+    up = u.advantages > 0
+    down = u.advantages < 0
+    log_ratio = u.log_ratio.detach()
     if o.clip == "gmpo":
         return {"low": down & (log_ratio < -u.low), "high": up & (log_ratio > u.high)}
     ratio = log_ratio.exp()

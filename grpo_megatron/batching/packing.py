@@ -36,7 +36,8 @@ def plan_microbatches(
     step = num_ranks * multiple_of
     # fewer do not hold all tokens, and none holds two samples of more than half of it
     least = max(-(-int(lengths.sum()) // max_tokens), int((2 * lengths > max_tokens).sum()), 1)
-    num_bins, costs = -(-least // step) * step, sample_costs(lengths)
+    num_bins = -(-least // step) * step
+    costs = sample_costs(lengths)
     while (bins := _level(lengths, costs, order, num_bins, max_tokens)) is None:
         num_bins += step * max(num_bins // (32 * step), 1)
     return _deal([(float(costs[rows].sum()), rows) for rows in bins], num_ranks)

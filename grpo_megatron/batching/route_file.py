@@ -118,7 +118,8 @@ class RouteFile:
     """Read access to one shard's routes; bytes stay on disk until they are sliced."""
 
     def __init__(self, path: Path, columns: Mapping[str, np.ndarray], shape: RouteShape):
-        self.path, self.shape = path, shape
+        self.path = path
+        self.shape = shape
         self._checksums = columns["route_checksums"]
         self._is_bad: dict[int, bool] = {}  # of the blocks that were looked at
         size = path.stat().st_size if path.exists() else 0

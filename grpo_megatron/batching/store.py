@@ -239,7 +239,8 @@ class SampleTable:
 
     def _at(self, row: int, offsets: str) -> tuple[Mapping[str, np.ndarray], int, int]:
         """The columns of a sample's shard, and where in them it is."""
-        columns, index = self._shards[self.shard[row]], self.index[row]
+        columns = self._shards[self.shard[row]]
+        index = self.index[row]
         return columns, *columns[offsets][index : index + 2]
 
     def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -102,7 +102,8 @@ def export_model(
 
     Config, tokenizer and template are those of `source`. Returns the bytes of weights written.
     Raises SetupError when the disk is full, MismatchError as `shard_files.read_back` does."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     working = durable.working_directory(directory)
     on_rank_0(empty_directory, working)
     target = HFTarget(working, [e.parameter.entries(e.dtype) for e in model.entries], shard_bytes)

@@ -164,7 +164,8 @@ def read_back(
     """Each rank reads another one's files: on two machines that shows what never left one.
 
     Raises MismatchError where any rank read something else. Collective."""
-    rank, bad = (dist.get_rank() + 1) % dist.get_world_size(), []
+    rank = (dist.get_rank() + 1) % dist.get_world_size()
+    bad = []
     for file in target.files[rank :: dist.get_world_size()]:
         bad += target.read_back(file)
         report(file.num_bytes)

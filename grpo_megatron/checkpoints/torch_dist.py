@@ -63,7 +63,8 @@ class MegatronSource:
     Raises CheckpointError when it is none, damaged, or of another model."""
 
     def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
-        self.table, self.directory = table, directory / "weights"
+        self.table = table
+        self.directory = directory / "weights"
         with durable.explained("not a distributed checkpoint", self.directory):
             self.metadata = FileSystemReader(self.directory).read_metadata()
         self.stored = {
@@ -161,7 +162,8 @@ class DistcpFile(shard_files.OutputFile):
     def __init__(self, path: Path, parameters: Sequence[Parameter], table: ParameterTable):
         super().__init__(path)
         torch.serialization.set_crc32_options(False)  # the records hold better sums
-        self._table, self._parameters = table, list(parameters)
+        self._table = table
+        self._parameters = list(parameters)
         self._held: list[torch.Tensor] = []
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -202,7 +204,8 @@ class MegatronTarget(shard_files.Target):
 
     def __init__(self, table: ParameterTable, parameters: Sequence[Parameter], *arguments: Any):
         super().__init__(*arguments)
-        self.table, self.parameters = table, parameters
+        self.table = table
+        self.parameters = parameters
 
     def open(self, file: shard_files.ShardFile) -> DistcpFile:
         return DistcpFile(

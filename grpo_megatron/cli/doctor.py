@@ -149,7 +149,8 @@ def packages(build: Literal["cpu", "gpu"]) -> Iterator[Finding]:
             version = importlib.metadata.version(wanted.name)
             good = wanted.specifier.contains(version, prereleases=True)
         except importlib.metadata.PackageNotFoundError:
-            version, good = "not installed", False
+            version = "not installed"
+            good = False
         yield Finding(
             wanted.name,
             "ok" if good else "missing",
@@ -186,7 +187,8 @@ def torch_works(*, on_gpu: bool) -> Finding:
         )
     device, collectives = "CPU", "gloo"
     if facts["devices"]:
-        device, collectives = f"CUDA {facts['cuda']}, {facts['devices']} GPU(s)", "nccl"
+        device = f"CUDA {facts['cuda']}, {facts['devices']} GPU(s)"
+        collectives = "nccl"
     if not facts[collectives]:
         return missing(
             f"{device}, {collectives} not available", f"install a build of torch with {collectives}"

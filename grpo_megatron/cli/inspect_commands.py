@@ -153,7 +153,8 @@ def plan(
     else:
         _print(found)
     if problems := memory_problems(config, found):
-        nodes, ranks = config.placement.trainer_nodes, config.trainer.num_ranks
+        nodes = config.placement.trainer_nodes
+        ranks = config.trainer.num_ranks
         fits = [
             f"fits: {row['settings']}"
             for row in layouts.search(config, nodes, ranks // nodes, device)[:2]

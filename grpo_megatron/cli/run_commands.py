@@ -170,7 +170,8 @@ def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = Fal
     check_run(run)
     from grpo_megatron.launch import slurm
 
-    folder, job = RunDir(run).logs, slurm.job_of(RunDir(run))
+    folder = RunDir(run).logs
+    job = slurm.job_of(RunDir(run))
     files = [folder / f"slurm-{job}.out"] if job else []
     roles = sorted(folder.glob("latest/*.log"))
     if follow:  # also what is yet to appear; inotify would miss a new `latest` and other nodes

@@ -67,9 +67,11 @@ def status(graph: Graph) -> None:
     from grpo_megatron.stages.records import Records
 
     loaded = load_graph(graph)
-    records, rows = Records(loaded), []
+    records = Records(loaded)
+    rows = []
     for name in loaded.order:
-        result, notes = records.result(name), records.closed_gates(name)
+        result = records.result(name)
+        notes = records.closed_gates(name)
         if (job := job_of(loaded.run_dir(name))) and not result:
             notes.append(f"job {job} {state_of(job).get('JobState', 'unknown to Slurm')}")
         accuracy = result.get("eval", {}).get("all", {}).get("accuracy")

@@ -176,7 +176,8 @@ def _finish(
     overlay: ConfigOverlay, problems: Sequence[Problem], checks: Sequence[Check], recipe: str
 ) -> ResolvedConfig:
     config = valid(overlay, problems, checks, recipe)
-    preset, values = config.objective.preset, leaves(config.model_dump(mode="json"))
+    preset = config.objective.preset
+    values = leaves(config.model_dump(mode="json"))
     origins = {
         ("objective", key): Origin("preset", f"objective preset {preset}")
         for key in PRESETS[preset].values

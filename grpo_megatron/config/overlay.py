@@ -121,7 +121,8 @@ def _child(overlay: ConfigOverlay, node: Any, path: KeyPath, origin: Origin) -> 
 def _misplaced(
     overlay: ConfigOverlay, keys: Sequence[str], path: KeyPath, node: Any, raw: str, origin: Origin
 ) -> Problem:
-    name, key = dotted(path), ".".join(keys)
+    name = dotted(path)
+    key = ".".join(keys)
     if isinstance(node, list):
         rest = keys[len(path) + 1 :]
         valid = tuple(dotted((*path, index, *rest)) for index in range(min(len(node), 4)))

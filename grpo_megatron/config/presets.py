@@ -28,7 +28,8 @@ def preset_names() -> list[str]:
 
 def load_preset(name: str) -> ModelPreset:
     """ConfigError where there is none, or it is no preset."""
-    folder, known = assets.root() / "models", preset_names()
+    folder = assets.root() / "models"
+    known = preset_names()
     if name not in known:
         raise ConfigError(
             f"no model preset is called {name!r}",

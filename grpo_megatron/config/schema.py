@@ -44,10 +44,12 @@ def all_fields() -> dict[KeyPath, FieldInfo]:
 
 def _walk(table: type[BaseModel], prefix: KeyPath) -> Iterator[tuple[KeyPath, FieldInfo]]:
     for name, info in table.model_fields.items():
-        path, annotation = (*prefix, name), _without_none(info.annotation)
+        path = (*prefix, name)
+        annotation = _without_none(info.annotation)
         yield path, info
         if get_origin(annotation) is tuple:
-            path, annotation = (*path, "*"), _without_none(get_args(annotation)[0])
+            path = (*path, "*")
+            annotation = _without_none(get_args(annotation)[0])
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from _walk(annotation, path)
 

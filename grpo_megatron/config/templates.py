@@ -20,7 +20,8 @@ class PromptTemplate:
     DataError for unbalanced braces, an unknown field, or one that would leak the answer."""
 
     def __init__(self, text: str, *, where: str | None = None):
-        self.text, self._where = text, where
+        self.text = text
+        self._where = where
         try:
             pieces = list(string.Formatter().parse(text))
         except ValueError as error:

@@ -57,7 +57,8 @@ def read_toml(path: Path) -> TomlFile:
         return TomlFile(path, display, tomllib.loads(text), text)
     except tomllib.TOMLDecodeError as error:
         at = _AT_LINE.search(str(error))
-        what, line = _AT_LINE.sub("", str(error)), at[1] if at else text.count("\n") + 1
+        what = _AT_LINE.sub("", str(error))
+        line = at[1] if at else text.count("\n") + 1
         raise ConfigError(
             f"{what}: not valid TOML",
             where=f"{display}:{line}",
@@ -80,7 +81,8 @@ def key_lines(text: str) -> dict[KeyPath, int]:
         except tomllib.TOMLDecodeError:
             continue
         if statement.lstrip().startswith("["):
-            table, tree = _header(tree, sizes), {}
+            table = _header(tree, sizes)
+            tree = {}
             for length in range(1, len(table) + 1):
                 lines.setdefault(table[:length], first)
         end = 0
@@ -91,7 +93,8 @@ def key_lines(text: str) -> dict[KeyPath, int]:
             place = re.compile(rf"(?<![\w-]){name}[\"']?\s*=").search(statement, end)
             end = place.end() if place else end
             lines.setdefault((*table, *path), first + statement.count("\n", 0, end))
-        statement, first = "", number + 1
+        statement = ""
+        first = number + 1
     return lines
 
 
@@ -145,7 +148,8 @@ def read_recipe_chain(path: Path) -> list[TomlFile]:
 def _base_of(file: TomlFile) -> Path | None:
     if "extends" not in file.values:
         return None
-    base, where = file.values.pop("extends"), file.where(("extends",))
+    base = file.values.pop("extends")
+    where = file.where(("extends",))
     if not isinstance(base, str):
         raise ConfigError(
             f"extends must be the path of one recipe, not {base!r}",

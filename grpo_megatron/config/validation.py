@@ -122,11 +122,14 @@ def _problem_of(error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
 
 
 def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
-    near, value = schema.nearest_keys(path), error["input"]
-    full, suffix = path, ""
+    near = schema.nearest_keys(path)
+    value = error["input"]
+    full = path
+    suffix = ""
     while isinstance(value, dict) and len(value) == 1:  # `trianer.num_ranks=2`: show it all
         key, value = next(iter(value.items()))
-        full, suffix = (*full, key), f"{suffix}.{key}"
+        full = (*full, key)
+        suffix = f"{suffix}.{key}"
     near = [key + suffix for key in near]
     parent = dotted(path[:-1])
     fix = (
@@ -156,7 +159,9 @@ def _missing_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
 
 
 def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    kind = error["type"]
+    value = error["input"]
+    context = error.get("ctx", {})
     choices = list(map(str, schema.choices_at(path)))
     words = {**context, "choices": ", ".join(choices)}
     message = _WORDS[kind].format(**words) if kind in _WORDS else error["msg"]

@@ -15,7 +15,8 @@ class DatasetAnswers:
     `longest` tokens are kept of one, the stop token included."""
 
     def __init__(self, tokenizer: TextTokenizer, longest: int):
-        self._tokenizer, self._longest = tokenizer, longest
+        self._tokenizer = tokenizer
+        self._longest = longest
 
     async def rollouts(self, step: int, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         return [

@@ -52,7 +52,8 @@ def _by_domain(
     scored: Sequence[ScoredGroup],
     measure: Callable[[ScoredGroup, GroupFilter], Mapping[str, float]],
 ) -> Results:
-    selection, results = GroupFilter(session.config), {}
+    selection = GroupFilter(session.config)
+    results = {}
     for domain in dict.fromkeys(group.group.prompt.domain for group in scored):
         rows = [measure(g, selection) for g in scored if g.group.prompt.domain == domain]
         results[domain] = {"prompts": float(len(rows))}
@@ -68,7 +69,9 @@ def _greedy(group: ScoredGroup, selection: GroupFilter) -> dict[str, float]:
 
 
 def _sampled(group: ScoredGroup, selection: GroupFilter) -> dict[str, float]:
-    correct, answers, found = selection.correct(group) == 1, selection.answers(group), {}
+    correct = selection.correct(group) == 1
+    answers = selection.answers(group)
+    found = {}
     total = len(correct)
     for k in sorted({*(2**i for i in range(total.bit_length())), total}):
         found[f"pass_at_{k}"] = pass_at_k(total, int(correct.sum()), k)

@@ -25,8 +25,10 @@ class Publisher:
     def __init__(
         self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink, engines: ReplicaPool
     ):
-        self.config, self.run_dir = config, run_dir
-        self.trainer, self.engines = trainer, engines
+        self.config = config
+        self.run_dir = run_dir
+        self.trainer = trainer
+        self.engines = engines
         self.version, self.resumed, self._seconds = -1, 0.0, 0.0  # when it came, how long it took
         self._publisher = WeightPublisher([])
         self._plan: TransferPlan | None = None
@@ -35,7 +37,8 @@ class Publisher:
         """Bring `version` into all live engines; raises an EngineError when none is left."""
         started = time.perf_counter()
         await self._retry_on_live_replicas(lambda clients: self._publish(clients, version))
-        self.version, self.resumed = version, time.perf_counter()
+        self.version = version
+        self.resumed = time.perf_counter()
         self._seconds = self.resumed - started
 
     @property
@@ -107,7 +110,8 @@ class Publisher:
 
     async def check_canary(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Every live engine answers `prompts`; the trainer computes the same."""
-        started, worst = time.perf_counter(), {"canary/abs_max": 0.0, "canary/abs_mean": 0.0}
+        started = time.perf_counter()
+        worst = {"canary/abs_max": 0.0, "canary/abs_mean": 0.0}
         for replica in self.engines.alive:
             try:
                 completions = await asyncio.gather(

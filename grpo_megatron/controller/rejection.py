@@ -20,7 +20,8 @@ _PROMPTS_AT_ONCE = 256
 
 async def sample_dataset(session: Session) -> dict[str, float]:
     """Write `dataset.jsonl`: question, answer, domain, responses. Returns asked and kept counts."""
-    settings, selection = session.config.rejection, GroupFilter(session.config)
+    settings = session.config.rejection
+    selection = GroupFilter(session.config)
     check_scripts(scripts=settings.scripts)
     prompts = [
         prompt
@@ -28,7 +29,8 @@ async def sample_dataset(session: Session) -> dict[str, float]:
         if domain.weight
         for prompt in session.splits.train[domain.name][: settings.max_prompts]
     ]
-    lines, kept = [], 0
+    lines = []
+    kept = 0
     for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
         groups = await session.worker.rollouts(
             0, prompts[start : start + _PROMPTS_AT_ONCE], num_samples=settings.num_samples

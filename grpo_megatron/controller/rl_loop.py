@@ -45,9 +45,12 @@ class RecordedStep:
 
 class RLLoop:
     def __init__(self, session: Session, state: RunState, metrics: MetricsWriter, mirrors: Mirrors):
-        self.session, self.state = session, state
-        self.metrics, self.mirrors = metrics, mirrors
-        self.config, self.run_dir = session.config, session.run_dir
+        self.session = session
+        self.state = state
+        self.metrics = metrics
+        self.mirrors = mirrors
+        self.config = session.config
+        self.run_dir = session.run_dir
         self.ahead = self.config.batch.max_staleness > 0
         self.weights = {d.name: d.weight for d in self.config.domains}
         self.sampler = PromptSampler(
@@ -59,7 +62,8 @@ class RLLoop:
         self.alarms = Alarms(self.config.routing.load_alarm)
         self.started = time.monotonic() - state.seconds
         self.phase_seconds: Counter[str] = Counter()
-        self.first, self._checkpointed = state.step, -1
+        self.first = state.step
+        self._checkpointed = -1
         self.asked: asyncio.Task[RecordedStep] | None = None  # the next step's samples
         self._canary_found: dict[str, float] = {}  # ahead: of the weights that sample
 
@@ -79,7 +83,8 @@ class RLLoop:
     async def take_step(self, *, more: bool) -> None:
         """Step `state.step`. With `more`, the next one's samples are asked for as soon as may be:
         ahead, while this one trains; else of engines that rest until they have its weights."""
-        step, publisher = self.state.step, self.session.publisher
+        step = self.state.step
+        publisher = self.session.publisher
         if self.asked:
             self.session.phase.sampling()
         recorded = await self.collect(step, self.asked or self._sample(step))
@@ -130,11 +135,15 @@ class RLLoop:
             manifest = json.loads(file.read_text())
             self.sampler.load_state_dict(manifest["sampler"])  # its draws depended on its answers
             return RecordedStep(step, directory, manifest)
-        config, publisher, started = self.config, self.session.publisher, time.perf_counter()
+        config = self.config
+        publisher = self.session.publisher
+        started = time.perf_counter()
         await self.session.judges.wake()
         version = publisher.version if self.ahead else step  # of the weights that sample
         sampled = await self.source.groups_of(step)
-        groups, metrics, rollout_s = sampled.groups, sampled.metrics, sampled.rollout_s
+        groups = sampled.groups
+        metrics = sampled.metrics
+        rollout_s = sampled.rollout_s
         stale = version < step or len(not_older(groups, step)) < len(groups)
         manifest = {
             "kind": "rl",

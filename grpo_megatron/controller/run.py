@@ -55,7 +55,8 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
         await session.publisher.ensure_version(state.step)
         made = await sample_dataset(session) if config.kind == "rejection_sample" else {}
         results = await evaluate(session, session.splits.heldout, config.evaluation.num_samples)
-        seconds, after = time.monotonic() - began, results["all"].get("accuracy", float("nan"))
+        seconds = time.monotonic() - began
+        after = results["all"].get("accuracy", float("nan"))
         _conclude(
             session,
             {
@@ -85,7 +86,8 @@ def _tell_unused(config: RunConfig) -> None:
 
 
 async def _train(session: Session, state: RunState, on_start: Callable) -> RunState:
-    config, run_dir = session.config, session.run_dir
+    config = session.config
+    run_dir = session.run_dir
     with (
         closing(MetricsWriter(run_dir)) as metrics,
         closing(

@@ -148,7 +148,8 @@ async def _connect(
 
 
 def _on_replica_death(run_dir: RunDir, replica: Replica) -> None:
-    name, cause = replica.client.name, str(replica.cause_of_death)
+    name = replica.client.name
+    cause = str(replica.cause_of_death)
     logging.getLogger(__name__).warning("%s is dead: %s", name, cause)
     show("message", text=f"{name} is dead; its requests go to the others")
     append_event(run_dir.events, "engine_dead", role=name, cause=cause)

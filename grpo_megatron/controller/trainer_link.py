@@ -29,9 +29,11 @@ class TrainerLink:
     """Commands go out one at a time, in the order of the calls."""
 
     def __init__(self, timeout_s: float):
-        self._timeout_s, self._token = timeout_s, secrets.token_hex(16)
+        self._timeout_s = timeout_s
+        self._token = secrets.token_hex(16)
         self._connected: asyncio.Future = asyncio.get_running_loop().create_future()
-        self._lock, self._unanswered = asyncio.Lock(), 0
+        self._lock = asyncio.Lock()
+        self._unanswered = 0
 
     async def listen(self, path: Path) -> None:
         host = own_address()

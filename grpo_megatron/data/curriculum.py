@@ -13,14 +13,18 @@ import numpy as np
 from grpo_megatron.config.run import CurriculumConfig
 
 # Mastered: p at least this on so many visits in a row, until it falls below the last.
-MASTERED_AT, MASTERED_VISITS, DEMOTED_BELOW = 0.95, 3, 0.8
+MASTERED_AT = 0.95
+MASTERED_VISITS = 3
+DEMOTED_BELOW = 0.8
 
 
 class Curriculum:
     """Success of every prompt of a domain, and draws that follow it and `key` (seed, domain)."""
 
     def __init__(self, prompt_ids: Iterable[str], key: str, settings: CurriculumConfig):
-        self._ids, self._key, self._settings = sorted(prompt_ids), key, settings
+        self._ids = sorted(prompt_ids)
+        self._key = key
+        self._settings = settings
         self._index = {prompt_id: index for index, prompt_id in enumerate(self._ids)}
         self._hashes = np.array([_hash64(prompt_id) for prompt_id in self._ids], np.uint64)
         self._success = np.full(len(self._ids), np.nan)  # p; NaN: unseen
@@ -48,7 +52,8 @@ class Curriculum:
 
     def observe(self, prompt_id: str, success: float) -> None:
         index = self._index[prompt_id]
-        before, streak = self._success[index], self._streak[index]
+        before = self._success[index]
+        streak = self._streak[index]
         p = success if np.isnan(before) else before + self._settings.rate * (success - before)
         goes_on = p >= (DEMOTED_BELOW if streak == MASTERED_VISITS else MASTERED_AT)
         self._success[index] = p

@@ -105,7 +105,9 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
     sizes = {name: len(members) for name, members in train.items()}
     num_duplicates = len(prompts) - len(distinct)
     shares = share(num_heldout, sizes), share(num_validation, sizes)
-    heldout, validation, kept = [], [], {}
+    heldout = []
+    validation = []
+    kept = {}
     for name, members in train.items():
         first, second = (each[name] for each in shares)
         heldout += members[:first]
@@ -127,7 +129,8 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
 def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
     """Parts of `total` in proportion to `sizes`: largest remainder, each at least one if it can."""
     floor = 1 if total >= len(sizes) else 0
-    rest, size = total - floor * len(sizes), max(1, sum(sizes.values()))
+    rest = total - floor * len(sizes)
+    size = max(1, sum(sizes.values()))
     parts = {name: floor + rest * count // size for name, count in sizes.items()}
     by_remainder = sorted(sizes, key=lambda name: (-(rest * sizes[name] % size), name))
     for name in by_remainder[: total - sum(parts.values())]:

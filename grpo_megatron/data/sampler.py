@@ -138,7 +138,8 @@ class Epochs:
     """Every prompt of a domain once, in shuffled order; then in another. Like `Curriculum`."""
 
     def __init__(self, prompt_ids: Iterable[str], key: str):
-        self._ids, self._key = list(prompt_ids), key
+        self._ids = list(prompt_ids)
+        self._key = key
         self.load_state_dict({"epoch": 0, "position": 0, "deferred": []})
 
     def draw(self, count: int, exclude: Collection[str], num_drawn: int) -> list[str]:
@@ -164,7 +165,8 @@ class Epochs:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._position = state["epoch"], state["position"]
         self._deferred = list(state["deferred"])  # moved to the end of this epoch's order
-        late, prefix = set(self._deferred), f"{self._key}\0{self._epoch}\0"
+        late = set(self._deferred)
+        prefix = f"{self._key}\0{self._epoch}\0"
         self._order = sorted(
             self._ids,
             key=lambda prompt_id: (

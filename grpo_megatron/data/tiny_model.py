@@ -47,7 +47,8 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     try:
         settings = CharacterTokenizerConfig.model_validate(preset.tokenizer)
     except ValidationError as error:
-        first, where = error.errors()[0], preset.file.display
+        first = error.errors()[0]
+        where = preset.file.display
         key = ".".join(("tokenizer", *map(str, first["loc"])))
         raise DataError(f"model preset: {key}: {first['msg']}", where=where) from error
     tokenizer = _character_tokenizer(settings)

@@ -21,7 +21,8 @@ class TextTokenizer:
         stop_token_ids: Sequence[int],
         unk_token_id: int | None,
     ):
-        self._backend, self._unk_token_id = backend, unk_token_id
+        self._backend = backend
+        self._unk_token_id = unk_token_id
         self.eos_token_id = eos_token_id
         self.stop_token_ids = tuple(sorted({eos_token_id, *stop_token_ids}))
 

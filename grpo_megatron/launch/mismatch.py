@@ -59,11 +59,13 @@ async def _measure(
             "the engine recorded no routes (rollout.record_routes): a routing part cannot "
             "be told from the rest"
         )
-    precise, flags = None, [*overrides, f"trainer.precision={config.rollout.dtype}"]
+    precise = None
+    flags = [*overrides, f"trainer.precision={config.rollout.dtype}"]
     if config.rollout.dtype != config.trainer.precision:
         precise = (await columns(step, flags, False))[0]
     versions = {int(v) for row in range(len(table)) for v in np.unique(table.versions(row))}
-    sampled_by, version = None, max(versions, default=step)
+    sampled_by = None
+    version = max(versions, default=step)
     if versions not in ({step}, set()):
         there = {*recorded_steps(run_dir), *complete_steps(run_dir.checkpoints)}
         if len(versions) == 1 and version in there:

@@ -21,10 +21,12 @@ def add_stages(
     before: list[str] = []
     for recipe in recipes:
         config = resolve(recipe, overrides).config
-        where, flags = executor.clone(), ["--resume-if-exists"]
+        where = executor.clone()
+        flags = ["--resume-if-exists"]
         if isinstance(where, run.SlurmExecutor):
             flags.append("--in-job")
-            where.nodes, where.ntasks_per_node = config.placement.num_nodes, 1
+            where.nodes = config.placement.num_nodes
+            where.ntasks_per_node = 1
             where.gpus_per_node = config.placement.gpus_per_node or None
             where.srun_args = [*(where.srun_args or []), "--nodes=1", "--ntasks=1", "--overlap"]
         command = ["grpo-megatron", "train", recipe, *flags, *overrides]

@@ -98,10 +98,12 @@ class OfflineTrainer:
         state = await self._start_at(start)
         for earlier in range(start, step):
             manifest = json.loads((self.store(earlier) / "manifest.json").read_text())
-            updates, objective = state.updates, state.objective
+            updates = state.updates
+            objective = state.objective
             if not manifest["metrics"]["sampling/skipped_steps"]:
                 report = await self.train(earlier, state, replayed=True)
-                updates, objective = updates + report["updates"], report["state"]
+                updates = updates + report["updates"]
+                objective = report["state"]
             state = replace(state, step=earlier + 1, updates=updates, objective=objective)
         return state
 

@@ -52,7 +52,8 @@ def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator
     names = [n for n in found if n in recorded and not n.startswith(_OTHER_EACH_TIME)]
     width = max(map(len, names), default=0)
     for name in names:
-        before, now = recorded[name], found[name]
+        before = recorded[name]
+        now = found[name]
         change = abs(now - before)
         if "/layer_" not in name or change > 1e-6 * max(abs(before), 1e-3):
             yield f"  {name:<{width}}  {before:>14.8g}  {now:>14.8g}  {change:>9.2g}"

@@ -22,7 +22,8 @@ QUIET = {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 
 class LocalProcesses:
     def __init__(self, config: RunConfig, run_dir: RunDir):
-        self.config, self.run_dir = config, run_dir
+        self.config = config
+        self.run_dir = run_dir
 
     def trainers(self) -> list[ChildProcess]:
         layout = self.config.trainer

@@ -121,7 +121,8 @@ def resume(path: Path, overrides: Sequence[str]) -> str:
             "the run is finished", where=str(run_dir.result), remedy="num_steps=… trains it further"
         )
     if overrides:
-        old, resolved = read_resolved(run_dir.config).config, resolve_run(run_dir.config, overrides)
+        old = read_resolved(run_dir.config).config
+        resolved = resolve_run(run_dir.config, overrides)
         if any(
             getattr(old, key) != getattr(resolved.config, key)
             for key in ("name", "runs_dir", "placement")

@@ -46,7 +46,9 @@ class Step(ChildProcess):
 
 class SlurmSteps:
     def __init__(self, config: RunConfig, run_dir: RunDir):
-        self.config, self.run_dir, self.placement = config, run_dir, config.placement
+        self.config = config
+        self.run_dir = run_dir
+        self.placement = config.placement
         names = [f"SLURM_JOB_NODELIST{suffix}" for suffix in ("_HET_GROUP_0", "_HET_GROUP_1", "")]
         self.components = [_nodes(os.environ[name]) for name in names if name in os.environ][:2]
         self.nodes = [node for component in self.components for node in component]
@@ -87,7 +89,8 @@ class SlurmSteps:
                 )
 
     def trainers(self) -> list[ChildProcess]:
-        layout, nodes = self.config.trainer, self.nodes[: self.placement.trainer_nodes]
+        layout = self.config.trainer
+        nodes = self.nodes[: self.placement.trainer_nodes]
         per_node = layout.num_ranks // len(nodes)
         return [
             self._step(
@@ -102,7 +105,8 @@ class SlurmSteps:
 
     def replicas(self) -> list[ChildProcess]:
         """A step for each server, so that one can die alone; wide ones take several nodes."""
-        rollout, placement = self.config.rollout, self.placement
+        rollout = self.config.rollout
+        placement = self.placement
         nodes = self.nodes[placement.trainer_nodes :] or self.nodes
         gpus = placement.gpus_per_node or rollout.tensor_parallel_size
         wide = max(rollout.tensor_parallel_size // gpus, 1)
@@ -155,7 +159,8 @@ class SlurmSteps:
         env: dict[str, str] | None = None,
         piped: bool = False,
     ) -> Step:
-        logs, plain = self.run_dir.logs, str(self.run_dir.logs).replace("%", "%%")
+        logs = self.run_dir.logs
+        plain = str(self.run_dir.logs).replace("%", "%%")
         srun = self._srun(
             nodes,
             tasks_per_node,

@@ -21,7 +21,9 @@ class Supervisor:
     """Owns the processes of one run; `roles` starts and stops them, here or in a Slurm job."""
 
     def __init__(self, roles: LocalProcesses | SlurmSteps):
-        self.roles, self.config, self.run_dir = roles, roles.config, roles.run_dir
+        self.roles = roles
+        self.config = roles.config
+        self.run_dir = roles.run_dir
         self.screen = make_screen(self.config.name, self.config.num_steps)
         self.interrupts = 0
         self.remedy = f"grpo-megatron resume {self.run_dir.root}"

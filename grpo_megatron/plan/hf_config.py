@@ -53,7 +53,8 @@ def engine_overrides(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of config.json as vLLM must read them to compute what transformers does: those that it
     asks for and transformers knows without, and no expert groups where the method ignores them.
     ConfigError as of `model_fields`."""
-    fields, family = model_fields(hf), family_of(hf["model_type"])
+    fields = model_fields(hf)
+    family = family_of(hf["model_type"])
     overrides = dict(family.engine)
     if not hf.get("architectures"):
         overrides["architectures"] = [family.architecture]
@@ -94,8 +95,10 @@ def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
-    step, frequency = fields.get("decoder_sparse_step") or 1, fields.get("moe_layer_freq") or 1
-    dense, first = fields.get("mlp_only_layers") or (), fields.get("first_k_dense_replace") or 0
+    step = fields.get("decoder_sparse_step") or 1
+    frequency = fields.get("moe_layer_freq") or 1
+    dense = fields.get("mlp_only_layers") or ()
+    first = fields.get("first_k_dense_replace") or 0
     if isinstance(frequency, list):
         return [int(bool(x)) for x in frequency]
     return [

@@ -128,7 +128,9 @@ class Workload(TypedDict):
 
 def _workload(config: RunConfig, s: Sizes) -> Workload:
     """Of a rank, for `step_bytes`; all samples are taken to be as long as they may."""
-    t, batch, length = config.trainer, config.batch, config.rollout.max_model_len
+    t = config.trainer
+    batch = config.batch
+    length = config.rollout.max_model_len
     samples = batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
     mine = -(-samples // s.trainer.dp)
     packed = max(t.max_tokens_per_microbatch // length, 1)
@@ -153,7 +155,8 @@ def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMem
 
 
 def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -> dict[str, float]:
-    pp, symbols = s.trainer.pipeline_parallel_size, whole.symbols
+    pp = s.trainer.pipeline_parallel_size
+    symbols = whole.symbols
     parameters = sum(w.numel for w in weights_of_chunk(whole, 0, 0))
     weights = parameters * s.symbols["element"]
     objective = config.objective
@@ -177,7 +180,8 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
 
 def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) -> dict[str, int]:
     """vLLM splits everything by TP, and repeats key-value heads where there are fewer."""
-    rollout, size = config.rollout, config.rollout.tensor_parallel_size
+    rollout = config.rollout
+    size = config.rollout.tensor_parallel_size
     s = sizes_of(hf, vocab_size, TrainerConfig(num_ranks=size, tensor_parallel_size=size))
     element = ELEMENT_BYTES[rollout.dtype]
     weights = element * sum(w.numel for w in weights_of_chunk(s, 0, 0))

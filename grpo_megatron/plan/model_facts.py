@@ -88,7 +88,8 @@ def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
     """Of a `config.json`, or the `[hf]` table of a preset, that the trainer computes."""
     hf = unified(hf)
     hf |= derived(hf)
-    num_experts, intermediate = hf.get("num_experts") or 0, hf.get("intermediate_size") or 0
+    num_experts = hf.get("num_experts") or 0
+    intermediate = hf.get("intermediate_size") or 0
     moe_intermediate = (hf.get("moe_intermediate_size") or intermediate) if num_experts else 0
     return ModelFacts(
         model_type=hf["model_type"],

@@ -20,7 +20,8 @@ def static_bytes(
     """`weights`, `gradients`, `optimizer` (Adam's moments, and float32 weights where the model's
     are not) and `buffers` of rank `local_rank` of a pipeline stage's ranks. Frozen routers have no
     gradients; reductions that overlap with computation (on GPUs) are done in buckets."""
-    t, element = s.trainer, s.symbols["element"]
+    t = s.trainer
+    element = s.symbols["element"]
     replicas = t.dp * t.context_parallel_size
     places = {
         False: (replicas, local_rank // t.tensor_parallel_size),
@@ -63,10 +64,13 @@ def _buckets(
     start = end = 0
     spans: list[_Span] = []
     for number, weight in enumerate(reversed(weights), start=1):
-        first, alone = _up(end, aligned), weight.kind == "shared" and num_shards
+        first = _up(end, aligned)
+        alone = weight.kind == "shared" and num_shards
         if alone and spans:
             yield start, _up(first, multiple), spans
-            start, first, spans = _up(first, multiple), _up(first, multiple), []
+            start = _up(first, multiple)
+            first = _up(first, multiple)
+            spans = []
         end = first + weight.numel
         spans.append((first, end))
         if alone or end - start >= limit or number == len(weights):
@@ -82,7 +86,8 @@ def _up(number: int, multiple: int) -> int:
 def _buffers(s: Sizes, stage: int) -> int:
     """GroupFilter biases (float32, and counts of tokens) and yarn's rotary tables of MLA layers."""
     layers = [is_moe for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)]
-    element, found = s.symbols["element"], 0
+    element = s.symbols["element"]
+    found = 0
     if s.model.get("moe_router_enable_expert_bias"):
         found += sum(layers) * s.symbols["experts"] * (4 + element)
     if "latent" in s.symbols:
@@ -103,8 +108,10 @@ def step_bytes(
 ) -> dict[str, int]:
     """Bytes of `activations`, `logits`, `routing`, `communication` of a rank at their highest,
     for `tokens` of a full micro-batch and of the longest `sequence`."""
-    t, element = s.trainer, s.symbols["element"]
-    tp, pp = t.tensor_parallel_size, t.pipeline_parallel_size
+    t = s.trainer
+    element = s.symbols["element"]
+    tp = t.tensor_parallel_size
+    pp = t.pipeline_parallel_size
     copies = element if on_gpu else 8  # torch's plain norms keep float32
     own = tokens // (tp if t.sp else 1)
     chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
@@ -136,10 +143,10 @@ def step_bytes(
         },
     )
     found = {name: _total(forms, s) for name, forms in FORMS["beside"].items()}
-    boundary, layers = (
-        own * s.symbols["hidden"] * element,
-        [_kept(s, is_moe) for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)],
-    )
+    boundary = own * s.symbols["hidden"] * element
+    layers = [
+        _kept(s, is_moe) for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)
+    ]
     held, one = (
         ([boundary] * len(layers), 2 * max(layers))
         if t.recompute == "full"

@@ -12,7 +12,9 @@ from grpo_megatron.plan.memory import DEVICES, Plan, plan_of
 from grpo_megatron.plan.model_facts import ModelFacts, model_facts
 from grpo_megatron.plan.trainer_rules import TRAINER_RULES
 
-_RECOMPUTE_COST, _TENSOR_COST, _FAR_COST = 1 / 3, 0.08, 0.15
+_RECOMPUTE_COST = 1 / 3
+_TENSOR_COST = 0.08
+_FAR_COST = 0.15
 """Time lost by full recomputation, every doubling of TP, EP over nodes: rules of thumb."""
 
 
@@ -20,7 +22,9 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
     """All layouts that fit on trainer nodes of a shape, cheapest first, the roomier of equals:
     `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction` and `cost`,
     the relative time of a token: 1 without recomputation, bubble and tensor parallelism."""
-    facts, found, old = model_facts(config.model), [], config.trainer.model_dump()
+    facts = model_facts(config.model)
+    found = []
+    old = config.trainer.model_dump()
     placement = config.placement.model_copy(
         update={"trainer_nodes": nodes, "gpus_per_node": gpus_per_node}
     )

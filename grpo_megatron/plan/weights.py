@@ -76,8 +76,10 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
         numels = [product(form, s.symbols) for form in FORMS["weights"][part]]
         return [Weight(numel, kind) for numel in numels if numel]
 
-    pp, tied = s.trainer.pipeline_parallel_size, s.hf["tie_word_embeddings"]
-    is_first, is_last = stage == chunk == 0, (stage, chunk) == (pp - 1, s.num_chunks - 1)
+    pp = s.trainer.pipeline_parallel_size
+    tied = s.hf["tie_word_embeddings"]
+    is_first = stage == chunk == 0
+    is_last = (stage, chunk) == (pp - 1, s.num_chunks - 1)
     table = Weight(
         s.symbols["vocabulary"] * s.symbols["hidden"], "shared" if tied and pp > 1 else ""
     )

@@ -60,7 +60,8 @@ def code_tests(
 async def _share_of_pairs(
     program: str, pairs: Sequence[tuple[str, str]], limits: Limits, *, stop_early: bool
 ) -> float:
-    end, passed = time.monotonic() + limits.wall_s, 0
+    end = time.monotonic() + limits.wall_s
+    passed = 0
     for given, expected in pairs:
         left = replace(limits, wall_s=max(0.0, end - time.monotonic()))
         outcome = await sandbox.run({"/program.py": program}, given, limits=left)

@@ -122,7 +122,9 @@ def language_consistency(
     if think_tag:  # a block that the prompt opened, or that nothing closed, counts too
         completion = completion.partition(f"</{think_tag}>")[0].rpartition(f"<{think_tag}>")[2]
     prose = NOT_PROSE.sub(" ", completion)
-    words, matching, previous = 0, 0, None
+    words = 0
+    matching = 0
+    previous = None
     for letter in unicodedata.normalize("NFKC", prose):
         if letter in "'’" or unicodedata.category(letter).startswith("M"):
             continue  # inside of a word

@@ -16,7 +16,8 @@ from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.worker import Call, Outcome
 
 _STARTUP_TIMEOUT_S, _CLOSE_TIMEOUT_S, _GRACE_S = 120.0, 2.0, 0.05
-_MAX_IDLE_DEATHS, _LONGEST_LINE = 3, 1 << 26
+_MAX_IDLE_DEATHS = 3
+_LONGEST_LINE = 1 << 26
 
 
 class RewardProcess:
@@ -29,9 +30,11 @@ class RewardProcess:
         limits: Mapping[str, float],
         log_path: Path,
     ):
-        self._task, self._log_path = (functions, limits), log_path
+        self._task = (functions, limits)
+        self._log_path = log_path
         self.process: asyncio.subprocess.Process | None = None
-        self.num_restarts, self._started = 0, False
+        self.num_restarts = 0
+        self._started = False
 
     async def start(self) -> None:
         """Start the process, if it does not run, and wait until it has imported the functions."""

@@ -100,7 +100,8 @@ async def run(
             outcome.ending = "flooded"
         # bubblewrap reports the exit of what it could start, and nothing where it could not.
         if outcome.ending == "failed" and b"exit-code" in report.read(4096):
-            outcome.ending, outcome.exit_code = "exited", process.returncode
+            outcome.ending = "exited"
+            outcome.exit_code = process.returncode
     return outcome
 
 

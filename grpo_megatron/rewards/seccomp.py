@@ -12,12 +12,10 @@ from grpo_megatron import assets
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
-_ALLOW, _KILL, _NOT_PERMITTED, _NO_CALL = (
-    0x7FFF0000,
-    0x80000000,
-    0x50000 | errno.EPERM,
-    0x50000 | errno.ENOSYS,
-)
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_NOT_PERMITTED = 0x50000 | errno.EPERM
+_NO_CALL = 0x50000 | errno.ENOSYS
 _CLONE_THREAD = 0x10000
 
 # From here on all architectures number alike: io_uring, clone3, the new mount calls, pidfd_getfd …

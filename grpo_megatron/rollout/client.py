@@ -26,7 +26,8 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
     done (or `async with`). `request_timeout_s` limits one generation."""
 
     def __init__(self, base_url: str, name: str | None = None, request_timeout_s: float = 600.0):
-        self.base_url, self.name = base_url, name or base_url
+        self.base_url = base_url
+        self.name = name or base_url
         self._request_timeout_s = request_timeout_s
         # The caller bounds concurrency; a second limit here would only hide it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
@@ -114,7 +115,8 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
             async with self._session.request(
                 method, self.base_url + path, json=request, params=params, timeout=limits
             ) as response:
-                body, status = await response.read(), response.status
+                body = await response.read()
+                status = response.status
         except TimeoutError as error:
             raise EngineUnreachable(
                 f"{self.name} did not answer {path} within {timeout_s:.0f} s", where=self.base_url

@@ -166,7 +166,9 @@ def _kept(choice: _Choice[_Candidates]) -> SamplingMask:
     ids = np.array([c.token_id for entry in content for c in entry.top_logprobs], np.int32)
     logprobs = np.array([c.logprob for entry in content for c in entry.top_logprobs])
     kept = logprobs > _NO_PROBABILITY
-    token, ids, logprobs = token[kept], ids[kept], logprobs[kept]
+    token = token[kept]
+    ids = ids[kept]
+    logprobs = logprobs[kept]
     mass = np.bincount(token, np.exp(logprobs), len(content))
     sampled = np.array([entry.token_id for entry in content], np.int32)
     has_sampled = np.bincount(token, ids == sampled[token], len(content)) > 0
@@ -201,7 +203,8 @@ def _with_routes(
         )
     with raised_as(EngineError, "unreadable expert routes", (ValueError, EOFError, OSError)):
         routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-    before, first = len(request.prompt_token_ids) - 1, request.routes_from
+    before = len(request.prompt_token_ids) - 1
+    first = request.routes_from
     num_rows = before + len(completion.token_ids) - first
     if routes.ndim != 3 or routes.shape[0] != num_rows or routes.dtype not in (np.uint8, np.uint16):
         raise EngineError(

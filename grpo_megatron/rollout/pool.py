@@ -32,7 +32,8 @@ class ReplicaPool:
         on_death: Callable[[Replica], None] = lambda replica: None,
     ):
         self.replicas = [Replica(i, client) for i, client in enumerate(clients) if client]
-        self._max_attempts, self._on_death = max_attempts, on_death
+        self._max_attempts = max_attempts
+        self._on_death = on_death
 
     @property
     def alive(self) -> list[Replica]:

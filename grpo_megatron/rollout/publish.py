@@ -32,8 +32,12 @@ class WeightPublisher:
         pause_mode: str = "wait",
         asleep: bool = False,
     ):
-        self.clients, self.pause_mode, self._timeout_s = list(clients), pause_mode, timeout_s
-        self.asleep, self.paused, self._started = asleep, False, False
+        self.clients = list(clients)
+        self.pause_mode = pause_mode
+        self._timeout_s = timeout_s
+        self.asleep = asleep
+        self.paused = False
+        self._started = False
         self._world_sizes: list[int] = []
 
     async def num_workers(self) -> int:
@@ -53,7 +57,8 @@ class WeightPublisher:
             "world_size": 1 + sum(self._world_sizes),
         }
         await _all(client.call_workers("abandon_update") for client in self.clients)
-        calls, offset = [join()], 1
+        calls = [join()]
+        offset = 1
         for client, workers in zip(self.clients, self._world_sizes, strict=True):
             calls.append(
                 client.control(

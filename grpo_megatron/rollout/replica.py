@@ -27,7 +27,8 @@ PLUGIN = "grpo_megatron"
 def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     run_dir = RunDir(Path(run_path), attempt)
     config = read_resolved(run_dir.config).config
-    host, name = own_address(), f"rollout-{index}"
+    host = own_address()
+    name = f"rollout-{index}"
     bind_gloo(host)
     port = _reserve_port(host)
     argv, env = serve_command(config, str(config.model.path or run_dir.model), index, port, host)
@@ -68,7 +69,8 @@ def _reserve_port(host: str) -> int:
 
 def _gpus(config: RunConfig, index: int) -> dict[str, str]:
     """The replica's own among the node's, after those of trainer ranks on the same node."""
-    placement, size = config.placement, config.rollout.tensor_parallel_size
+    placement = config.placement
+    size = config.rollout.tensor_parallel_size
     count = placement.gpus_per_node
     if not count or size >= count:
         return {}
@@ -88,7 +90,8 @@ def serve_command(
     """What to start for one replica: `argv`, and variables to add to the environment, from
     `engine.toml`. Unseeded requests of each replica have random numbers of their own. vLLM's
     control routes have no authentication: `host` is loopback, or in a network of this job only."""
-    rollout, on_cpu = config.rollout, is_cpu_engine()
+    rollout = config.rollout
+    on_cpu = is_cpu_engine()
     hf = _hf_config(Path(model_path))
     loopback = host in (LOOPBACK, "::1", "localhost")
     values = {

@@ -40,7 +40,8 @@ async def complete(
     heads = await ask(prompt, n=n, max_tokens=longest, seed=seed, routes_from=0)
 
     async def finish(child: int, whole: Completion) -> Completion:
-        num_empty, goal = 0, longest
+        num_empty = 0
+        goal = longest
         while (done := len(whole.token_ids)) < max_tokens and _goes_on(whole, goal):
             goal = min(done + longest, max_tokens)
             (tail,) = await ask(

@@ -34,8 +34,10 @@ class RolloutWorker:
         stop_token_ids: Sequence[int] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
     ):
-        self.config, self.pool = config, pool
-        self._stop_token_ids, self._decode = tuple(stop_token_ids), decode
+        self.config = config
+        self.pool = pool
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._decode = decode
 
     async def rollouts(
         self, step: int, prompts: Sequence[Prompt], *, num_samples: int = 0, max_tokens: int = 0
@@ -43,7 +45,8 @@ class RolloutWorker:
         """Sample G completions of every prompt, `num_samples` or the recipe's number, of at most
         `max_tokens` or the recipe's; groups are in prompt order. In deterministic mode seeds depend
         on `step`. Raises EngineError: no replica is alive, or a request failed for good."""
-        rollout, routing = self.config.rollout, self.config.routing
+        rollout = self.config.rollout
+        routing = self.config.routing
         size = num_samples or self.config.batch.num_samples_per_prompt
         requests = [_Request(i, 0, size, None) for i in range(len(prompts))]
         if rollout.deterministic:
@@ -77,11 +80,13 @@ class RolloutWorker:
         **sampling: Any,
     ) -> list[RolloutGroup]:
         samples: list[list[Any]] = [[None] * group_size for _ in prompts]
-        served_by, rollout = [0] * len(prompts), self.config.rollout
+        served_by = [0] * len(prompts)
+        rollout = self.config.rollout
         sampling |= {"stop_token_ids": self._stop_token_ids, "may_abort": True}
 
         async def serve(request: _Request, replica: Replica) -> None:
-            prompt, servers = prompts[request.prompt], [replica]
+            prompt = prompts[request.prompt]
+            servers = [replica]
 
             async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
                 completions, server = await self.pool.call(

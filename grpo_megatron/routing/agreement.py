@@ -29,7 +29,8 @@ class RoutingSums:
         comparisons: Sequence[str],
         device: torch.device,
     ):
-        self.layers, self.comparisons = layers, tuple(comparisons)
+        self.layers = layers
+        self.comparisons = tuple(comparisons)
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.load, self.entropy = zeros(len(layers), num_experts), zeros(len(layers), 2)
         self.compared = zeros(len(comparisons), len(layers), 4)

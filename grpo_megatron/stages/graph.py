@@ -122,13 +122,15 @@ class Graph:
         return tuple(parse_gate(text).below(self.root.absolute()).text for text in gates)
 
     def output(self, name: str) -> Path:
-        run_dir, is_dataset = self.run_dir(name), self.kind(name) == "rejection_sample"
+        run_dir = self.run_dir(name)
+        is_dataset = self.kind(name) == "rejection_sample"
         return (run_dir.dataset if is_dataset else run_dir.export).absolute()
 
     def resolve(self, name: str) -> ResolvedConfig:
         """The configuration of a recipe's stage, validated as far as it can be now: where the
         model that it starts from is not there yet, by that of the stage before. ConfigError."""
-        stage, overrides = self.table.stages[name], self._overrides(name)
+        stage = self.table.stages[name]
+        overrides = self._overrides(name)
         recipe = self._recipe(stage)
         source = stage.inputs.get("model.path")
         if source is None or self.output(source).exists():
@@ -194,7 +196,8 @@ def load_graph(path: str | Path) -> Graph:
 
 
 def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
-    where, known = graph.file.where(("stages", name)), list(graph.table.stages)
+    where = graph.file.where(("stages", name))
+    known = list(graph.table.stages)
     if [bool(stage.recipe), bool(stage.merge), bool(stage.export)].count(True) != 1:
         raise ConfigError(
             f"stage {name} needs exactly one of recipe, merge and export",
@@ -221,7 +224,8 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
 
 def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:
     is_path = key.startswith("domains") and key.endswith(".path")
-    kind, wants = graph.kind(parent), "a data set" if is_path else "a checkpoint"
+    kind = graph.kind(parent)
+    wants = "a data set" if is_path else "a checkpoint"
     gives = {"rejection_sample": "a data set", "eval": "only numbers"}.get(kind, "a checkpoint")
     if wants != gives:
         raise ConfigError(

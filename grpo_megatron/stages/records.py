@@ -68,7 +68,8 @@ class Records:
         """Of a stage's settings, files and code, and of what it builds on; its gates may change."""
         if name in self._fingerprints:
             return self._fingerprints[name]
-        graph, stage = self.graph, self.graph.table.stages[name]
+        graph = self.graph
+        stage = self.graph.table.stages[name]
         known: dict[str, Any] = {
             "code": _code(),
             "stage": stage.model_dump(mode="json", exclude={"gates"}),
@@ -91,7 +92,8 @@ class Records:
 @cache
 def _code() -> str:
     """Of the library's source and data."""
-    digest, package = hashlib.sha256(), Path(grpo_megatron.__file__).parent
+    digest = hashlib.sha256()
+    package = Path(grpo_megatron.__file__).parent
     for file in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".toml", ".txt")):
         digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()

@@ -55,7 +55,8 @@ def write_report(target: str, to: Path | None = None) -> Path:
 
 
 def _stages(graph: Graph) -> dict[str, Any]:
-    records, found = Records(graph), {}
+    records = Records(graph)
+    found = {}
     for name, stage in graph.table.stages.items():
         state = records.state(name)
         closed = records.closed_gates(name) if state in (State.DONE, State.GATED) else []
@@ -123,7 +124,8 @@ def _recorded(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
         config = config.model_copy(update={"objective": ObjectiveConfig(preset="grpo")})
     stored = sorted(run_dir.store.glob("step_*/manifest.json")) if config.kind == "rl" else []
     for table in (SampleTable(file.parent, verify=False) for file in stored[-NEWEST_STEPS:]):
-        batch, samples = sample_batch(config, table), []
+        batch = sample_batch(config, table)
+        samples = []
         advantages = advantages_of(objective_of(config, {}), batch)
         tokens = advantages.values if advantages.per_token else batch.spread(advantages.values)
         rows = [(table.group == group).nonzero()[0] for group in np.unique(table.group)]

@@ -89,7 +89,9 @@ def _run_stage(
 def _merge(graph: Graph, name: str) -> int:
     from grpo_megatron.checkpoints.merge import merge_checkpoints  # a login node may lack torch
 
-    started, stage, run_dir = time.monotonic(), graph.table.stages[name], graph.run_dir(name)
+    started = time.monotonic()
+    stage = graph.table.stages[name]
+    run_dir = graph.run_dir(name)
     try:
         merge_checkpoints(
             {graph.output(part): weight for part, weight in stage.parts.items()},
@@ -117,7 +119,8 @@ def submit_graph(
         _refuse_unbound_rewards(graph, records)
     with run_lock(records.directory):
         for name in graph.order:
-            state, parents = records.state(name), graph.table.stages[name].parents
+            state = records.state(name)
+            parents = graph.table.stages[name].parents
             if state is State.DONE:
                 say(f"{name}: done and unchanged")
                 continue
@@ -155,7 +158,8 @@ def _refuse_unbound_rewards(graph: Graph, records: Records) -> None:
 
 
 def _submit(graph: Graph, records: Records, name: str, site: str, after: list[str]) -> str:
-    run_dir, stage = graph.run_dir(name), graph.table.stages[name]
+    run_dir = graph.run_dir(name)
+    stage = graph.table.stages[name]
     slurm.refuse_active(run_dir)
     if not (goes_on := records.is_unchanged(name) and run_dir.config.exists()):
         shutil.rmtree(run_dir.root, ignore_errors=True)

@@ -67,7 +67,8 @@ def split_gap(
     lengths: tokens by sample."""
     layers = tuple(sorted(int(n.removeprefix("through_")) for n in run if n.startswith("through_")))
     parts: dict[str, np.ndarray] = {}
-    now, by_layer = run["live"], {}
+    now = run["live"]
+    by_layer = {}
     if "unmasked" in run:
         parts["sampling mask"] = run["live"] - run["unmasked"]
     for layer in layers:

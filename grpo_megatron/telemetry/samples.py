@@ -47,7 +47,8 @@ def write_samples(run_dir: RunDir, step: int, samples: Sequence[Sample]) -> Path
 
 
 def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
-    prompt, completion = group.group.prompt, group.group.completions[index]
+    prompt = group.group.prompt
+    completion = group.group.completions[index]
     return {
         "rank": rank,
         "step": step,

@@ -50,8 +50,10 @@ class Screen:
         console: Console,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.run_name, self.num_steps = run_name, num_steps
-        self.console, self.clock = console, clock
+        self.run_name = run_name
+        self.num_steps = num_steps
+        self.console = console
+        self.clock = clock
         self.steps_done = 0
         self.samples: dict[str, Mapping[str, Any]] = {}  # the first best and the first worst
         self.history: dict[str, deque[float | None]] = {}  # by label
@@ -78,7 +80,8 @@ class Screen:
     def step(self, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """A step is complete: its record in metrics.jsonl, samples as in samples/step_*.jsonl."""
         with self.lock:
-            self._ended_phases, self.current_phase = self.phase_seconds(), None
+            self._ended_phases = self.phase_seconds()
+            self.current_phase = None
             self.steps_done = int(metrics["step"]) + 1  # steps count from 0
             self.samples = {sample["rank"]: sample for sample in reversed(samples)}
             self.latest = {}
@@ -155,7 +158,8 @@ def format_value(value: float | None) -> str:
 def sparkline(values: Sequence[float | None]) -> str:
     """One block character a value, from the lowest to the highest; a dot for None."""
     known = [value / 2 for value in values if value is not None]  # halves: no span overflows
-    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
+    low = min(known, default=0.0)
+    span = max(known, default=0.0) - min(known, default=0.0)
 
     def block(value: float) -> str:
         return _BLOCKS[min(7, int((value / 2 - low) / span * 8))] if span > 0 else _BLOCKS[3]

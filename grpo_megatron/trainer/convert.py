@@ -69,7 +69,8 @@ def _say_once(**message: Any) -> None:
 def _phase(name: str, total: int) -> Iterator[Callable[[int], None]]:
     """Tell of a phase of all ranks. Yields what takes the bytes that were handled."""
     _say_once(phase=name, total=total)
-    started, pending = time.monotonic(), 0
+    started = time.monotonic()
+    pending = 0
 
     def report(num_bytes: int, at_least: int = _REPORT_BYTES) -> None:
         nonlocal pending
@@ -108,7 +109,8 @@ def run(job: Job, info: RankInfo, store: dist.Store | None = None) -> None:
     if job.target is None:
         _check(source, directory)
         return
-    final, working = Path(job.target), durable.working_directory(Path(job.target))
+    final = Path(job.target)
+    working = durable.working_directory(Path(job.target))
     dtype = getattr(torch, job.dtype) if job.dtype else None
     units = [p.entries(dtype or source.dtype(p)) for p in source.parameters]
     target = (
@@ -139,7 +141,8 @@ def _prepare(job: Job, target: Target) -> None:
             if path.is_file()
         ],
     ]
-    working, plan = target.working, target.working / durable.PROGRESS / "plan.json"
+    working = target.working
+    plan = target.working / durable.PROGRESS / "plan.json"
     if plan.exists() and json.loads(plan.read_text()) == identity:
         done = len(target.files) - len(_left(target))
         say(message=f"going on: {done} of {len(target.files)} files are finished")
@@ -159,7 +162,8 @@ def _prepare(job: Job, target: Target) -> None:
 
 
 def _write(source: Source, target: Target, dtype: torch.dtype | None, directory: Path) -> None:
-    rank, left = dist.get_rank(), _left(target)
+    rank = dist.get_rank()
+    left = _left(target)
     dist.barrier()  # all have looked what is left
     with _phase("write", sum(file.num_bytes for file in left)) as report:
         for file in left[rank :: dist.get_world_size()]:

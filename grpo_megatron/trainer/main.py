@@ -54,7 +54,8 @@ class CommandLink:
 
 def rendezvous(run_dir: RunDir, info: "RankInfo", timeout_s: float) -> TCPStore:
     """Rank 0 opens a store on a free port and publishes it; the others read it."""
-    path, timeout = run_dir.endpoints / "trainer.json", timedelta(seconds=timeout_s)
+    path = run_dir.endpoints / "trainer.json"
+    timeout = timedelta(seconds=timeout_s)
     if info.rank == 0:
         host = own_address()
         store = listening_store(host, info.world_size, timeout)

@@ -32,7 +32,8 @@ class TrainerService:
     """The policy, started from a Hugging Face directory, and what the controller may ask of it."""
 
     def __init__(self, config: RunConfig, model_path: Path):
-        self.config, self.model_path = config, model_path
+        self.config = config
+        self.model_path = model_path
         temperature = 1.0 if config.kind == "sft" else config.rollout.temperature
         self.policy = build_policy(
             read_config(model_path),
@@ -142,7 +143,8 @@ class TrainerService:
 
     def compare(self, directory: str) -> dict[str, Any]:
         """An engine's samples with this policy, see `canary`: its metrics, `problem`, `remedy`."""
-        table, stats = SampleTable(Path(directory), verify=False), Stats()
+        table = SampleTable(Path(directory), verify=False)
+        stats = Stats()
         batch = prepare(self.config.trainer, table, np.arange(len(table)))
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
             if output.numel():
@@ -167,7 +169,8 @@ class TrainerService:
         self.policy.reset_optimizer(settings)
 
     def save(self, directory: str, state: dict[str, Any]) -> None:
-        policy, path = self.policy, Path(directory)
+        policy = self.policy
+        path = Path(directory)
         create_adam_state(policy.optimizer)  # it has none before its first step
         distributed.save_checkpoint(
             path,
@@ -186,7 +189,8 @@ class TrainerService:
         return {"files": files}
 
     def load(self, directory: str) -> dict[str, Any]:
-        policy, path = self.policy, Path(directory)
+        policy = self.policy
+        path = Path(directory)
         state = distributed.read_state(path)
         if reference := state.pop("reference", None):
             self.references.load(policy, path, reference)

@@ -52,7 +52,8 @@ class ShardedModel:
     """The parts that this rank holds of a model, and how to get at the others."""
 
     def __init__(self, tensor_map: TensorMap, shards: Sequence[Shard]):
-        self.map, self.shards = tensor_map, shards
+        self.map = tensor_map
+        self.shards = shards
 
     @cached_property
     def entries(self) -> list[GatherEntry]:

@@ -77,7 +77,8 @@ def _run(part: SampleBatch, place: Tensor, sign: Tensor) -> Tensor:
     """Tokens within the unbroken run of conflicts from place 0 on, bool [n]."""
     if not part.num_tokens:
         return torch.zeros(0, dtype=torch.bool)
-    longest, ids = int(part.token_counts.max()), part.tokens["token_ids"]
+    longest = int(part.token_counts.max())
+    ids = part.tokens["token_ids"]
     key = (part.spread(part.group_ids) * longest + place) * (int(ids.max()) + 1) + ids
     unique, key = torch.unique(key, return_inverse=True)
     token_sign = part.spread(sign)
@@ -123,7 +124,8 @@ def whiten(
     def spread(found: Tensor) -> Tensor:
         return batch.spread(found.to(values.dtype)) if per_token else found
 
-    scope, mass = Groups(batch.scopes(o.statistics_scope), torch.ones_like(valid)), valid.double()
+    scope = Groups(batch.scopes(o.statistics_scope), torch.ones_like(valid))
+    mass = valid.double()
     if o.whiten == "tokens":
         mass = mass * batch.token_counts
     total = scope.sum(mass)

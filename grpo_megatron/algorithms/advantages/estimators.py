@@ -105,7 +105,8 @@ def pkpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     with `rho(n, c, k) = 1 - C(n-c,k)/C(n,k)`, c right; less the leave-one-out baseline, the
     same expectation over the sets of k without the sample: `k/N rho(N-1, c_others, k)`."""
     right, wrong, n = _counts(o, batch, groups)
-    num_right, share = n - wrong, o.passk_k / n.clamp(min=1)
+    num_right = n - wrong
+    share = o.passk_k / n.clamp(min=1)
     value = torch.where(right, share, share * (1 - _choose_ratio(wrong - 1, n - 1, o.passk_k - 1)))
     if o.pkpo_baseline:
         wrong_others = (n - 1) - (num_right - right.double())

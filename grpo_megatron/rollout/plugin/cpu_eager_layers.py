@@ -62,7 +62,8 @@ def _plain_experts_directly() -> None:
     def forward(self, hidden_states, *args, **kwargs):
         if not _is_plain(self):
             return original(self, hidden_states, *args, **kwargs)
-        layer, router = self.routed_experts, self.router
+        layer = self.routed_experts
+        router = self.router
         kernel = layer.quant_method.moe_kernel.fused_experts
         logits, _ = self.gate(hidden_states)
         weights, ids = router.select_experts(hidden_states, logits)
@@ -91,7 +92,8 @@ def _is_plain(runner) -> bool:
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-    config, layer = runner.moe_config, runner.routed_experts
+    config = runner.moe_config
+    layer = runner.routed_experts
     kernel = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
     parts = (
         runner._shared_experts,

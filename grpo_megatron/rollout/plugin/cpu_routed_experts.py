@@ -22,7 +22,8 @@ def apply() -> None:
             verify(self)
 
     VllmConfig._verify_aux_output_compatibility = _verify_aux_output_compatibility
-    initialize, execute = Runner.initialize_kv_cache, Runner.execute_model
+    initialize = Runner.initialize_kv_cache
+    execute = Runner.execute_model
     sample = Runner.sample_tokens
 
     def initialize_kv_cache(self, kv_cache_config, *args, **kwargs):
@@ -47,7 +48,8 @@ def apply() -> None:
 
     def sample_tokens(self, *args, **kwargs):
         output = sample(self, *args, **kwargs)
-        pending, self._pending_routes = self._pending_routes, None
+        pending = self._pending_routes
+        self._pending_routes = None
         if pending is not None:
             _attach(pending, output)
         return output

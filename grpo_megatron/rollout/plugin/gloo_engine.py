@@ -47,7 +47,8 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver, self.failure = None, ""
+        self._receiver = None
+        self.failure = ""
         with self._noting():
             self._receiver = WeightReceiver(
                 init_info.senders,

@@ -13,9 +13,12 @@ def apply() -> None:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.logprobs import LogprobsProcessor as Processor
 
-    server, answer = serving.ServingTokens, protocol.GenerateTokensResponse
-    begin, update = Processor.from_new_request.__func__, Processor._update_sample_logprobs
-    create, dump = server._create_tokens_logprobs, answer.model_dump
+    server = serving.ServingTokens
+    answer = protocol.GenerateTokensResponse
+    begin = Processor.from_new_request.__func__
+    update = Processor._update_sample_logprobs
+    create = server._create_tokens_logprobs
+    dump = answer.model_dump
 
     def from_new_request(cls, tokenizer, request):
         processor = begin(cls, tokenizer, request)
@@ -47,4 +50,5 @@ def apply() -> None:
 
     Processor.from_new_request = classmethod(from_new_request)
     Processor._update_sample_logprobs = _update_sample_logprobs
-    server._create_tokens_logprobs, answer.model_dump = _create_tokens_logprobs, model_dump
+    server._create_tokens_logprobs = _create_tokens_logprobs
+    answer.model_dump = model_dump

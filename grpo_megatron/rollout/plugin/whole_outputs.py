@@ -24,7 +24,8 @@ def _holding(step):
     def holding(self):
         held, (outputs, executed) = _held(self), step(self)
         for message in (outputs or {}).values():
-            came, message.outputs = message.outputs, []
+            came = message.outputs
+            message.outputs = []
             for output in came:
                 if output.finish_reason is None and (before := held.get(output.request_id)):
                     before[1].append(output)

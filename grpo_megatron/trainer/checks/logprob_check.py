@@ -16,7 +16,8 @@ REMEDY = "the engine has other weights than it was sent, or another precision"
 
 def compare(config: RunConfig, table: SampleTable, rows: np.ndarray, gaps: torch.Tensor) -> Stats:
     """rows: of a micro-batch. gaps: the trainer's log-probs of their tokens less the engine's."""
-    stats, gaps = Stats(), gaps.detach().abs().double()
+    stats = Stats()
+    gaps = gaps.detach().abs().double()
     engines = torch.from_numpy(np.repeat(table.shard[rows], table.completion_lengths[rows]))
     for engine in engines.unique().tolist():
         mine = gaps[(engines == engine).to(gaps.device)].clamp(max=4 * config.canary_tolerance)

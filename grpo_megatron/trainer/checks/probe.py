@@ -41,7 +41,8 @@ def why_not(hf: dict[str, Any], num_elements: int, layout: TrainerConfig) -> str
     copies = max(
         1, layout.num_ranks // (layout.tensor_parallel_size * layout.pipeline_parallel_size)
     )
-    needed, free = num_elements * 4 * copies * 1.2, psutil.virtual_memory().available
+    needed = num_elements * 4 * copies * 1.2
+    free = psutil.virtual_memory().available
     if needed > free:
         return f"it takes {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
     return None
@@ -109,7 +110,8 @@ def _by_megatron(
         kept=lambda row: None,
         completion=lambda row: (np.array(ids[1:]), np.zeros(len(ids) - 1)),
     )
-    row, parts = np.zeros(1, np.int64), layout.tensor_parallel_size
+    row = np.zeros(1, np.int64)
+    parts = layout.tensor_parallel_size
     many = tuple(
         build_microbatch(i, table, row, device=device(), pad_to=parts)
         for i in range(layout.pipeline_parallel_size)

@@ -54,7 +54,8 @@ def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> Transformer
         return MLATransformerConfig(**settings, **_latent_rope(fields["rope"]))
     config = TransformerConfig(**settings)
     # what attention.py:1102 computes the factor of cosines and sines from; no fields of the class
-    config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = math.e, 0.0
+    config.yarn_rotary_scaling_factor = math.e
+    config.yarn_mscale_all_dim = 0.0
     config.yarn_mscale = 10.0 * (rotary(fields["rope"], config.kv_channels)[1] - 1.0)
     return config
 
@@ -88,7 +89,8 @@ def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parallel(layout: TrainerConfig) -> dict[str, Any]:
-    vpp, full = layout.virtual_pipeline_parallel_size, layout.recompute == "full"
+    vpp = layout.virtual_pipeline_parallel_size
+    full = layout.recompute == "full"
     return {theirs: getattr(layout, ours) for theirs, ours in _NAMES.items()} | dict(
         # packed micro-batches differ in length, so pipeline stages tell each other the shape
         variable_seq_lengths=True,

@@ -35,7 +35,8 @@ def plan_buckets(
     """Group sequences whose lengths differ by at most the factor `growth`; cu_seqlens: cumulative
     lengths, [num_sequences + 1], starting at 0. Returns buckets, and where each token's output is
     in their concatenation, int64 [T]; None: where it is already."""
-    bounds, device = cu_seqlens.tolist(), cu_seqlens.device
+    bounds = cu_seqlens.tolist()
+    device = cu_seqlens.device
     groups: list[list[tuple[int, int]]] = []  # (length, start)
     for span in sorted((b - a, a) for a, b in itertools.pairwise(bounds) if b > a):
         if groups and span[0] <= max(groups[-1][0][0] * growth, 4):
@@ -43,14 +44,17 @@ def plan_buckets(
         else:
             groups.append([span])
     order = torch.empty(bounds[-1], dtype=torch.int64)
-    buckets, base = [], 0
+    buckets = []
+    base = 0
     for group in groups:
         lengths, starts = (torch.tensor(x) for x in zip(*group, strict=True))
-        length, column = group[-1][0], torch.arange(group[-1][0])
+        length = group[-1][0]
+        column = torch.arange(group[-1][0])
         rows = starts[:, None] + column
         real = column < lengths[:, None]
         order[rows[real]] = base + torch.arange(real.numel()).view_as(real)[real]
-        rows, first = torch.where(real, rows, 0).flatten(), int(starts[0])
+        rows = torch.where(real, rows, 0).flatten()
+        first = int(starts[0])
         adjacent = torch.equal(rows, torch.arange(first, first + len(rows)))
         buckets.append(Bucket(None if adjacent else rows.to(device), first, len(group), length))
         base += real.numel()

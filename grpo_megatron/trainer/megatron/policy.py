@@ -162,7 +162,9 @@ def build_models(
     config: TransformerConfig, hf: dict[str, Any], layout: TrainerConfig
 ) -> list[PolicyModel]:
     """This rank's model chunks with random weights, neither wrapped nor with an optimizer."""
-    models, rope, parts = [], model_fields(hf)["rope"], config.tensor_model_parallel_size
+    models = []
+    rope = model_fields(hf)["rope"]
+    parts = config.tensor_model_parallel_size
     for chunk in range(layout.virtual_pipeline_parallel_size or 1):
         stage = chunk if layout.virtual_pipeline_parallel_size else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)

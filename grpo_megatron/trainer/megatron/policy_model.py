@@ -28,7 +28,8 @@ class PolicyModel(GPTModel):
     def forward(
         self, *args, kept: Kept | None = None, teachers: Sequence[TeacherTokens] = (), **kwargs
     ):
-        self._kept, self._teachers = kept, teachers
+        self._kept = kept
+        self._teachers = teachers
         return super().forward(*args, **kwargs)
 
     def output_weight(self) -> torch.Tensor:
@@ -58,7 +59,8 @@ class PolicyModel(GPTModel):
             kept=self._kept,
         )
         if teachers := [t for t in self._teachers if t.is_whole]:
-            total, group = torch.zeros_like(found[0]), get_tensor_model_parallel_group()
+            total = torch.zeros_like(found[0])
+            group = get_tensor_model_parallel_group()
             for teacher in teachers:
                 total = total.index_add(
                     0, teacher.rows, teacher.weight * divergence(states, weight, teacher, group)

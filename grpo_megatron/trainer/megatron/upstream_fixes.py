@@ -179,7 +179,8 @@ def save_without_helper_processes() -> None:
     def write_buckets(transforms, use_msc, rank, buckets, results):
         outcome = {}
         for index, bucket in enumerate(buckets):
-            mine, count = queue.SimpleQueue(), queue.Queue()
+            mine = queue.SimpleQueue()
+            count = queue.Queue()
             count.put(index)
             writer.write_preloaded_data(transforms, index, bucket, mine, count, use_fsync=True)
             _, written = mine.get()

@@ -58,8 +58,10 @@ class RouteSource:
         return found
 
     def _read(self, microbatch: MicroBatch) -> Routes:
-        replay, shape = self._replay, self._replay.shape
-        layers, size = replay.layers, microbatch.num_tokens
+        replay = self._replay
+        shape = self._replay.shape
+        layers = replay.layers
+        size = microbatch.num_tokens
         ids = np.zeros((len(layers), size, shape.experts_per_token), shape.dtype)
         known = np.zeros((len(layers), size), bool)
         start = 0

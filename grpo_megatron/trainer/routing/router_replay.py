@@ -79,7 +79,9 @@ class RouterTap:
     """Chooses the experts of one MoE layer."""
 
     def __init__(self, replay: "RouteReplay", router: TopKRouter, chunk: int, row: int):
-        self.replay, self.chunk, self.row = replay, chunk, row
+        self.replay = replay
+        self.chunk = chunk
+        self.row = row
         self._router = router
         self._loss: Tensor | None = None
         self.layer = router.layer_number - 1
@@ -236,7 +238,8 @@ class RouteReplay:
     def count_experts(self, chosen: Iterable[tuple[int, Tensor]]) -> Tensor:
         """How often rows of this rank chose each expert: fp64 [L, E] of all ranks. Collective.
         chosen: rows, and integer ids [n] that were chosen there."""
-        layers, num_experts = self.shape.layers, self.shape.num_experts
+        layers = self.shape.layers
+        num_experts = self.shape.num_experts
         counts = torch.zeros(len(layers), num_experts, dtype=torch.float64)
         for row, ids in chosen:
             counts[layers.index(self.layers[row])] += torch.bincount(ids, minlength=num_experts)

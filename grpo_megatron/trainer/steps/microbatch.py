@@ -40,7 +40,11 @@ def build_microbatch(
     index: int, table: SampleTable, table_rows: np.ndarray, *, pad_to: int, device: torch.device
 ) -> MicroBatch:
     """Pack `table_rows`; pad the total to a multiple of `pad_to` with a sequence of its own."""
-    sequences, rows, targets, behaviour, sets = [], [], [], [], []
+    sequences = []
+    rows = []
+    targets = []
+    behaviour = []
+    sets = []
     start = 0
     for row in table_rows.tolist():
         prompt = table.prompt_ids(row)

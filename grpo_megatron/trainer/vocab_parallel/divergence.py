@@ -93,7 +93,9 @@ def _chunk(
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, teacher, group):
-        ctx.teacher, ctx.group, settings = teacher, group, teacher.settings
+        ctx.teacher = teacher
+        ctx.group = group
+        settings = teacher.settings
         values = hidden.new_empty(len(hidden), dtype=torch.float32)
         reverse = torch.empty_like(values)
         for part in _parts(len(hidden), settings):
@@ -110,7 +112,9 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_values):
         hidden, weight, reverse = ctx.saved_tensors
-        teacher, group, settings = ctx.teacher, ctx.group, ctx.teacher.settings
+        teacher = ctx.teacher
+        group = ctx.group
+        settings = ctx.teacher.settings
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _parts(len(hidden), settings):

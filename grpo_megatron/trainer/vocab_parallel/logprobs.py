@@ -110,7 +110,8 @@ class _KeptChunk:
         entries = slice(bounds[number], bounds[number + 1])
         local = kept.ids[entries] - chunk.start
         own = (local >= 0) & (local < chunk.logits.size(1))
-        self.chunk, self.local = chunk, local[own]
+        self.chunk = chunk
+        self.local = local[own]
         self.token = kept.token[entries][own] - first
         self.logits = chunk.logits[self.token, self.local]
 
