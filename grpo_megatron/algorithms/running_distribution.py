@@ -60,6 +60,7 @@ class RunningDistribution:
         return float(below + (above - below) * (place - lower))
 
     def _merged(self, num_bins: int) -> RunningDistribution:
+        """The distribution in at most `num_bins` bins, each at its mean value."""
         middles = self.counts.cumsum() - self.counts / 2
         bin_of = (middles * num_bins / self.counts.sum()).astype(np.int64)
         _, place = np.unique(bin_of, return_inverse=True)

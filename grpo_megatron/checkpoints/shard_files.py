@@ -6,6 +6,7 @@ is on the disk; a file without one is written again."""
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class ShardFile:
         return sum(entry.num_bytes for entry in self.entries)
 
 
-class OutputFile:
+class OutputFile(ABC):
     """One file that is open for tensors; what is written begins its way to the disk at once.
 
     A subclass knows the format."""
@@ -52,9 +53,9 @@ class OutputFile:
             path.parent.mkdir(exist_ok=True)
             self.file = open(path, "wb")  # noqa: SIM115
 
+    @abstractmethod
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor, which is contiguous and on the CPU."""
-        raise NotImplementedError
 
     def start_writing(self, begin: int) -> int:
         """Let the kernel begin to write what lies after byte `begin` to the disk, without waiting
@@ -73,7 +74,7 @@ class OutputFile:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Target:
+class Target(ABC):
     """A checkpoint in the making. A subclass knows the format.
 
     `working` gets another name when all is done. A unit, the tensors of a Megatron parameter, stays
@@ -95,13 +96,13 @@ class Target:
             for name, group in zip(names, groups, strict=True)
         ]
 
+    @abstractmethod
     def open(self, file: ShardFile) -> OutputFile:
         """Make an empty file."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, file: ShardFile) -> NamedTensors:
         """The tensors of a written file, from the disk."""
-        raise NotImplementedError
 
     def write(
         self,

@@ -1,6 +1,7 @@
 """What a recipe names outside of itself, in Python and in data files, is tried before processes
 start or a job waits in a queue."""
 
+from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.templates import PromptTemplate
 from grpo_megatron.data.sources import first_problem
@@ -28,11 +29,7 @@ def refuse_unbound_objective(config: RunConfig) -> None:
     """Import what `[objective]` names as `module:function`.
 
     Raises ConfigError as the trainer would: no such module or function."""
-    named = [config.objective.advantage, config.objective.clip, config.objective.aggregation]
-    if any(":" in choice for choice in named):
-        from grpo_megatron.algorithms.custom import import_functions  # which imports torch
-
-        import_functions(config.objective)
+    import_functions(config.objective)
 
 
 def refuse_unreadable_problems(config: RunConfig) -> None:
