@@ -144,4 +144,10 @@ def _require_columns(
 def _ragged(values: Tensor, case: Case) -> list[list[float]]:
     """Flat policy tokens back to all tokens; 0 where the mask is 0."""
     numbers = iter(values.tolist())
-    return [[next(numbers) if kept else 0.0 for kept in mask] for mask in case.mask]
+    rows = []
+    for mask in case.mask:
+        row = []
+        for is_policy_token in mask:
+            row.append(next(numbers) if is_policy_token else 0.0)
+        rows.append(row)
+    return rows

@@ -45,11 +45,13 @@ def write_routes(
         for block in _blocks(parts()):
             file.write(block)
             checksums.append(xxhash.xxh3_64_intdigest(block))
-    exceptions = [
-        (sample, *span)
-        for sample, (group, completion) in enumerate((g, c) for g in groups for c in g.completions)
-        for span in _exceptions(completion, len(group.prompt.token_ids))
-    ]
+    exceptions = []
+    sample = -1
+    for group in groups:
+        for completion in group.completions:
+            sample += 1
+            for span in _exceptions(completion, len(group.prompt.token_ids)):
+                exceptions.append((sample, *span))
     columns = {"route_checksums": np.array(checksums, np.uint64)}
     if any(chosen):
         columns["route_prompt"] = np.array(chosen, np.int32)

@@ -311,10 +311,11 @@ def write_decisions(
         for path in directory.glob("decisions-*.safetensors"):
             if int(path.stem.partition("-")[2]) >= num_ranks:
                 path.unlink()
-    columns = {
-        name: np.packbits(np.concatenate([flags[name] for _, flags in found]))
-        for name in dict.fromkeys(name for _, flags in found for name in flags)
-    }
+    of_name: dict[str, list[np.ndarray]] = {}
+    for _, flags in found:
+        for name, values in flags.items():
+            of_name.setdefault(name, []).append(values)
+    columns = {name: np.packbits(np.concatenate(parts)) for name, parts in of_name.items()}
     columns["rows"] = _concatenate([rows for rows, _ in found], np.int64)
     write_columns(directory / f"decisions-{rank}.safetensors", columns)
 
