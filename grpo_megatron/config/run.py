@@ -106,7 +106,7 @@ class DataConfig(Strict):
 
 
 class SamplingConfig(Strict):
-    """GroupFilter after scoring (docs/sampling.md)."""
+    """Which groups are kept after scoring (docs/sampling.md)."""
 
     dynamic: bool = False
     """Keep a group only if some of its completions are correct and some are not; draw further

@@ -84,7 +84,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _buffers(s: Sizes, stage: int) -> int:
-    """GroupFilter biases (float32, and counts of tokens) and yarn's rotary tables of MLA layers."""
+    """Expert biases (float32, and counts of tokens) and yarn's rotary tables of MLA layers."""
     layers = [is_moe for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)]
     element = s.symbols["element"]
     found = 0

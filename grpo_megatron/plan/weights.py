@@ -84,11 +84,10 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
         s.symbols["vocabulary"] * s.symbols["hidden"], "shared" if tied and pp > 1 else ""
     )
     experts = s.symbols["experts"] // s.trainer.expert_parallel_size
-    kind = "expert" if s.trainer.expert_parallel_size > 1 else ""  # then Megatron keeps them apart
     attention = of("latent" if "latent" in s.symbols else "grouped_query")
     mlp = {
         False: of("mlp"),
-        True: of("router", "router") + of("expert", kind) * experts + of("shared"),
+        True: of("router", "router") + of("expert", "expert") * experts + of("shared"),
     }
     weights = [table] if is_first else []
     for is_moe in s.layers_of(stage, chunk):

@@ -115,6 +115,18 @@ def test_static_bytes(world1, name, which):
     compare(world1, name, layouts[which % len(layouts)], limit=2)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"num_ranks": 6, "tensor_parallel_size": 2},
+        {"num_ranks": 4, "tensor_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    ],
+    ids=["tensor", "experts_whole"],
+)
+def test_experts_have_their_own_buffers_without_expert_parallelism(world1, layout):
+    compare(world1, "tiny-qwen3-moe", layout, limit=2)
+
+
 def test_static_bytes_of_every_rank(world1):
     compare(
         world1,
