@@ -94,20 +94,21 @@ class RLLoop:
             await asyncio.wait([self.asked])  # engines finish before their weights change
         if not self.config.uses_dataset:
             with self.session.phase("publish"):
-                if (
-                    more
-                    and publisher.resting
-                    and not (
-                        self.session.stopping.is_set()
-                        or self.config.placement.shared_servers
-                        or _is_due(self.config.evaluation.interval, step)
-                    )
-                ):
+                if more and self._engines_may_be_asked_early(step):
                     self.asked = asyncio.create_task(self._sample(step + 1))
                 await publisher.publish(step + 1)
                 if self.ahead:
                     self._canary_found = await self._canary()
         await self.finish(recorded, report)
+
+    def _engines_may_be_asked_early(self, step: int) -> bool:
+        """Whether requests of step + 1 may go out before its weights: engines keep them until
+        then, and nothing else needs the engines first."""
+        if not self.session.publisher.resting or self.session.stopping.is_set():
+            return False
+        if self.config.placement.shared_servers:  # asking would wake their judges too early
+            return False
+        return not _is_due(self.config.evaluation.interval, step)
 
     async def collect(self, step: int, sampling: Awaitable[RecordedStep]) -> RecordedStep:
         """The step's samples, from the store or from the engines, with its canary."""
