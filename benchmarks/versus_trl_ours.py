@@ -32,6 +32,7 @@ from grpo_megatron.rollout.worker import RolloutWorker
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import make_mirrors
+from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.types import Completion
 
 display._PIPE = open(os.devnull, "w")  # noqa: SIM115  (no supervisor reads it here)
@@ -89,11 +90,11 @@ class ForcedLengthClient(EngineClient):
 class _TimedLoop(RLLoop):
     """Keeps the last step's seconds by phase."""
 
-    async def finish(self, recorded: RecordedStep, report: dict) -> None:
+    async def finish(self, recorded: RecordedStep, report: TrainReport) -> None:
         self.phases = (
             recorded.seconds
             | self.session.phase.seconds
-            | {"train (in the trainer)": report["train_s"]}
+            | {"train (in the trainer)": report.train_s}
         )
         await super().finish(recorded, report)
 

@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 # first: it prepares the machine for Megatron, which looks at it when it is imported
@@ -199,8 +198,8 @@ async def connect(config: RunConfig, policy: Policy, engine: EngineClient) -> We
     source = WeightSource(policy.sharded, config.publish)
     target = WeightPublisher([engine])
     opened = source.open(await target.num_workers())
-    await target.prepare(opened["senders"], lambda: asyncio.to_thread(source.join))
-    return WeightsToEngine(source, target, msgspec.convert(opened["plan"], TransferPlan))
+    await target.prepare(opened.senders, lambda: asyncio.to_thread(source.join))
+    return WeightsToEngine(source, target, opened.plan)
 
 
 # --- around it

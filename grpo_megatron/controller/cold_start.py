@@ -18,6 +18,12 @@ from grpo_megatron.controller.restoring import newest_whole
 from grpo_megatron.controller.session import Session
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import TrainerError
+from grpo_megatron.trainer.requests import (
+    LoadCheckpoint,
+    ResetOptimizer,
+    SaveCheckpoint,
+    TrainColdStart,
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class ColdStart:
 
         Raises TrainerError where `max_steps` do not suffice."""
         session = self._session
-        await session.trainer.call("reset_optimizer", cold_start=True)
+        await session.trainer.call(ResetOptimizer(cold_start=True))
         accuracy = 0.0
         if await self._restore():
             accuracy = await self._published_accuracy()
@@ -83,7 +89,7 @@ class ColdStart:
                 text=f"cold start: step {self._steps}, nll {self._nll:.3f}, "
                 f"validation accuracy {accuracy:.3f}",
             )
-        await session.trainer.call("reset_optimizer", cold_start=False)
+        await session.trainer.call(ResetOptimizer(cold_start=False))
         session.event("cold_start_done", steps=self._steps, accuracy=accuracy)
         session.phase.take_seconds()
         return True
@@ -129,10 +135,10 @@ class ColdStart:
             await session.judges.rest(sleep=self._config.placement.gpus_per_node > 0)
             record_completions(self._directory, samples)
             report = await session.trainer.call(
-                "train_sft", directory=str(self._directory), first_update=self._steps
+                TrainColdStart(directory=self._directory, first_update=self._steps)
             )
         self._steps += num_steps
-        self._nll = report["nll"]
+        self._nll = report.metrics["loss/nll"]
 
     async def _published_accuracy(self) -> float:
         session = self._session
@@ -146,8 +152,9 @@ class ColdStart:
         checkpoints = self._session.run_dir.cold_start_checkpoints
         directory = checkpoints / f"step_{self._steps:06d}"
         checkpoints.mkdir(exist_ok=True)
+        request = SaveCheckpoint(directory=directory, state=asdict(state))
         with self._session.phase("checkpoint"):
-            await self._session.trainer.call("save", directory=str(directory), state=asdict(state))
+            await self._session.trainer.call(request)
         self._session.event("cold_start_checkpoint", steps=self._steps)
         self._saved_steps = self._steps
         prune(checkpoints, self._config.checkpoint.keep)
@@ -157,7 +164,7 @@ class ColdStart:
         directory = await newest_whole(session, session.run_dir.cold_start_checkpoints)
         if directory is None:
             return False
-        state = ColdStartState(**await session.trainer.call("load", directory=str(directory)))
+        state = ColdStartState(**await session.trainer.call(LoadCheckpoint(directory)))
         self._steps = state.steps
         self._saved_steps = state.steps
         self._started -= state.seconds

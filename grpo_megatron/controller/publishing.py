@@ -4,8 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-import msgspec
-
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.trainer_link import TrainerLink
@@ -15,6 +13,13 @@ from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.trainer.requests import (
+    CompareLogprobs,
+    ExportModel,
+    JoinTransfer,
+    OpenTransfer,
+    SendWeights,
+)
 from grpo_megatron.types import Completion, Prompt
 from grpo_megatron.weights.transfer_plan import TransferPlan
 
@@ -81,11 +86,11 @@ class Publisher:
         await self._connect(clients)
         if self._plan is None:
             directory = self.run_dir.root / "publish"
-            await self.trainer.call("export", directory=str(directory))
+            await self.trainer.call(ExportModel(directory))
             await self._publisher.publish_file(version, str(directory.absolute()))
         else:
             await self._publisher.publish(
-                version, self._plan, lambda: self.trainer.call("publish_send", version=version)
+                version, self._plan, lambda: self.trainer.call(SendWeights(version=version))
             )
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
@@ -96,9 +101,9 @@ class Publisher:
         )
         if self.config.publish.method == "gloo":
             workers = await publisher.num_workers()
-            opened = await self.trainer.call("publish_open", num_workers=workers)
-            self._plan = msgspec.convert(opened["plan"], TransferPlan)
-            await publisher.prepare(opened["senders"], lambda: self.trainer.call("publish_join"))
+            opened = await self.trainer.call(OpenTransfer(num_workers=workers))
+            self._plan = opened.plan
+            await publisher.prepare(opened.senders, lambda: self.trainer.call(JoinTransfer()))
         self._publisher = publisher
 
     async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
@@ -127,14 +132,14 @@ class Publisher:
                 [(0, p, c) for p, c in zip(prompts, completions, strict=True)],
                 replica.client.name,
             )
-            found = await self.trainer.call("compare", directory=str(directory))
-            if found["problem"]:
+            found = await self.trainer.call(CompareLogprobs(directory))
+            if found.problem:
                 raise MismatchError(
-                    f"weight version {self.version}: {found['problem']}",
+                    f"weight version {self.version}: {found.problem}",
                     where="publish.canary_tolerance",
-                    remedy=found["remedy"],
+                    remedy=found.remedy,
                 )
-            worst = {name: max(worst[name], found[name]) for name in worst}
+            worst = {name: max(worst[name], found.metrics[name]) for name in worst}
         return {**worst, "canary/seconds": time.perf_counter() - started}
 
     async def _sample(self, client: EngineClient, prompt: Prompt) -> Completion:

@@ -6,6 +6,7 @@ from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.controller.display import show
 from grpo_megatron.controller.session import Session
 from grpo_megatron.errors import CheckpointError
+from grpo_megatron.trainer.requests import FindCorruptFiles
 
 
 async def newest_whole(session: Session, checkpoints: Path) -> Path | None:
@@ -16,8 +17,7 @@ async def newest_whole(session: Session, checkpoints: Path) -> Path | None:
     steps = complete_steps(checkpoints)
     for step in reversed(steps):
         directory = checkpoints / f"step_{step:06d}"
-        found = await session.trainer.call("corrupt_files", directory=str(directory))
-        files = found["files"]
+        files = await session.trainer.call(FindCorruptFiles(directory))
         if not files:
             return directory
         show(

@@ -31,6 +31,7 @@ from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors
 from grpo_megatron.telemetry.samples import extremes, write_samples
+from grpo_megatron.trainer.requests import SaveCheckpoint, Train, TrainReport
 
 
 @dataclass
@@ -181,15 +182,13 @@ class RLLoop:
             seconds["teachers"] = written_from - scored_at
         return RecordedStep(step, directory, manifest, seconds, fresh=True)
 
-    async def train(self, recorded: RecordedStep) -> dict[str, Any]:
+    async def train(self, recorded: RecordedStep) -> TrainReport:
+        """Take the step's optimizer steps, while engines rest where they have nothing to do.
+
+        Raises MismatchError where the samples show that an engine computes something else; the
+        step is out of the store then."""
         if recorded.manifest["metrics"]["sampling/skipped_steps"]:  # no group was kept
-            return {
-                "metrics": {},
-                "updates": 0,
-                "tokens": 0,
-                "old_logprobs_s": 0.0,
-                "state": self.state.objective,
-            }
+            return TrainReport(metrics={}, state=self.state.objective, updates=0, tokens=0)
         with self.session.phase("train"):
             config = self.config
             publisher = self.session.publisher
@@ -198,15 +197,14 @@ class RLLoop:
             if engines_rest and config.placement.mode == "colocated":
                 await publisher.pause_engines()  # before the training, elsewhere beside it
             await self.session.judges.rest(sleep=config.placement.gpus_per_node > 0)
-            training = self.session.trainer.call(
-                "train",
-                directory=str(directory),
+            request = Train(
+                directory=directory,
                 first_update=self.state.updates,
+                num_updates=config.num_steps * config.batch.updates_per_rollout,
                 state=self.state.objective,
                 exact=recorded.fresh or recorded.step == self.first,
-                num_updates=config.num_steps * config.batch.updates_per_rollout,
             )
-            together: list[Awaitable[Any]] = [training]
+            together: list[Awaitable[Any]] = [self.session.trainer.call(request)]
             if engines_rest:
                 together.append(publisher.pause_engines())
             try:
@@ -214,10 +212,10 @@ class RLLoop:
             except MismatchError:  # nor may a resume train them
                 replace_directory(directory, directory.with_name(f"rejected_{directory.name}"))
                 raise
-            report: dict[str, Any] = results[0]
+            report: TrainReport = results[0]
             return report
 
-    async def finish(self, recorded: RecordedStep, report: dict[str, Any]) -> None:
+    async def finish(self, recorded: RecordedStep, report: TrainReport) -> None:
         """Count the step as done: its metrics, the state, maybe an evaluation and a checkpoint."""
         step = recorded.step
         manifest = recorded.manifest
@@ -225,10 +223,10 @@ class RLLoop:
         self.state = replace(
             self.state,
             step=step + 1,
-            updates=self.state.updates + report["updates"],
+            updates=self.state.updates + report.updates,
             sampler=manifest["sampler"],
             seconds=time.monotonic() - self.started,
-            objective=report["state"],
+            objective=report.state,
         )
         for alarm, text in self.alarms(metrics).items():
             metrics[f"alarm/{alarm}"] = float(bool(text))
@@ -240,17 +238,17 @@ class RLLoop:
                 self.session, self.session.splits.validation
             )
         record = self.metrics.write(step, metrics)
-        self.metrics.write_normalisers(report.get("normalisers", {}))
+        self.metrics.write_normalisers(report.normalisers)
         self.mirrors.log(record)
         write_samples(self.run_dir, step, manifest["extremes"])
         show("step", metrics=record, samples=manifest["extremes"])
         if _is_due(self.config.checkpoint.interval, step):
             await self.checkpoint()
 
-    def _metrics(self, recorded: RecordedStep, report: dict[str, Any]) -> dict[str, Any]:
+    def _metrics(self, recorded: RecordedStep, report: TrainReport) -> dict[str, Any]:
         """What was sampled, trained and measured, and the seconds of its phases."""
         version = float(recorded.manifest["version"])
-        metrics = {**recorded.manifest["metrics"], **recorded.canary, **report["metrics"]}
+        metrics = {**recorded.manifest["metrics"], **recorded.canary, **report.metrics}
         metrics["policy/version"] = version
         metrics["policy/staleness"] = recorded.step - version
 
@@ -258,9 +256,9 @@ class RLLoop:
         self.phase_seconds.update(seconds)
         for phase, passed in seconds.items():
             metrics[f"time/{phase}_s"] = passed
-        metrics["time/old_logprobs_s"] = report["old_logprobs_s"]
+        metrics["time/old_logprobs_s"] = report.old_logprobs_s
         metrics["time/step_s"] = sum(seconds.values())
-        tokens = {"rollout": metrics["batch/num_tokens"], "train": report["tokens"]}
+        tokens = {"rollout": metrics["batch/num_tokens"], "train": report.tokens}
         for phase, count in tokens.items():
             if seconds.get(phase):
                 metrics[f"throughput/{phase}_tokens_per_s"] = count / seconds[phase]
@@ -271,11 +269,9 @@ class RLLoop:
         if self._checkpointed == self.state.step:
             return
         with self.session.phase("checkpoint"):
-            await self.session.trainer.call(
-                "save",
-                state=asdict(self.state),
-                directory=str(self.run_dir.step_checkpoint(self.state.step)),
-            )
+            directory = self.run_dir.step_checkpoint(self.state.step)
+            request = SaveCheckpoint(directory=directory, state=asdict(self.state))
+            await self.session.trainer.call(request)
         self._checkpointed = self.state.step
         self.session.event("checkpoint", step=self.state.step)
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)

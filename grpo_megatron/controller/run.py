@@ -24,6 +24,12 @@ from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import make_mirrors
+from grpo_megatron.trainer.requests import (
+    ExportModel,
+    LoadCheckpoint,
+    SaveCheckpoint,
+    TakeReference,
+)
 
 
 async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
@@ -46,11 +52,10 @@ async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
                     text=f"stopped after {state.step} steps; grpo-megatron resume {run_dir.root}",
                 )
                 return False
-            exported = await session.trainer.call("export", directory=str(run_dir.export))
+            num_bytes = await session.trainer.call(ExportModel(run_dir.export))
             show(
                 "message",
-                text=f"exported {exported['bytes'] / 1e9:.3f} GB, read back whole: "
-                f"{run_dir.export}",
+                text=f"exported {num_bytes / 1e9:.3f} GB, read back whole: {run_dir.export}",
             )
         await session.publisher.ensure_version(state.step)
         made = await sample_dataset(session) if config.kind == "rejection_sample" else {}
@@ -127,7 +132,7 @@ async def _begin(session: Session, started: float, on_start: Callable) -> RunSta
     await session.publisher.publish(0)
     if cold_start and not await cold_start.run():
         return None
-    await session.trainer.call("snapshot_reference")
+    await session.trainer.call(TakeReference())
     before = float("nan")
     if session.config.trains:
         show(
@@ -139,9 +144,8 @@ async def _begin(session: Session, started: float, on_start: Callable) -> RunSta
     seconds = cold_start.seconds if cold_start else time.monotonic() - started
     state = RunState(0, 0, {}, before, seconds)
     if cold_start:  # not to be repeated by a resume
-        await session.trainer.call(
-            "save", directory=str(session.run_dir.step_checkpoint(0)), state=asdict(state)
-        )
+        directory = session.run_dir.step_checkpoint(0)
+        await session.trainer.call(SaveCheckpoint(directory=directory, state=asdict(state)))
         cold_start.forget()
     return state
 
@@ -152,7 +156,7 @@ async def _restore(session: Session) -> RunState | None:
     directory = await newest_whole(session, run_dir.checkpoints)
     if directory is None:
         return None
-    state = RunState(**await session.trainer.call("load", directory=str(directory)))
+    state = RunState(**await session.trainer.call(LoadCheckpoint(directory)))
     drop_disconnected(run_dir.store, state.step)
     await session.publisher.publish(state.step)
     show("message", text=f"resumed after step {state.step}")

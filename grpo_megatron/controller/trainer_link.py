@@ -1,4 +1,4 @@
-"""The controller's end of the command connection, and its part of a checkpoint."""
+"""The controller's end of the connection to the trainer, and its part of a checkpoint."""
 
 import asyncio
 import contextlib
@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.network import Endpoint, own_address
 from grpo_megatron.trainer.protocol import encode, raise_reply
+from grpo_megatron.trainer.requests import Answer, Request, Stop, read_answer, to_json_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class RunState:
 
 
 class TrainerLink:
-    """Commands go out one at a time, in the order of the calls."""
+    """Requests go out one at a time, in the order of the calls."""
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
@@ -47,12 +50,13 @@ class TrainerLink:
         else:
             writer.close()
 
-    async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Run a command on all ranks. Raises what rank 0 reports; TrainerError when it has gone."""
+    async def call(self, request: Request[Answer]) -> Answer:
+        """Have all ranks execute `request`. Raises what rank 0 reports; TrainerError when it has
+        gone."""
         async with self._lock:
             reader, writer = await self._connected
             try:
-                writer.write(encode({"command": command, "arguments": arguments}))
+                writer.write(encode(to_json_values(request)))
                 self._unanswered += 1
                 await writer.drain()
                 while self._unanswered:  # also by a call that was cancelled
@@ -62,16 +66,19 @@ class TrainerLink:
                     self._unanswered -= 1
             except TimeoutError as error:
                 raise TrainerError(
-                    f"no answer to {command!r} within {self._timeout_s:.0f} s",
+                    f"no answer to {request.name!r} within {self._timeout_s:.0f} s",
                     where="trainer.command_timeout_s",
                 ) from error
             except ConnectionError as error:
-                raise TrainerError(f"the trainer went away during {command!r}") from error
-        result: dict[str, Any] = raise_reply(json.loads(line))
-        return result
+                raise TrainerError(f"the trainer went away during {request.name!r}") from error
+        values = raise_reply(json.loads(line))
+        try:
+            return read_answer(request, values)
+        except msgspec.ValidationError as error:
+            raise TrainerError(f"no answer to {request.name!r}: {error}") from error
 
     async def close(self) -> None:
         if self._connected.done():
             with contextlib.suppress(TrainerError, TimeoutError):
-                await asyncio.wait_for(self.call("stop"), 10)
+                await asyncio.wait_for(self.call(Stop()), 10)
         self._server.close()

@@ -12,6 +12,7 @@ from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.launch.offline import choose_step, offline_trainer, recorded_steps
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.gap import GapParts, gap_page, split_gap
+from grpo_megatron.trainer.requests import MeasureLogprobGaps
 
 
 def report_mismatch(
@@ -48,9 +49,8 @@ async def _measure(
         async with offline_trainer(run_dir, flags, f"mismatch-{step}") as trainer:
             await trainer.go_to(weights_of)
             to = trainer.scratch.root / "gaps.safetensors"
-            metrics = await trainer.call(
-                "logprob_diff", directory=str(trainer.store(step)), to=str(to), by_layer=layers
-            )
+            request = MeasureLogprobGaps(directory=trainer.store(step), to=to, by_layer=layers)
+            metrics = await trainer.call(request)
             return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics, trainer.config)
 
     run, metrics, config = await columns(step, overrides, by_layer)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.loader import read_resolved, write_resolved
@@ -20,6 +19,14 @@ from grpo_megatron.launch.processes import ChildProcess, stop_all
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve_run
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.trainer.requests import (
+    Answer,
+    LoadCheckpoint,
+    Request,
+    TakeReference,
+    Train,
+    TrainReport,
+)
 
 
 def recorded_steps(run_dir: RunDir) -> list[int]:
@@ -68,9 +75,9 @@ class OfflineTrainer:
     children: Sequence[ChildProcess]
     link: TrainerLink
 
-    async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+    async def call(self, request: Request[Answer]) -> Answer:
         """Raises TrainerError with the log's last lines when a rank dies."""
-        answer = asyncio.ensure_future(self.link.call(command, **arguments))
+        answer = asyncio.ensure_future(self.link.call(request))
         try:
             while not (await asyncio.wait([answer], timeout=0.2))[0]:
                 for child in self.children:
@@ -80,16 +87,16 @@ class OfflineTrainer:
         finally:
             answer.cancel()
 
-    async def train(self, step: int, state: RunState, **options: Any) -> dict[str, Any]:
-        num_updates = self.config.num_steps * self.config.batch.updates_per_rollout
-        return await self.call(
-            "train",
-            directory=str(self.store(step)),
-            state=state.objective,
+    async def train_again(self, step: int, state: RunState) -> TrainReport:
+        """Train a recorded step with the decisions that were recorded."""
+        request = Train(
+            directory=self.store(step),
             first_update=state.updates,
-            num_updates=num_updates,
-            **options,
+            num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
+            state=state.objective,
+            replayed=True,
         )
+        return await self.call(request)
 
     async def go_to(self, step: int) -> RunState:
         """Weights, optimizer and references as they were before `step`."""
@@ -101,19 +108,18 @@ class OfflineTrainer:
             updates = state.updates
             objective = state.objective
             if not manifest["metrics"]["sampling/skipped_steps"]:
-                report = await self.train(earlier, state, replayed=True)
-                updates = updates + report["updates"]
-                objective = report["state"]
+                report = await self.train_again(earlier, state)
+                updates = updates + report.updates
+                objective = report.state
             state = replace(state, step=earlier + 1, updates=updates, objective=objective)
         return state
 
     async def _start_at(self, start: int) -> RunState:
         if start in complete_steps(self.run_dir.checkpoints):
             directory = self.run_dir.step_checkpoint(start).absolute()
-            return RunState(**await self.call("load", directory=str(directory)))
-        await self.call(
-            "snapshot_reference"
-        )  # the ranks have read the weights that the run was given
+            return RunState(**await self.call(LoadCheckpoint(directory)))
+        # the ranks have read the weights that the run was given
+        await self.call(TakeReference())
         return RunState(step=0, updates=0, sampler={}, heldout_before=math.nan, seconds=0.0)
 
     def store(self, step: int) -> Path:

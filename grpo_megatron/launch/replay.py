@@ -43,8 +43,9 @@ async def _replay(
     run_dir: RunDir, step: int, overrides: Sequence[str]
 ) -> tuple[dict[str, float], str]:
     async with offline_trainer(run_dir, overrides, f"replay-{step}") as trainer:
-        report = await trainer.train(step, await trainer.go_to(step), replayed=True)
-        return report["metrics"], trainer.config.trainer.precision
+        state = await trainer.go_to(step)
+        report = await trainer.train_again(step, state)
+        return report.metrics, trainer.config.trainer.precision
 
 
 def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator[str]:

@@ -69,10 +69,10 @@ class WeightPublisher:
         await _all(calls)
 
     async def publish(
-        self, version: int, plan: TransferPlan, send: Callable[[], Awaitable[Mapping[str, Any]]]
+        self, version: int, plan: TransferPlan, send: Callable[[], Awaitable[Mapping[str, str]]]
     ) -> None:
         """Bring `version` into every replica and prove that it arrived; `send` makes the trainer
-        send and returns `digests` of all tensors. Raises MismatchError: a worker received another
+        send and returns the digests of all tensors. Raises MismatchError: a worker received another
         one, or replicas of equal layout hold different weights; EngineError: a replica died."""
         await self._pause()
         await self._start()
@@ -82,7 +82,7 @@ class WeightPublisher:
         if not any(report["failure"] for workers in reports for report in workers):
             await self._control("/finish_weight_update", {"weight_version": str(version)})
         self._started = False
-        self._check_reports(plan, sent["digests"], reports)
+        self._check_reports(plan, sent, reports)
         await self._check_and_resume()
 
     async def rest(self, *, sleep: bool) -> None:

@@ -1,6 +1,6 @@
 """One trainer rank: `python -m grpo_megatron.trainer.main RUN_DIR [ATTEMPT]`.
 
-Rank 0 takes commands from the controller and passes them on; every rank executes them. While it
+Rank 0 takes requests from the controller and passes them on; every rank executes them. While it
 waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out."""
 
 import json
@@ -9,7 +9,6 @@ import select
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from grpo_megatron.errors import TrainerError, TransferError
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import encode, error_reply
+from grpo_megatron.trainer.requests import AnyRequest, Stop, read_request, to_json_values
 from grpo_megatron.weights.transfer import listening_store
 
 if TYPE_CHECKING:  # Megatron looks at the machine when it is imported, see `main`
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # Megatron looks at the machine when it is imported, see `mai
 HEARTBEAT_S = 30.0
 
 
-class CommandLink:
+class ControllerLink:
     """Rank 0's connection to the controller."""
 
     def __init__(self, endpoint: Endpoint):
@@ -43,13 +43,15 @@ class CommandLink:
     def send(self, message: dict[str, Any]) -> None:
         self._socket.sendall(encode(message))
 
-    def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next command; None after `timeout_s`; `stop` when the controller has gone."""
-        # a command comes once the one before is answered, so none waits in the file's buffer
+    def receive(self, timeout_s: float) -> AnyRequest | None:
+        """The next request; None after `timeout_s`; `Stop` when the controller has gone."""
+        # a request comes once the one before is answered, so none waits in the file's buffer
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return None
         line = self._lines.readline()
-        return json.loads(line) if line.endswith(b"\n") else {"command": "stop", "arguments": {}}
+        if not line.endswith(b"\n"):
+            return Stop()
+        return read_request(json.loads(line))
 
 
 def rendezvous(run_dir: RunDir, info: "RankInfo", timeout_s: float) -> TCPStore:
@@ -65,17 +67,16 @@ def rendezvous(run_dir: RunDir, info: "RankInfo", timeout_s: float) -> TCPStore:
     return TCPStore(endpoint.host, endpoint.port, None, is_master=False, timeout=timeout)
 
 
-def serve(service: "TrainerService", link: CommandLink | None, group: Any) -> None:
-    """Execute commands until `stop`. An error is answered, then ends this rank, if it is ours."""
-    commands: dict[str, Callable[..., Any]] = {**service.commands(), "stop": dict}
+def serve(service: "TrainerService", link: ControllerLink | None, group: Any) -> None:
+    """Execute requests until `Stop`. An error is answered, then ends this rank, if it is ours."""
     while True:
         box = [link.receive(HEARTBEAT_S) if link else None]
         dist.broadcast_object_list(box, src=0, group=group)
-        [message] = box
-        if message is None:
+        [request] = box
+        if request is None:
             continue
         try:
-            result = commands[message["command"]](**message["arguments"])
+            answer = service.execute(request)
         except BaseException as error:
             if link:
                 link.send(error_reply(error))
@@ -84,8 +85,8 @@ def serve(service: "TrainerService", link: CommandLink | None, group: Any) -> No
             traceback.print_exc()
             continue
         if link:
-            link.send({"result": result or {}})
-        if message["command"] == "stop":
+            link.send({"result": to_json_values(answer)})
+        if isinstance(request, Stop):
             return
 
 
@@ -106,7 +107,7 @@ def main(run_path: str, attempt: str = "") -> None:
     endpoint = wait_for_endpoint(run_dir.endpoints / "controller.json", timeout_s)
     service = TrainerService(config, config.model.path or run_dir.model)
     print(f"rank {info.rank}: {platform.BACKEND}, {service.policy.kernels()}", flush=True)
-    serve(service, CommandLink(endpoint) if info.rank == 0 else None, group)
+    serve(service, ControllerLink(endpoint) if info.rank == 0 else None, group)
     dist.destroy_process_group()
 
 

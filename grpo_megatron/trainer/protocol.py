@@ -1,10 +1,11 @@
-"""How the controller commands the trainer: JSON lines over one TCP connection.
+"""How the controller reaches the trainer: JSON lines over one TCP connection.
 
     -> {"token": "…", "role": "trainer"}
-    <- {"command": "train", "arguments": {…}}
-    -> {"result": {…}}   or   {"error": {"type": "TrainerError", "message": "…"}}
+    <- {"request": "LoadCheckpoint", "directory": "…"}
+    -> {"result": …}   or   {"error": {"type": "TrainerError", "message": "…"}}
 
-The controller listens, rank 0 connects, every command is answered once, in order. No torch here."""
+The controller listens, rank 0 connects, every one of `requests` is answered once, in order. No
+torch here."""
 
 import json
 from typing import Any

@@ -1,6 +1,5 @@
-"""The commands a trainer executes. Every rank runs every command; rank 0 answers."""
+"""How a trainer executes each of `requests`. Every rank executes every request."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,30 @@ from grpo_megatron.trainer.checks.logprob_diff import logprob_gaps
 from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
 from grpo_megatron.trainer.megatron.policy import build_policy
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
+from grpo_megatron.trainer.requests import (
+    AnyRequest,
+    CompareLogprobs,
+    ExportModel,
+    FindCorruptFiles,
+    JoinTransfer,
+    LoadCheckpoint,
+    LogprobComparison,
+    MeasureLogprobGaps,
+    OpenTransfer,
+    ResetOptimizer,
+    SaveCheckpoint,
+    SendWeights,
+    Stop,
+    TakeReference,
+    Train,
+    TrainColdStart,
+    TrainReport,
+)
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare, reduce_stats
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from grpo_megatron.trainer.steps.teachers import Teachers
 from grpo_megatron.trainer.steps.token_update import train_tokens
-from grpo_megatron.trainer.train_report import TrainReport
 from grpo_megatron.trainer.weight_publisher import WeightPublisher
 
 
@@ -51,21 +68,38 @@ class TrainerService:
         if config.distillation is not None:
             self.teachers = Teachers(config, config.distillation, self._load_model)
 
-    def commands(self) -> dict[str, Callable[..., Any]]:
-        own = (
-            self.train,
-            self.logprob_diff,
-            self.train_sft,
-            self.compare,
-            self.reset_optimizer,
-            self.snapshot_reference,
-            self.save,
-            self.corrupt_files,
-            self.load,
-            self.export,
-        )
-        publishing = (self.publisher.open, self.publisher.join, self.publisher.send)
-        return {f.__name__: f for f in own} | {f"publish_{f.__name__}": f for f in publishing}
+    def execute(self, request: AnyRequest) -> Any:
+        """Return the answer of `request`, of the type that its class names. Collective."""
+        match request:
+            case Train():
+                return self.train(request)
+            case TrainColdStart(directory=directory, first_update=first_update):
+                return self.train_cold_start(directory, first_update)
+            case ResetOptimizer(cold_start=cold_start):
+                return self.reset_optimizer(cold_start=cold_start)
+            case TakeReference():
+                return self.take_reference()
+            case CompareLogprobs(directory=directory):
+                return self.compare_logprobs(directory)
+            case MeasureLogprobGaps(directory=directory, to=to, by_layer=by_layer):
+                table = _table(directory)
+                return logprob_gaps(self.config, self.policy, table, to, by_layer=by_layer)
+            case SaveCheckpoint(directory=directory, state=state):
+                return self.save(directory, state)
+            case LoadCheckpoint(directory=directory):
+                return self.load(directory)
+            case FindCorruptFiles(directory=directory):
+                return corrupt_files(directory)
+            case ExportModel(directory=directory):
+                return hf_export.export_model(self.policy.sharded, directory, self.model_path)
+            case OpenTransfer(num_workers=num_workers):
+                return self.publisher.open(num_workers)
+            case JoinTransfer():
+                return self.publisher.join()
+            case SendWeights(version=version):
+                return self.publisher.send(version)
+            case Stop():  # whoever reads requests ends with this one
+                return None
 
     def load_hf(self, directory: Path) -> None:
         """Read a Hugging Face checkpoint; a converted one, or one of a run, serves as well."""
@@ -84,66 +118,57 @@ class TrainerService:
         else:
             hf_import.import_weights(self.policy.sharded, directory)
 
-    def train(
-        self,
-        directory: str,
-        first_update: int,
-        num_updates: int,
-        state: dict[str, float],
-        replayed: bool = False,
-        exact: bool = False,
-    ) -> TrainReport:
-        """Train all updates of a recorded step (see `Training.run`)."""
-        table = _table(directory)
+    def train(self, request: Train) -> TrainReport:
+        """Take all optimizer steps of a recorded step (see `Training.run`)."""
+        table = _table(request.directory)
         if self.config.kind == "rl":
-            report = Training(
-                self.config, self.policy, self.references, table, state, replayed, exact
-            ).run(first_update, num_updates)
+            training = Training(
+                self.config,
+                self.policy,
+                self.references,
+                table,
+                request.state,
+                replayed=request.replayed,
+                exact=request.exact,
+            )
+            report = training.run(request.first_update, request.num_updates)
         else:
             report = train_tokens(
                 self.config,
                 self.policy,
                 table,
                 self.config.optimizer,
-                first_update,
-                num_updates,
+                request.first_update,
+                request.num_updates,
                 self.teachers,
             )
         interval = self.config.objective.reference_interval
         if interval and self.references.wanted and (table.manifest["step"] + 1) % interval == 0:
             self.references.refresh(self.policy)
-        report["metrics"]["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
+        report.metrics["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
         return report
 
-    def logprob_diff(self, directory: str, to: str, by_layer: bool) -> dict[str, Any]:
-        """Log-probs of a recorded step under several routings, written to `to`."""
-        table = _table(directory)
-        return logprob_gaps(self.config, self.policy, table, Path(to), by_layer=by_layer)
-
-    def snapshot_reference(self) -> None:
+    def take_reference(self) -> None:
         """RL begins: the policy as it is now is its own reference."""
         if self.references.wanted:
             self.references.take(self.policy)
 
-    def train_sft(self, directory: str, first_update: int) -> dict[str, Any]:
+    def train_cold_start(self, directory: Path, first_update: int) -> TrainReport:
         """One supervised optimizer step per update of the recorded step."""
-        table = _table(directory)
         settings = self.config.cold_start
         assert settings is not None  # only a cold start asks for it
-        return {
-            "nll": train_tokens(
-                self.config,
-                self.policy,
-                table,
-                settings.optimizer,
-                first_update,
-                settings.max_steps,
-            )["metrics"]["loss/nll"]
-        }
+        return train_tokens(
+            self.config,
+            self.policy,
+            _table(directory),
+            settings.optimizer,
+            first_update,
+            settings.max_steps,
+        )
 
-    def compare(self, directory: str) -> dict[str, Any]:
-        """An engine's samples with this policy, see `canary`: its metrics, `problem`, `remedy`."""
-        table = SampleTable(Path(directory), verify=False)
+    def compare_logprobs(self, directory: Path) -> LogprobComparison:
+        """An engine's samples with this policy (see `logprob_check`)."""
+        table = SampleTable(directory, verify=False)
         stats = Stats()
         batch = prepare(self.config.trainer, table, np.arange(len(table)))
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
@@ -154,13 +179,13 @@ class TrainerService:
                     )
                 )
         stats = reduce_stats(stats)
-        return {
-            "problem": logprob_check.disagreement(self.config, table, stats),
-            **stats.result(),
-            "remedy": logprob_check.REMEDY,
-        }
+        return LogprobComparison(
+            problem=logprob_check.disagreement(self.config, table, stats),
+            remedy=logprob_check.REMEDY,
+            metrics=stats.result(),
+        )
 
-    def reset_optimizer(self, cold_start: bool) -> None:
+    def reset_optimizer(self, *, cold_start: bool) -> None:
         """Drop all moments; take the settings of the cold start or of RL."""
         settings = self.config.optimizer
         if cold_start:
@@ -168,45 +193,45 @@ class TrainerService:
             settings = self.config.cold_start.optimizer
         self.policy.reset_optimizer(settings)
 
-    def save(self, directory: str, state: dict[str, Any]) -> None:
+    def save(self, directory: Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint, and `state` with it."""
         policy = self.policy
-        path = Path(directory)
         create_adam_state(policy.optimizer)  # it has none before its first step
         distributed.save_checkpoint(
-            path,
+            directory,
             policy.chunks,
             policy.optimizer,
-            {**state, "reference": self.references.save(policy, path)},
+            {**state, "reference": self.references.save(policy, directory)},
             self.model_path,
         )
 
-    def corrupt_files(self, directory: str) -> dict[str, Any]:
-        """`files` of a checkpoint and of the reference that it names which are not as written."""
-        path = Path(directory)
-        files = [f"{path.name}/{name}" for name in distributed.corrupt_files(path)]
-        if not files and (name := distributed.read_state(path).get("reference")):
-            files = [f"{name}/{file}" for file in distributed.corrupt_files(path.with_name(name))]
-        return {"files": files}
-
-    def load(self, directory: str) -> dict[str, Any]:
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Restore what `save` wrote, and return its `state`."""
         policy = self.policy
-        path = Path(directory)
-        state = distributed.read_state(path)
-        if reference := state.pop("reference", None):
-            self.references.load(policy, path, reference)
+        state = distributed.read_state(directory)
+        reference = state.pop("reference", None)
+        if reference:
+            self.references.load(policy, directory, reference)
         create_adam_state(policy.optimizer)  # to load into
-        distributed.load_checkpoint(path, policy.chunks, policy.optimizer)
+        distributed.load_checkpoint(directory, policy.chunks, policy.optimizer)
         if self.references.wanted and not reference:  # the objective is another one since
             self.references.take(policy)
         return state
 
-    def export(self, directory: str) -> dict[str, Any]:
-        """Write a Hugging Face checkpoint and read it back (see `export_model`)."""
-        return {
-            "bytes": hf_export.export_model(self.policy.sharded, Path(directory), self.model_path)
-        }
+
+def corrupt_files(directory: Path) -> list[str]:
+    """Name the files of a checkpoint that are not as written; where these are whole, those of the
+    reference that it names."""
+    files = [f"{directory.name}/{name}" for name in distributed.corrupt_files(directory)]
+    if files:
+        return files
+    reference = distributed.read_state(directory).get("reference")
+    if not reference:
+        return []
+    found = distributed.corrupt_files(directory.with_name(reference))
+    return [f"{reference}/{name}" for name in found]
 
 
-def _table(directory: str) -> SampleTable:
+def _table(directory: Path) -> SampleTable:
     """A recorded step; one rank verifies it for all."""
-    return SampleTable(Path(directory), verify=dist.get_rank() == 0)
+    return SampleTable(directory, verify=dist.get_rank() == 0)

@@ -5,12 +5,12 @@ weights need not pass through rank 0; what no sender holds travels to one point 
 
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 
 from grpo_megatron.config.run import PublishConfig
 from grpo_megatron.errors import TransferError
 from grpo_megatron.network import own_address
+from grpo_megatron.trainer.requests import OpenedTransfer
 from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, assign_to_senders
 from grpo_megatron.weights.transfer import WeightSender
 from grpo_megatron.weights.transfer_plan import TransferPlan
@@ -30,9 +30,8 @@ class WeightPublisher:
         self.parts: dict[int, list[GatherEntry]] = {}
         """What each sending rank sends, in order."""
 
-    def open(self, num_workers: int) -> dict[str, Any]:
-        """Make this publish's plan and listen for `num_workers` engine workers per sender. Returns
-        `senders`, [host, port] each, and `plan`, the transfer plan as JSON."""
+    def open(self, num_workers: int) -> OpenedTransfer:
+        """Make this publish's plan and listen for `num_workers` engine workers per sender."""
         rank = dist.get_rank()
         num_senders = self.config.num_senders
         senders = [i * dist.get_world_size() // num_senders for i in range(num_senders)]
@@ -41,12 +40,9 @@ class WeightPublisher:
         address = None
         if rank in senders:
             self.sender = WeightSender(own_address(), num_workers, index=senders.index(rank))
-            address = [self.sender.host, self.sender.port]
+            address = (self.sender.host, self.sender.port)
         addresses = all_gathered(address)
-        return {
-            "senders": [addresses[sender] for sender in senders],
-            "plan": msgspec.to_builtins(self.plan),
-        }
+        return OpenedTransfer([addresses[sender] for sender in senders], self.plan)
 
     def _transfer_plan(self) -> TransferPlan:
         wire = []
@@ -72,8 +68,8 @@ class WeightPublisher:
             failure = error.message
         _together(None, failure)
 
-    def send(self, version: int) -> dict[str, Any]:
-        """Stream everything once; returns `digests` by Hugging Face name. TransferError, on every
+    def send(self, version: int) -> dict[str, str]:
+        """Stream everything once; returns digests by Hugging Face name. TransferError, on every
         rank, where an engine does not take it; the next `open` begins with new groups."""
         own_digests: dict[str, str] = {}
         failure = ""
@@ -92,7 +88,7 @@ class WeightPublisher:
         digests: dict[str, str] = {}
         for part in _together(own_digests, failure):
             digests.update(part)
-        return {"digests": digests}
+        return digests
 
 
 def _together(found: Any, failure: str) -> tuple[Any, ...]:

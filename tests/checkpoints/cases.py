@@ -29,6 +29,13 @@ from grpo_megatron.errors import CheckpointError, GrpoMegatronError
 from grpo_megatron.trainer.convert import Job, run
 from grpo_megatron.trainer.megatron.process_groups import RankInfo
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
+from grpo_megatron.trainer.requests import (
+    LoadCheckpoint,
+    SaveCheckpoint,
+    TakeReference,
+    Train,
+    TrainReport,
+)
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, train_step
 from tests.integration import trainer_side
 from tests.trainer.cases import Setup, _earlier, loss_of, release
@@ -194,30 +201,33 @@ def resume_with_reference(
             ],
         }
     )
-    training = {"directory": samples, "first_update": 0, "num_updates": 9, "state": {}}
+    training = Train(directory=Path(samples), first_update=0, num_updates=9, state={})
     state = {"step": 1, "sampler": {}}
 
-    def timeless(report: dict[str, Any]) -> dict[str, float]:
+    def timeless(report: TrainReport) -> dict[str, float]:
         return {
             name: value
-            for name, value in report["metrics"].items()
+            for name, value in report.metrics.items()
             if name != "trainer/peak_memory_gib"
         }
 
+    def directory(step: int) -> Path:
+        return Path(root) / f"step_{step:06d}"
+
     def save(step: int) -> None:
-        trainer_side.command("save", {"directory": f"{root}/step_{step:06d}", "state": state})
+        trainer_side.execute(SaveCheckpoint(directory=directory(step), state=state))
 
     trainer_side.start(config, model)
-    trainer_side.command("snapshot_reference", {})
-    trainer_side.command("train", training)
+    trainer_side.execute(TakeReference())
+    trainer_side.execute(training)
     save(1)
-    trainer_side.command("train", training)
+    trainer_side.execute(training)
     save(2)
-    expected = timeless(trainer_side.command("train", training))
+    expected = timeless(trainer_side.execute(training))
     trainer_side.start(config, model)
-    loaded = trainer_side.command("load", {"directory": f"{root}/step_000002"})
+    loaded = trainer_side.execute(LoadCheckpoint(directory(2)))
     save(3)
-    found = timeless(trainer_side.command("train", training))
+    found = timeless(trainer_side.execute(training))
     return {
         "files": sorted(path.name for path in Path(root).iterdir()),
         "loaded": loaded,

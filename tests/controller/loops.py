@@ -22,6 +22,7 @@ from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
+from grpo_megatron.trainer.requests import SaveCheckpoint, Train, TrainReport
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
 from tests.controller.cases import completion, prompt_of
 
@@ -43,7 +44,7 @@ class Loop:
     """A run directory and what runs in it.
 
     Attributes:
-        trained: Per `train` command, (directory, rows) as the trainer sees them.
+        trained: Per `Train` request, (directory, rows) as the trainer sees them.
         states: State of every checkpoint by step.
     """
 
@@ -67,10 +68,10 @@ class Loop:
         self.asked: list[tuple[int, int]] = []  # (step, weight version when it was asked for)
         self.dropped: list[int] = []  # steps that were asked for in vain
         self.publish_fails_at: int | None = None  # weight version
-        self.exact: list[bool] = []  # by `train` command
+        self.exact: list[bool] = []  # by `Train` request
         self.canaries: list[int] = []  # weight versions
         self.num_engines = 1  # p8 is asked of the one after that of p7
-        self.mismatch_at: int | None = None  # `train` command
+        self.mismatch_at: int | None = None  # `Train` request
         self.states: dict[int, RunState] = {}
 
     def run(self, state: RunState = START) -> RunState:
@@ -171,26 +172,24 @@ class Loop:
         self.canaries.append(self.version)
         return {"canary/seconds": 0.0}
 
-    async def call(self, command: str, **arguments):
-        if command == "save":
-            state = RunState(**json.loads(json.dumps(arguments["state"])))
+    async def call(self, request: Train | SaveCheckpoint) -> TrainReport | None:
+        if isinstance(request, SaveCheckpoint):
+            state = RunState(**json.loads(json.dumps(request.state)))
             self.states[state.step] = state
-            directory = Path(arguments["directory"])
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / "complete.json").write_text("{}")
-            return {}
+            request.directory.mkdir(parents=True, exist_ok=True)
+            (request.directory / "complete.json").write_text("{}")
+            return None
         if len(self.trained) == self.crash_at:
             raise Crash
         if len(self.exact) == self.mismatch_at:
             raise MismatchError("engine and trainer disagree")
-        self.exact.append(arguments["exact"])
-        table = SampleTable(Path(arguments["directory"]))
-        self.trained.append((Path(arguments["directory"]).name, table))
+        self.exact.append(request.exact)
+        table = SampleTable(request.directory)
+        self.trained.append((request.directory.name, table))
         assert len(table)
-        return {
-            "metrics": {"grad/norm": 1.0},
-            "updates": int(table.update.max()) + 1,
-            "tokens": int(table.completion_lengths.sum()),
-            "old_logprobs_s": 0.0,
-            "state": {},
-        }
+        return TrainReport(
+            metrics={"grad/norm": 1.0},
+            updates=int(table.update.max()) + 1,
+            tokens=int(table.completion_lengths.sum()),
+            state={},
+        )

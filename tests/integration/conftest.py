@@ -15,6 +15,7 @@ from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import raise_reply
+from grpo_megatron.trainer.requests import Answer, Request, read_answer, to_json_values
 from tests.rollout.engines import Server, make_checkpoint, make_config
 from tests.trainer.worker_group import WorkerGroup
 
@@ -75,8 +76,9 @@ class GroupLink:
     def __init__(self, group: WorkerGroup):
         self._group, self._lock = group, asyncio.Lock()
 
-    async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        return raise_reply(await self.run("reply", name=command, arguments=arguments))
+    async def call(self, request: Request[Answer]) -> Answer:
+        reply = await self.run("reply", values=to_json_values(request))
+        return read_answer(request, raise_reply(reply))
 
     async def run(self, case: str, **arguments: Any) -> Any:
         async with self._lock:

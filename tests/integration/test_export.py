@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.trainer.requests import ExportModel, SaveCheckpoint
 from tests.integration.conftest import publishing
-from tests.integration.test_publish import assert_agree
+from tests.integration.test_publish import assert_agree, train_request
 from tests.rollout.engines import Server
 from tests.trainer.models import write_samples
 
@@ -37,10 +38,9 @@ def test_vllm_loads_the_export_of_a_trained_model(checkpoints, world1, world4, t
             tmp_path,
             layout=LAYOUT,
         ) as (publisher, trainer, _):
-            await trainer.call("train", directory=samples, first_update=0, num_updates=1, state={})
-            found = await trainer.call("export", directory=str(exported))
-            assert found["bytes"] > 0
-            await trainer.call("save", directory=str(saved), state={})
+            await trainer.call(train_request(samples))
+            assert await trainer.call(ExportModel(exported)) > 0
+            await trainer.call(SaveCheckpoint(directory=saved, state={}))
             server = Server.start("exported", exported, tmp_path)
             await asyncio.to_thread(server.wait)
             await agrees(publisher)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.errors import MismatchError
+from grpo_megatron.trainer.requests import CompareLogprobs, Train
 from grpo_megatron.types import Prompt
 from tests.integration.conftest import DUMMY, TOLERANCE, publishing
 from tests.rollout.engines import Server
@@ -37,6 +39,12 @@ async def assert_differ(publisher: Publisher) -> None:
         await publisher.check_canary(PROMPTS)
 
 
+def train_request(samples: str, first_update: int = 0, num_updates: int = 1) -> Train:
+    return Train(
+        directory=Path(samples), first_update=first_update, num_updates=num_updates, state={}
+    )
+
+
 @pytest.fixture(scope="session")
 def training_samples(tmp_path_factory) -> str:
     return write_samples(tmp_path_factory.mktemp("store") / "step_000001", vocab_size=256)
@@ -58,9 +66,7 @@ def test_logprobs_are_the_engines_before_and_after_training(
             await publisher.publish(1)
             await assert_agree(publisher)
             for step in range(2):
-                await trainer.call(
-                    "train", directory=training_samples, first_update=step, num_updates=2, state={}
-                )
+                await trainer.call(train_request(training_samples, step, num_updates=2))
             await assert_differ(publisher)
             await publisher.publish(2)
             await assert_agree(publisher)
@@ -87,9 +93,7 @@ def test_engines_that_rest_answer_with_the_weights_that_come(
             asked = asyncio.gather(
                 *(clients[0].generate(prompt.token_ids, max_tokens=8) for prompt in PROMPTS)
             )
-            await trainer.call(
-                "train", directory=training_samples, first_update=0, num_updates=1, state={}
-            )
+            await trainer.call(train_request(training_samples))
             assert not asked.done()
             await publisher.publish(2)
             assert not publisher.resting
@@ -99,8 +103,8 @@ def test_engines_that_rest_answer_with_the_weights_that_come(
             record_completions(
                 directory, [(0, p, c) for p, c in zip(PROMPTS, completions, strict=True)]
             )
-            found = await trainer.call("compare", directory=str(directory))
-            assert not found["problem"] and 0 < found["canary/abs_max"] <= TOLERANCE
+            found = await trainer.call(CompareLogprobs(directory))
+            assert not found.problem and 0 < found.metrics["canary/abs_max"] <= TOLERANCE
 
     asyncio.run(run())
 
@@ -145,9 +149,7 @@ def test_tensor_pipeline_and_expert_parallel_trainer_to_tp1_and_tp2(
             assert len(reports) == 3  # one worker and two
             assert reports[0]["digests"] and not reports[0]["failure"]
             assert all(report == reports[0] for report in reports)
-            await trainer.call(
-                "train", directory=training_samples, first_update=0, num_updates=1, state={}
-            )
+            await trainer.call(train_request(training_samples))
             await publisher.publish(2)
             await assert_agree(publisher)
             second = [await client.weight_checksums() for client in clients]

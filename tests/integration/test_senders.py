@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_megatron.trainer.requests import JoinTransfer, OpenTransfer, SendWeights
 from grpo_megatron.weights.transfer import WeightReceiver
-from grpo_megatron.weights.transfer_plan import TransferPlan
 from tests.integration.conftest import trainer_config
 from tests.trainer.models import DENSE, MOE, write_model
 
@@ -44,22 +43,20 @@ def test_everything_arrives_from_two_senders(request, models, layout):
     group = request.getfixturevalue(f"world{num_ranks}")
     config = trainer_config(num_ranks, parallel, {"num_senders": 2, "bucket_mib": 1}, 1.0)
     group.run(CASES + "start", config=config, model=models[kind])
-    opened = group.run(CASES + "command", name="publish_open", arguments={"num_workers": 1})
-    plan = msgspec.convert(opened["plan"], TransferPlan)
+    opened = group.run(CASES + "execute", request=OpenTransfer(num_workers=1))
+    plan = opened.plan
     assert all(len(plan.buckets(sender)) > 3 for sender in range(2))
     received: dict[str, torch.Tensor] = {}
 
     def receive() -> dict[str, str]:
-        receiver = WeightReceiver(
-            [(h, p) for h, p in opened["senders"]], rank=1, world_size=2, timeout_s=60
-        )
+        receiver = WeightReceiver(opened.senders, rank=1, world_size=2, timeout_s=60)
         return receiver.receive(plan, received.update, publish=3)
 
     with ThreadPoolExecutor(1) as pool:
         digests = pool.submit(receive)
-        group.run(CASES + "command", name="publish_join", arguments={})
-        sent = group.run(CASES + "command", name="publish_send", arguments={"version": 3})
-        assert digests.result() == sent["digests"]
+        group.run(CASES + "execute", request=JoinTransfer())
+        sent = group.run(CASES + "execute", request=SendWeights(version=3))
+        assert digests.result() == sent
     expected = load_file(f"{models[kind]}/model.safetensors")
     assert received.keys() == expected.keys()
     assert all(torch.equal(received[name], expected[name]) for name in expected)

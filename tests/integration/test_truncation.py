@@ -11,6 +11,7 @@ import pytest
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.trainer.requests import CompareLogprobs
 from tests.integration.conftest import TOLERANCE, publishing
 from tests.integration.test_publish import PROMPTS
 
@@ -46,15 +47,15 @@ def test_the_trainers_logprobs_are_the_engines(servers, checkpoints, world1, tmp
                 assert sizes.min() > 0 and sizes.mean() > 1.5
                 assert sizes.max() <= settings.get("top_k", 255)
                 record_completions(tmp_path / "truncated", [(0, *pair) for pair in pairs])
-                found = await trainer.call("compare", directory=str(tmp_path / "truncated"))
-                assert not found["problem"] and found["canary/abs_max"] < TOLERANCE
+                found = await trainer.call(CompareLogprobs(tmp_path / "truncated"))
+                assert not found.problem and found.metrics["canary/abs_max"] < TOLERANCE
                 record_completions(
                     tmp_path / "without",
                     [(0, prompt, replace(c, kept=None)) for prompt, c in pairs],
                 )
-                without = await trainer.call("compare", directory=str(tmp_path / "without"))
-                assert f"of {len(sizes)} tokens," in without["problem"]
-                assert without["canary/abs_mean"] > 0.05
+                without = await trainer.call(CompareLogprobs(tmp_path / "without"))
+                assert f"of {len(sizes)} tokens," in without.problem
+                assert without.metrics["canary/abs_mean"] > 0.05
             await publisher.check_canary(PROMPTS)  # samples from everything
             greedy = await worker.greedy(PROMPTS, 8)
             assert all(group.completions[0].kept is None for group in greedy)

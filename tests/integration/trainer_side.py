@@ -11,6 +11,7 @@ from grpo_megatron.errors import TransferError
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.protocol import error_reply
+from grpo_megatron.trainer.requests import AnyRequest, read_request, to_json_values
 from grpo_megatron.trainer.service import TrainerService
 from tests.trainer.cases import release
 from tests.trainer.worker_group import fresh_store
@@ -29,15 +30,15 @@ def start(config: RunConfig, model: str) -> None:
     _service = TrainerService(config, Path(model))
 
 
-def command(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def execute(request: AnyRequest) -> Any:
     """What the controller would ask of it."""
-    return _service.commands()[name](**arguments)
+    return _service.execute(request)
 
 
-def reply(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The answer that the controller would get: an error may be an engine's."""
+def reply(values: dict[str, Any]) -> dict[str, Any]:
+    """The answer that the controller would get, as JSON values: an error may be an engine's."""
     try:
-        return {"result": command(name, arguments)}
+        return {"result": to_json_values(execute(read_request(values)))}
     except TransferError as error:
         return error_reply(error)
 

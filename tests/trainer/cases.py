@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec.structs import asdict
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.algorithms.objective import policy_loss
@@ -21,6 +22,7 @@ from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer.megatron import platform
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.trainer.steps.microbatch import build_microbatch
 from grpo_megatron.trainer.steps.optimizer_step import (
     PreparedBatch,
@@ -137,12 +139,12 @@ def train_updates(
     parts = setup.shards
     if gradients:
         # clip scaled them: undo it, so that the comparison is before clipping
-        scale = max(report["grad_norms"][-1] / OPTIMIZER.clip_grad, 1.0)
+        scale = max(report.grad_norms[-1] / OPTIMIZER.clip_grad, 1.0)
         parts = [replace(s, tensor=s.tensor.main_grad * scale) for s in setup.shards]
     batch = setup.batch(samples)
     return {
-        "losses": report["losses"],
-        "norms": report["grad_norms"],
+        "losses": report.losses,
+        "norms": report.grad_norms,
         "tensors": setup.gather(parts),
         "num_microbatches": len(batch.microbatches),
     }
@@ -168,7 +170,7 @@ def train_objectives(
             references.take(setup.policy)
             for shard, tensor in zip(setup.shards, start, strict=True):
                 shard.tensor.data.copy_(tensor)
-        found[name] = Training(config, setup.policy, references, table, {}).run(0, 3)
+        found[name] = asdict(Training(config, setup.policy, references, table, {}).run(0, 3))
     return found
 
 
@@ -187,10 +189,10 @@ def distil(
     batch = prepare(setup.layout, table, np.arange(len(table)))
     teachers.look_at(setup.policy, batch, table, np.arange(len(table)))
     unchanged = all(torch.equal(s.tensor, b) for s, b in zip(setup.shards, before, strict=True))
-    report = {"grad_norms": [0.0]}
+    report = TrainReport(metrics={}, state={}, updates=0, tokens=0, grad_norms=[0.0])
     for _ in range(repeats):
         report = train_tokens(config, setup.policy, table, config.optimizer, 0, 3, teachers)
-    scale = max(report["grad_norms"][-1] / OPTIMIZER.clip_grad, 1.0)
+    scale = max(report.grad_norms[-1] / OPTIMIZER.clip_grad, 1.0)
     tensors = setup.gather([replace(s, tensor=s.tensor.main_grad * scale) for s in setup.shards])
     teachers.settings = teachers.settings.model_copy(update={"mode": "full"})
     full = config.model_copy(
@@ -201,11 +203,11 @@ def distil(
     )
     after = train_tokens(full, setup.policy, table, full.optimizer, 0, 3, teachers)
     return {
-        **report,
-        "norms": report["grad_norms"],
+        **asdict(report),
+        "norms": report.grad_norms,
         "unchanged": unchanged,
         "tensors": tensors,
-        "last_kl": after["metrics"]["distillation/kl"],
+        "last_kl": after.metrics["distillation/kl"],
     }
 
 
@@ -214,7 +216,7 @@ def supervise(model: str, samples: str, routing: dict[str, Any]) -> dict[str, An
     setup = Setup(model, {})
     config = setup.config().model_copy(update={"routing": RoutingConfig(**routing)})
     table = SampleTable(Path(samples))
-    return train_tokens(config, setup.policy, table, config.optimizer, 0, 3)
+    return asdict(train_tokens(config, setup.policy, table, config.optimizer, 0, 3))
 
 
 def _perturb(shards: list[Shard], factor: float) -> None:

@@ -54,15 +54,15 @@ def train(
             return {"error": world}
     parts = setup.shards
     if gradients:
-        scale = max(report["grad_norms"][-1] / OPTIMIZER.clip_grad, 1.0)
+        scale = max(report.grad_norms[-1] / OPTIMIZER.clip_grad, 1.0)
         parts = [replace(s, tensor=s.tensor.main_grad * scale) for s in setup.shards]
     counts = torch.tensor(seen, dtype=torch.float64)
     dist.all_reduce(counts)
     batch = setup.batch(samples)
     return {
-        "losses": report["losses"],
-        "norms": report["grad_norms"],
-        "metrics": report["metrics"],
+        "losses": report.losses,
+        "norms": report.grad_norms,
+        "metrics": report.metrics,
         "tensors": setup.gather(parts),
         "num_microbatches": len(batch.microbatches),
         "wrong_routes": int(counts[0]),

@@ -301,6 +301,17 @@ def reduce_stats(stats: Stats) -> Stats:
     return total
 
 
+def losses_and_norms(updates: Sequence[Stats]) -> tuple[list[float], list[float]]:
+    """Return the loss and the pre-clip gradient norm of every optimizer step."""
+    losses = []
+    grad_norms = []
+    for stats in updates:
+        found = stats.result()
+        losses.append(found["loss/value"])
+        grad_norms.append(found["grad/norm"])
+    return losses, grad_norms
+
+
 def _to_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Tensors of one shape as Python numbers, with one copy from the device for all."""
     if not tensors:

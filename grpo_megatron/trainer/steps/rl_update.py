@@ -27,12 +27,12 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.trainer.checks import logprob_check
 from grpo_megatron.trainer.megatron.policy import Policy
+from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.steps import optimizer_step
 from grpo_megatron.trainer.steps.policy_gradient import MaskRecord, PolicyGradientLoss
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 from grpo_megatron.trainer.steps.references import PolicyDriftMonitor, References
-from grpo_megatron.trainer.train_report import TrainReport, losses_and_norms
 
 
 class Training:
@@ -120,7 +120,7 @@ class Training:
         self._write_masks()
         if watch:
             total.add(watch.step(self.batch, advantages))
-        losses, grad_norms = losses_and_norms(by_update)
+        losses, grad_norms = optimizer_step.losses_and_norms(by_update)
         return TrainReport(
             metrics=self._metrics(total, advantages, rates),
             normalisers=total.units,

@@ -13,11 +13,16 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer.megatron.policy import Policy
+from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.steps.microbatch import MicroBatch
-from grpo_megatron.trainer.steps.optimizer_step import Update, prepare, train_step
+from grpo_megatron.trainer.steps.optimizer_step import (
+    Update,
+    losses_and_norms,
+    prepare,
+    train_step,
+)
 from grpo_megatron.trainer.steps.teachers import Teachers
-from grpo_megatron.trainer.train_report import TrainReport, losses_and_norms
 
 
 class TokenLoss:
@@ -89,7 +94,6 @@ def train_tokens(
         losses=losses,
         grad_norms=grad_norms,
         tokens=num_tokens,
-        old_logprobs_s=0.0,
     )
 
 

@@ -1,0 +1,112 @@
+"""Requests and answers survive the connection; the trainer knows what to do with each."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+
+from grpo_megatron.trainer import requests
+from grpo_megatron.trainer.requests import (
+    AnyRequest,
+    CompareLogprobs,
+    ExportModel,
+    FindCorruptFiles,
+    JoinTransfer,
+    LoadCheckpoint,
+    LogprobComparison,
+    MeasureLogprobGaps,
+    OpenedTransfer,
+    OpenTransfer,
+    ResetOptimizer,
+    SaveCheckpoint,
+    SendWeights,
+    Stop,
+    TakeReference,
+    Train,
+    TrainColdStart,
+    TrainReport,
+    read_answer,
+    read_request,
+    to_json_values,
+)
+from grpo_megatron.weights.transfer_plan import TransferPlan
+
+REPORT = TrainReport(
+    metrics={"loss/value": math.nan, "grad/norm": math.inf, "tokens/count": 7.0},
+    normalisers={"loss/value": "tokens"},
+    state={"running_mean": 0.5, "history": [1, 2]},
+    updates=2,
+    losses=[1.5, math.nan],
+    grad_norms=[3.0, 4.0],
+    tokens=77,
+)
+PLAN = TransferPlan((), num_senders=2, bucket_bytes=1 << 20)
+DIRECTORY = Path("/runs/a b/step_000001")
+EXAMPLES = [
+    (Train(directory=DIRECTORY, first_update=3, num_updates=9, state={"m": 1.0}), REPORT),
+    (TrainColdStart(directory=DIRECTORY, first_update=0), REPORT),
+    (ResetOptimizer(cold_start=True), None),
+    (TakeReference(), None),
+    (CompareLogprobs(DIRECTORY), LogprobComparison("a and b", "look", {"x": math.inf})),
+    (MeasureLogprobGaps(directory=DIRECTORY, to=Path("gaps"), by_layer=True), {"x": 1.0}),
+    (SaveCheckpoint(directory=DIRECTORY, state={"step": 1, "before": math.nan}), None),
+    (LoadCheckpoint(DIRECTORY), {"step": 1, "before": math.nan, "sampler": {"order": [1, 2]}}),
+    (FindCorruptFiles(DIRECTORY), ["step_000001/model.bin"]),
+    (ExportModel(DIRECTORY), 1 << 40),
+    (OpenTransfer(num_workers=3), OpenedTransfer([("10.0.0.1", 4711)], PLAN)),
+    (JoinTransfer(), None),
+    (SendWeights(version=5), {"model.norm.weight": "ab12"}),
+    (Stop(), None),
+]
+
+
+def through_json(message: object) -> object:
+    return json.loads(json.dumps(to_json_values(message)))
+
+
+def test_there_is_an_example_of_every_request():
+    assert {type(request) for request, _ in EXAMPLES} == set(get_args(AnyRequest))
+    declared = {
+        found
+        for found in vars(requests).values()
+        if inspect.isclass(found) and issubclass(found, requests.Request)
+    }
+    assert declared == set(get_args(AnyRequest)) | {requests.Request}
+
+
+@pytest.mark.parametrize(("request_", "answer"), EXAMPLES, ids=lambda found: type(found).__name__)
+def test_requests_and_answers_survive_the_connection(request_, answer):
+    read = read_request(through_json(request_))
+    assert type(read) is type(request_)
+    assert repr(read) == repr(request_)  # not-a-number equals nothing
+    found = read_answer(request_, through_json(answer))
+    assert type(found) is type(answer)
+    assert repr(found) == repr(answer)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"request": "Trian"}, "Invalid value 'Trian'"),
+        ({"request": "ExportModel"}, "missing required field `directory`"),
+        ({"request": "OpenTransfer", "num_workers": "many"}, "Expected `int`, got `str`"),
+    ],
+)
+def test_what_is_no_request_is_refused(values, expected):
+    with pytest.raises(msgspec.ValidationError, match=expected):
+        read_request(values)
+
+
+def test_the_service_has_a_case_for_every_request():
+    """Read and not imported: the service needs Megatron, and mypy knows no exhaustive match."""
+    source = Path(requests.__file__).with_name("service.py").read_text()
+    patterns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.MatchClass)]
+    cases = [pattern.cls.id for pattern in patterns]
+    assert sorted(cases) == sorted(kind.__name__ for kind in get_args(AnyRequest))
