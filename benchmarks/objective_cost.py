@@ -150,6 +150,7 @@ def forward_seconds(num_tokens: int) -> float:
     # isort: split
     from torch.distributed import HashStore
 
+    from grpo_megatron.batching.manifest import StepFacts
     from grpo_megatron.batching.store import SampleRow, SampleTable, finish_step, write_shard
     from grpo_megatron.config.presets import load_preset
     from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
@@ -184,7 +185,7 @@ def forward_seconds(num_tokens: int) -> float:
             groups.append(RolloutGroup(Prompt(str(i), "d", "", (1,), ""), (completion,), 0))
             rows.append(SampleRow(0, i, i, 0, 0.0))
         shard = write_shard(working / "rollout-0.safetensors", groups)
-        finish_step(directory, [shard], rows, {"stale": False})
+        finish_step(directory, [shard], rows, StepFacts())
         table = SampleTable(directory)
         batch = prepare(layout, table, np.arange(len(table)))
         logprob_pass(policy, batch)

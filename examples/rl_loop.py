@@ -27,6 +27,7 @@ from grpo_megatron.algorithms.advantages.pipeline import advantages_of, select
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.algorithms.step_terms import step_terms
+from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.loader import ResolvedConfig, write_resolved
@@ -97,8 +98,8 @@ async def train(resolved: ResolvedConfig) -> None:
             scored = await rewards.score(groups)
             # 4. The hand-over: an immutable, checksummed directory.
             directory = run_dir.step_store(step)
-            manifest = {"step": step, "stale": False}
-            record_step(directory, scored, 1, list(weights), manifest, tokenizer.decode)
+            facts = StepFacts(step=step, version=step, domains=list(weights))
+            record_step(directory, scored, 1, facts, tokenizer.decode)
             # 5. to 8. Advantages, loss, gradients, optimizer.
             stats = update(policy, objective, config, SampleTable(directory), step)
             # 9. Publish: the engine samples the next step from these weights.

@@ -9,25 +9,22 @@
 It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
 final name is whole. It carries samples to the trainer, is the crash log, and can be replayed."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
+from grpo_megatron.batching.manifest import ShardEntry, StepFacts, read_manifest, write_manifest
 from grpo_megatron.batching.route_file import RouteFile, write_routes
-from grpo_megatron.errors import DataError, raised_as
-from grpo_megatron.files import empty_directory, replace_directory, write_atomically
+from grpo_megatron.errors import DataError
+from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
 from grpo_megatron.types import Completion, RolloutGroup, SamplingMask
 
-FORMAT = 2
 _ROW_COLUMNS = {
     "shard": np.int32,
     "index": np.int64,
@@ -41,10 +38,9 @@ _ROW_COLUMNS = {
 
 def write_shard(
     path: Path, groups: Sequence[RolloutGroup], route_shape: RouteShape | None = None
-) -> dict[str, Any]:
+) -> ShardEntry:
     """Columns of many groups in one file, durably; a prompt is stored once per group. With
-    `route_shape`, routes are recorded too. Returns the shard's entry of the manifest: `name`,
-    `checksum`, `routes` (fields of RouteShape).
+    `route_shape`, routes are recorded too. Returns the shard's entry of the manifest.
 
     Columns (N samples, Q groups): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
     `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
@@ -75,11 +71,8 @@ def write_shard(
     columns |= _kept_columns(completions)
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape)
-    return {
-        "name": path.name,
-        "checksum": write_columns(path, columns),
-        "routes": asdict(route_shape) if route_shape else None,
-    }
+    checksum = write_columns(path, columns)
+    return ShardEntry(name=path.name, checksum=checksum, routes=route_shape)
 
 
 def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
@@ -126,9 +119,9 @@ def begin_step(directory: Path) -> Path:
 
 def finish_step(
     directory: Path,
-    shards: Sequence[dict],
+    shards: Sequence[ShardEntry],
     rows: Sequence[SampleRow],
-    manifest: dict,
+    facts: StepFacts,
     components: Mapping[str, np.ndarray] | None = None,
     steps: Sequence[tuple[int, int, float]] = (),
     taught: Mapping[str, np.ndarray] | None = None,
@@ -148,13 +141,8 @@ def finish_step(
         columns[f"component/{name}"] = values
     for name, values in (taught or {}).items():
         columns[f"taught/{name}"] = values
-    document = {
-        "format": FORMAT,
-        **manifest,
-        "train_checksum": write_columns(working / "train.safetensors", columns),
-        "shards": list(shards),
-    }
-    write_atomically(working / "manifest.json", json.dumps(document, indent=1))
+    train_checksum = write_columns(working / "train.safetensors", columns)
+    write_manifest(working, facts, train_checksum, list(shards))
     replace_directory(working, directory)
 
 
@@ -165,27 +153,15 @@ class SampleTable:
 
     def __init__(self, directory: Path, *, verify: bool = True):
         self.directory = directory
-        manifest = directory / "manifest.json"
-        with raised_as(DataError, "not a recorded step", (OSError, ValueError), where=manifest):
-            self.manifest = json.loads(manifest.read_text())
-        if self.manifest.get("format") != FORMAT:
-            raise DataError(
-                f"sample store format {self.manifest.get('format')!r}, this version reads {FORMAT}",
-                where=str(directory),
-            )
-        files = {"train.safetensors": self.manifest["train_checksum"]}
-        files |= {s["name"]: s["checksum"] for s in self.manifest["shards"]}
-        for name, checksum in files.items() if verify else ():
-            if not (directory / name).exists() or file_checksum(directory / name) != checksum:
-                raise DataError(
-                    f"{name} is missing or its checksum differs from the manifest",
-                    where=str(directory),
-                    remedy="delete the step; it is sampled anew",
-                )
-        self._shards = [read_columns(directory / s["name"]) for s in self.manifest["shards"]]
+        self.manifest = read_manifest(directory)
+        if verify:
+            _require_checksums(directory, self.manifest.checksums)
+        self._shards: list[dict[str, np.ndarray]] = []
         self._routes: list[RouteFile | None] = []
-        for entry, columns in zip(self.manifest["shards"], self._shards, strict=True):
-            self._routes.append(_route_file(directory, entry, columns))
+        for shard in self.manifest.shards:
+            columns = read_columns(directory / shard.name)
+            self._shards.append(columns)
+            self._routes.append(_route_file(directory, shard, columns))
         train = read_columns(directory / "train.safetensors")
         self.shard = np.array(train["shard"])
         self.index = np.array(train["index"])
@@ -289,14 +265,24 @@ class SampleTable:
         )
 
 
+def _require_checksums(directory: Path, checksums: Mapping[str, str]) -> None:
+    for name, checksum in checksums.items():
+        file = directory / name
+        if not file.exists() or file_checksum(file) != checksum:
+            raise DataError(
+                f"{name} is missing or its checksum differs from the manifest",
+                where=str(directory),
+                remedy="delete the step; it is sampled anew",
+            )
+
+
 def _route_file(
-    directory: Path, shard: Mapping[str, Any], columns: Mapping[str, np.ndarray]
+    directory: Path, shard: ShardEntry, columns: Mapping[str, np.ndarray]
 ) -> RouteFile | None:
-    """The routes of a shard, by its entry of the manifest; None where none were recorded."""
-    if not shard.get("routes"):
+    """The routes of a shard; None where none were recorded."""
+    if shard.routes is None:
         return None
-    path = (directory / shard["name"]).with_suffix(".routes")
-    return RouteFile(path, columns, msgspec.convert(shard["routes"], RouteShape))
+    return RouteFile((directory / shard.name).with_suffix(".routes"), columns, shard.routes)
 
 
 def write_decisions(

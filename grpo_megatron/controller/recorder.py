@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_megatron.batching.manifest import StepFacts, is_recorded
 from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.run import RunConfig
@@ -21,14 +22,13 @@ def record_step(
     directory: Path,
     groups: Sequence[ScoredGroup],
     num_updates: int,
-    domains: Sequence[str],
-    manifest: dict,
+    facts: StepFacts,
     decode: Decode,
     route_shape: RouteShape | None = None,
     taught: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write a step, one shard a replica, in prompt order: equal rollouts give equal files. Each of
-    `num_updates` optimizer steps trains a contiguous, nearly equal part. `domains`: in order."""
+    `num_updates` optimizer steps trains a contiguous, nearly equal part."""
     working = begin_step(directory)
     replicas = sorted({scored.group.replica for scored in groups})
     of_shards: list[list[RolloutGroup]] = [[] for _ in replicas]
@@ -45,7 +45,7 @@ def record_step(
                 group=number,
                 update=number * min(num_updates, len(groups)) // len(groups),
                 reward=float(reward),
-                domain=domains.index(group.prompt.domain),
+                domain=facts.domains.index(group.prompt.domain),
                 truncated=completion.truncated,
             )
             rows.append(row)
@@ -57,7 +57,7 @@ def record_step(
         directory,
         shards,
         rows,
-        {**manifest, "domains": list(domains)},
+        facts,
         _components(groups),
         _steps(groups, decode),
         taught,
@@ -108,7 +108,7 @@ def record_completions(
     groups = [RolloutGroup(prompt, (completion,), 0) for _, prompt, completion in samples]
     rows = [SampleRow(0, i, i, update, 0.0) for i, (update, _, _) in enumerate(samples)]
     shard = write_shard(begin_step(directory) / f"{name}.safetensors", groups)
-    finish_step(directory, [shard], rows, {"stale": False})
+    finish_step(directory, [shard], rows, StepFacts())
 
 
 def starting_steps(config: RunConfig, run_dir: RunDir) -> list[int]:
@@ -136,7 +136,7 @@ def prune_store(store: Path, starts: Sequence[int], keep: int) -> None:
 def drop_disconnected(store: Path, step: int) -> None:
     """Remove recorded steps after a gap that begins at or after `step`: a step in the gap will be
     sampled anew, and what was recorded later came from another policy."""
-    while (store / f"step_{step:06d}" / "manifest.json").exists():
+    while is_recorded(store / f"step_{step:06d}"):
         step += 1
     for recorded, path in _steps_of(store):
         if recorded > step:

@@ -6,14 +6,14 @@
 All that a step trains on is on disk before; what is in the store is never sampled again."""
 
 import asyncio
-import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
 from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.controller.alarms import Alarms
 from grpo_megatron.controller.display import show
@@ -38,7 +38,7 @@ from grpo_megatron.trainer.requests import SaveCheckpoint, Train, TrainReport
 class RecordedStep:
     step: int
     directory: Path
-    manifest: dict[str, Any]  # see `RLLoop._sample`
+    facts: StepFacts
     seconds: dict[str, float] = field(default_factory=dict)
     canary: dict[str, float] = field(default_factory=dict)
     fresh: bool = False  # sampled just now
@@ -118,7 +118,7 @@ class RLLoop:
         if self.config.can_verify_from_samples:
             recorded = await sampling
             living = {replica.index for replica in self.session.publisher.engines.alive}
-            if recorded.fresh and living <= _verified_replicas(recorded.manifest):
+            if recorded.fresh and living <= set(recorded.facts.verified_replicas):
                 return recorded
             return replace(recorded, canary=await self._canary())
         both: list[Any] = await finish_or_cancel([sampling, self._canary()])
@@ -133,10 +133,10 @@ class RLLoop:
 
     async def _sample(self, step: int) -> RecordedStep:
         directory = self.run_dir.step_store(step)
-        if (file := directory / "manifest.json").exists():
-            manifest = json.loads(file.read_text())
-            self.sampler.load_state_dict(manifest["sampler"])  # its draws depended on its answers
-            return RecordedStep(step, directory, manifest)
+        if is_recorded(directory):
+            recorded = read_manifest(directory)
+            self.sampler.load_state_dict(recorded.sampler)  # its draws depended on its answers
+            return RecordedStep(step, directory, recorded)
         config = self.config
         publisher = self.session.publisher
         started = time.perf_counter()
@@ -147,18 +147,19 @@ class RLLoop:
         metrics = sampled.metrics
         rollout_s = sampled.rollout_s
         stale = version < step or len(not_older(groups, step)) < len(groups)
-        manifest = {
-            "kind": "rl",
-            "step": step,
-            "version": version,
-            "stale": stale,
-            "verified_replicas": sorted({g.group.replica for g in groups if not stale}),
-            "sampler": self.sampler.state_dict(),  # after the step's draws
-            "metrics": metrics | by_domain(lambda part: staleness(part, step), groups),
-            "extremes": extremes(step, groups, config.telemetry.samples_per_step),
-        }
-        if config.objective.advantage_std == "batch_raw":
-            manifest["dropped_rewards"] = sampled.dropped_rewards
+        advantages_need_dropped = config.objective.advantage_std == "batch_raw"
+        facts = StepFacts(
+            kind="rl",
+            step=step,
+            version=version,
+            stale=stale,
+            domains=list(self.weights),
+            verified_replicas=sorted({g.group.replica for g in groups if not stale}),
+            sampler=self.sampler.state_dict(),
+            metrics=metrics | by_domain(lambda part: staleness(part, step), groups),
+            extremes=extremes(step, groups, config.telemetry.samples_per_step),
+            dropped_rewards=sampled.dropped_rewards if advantages_need_dropped else {},
+        )
         scored_at = time.perf_counter()
         taught = await self.session.teachers.answers([scored.group for scored in groups])
         written_from = time.perf_counter()
@@ -167,8 +168,7 @@ class RLLoop:
             directory,
             groups,
             config.batch.updates_per_rollout,
-            list(self.weights),
-            manifest,
+            facts,
             self.session.tokenizer.decode,
             recorded_shape(config),
             taught,
@@ -180,14 +180,14 @@ class RLLoop:
         }
         if taught:
             seconds["teachers"] = written_from - scored_at
-        return RecordedStep(step, directory, manifest, seconds, fresh=True)
+        return RecordedStep(step, directory, facts, seconds, fresh=True)
 
     async def train(self, recorded: RecordedStep) -> TrainReport:
         """Take the step's optimizer steps, while engines rest where they have nothing to do.
 
         Raises MismatchError where the samples show that an engine computes something else; the
         step is out of the store then."""
-        if recorded.manifest["metrics"]["sampling/skipped_steps"]:  # no group was kept
+        if recorded.facts.is_skipped:
             return TrainReport(metrics={}, state=self.state.objective, updates=0, tokens=0)
         with self.session.phase("train"):
             config = self.config
@@ -218,13 +218,13 @@ class RLLoop:
     async def finish(self, recorded: RecordedStep, report: TrainReport) -> None:
         """Count the step as done: its metrics, the state, maybe an evaluation and a checkpoint."""
         step = recorded.step
-        manifest = recorded.manifest
+        facts = recorded.facts
         metrics = self._metrics(recorded, report)
         self.state = replace(
             self.state,
             step=step + 1,
             updates=self.state.updates + report.updates,
-            sampler=manifest["sampler"],
+            sampler=facts.sampler,
             seconds=time.monotonic() - self.started,
             objective=report.state,
         )
@@ -240,15 +240,15 @@ class RLLoop:
         record = self.metrics.write(step, metrics)
         self.metrics.write_normalisers(report.normalisers)
         self.mirrors.log(record)
-        write_samples(self.run_dir, step, manifest["extremes"])
-        show("step", metrics=record, samples=manifest["extremes"])
+        write_samples(self.run_dir, step, facts.extremes)
+        show("step", metrics=record, samples=facts.extremes)
         if _is_due(self.config.checkpoint.interval, step):
             await self.checkpoint()
 
     def _metrics(self, recorded: RecordedStep, report: TrainReport) -> dict[str, Any]:
         """What was sampled, trained and measured, and the seconds of its phases."""
-        version = float(recorded.manifest["version"])
-        metrics = {**recorded.manifest["metrics"], **recorded.canary, **report.metrics}
+        version = float(recorded.facts.version)
+        metrics = {**recorded.facts.metrics, **recorded.canary, **report.metrics}
         metrics["policy/version"] = version
         metrics["policy/staleness"] = recorded.step - version
 
@@ -277,11 +277,6 @@ class RLLoop:
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
         starts = starting_steps(self.config, self.run_dir)
         prune_store(self.run_dir.store, starts, self.config.checkpoint.keep_steps)
-
-
-def _verified_replicas(manifest: Mapping[str, Any]) -> set[int]:
-    """Engines of which the step's samples can show what they compute; "proven" in older steps."""
-    return set(manifest.get("verified_replicas", manifest.get("proven", ())))
 
 
 def _is_due(every: int, step: int) -> bool:

@@ -1,7 +1,6 @@
 """A trainer without engines, at any layout, on what a run recorded: for `replay`, `mismatch`."""
 
 import asyncio
-import json
 import math
 import shutil
 from collections.abc import AsyncIterator, Sequence
@@ -9,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grpo_megatron.batching.manifest import read_manifest
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.loader import read_resolved, write_resolved
 from grpo_megatron.config.run import RunConfig
@@ -104,10 +104,9 @@ class OfflineTrainer:
         start = max(known for known in starts if known <= step)
         state = await self._start_at(start)
         for earlier in range(start, step):
-            manifest = json.loads((self.store(earlier) / "manifest.json").read_text())
             updates = state.updates
             objective = state.objective
-            if not manifest["metrics"]["sampling/skipped_steps"]:
+            if not read_manifest(self.store(earlier)).is_skipped:
                 report = await self.train_again(earlier, state)
                 updates = updates + report.updates
                 objective = report.state

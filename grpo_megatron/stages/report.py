@@ -129,7 +129,7 @@ def _recorded(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
         advantages = advantages_of(objective_of(config, {}), batch)
         tokens = advantages.values if advantages.per_token else batch.spread(advantages.values)
         rows = [(table.group == group).nonzero()[0] for group in np.unique(table.group)]
-        for sample in (s for s in table.manifest["extremes"] if "index" in s):
+        for sample in (s for s in table.manifest.extremes if "index" in s):
             row = rows[sample["group"]][sample["index"]]
             ids = table.completion(row)[0][:SHOWN_TOKENS].tolist()
             texts = [decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
@@ -138,7 +138,7 @@ def _recorded(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
             samples.append({**sample, "tokens": [*zip(ids, pieces, own, strict=True)]})
         found.append(
             {
-                "step": table.manifest["step"],
+                "step": table.manifest.step,
                 "lacks": sorted(lacks),
                 "samples": samples,
                 "groups": [(int(table.domain[row[0]]), table.reward[row].tolist()) for row in rows],

@@ -143,7 +143,7 @@ class TrainerService:
                 self.teachers,
             )
         interval = self.config.objective.reference_interval
-        if interval and self.references.wanted and (table.manifest["step"] + 1) % interval == 0:
+        if interval and self.references.wanted and (table.manifest.step + 1) % interval == 0:
             self.references.refresh(self.policy)
         report.metrics["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
         return report

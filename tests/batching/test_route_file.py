@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.batching import route_file
+from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import (
     SampleRow,
     SampleTable,
@@ -64,7 +65,7 @@ def write(directory: Path, groups: list[RolloutGroup], shape: RouteShape = SHAPE
     shard = write_shard(begin_step(directory) / "rollout-0.safetensors", groups, shape)
     numbers = [g for g, group in enumerate(groups) for _ in group.completions]
     rows = [SampleRow(0, i, g, 0, 0.0) for i, g in enumerate(numbers)]
-    finish_step(directory, [shard], rows, {"step": 0})
+    finish_step(directory, [shard], rows, StepFacts())
     return SampleTable(directory)
 
 
@@ -117,7 +118,9 @@ def test_long_samples_cost_one_byte_a_choice(tmp_path):
         begin_step(tmp_path / "without") / "rollout-0.safetensors",
         [RolloutGroup(Prompt("p", "d", "", (7,) * 3, ""), bare, 0)],
     )
-    finish_step(tmp_path / "without", [shard], [SampleRow(0, i, 0, 0, 0.0) for i in range(4)], {})
+    finish_step(
+        tmp_path / "without", [shard], [SampleRow(0, i, 0, 0, 0.0) for i in range(4)], StepFacts()
+    )
 
     def size(directory: Path) -> int:
         return sum(f.stat().st_size for f in directory.iterdir())

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.batching.columns import read_columns, write_columns
+from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import (
     SampleRow,
     SampleTable,
@@ -72,7 +73,7 @@ def write(directory, lengths: list[list[list[int]]]):
             groups.append(group)
         shards.append(write_shard(working / f"rollout-{shard}.safetensors", mine))
     rows.reverse()
-    finish_step(directory, shards, [row for row, _, _ in rows], {"step": 7})
+    finish_step(directory, shards, [row for row, _, _ in rows], StepFacts(step=7))
     return rows
 
 
@@ -89,7 +90,7 @@ def write(directory, lengths: list[list[list[int]]]):
 def test_round_trip(tmp_path, lengths):
     written = write(tmp_path / "step_000007", lengths)
     table = SampleTable(tmp_path / "step_000007")
-    assert len(table) == len(written) and table.manifest["step"] == 7
+    assert len(table) == len(written) and table.manifest.step == 7
     for i, (row, prompt, completion) in enumerate(written):
         ids, logprobs = table.completion(i)
         np.testing.assert_array_equal(ids, completion.token_ids)
@@ -123,7 +124,7 @@ def test_kept_sets_of_truncated_sampling(tmp_path):
             groups.append(RolloutGroup(Prompt("p", "d", "", (1,), ""), (completion,), 0))
         shards.append(write_shard(working / f"rollout-{shard}.safetensors", groups))
     rows = [SampleRow(shard, i, 0, 0, 0.0) for shard, i in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
-    finish_step(tmp_path / "step_000001", shards, rows, {})
+    finish_step(tmp_path / "step_000001", shards, rows, StepFacts())
     table = SampleTable(tmp_path / "step_000001")
     for row, kept in enumerate(written):
         found = table.kept(row)

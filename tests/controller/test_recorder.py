@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.controller.recorder import record_step, starting_steps, token_at
 from grpo_megatron.rundir import RunDir
@@ -42,7 +43,7 @@ def completion(*ids):
 
 
 def record(directory, groups, num_updates=1) -> SampleTable:
-    record_step(directory, groups, num_updates, ["d"], {"stale": False}, decode)
+    record_step(directory, groups, num_updates, StepFacts(domains=["d"]), decode)
     return SampleTable(directory)
 
 

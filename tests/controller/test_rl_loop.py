@@ -24,7 +24,7 @@ def test_the_default_trains_every_group_of_one_round(tmp_path):
     loop.run()
     assert loop.sampled == [(step, 4) for step in range(6)]
     for record, (_, table) in zip(loop.metrics(), loop.trained, strict=True):
-        assert len(table) == 16 and not table.manifest["stale"]
+        assert len(table) == 16 and not table.manifest.stale
         assert record["sampling/rounds"] == record["sampling/acceptance_rate"] == 1
         assert record["sampling/surplus"] == record["sampling/skipped_steps"] == 0
         assert not any("@" in name or name.startswith("curriculum") for name in record)
@@ -132,8 +132,8 @@ def test_surplus_is_trained_next_with_its_own_version(tmp_path):
     assert [r["sampling/surplus"] for r in records] == [4, 0, 0]
     assert loop.sampled == [(0, 8), (2, 4)]  # step 1 lives on what step 0 left
     (_, first), (_, second), (_, third) = loop.trained
-    assert not first.manifest["stale"] and second.manifest["stale"]
-    assert not third.manifest["stale"]
+    assert not first.manifest.stale and second.manifest.stale
+    assert not third.manifest.stale
     assert {int(second.versions(row)[0]) for row in range(len(second))} == {0}
     assert [r["sampling/stale_dropped"] for r in records] == [0, 0, 0]
 
@@ -154,7 +154,7 @@ def test_surplus_that_would_be_too_old_is_dropped_and_counted(tmp_path):
     )
     loop.run(RunStateWith(acceptance=0.5))
     assert [r["sampling/stale_dropped"] for r in loop.metrics()] == [4, 0]
-    assert not loop.trained[1][1].manifest["stale"]
+    assert not loop.trained[1][1].manifest.stale
 
 
 @pytest.mark.parametrize("surplus", [0, 1])
@@ -170,7 +170,7 @@ def test_rollouts_one_step_ahead_keep_the_cap(tmp_path, surplus):
         for step, (_, t) in enumerate(loop.trained)
     ]
     assert len(loop.trained) == 6 and max(oldest) == 1 + surplus
-    assert all(t.manifest["stale"] for _, t in loop.trained[1:])
+    assert all(t.manifest.stale for _, t in loop.trained[1:])
 
 
 AHEAD = {"batch": {"num_prompts": 4, "num_samples_per_prompt": 4, "max_staleness": 1}}
@@ -182,7 +182,7 @@ def test_the_next_samples_are_asked_for_before_their_weights_have_come(tmp_path)
     loop.run()
     assert loop.asked == [(0, 0)] + [(step, step - 1) for step in range(1, 6)]
     for step, (_, table) in enumerate(loop.trained):
-        assert not table.manifest["stale"] and table.manifest["version"] == step
+        assert not table.manifest.stale and table.manifest.version == step
         assert {int(table.versions(row)[0]) for row in range(len(table))} == {step}
 
 

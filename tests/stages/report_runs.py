@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.config.loader import ResolvedConfig, write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.controller.group_filter import GroupFilter, by_domain, rollout_metrics
@@ -80,8 +81,12 @@ def write_run(
                     run_dir.step_store(step),
                     groups,
                     1,
-                    [d.name for d in config.domains],
-                    {"kind": "rl", "step": step, "stale": False, "extremes": chosen},
+                    StepFacts(
+                        kind="rl",
+                        step=step,
+                        domains=[d.name for d in config.domains],
+                        extremes=chosen,
+                    ),
                     tokenizer.decode,
                 )
     append_event(run_dir.events, "resumed", step=1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
 from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.routing.shape import RouteShape
@@ -145,5 +146,5 @@ def write_samples(
     ]
     components = {"first": rng.normal(size=len(rows)), "second": rng.normal(size=len(rows))}
     shard = write_shard(working / "rollout-0.safetensors", groups, shape)
-    finish_step(directory, [shard], rows, {"stale": stale, "step": 0}, components, steps, taught)
+    finish_step(directory, [shard], rows, StepFacts(stale=stale), components, steps, taught)
     return str(directory)

@@ -34,14 +34,14 @@ def disagreement(config: RunConfig, table: SampleTable, stats: Stats) -> str:
     found = stats.result()
     tolerance = config.canary_tolerance
     problems = []
-    for number, shard in enumerate(table.manifest["shards"]):
+    for number, shard in enumerate(table.manifest.shards):
         name = f"canary/of_{number}"
         mean = found.get(name, 0.0)
         total = stats.means.pop(name, None)
         stats.units.pop(name, None)
         if mean <= tolerance:
             continue
-        engine = shard["name"].partition(".")[0]
+        engine = shard.name.partition(".")[0]
         assert total is not None  # found has it
         num_tokens = int(total[1])
         largest = float(stats.maxima["canary/abs_max"])

@@ -23,9 +23,10 @@ def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
 def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
     """Rewards and lengths of a recorded step, without token columns."""
     names = [d.name for d in config.domains]
-    if table.manifest.get("domains", names) != names:
+    recorded = table.manifest.domains
+    if recorded and recorded != names:
         raise DataError(
-            f"the step has the domains {table.manifest['domains']}, the recipe {names}",
+            f"the step has the domains {recorded}, the recipe {names}",
             where=str(table.directory),
         )
     weights = [{r.component: r.weight for r in d.rewards} for d in config.domains]
@@ -51,7 +52,7 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
 
 def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | None:
     """What the sampler did not keep; None where nothing was dropped, or nobody asked."""
-    by_domain = table.manifest.get("dropped_rewards", {})
+    by_domain = table.manifest.dropped_rewards
     if not by_domain:
         return None
     rewards = []

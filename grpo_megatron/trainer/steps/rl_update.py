@@ -137,7 +137,7 @@ class Training:
 
     def _run_passes(self) -> None:
         """Old log-probs, unless the first loss pass has them; reference ones, if they weigh."""
-        on_policy = len(self.updates) == 1 and not self.table.manifest["stale"]
+        on_policy = len(self.updates) == 1 and not self.table.manifest.stale
         advantages_need_it = bool(self.needs & {"old_logprobs", "entropies"})
         if advantages_need_it or self.source.needs_old_pass or not on_policy:
             for update in self.updates:
@@ -186,7 +186,7 @@ class Training:
     def _shuffled(self, advantages: Advantages) -> Advantages:
         """The negative control: every sample gets another one's advantage."""
         order = list(range(len(advantages.values)))
-        seed = f"{self.config.seed}/{self.table.manifest.get('step')}"
+        seed = f"{self.config.seed}/{self.table.manifest.step}"
         random.Random(seed).shuffle(order)
         return replace(advantages, values=advantages.values[order])
 
@@ -210,7 +210,7 @@ class Training:
     def _train(self, update: optimizer_step.Update, terms: StepTerms) -> Stats:
         """Take one optimizer step."""
         routing = self.source.training_pass(update, terms)
-        sampled_by_these_weights = not self.table.manifest["stale"]
+        sampled_by_these_weights = not self.table.manifest.stale
         loss = PolicyGradientLoss(
             self.config,
             self.objective,
@@ -232,7 +232,7 @@ class Training:
         problem = logprob_check.disagreement(self.config, self.table, stats)
         if problem and self.exact:
             raise MismatchError(
-                f"in step {self.table.manifest['step']}, {problem}",
+                f"in step {self.table.manifest.step}, {problem}",
                 where="publish.canary_tolerance",
                 remedy=logprob_check.REMEDY,
             )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_megatron.algorithms.stats import Stats
+from grpo_megatron.batching.manifest import ShardEntry
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.checks import logprob_check
 from tests.controller.cases import recipe
@@ -19,7 +20,9 @@ SHARDS = np.array([0, 3, 1, 2, 1, 3])
 TABLE = SimpleNamespace(
     shard=SHARDS,
     completion_lengths=LENGTHS,
-    manifest={"shards": [{"name": f"rollout-{i}.safetensors"} for i in range(4)]},
+    manifest=SimpleNamespace(
+        shards=[ShardEntry(name=f"rollout-{i}.safetensors", checksum="") for i in range(4)]
+    ),
 )
 EXACT = {"trainer": {"precision": "float32"}, "rollout": {"dtype": "float32"}}
 

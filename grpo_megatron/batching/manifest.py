@@ -1,0 +1,107 @@
+"""`manifest.json` of a recorded step: what is known of it beside its columns."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from grpo_megatron.errors import DataError, raised_as
+from grpo_megatron.files import write_atomically
+from grpo_megatron.routing.shape import RouteShape
+
+FORMAT = 2
+MANIFEST_FILE = "manifest.json"
+
+
+class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the controller knows of a step when it has sampled it.
+
+    The defaults are those of completions that are recorded for a check or a cold start."""
+
+    kind: str = "completions"
+    """`rl` for a step of the RL loop."""
+    step: int = 0
+    """Counts from 0."""
+    version: int = 0
+    """Of the weights that were published when the step was asked for."""
+    stale: bool = False
+    """Whether any of it was sampled by older weights than those that it trains."""
+    domains: list[str] = []
+    """Names, in the order of the column `domain`."""
+    verified_replicas: list[int] = []
+    """Engines of which the samples can show what they compute."""
+    sampler: dict[str, Any] = {}
+    """State of the prompt sampler after the step's draws."""
+    metrics: dict[str, float] = {}
+    """Of sampling and rewards, by name."""
+    extremes: list[Mapping[str, Any]] = []
+    """Samples to be shown (see `telemetry.samples`)."""
+    dropped_rewards: dict[str, list[float]] = {}
+    """Rewards of samples that are not trained, by domain, where advantages need them."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether no group was kept, so that there is nothing to train."""
+        return self.metrics["sampling/skipped_steps"] > 0
+
+
+class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of tokens."""
+
+    name: str
+    checksum: str
+    routes: RouteShape | None = None
+    """Of the routes in the file beside it, where they were recorded."""
+
+
+class Manifest(StepFacts, frozen=True, kw_only=True):
+    """The whole of `manifest.json`."""
+
+    format: int
+    """Version of the layout of the directory."""
+    train_checksum: str
+    shards: list[ShardEntry]
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """By file name."""
+        found = {"train.safetensors": self.train_checksum}
+        for shard in self.shards:
+            found[shard.name] = shard.checksum
+        return found
+
+
+def write_manifest(
+    directory: Path, facts: StepFacts, train_checksum: str, shards: list[ShardEntry]
+) -> None:
+    """Write the manifest of a step whose files are complete."""
+    known = msgspec.structs.asdict(facts)
+    manifest = Manifest(**known, format=FORMAT, train_checksum=train_checksum, shards=shards)
+    # not msgspec's own JSON, which has no word for not-a-number
+    text = json.dumps(msgspec.to_builtins(manifest), indent=1)
+    write_atomically(directory / MANIFEST_FILE, text)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read what `write_manifest` wrote.
+
+    Raises DataError: it is not there, is damaged, or belongs to another version."""
+    file = directory / MANIFEST_FILE
+    with raised_as(DataError, "not a recorded step", (OSError, ValueError), where=file):
+        values = json.loads(file.read_text())
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise DataError(
+            f"sample store format {found!r}, this version reads {FORMAT}",
+            where=str(directory),
+            remedy="read it with the version that wrote it, or delete the step",
+        )
+    with raised_as(DataError, "not a recorded step", (msgspec.ValidationError,), where=file):
+        return msgspec.convert(values, Manifest)
+
+
+def is_recorded(directory: Path) -> bool:
+    """Whether the step is there; it gets its name when it is whole."""
+    return (directory / MANIFEST_FILE).exists()

@@ -1,0 +1,93 @@
+"""What is written of a step is read again; what is no manifest is refused with its place."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import msgspec
+import pytest
+
+from grpo_megatron.batching.manifest import (
+    FORMAT,
+    MANIFEST_FILE,
+    Manifest,
+    ShardEntry,
+    StepFacts,
+    is_recorded,
+    read_manifest,
+    write_manifest,
+)
+from grpo_megatron.errors import DataError
+from grpo_megatron.routing.shape import RouteShape
+
+FACTS = StepFacts(
+    kind="rl",
+    step=7,
+    version=6,
+    stale=True,
+    domains=["math", "code"],
+    verified_replicas=[0, 2],
+    sampler={"order": {"math": [3, 1]}, "epoch": 1},
+    metrics={"reward/mean": math.nan, "sampling/skipped_steps": 0.0},
+    extremes=[{"rank": "best", "reward": 1.0, "group": 3, "index": 0}],
+    dropped_rewards={"math": [0.0, math.nan]},
+)
+SHARDS = [
+    ShardEntry(name="rollout-0.safetensors", checksum="ab"),
+    ShardEntry(
+        name="rollout-2.safetensors",
+        checksum="cd",
+        routes=RouteShape(layers=(1, 3), num_experts=300, experts_per_token=8),
+    ),
+]
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    assert not is_recorded(tmp_path)
+    write_manifest(tmp_path, FACTS, "ef", SHARDS)
+    assert is_recorded(tmp_path)
+    found = read_manifest(tmp_path)
+    expected = Manifest(
+        **msgspec.structs.asdict(FACTS), format=FORMAT, train_checksum="ef", shards=SHARDS
+    )
+    assert repr(found) == repr(expected)  # not-a-number equals nothing
+    assert found.checksums == {
+        "train.safetensors": "ef",
+        "rollout-0.safetensors": "ab",
+        "rollout-2.safetensors": "cd",
+    }
+
+
+@pytest.mark.parametrize(("skipped", "expected"), [(0.0, False), (1.0, True), (3.0, True)])
+def test_a_step_without_a_group_is_skipped(skipped, expected):
+    assert StepFacts(metrics={"sampling/skipped_steps": skipped}).is_skipped is expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda text: text[:-9], "not a recorded step"),
+        (lambda text: "[]", "sample store format None"),
+        (lambda text: text.replace(f'"format": {FORMAT}', '"format": 99'), "format 99, this"),
+        (lambda text: text.replace('"step": 7', '"step": "7th"'), r"`\$\.step`"),
+        (lambda text: text.replace('"name": "rollout-2', '"file": "rollout-2'), r"\$\.shards\[1\]"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path, damage, expected):
+    write_manifest(tmp_path, FACTS, "ef", SHARDS)
+    file = tmp_path / MANIFEST_FILE
+    file.write_text(damage(file.read_text()))
+    with pytest.raises(DataError, match=expected) as caught:
+        read_manifest(tmp_path)
+    assert str(tmp_path) in str(caught.value.where)
+
+
+def test_fields_of_another_version_are_passed_over(tmp_path):
+    """An older step names its verified replicas otherwise: a resume checks its engines anew."""
+    write_manifest(tmp_path, FACTS, "ef", SHARDS)
+    file = tmp_path / MANIFEST_FILE
+    values = json.loads(file.read_text())
+    values["proven"] = values.pop("verified_replicas")
+    file.write_text(json.dumps(values))
+    assert read_manifest(tmp_path).verified_replicas == []
