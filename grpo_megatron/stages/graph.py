@@ -23,6 +23,9 @@ from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rundir import RunDir
 
+_OUTPUTS = {"rejection_sample": "a data set", "eval": "only numbers"}
+"""By kind of stage; every other one gives a checkpoint."""
+
 
 class Stage(Strict):
     recipe: str | None = None
@@ -36,7 +39,9 @@ class Stage(Strict):
     @property
     def parts(self) -> dict[str, float]:
         """Stages whose checkpoints are averaged, with their weights; empty for a recipe."""
-        return {self.export: 1.0} if self.export else self.merge
+        if self.export:
+            return {self.export: 1.0}
+        return self.merge
 
     @property
     def sources(self) -> list[str]:
@@ -79,19 +84,21 @@ class Graph:
         except graphlib.CycleError as error:
             raise ConfigError(
                 "stages wait for each other: " + " <- ".join(error.args[1]),
-                where=(self.file.display),
+                where=self.file.display,
                 remedy="take one of these inputs away",
             ) from None
 
     def levels(self) -> list[list[str]]:
         """Stages that may run at the same time, level by level."""
-        depth: dict[str, int] = {}
+        levels: list[list[str]] = []
+        level_of: dict[str, int] = {}
         for name in self.order:
-            depth[name] = 1 + max((depth[p] for p in self.table.stages[name].parents), default=-1)
-        return [
-            [name for name in self.order if depth[name] == level]
-            for level in range(max(depth.values()) + 1)
-        ]
+            after = [level_of[parent] for parent in self.table.stages[name].parents]
+            level_of[name] = max(after, default=-1) + 1
+            if level_of[name] == len(levels):
+                levels.append([])
+            levels[level_of[name]].append(name)
+        return levels
 
     def run_dir(self, name: str) -> RunDir:
         return RunDir(self.root / name)
@@ -108,23 +115,28 @@ class Graph:
 
     def kind(self, name: str) -> str:
         stage = self.table.stages[name]
-        if stage.recipe is None:
-            return "export" if stage.export else "merge"
-        return self._config(name).kind
+        if stage.recipe is not None:
+            return self._config(name).kind
+        if stage.export:
+            return "export"
+        return "merge"
 
     def gates(self, name: str) -> tuple[str, ...]:
         """The stage's own gates, or else those of its recipe; in its own, the stages to compare
         with are absolute paths of run directories."""
         stage = self.table.stages[name]
-        return self._config(name).gates if stage.recipe else self._below(stage.gates)
+        if stage.recipe:
+            return self._config(name).gates
+        return self._below(stage.gates)
 
     def _below(self, gates: Sequence[str]) -> tuple[str, ...]:
         return tuple(parse_gate(text).below(self.root.absolute()).text for text in gates)
 
     def output(self, name: str) -> Path:
         run_dir = self.run_dir(name)
-        is_dataset = self.kind(name) == "rejection_sample"
-        return (run_dir.dataset if is_dataset else run_dir.export).absolute()
+        if self.kind(name) == "rejection_sample":
+            return run_dir.dataset.absolute()
+        return run_dir.export.absolute()
 
     def resolve(self, name: str) -> ResolvedConfig:
         """The configuration of a recipe's stage, validated as far as it can be now: where the
@@ -145,7 +157,9 @@ class Graph:
     def _recipe(self, stage: Stage) -> str:
         assert stage.recipe is not None  # a merge has none, and is no run
         beside = self.file.path.parent / stage.recipe
-        return str(beside if beside.is_file() else find_recipe(stage.recipe))
+        if beside.is_file():
+            return str(beside)
+        return str(find_recipe(stage.recipe))
 
     def _overrides(self, name: str) -> list[str]:
         stage = self.table.stages[name]
@@ -188,8 +202,10 @@ def load_graph(path: str | Path) -> Graph:
         _check_stage(graph, name, stage)
     for name in graph.order:
         stage = graph.table.stages[name]
-        for key, parent in [*stage.inputs.items(), *(("model.path", p) for p in stage.parts)]:
+        for key, parent in stage.inputs.items():
             _check_type(graph, name, key, parent)
+        for part in stage.parts:
+            _check_type(graph, name, "model.path", part)
         if stage.recipe is not None:
             graph.resolve(name)
     return graph
@@ -198,18 +214,22 @@ def load_graph(path: str | Path) -> Graph:
 def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
     where = graph.file.where(("stages", name))
     known = list(graph.table.stages)
-    if [bool(stage.recipe), bool(stage.merge), bool(stage.export)].count(True) != 1:
+    made_by = [bool(stage.recipe), bool(stage.merge), bool(stage.export)]
+    if made_by.count(True) != 1:
         raise ConfigError(
             f"stage {name} needs exactly one of recipe, merge and export",
             where=where,
             remedy="take the others away",
         )
-    others = ("dtype",) if stage.recipe else ("settings", "inputs")
-    if stray := [field for field in others if getattr(stage, field)]:
+    others = ["settings", "inputs"]
+    if stage.recipe:
+        others = ["dtype"]
+    stray = [field for field in others if getattr(stage, field)]
+    if stray:
         raise ConfigError(
             f"stage {name} takes no {stray[0]}",
             where=where,
-            remedy=("dtype goes with export or merge, settings and inputs with recipe"),
+            remedy="dtype goes with export or merge, settings and inputs with recipe",
         )
     for parent in stage.parents:
         if parent not in known:
@@ -223,17 +243,18 @@ def _check_stage(graph: Graph, name: str, stage: Stage) -> None:
 
 
 def _check_type(graph: Graph, name: str, key: str, parent: str) -> None:
-    is_path = key.startswith("domains") and key.endswith(".path")
     kind = graph.kind(parent)
-    wants = "a data set" if is_path else "a checkpoint"
-    gives = {"rejection_sample": "a data set", "eval": "only numbers"}.get(kind, "a checkpoint")
-    if wants != gives:
-        raise ConfigError(
-            f"{key} of stage {name} takes {wants}; stage {parent} ({kind}) gives {gives}",
-            where=graph.file.where(("stages", name)),
-            remedy=(
-                "name another stage"
-                if is_path or kind == "eval"
-                else "a data set goes to domains.N.path"
-            ),
-        )
+    gives = _OUTPUTS.get(kind, "a checkpoint")
+    wants = "a checkpoint"
+    if key.startswith("domains") and key.endswith(".path"):
+        wants = "a data set"
+    if wants == gives:
+        return
+    remedy = "name another stage"
+    if gives == "a data set":
+        remedy = "a data set goes to domains.N.path"
+    raise ConfigError(
+        f"{key} of stage {name} takes {wants}; stage {parent} ({kind}) gives {gives}",
+        where=graph.file.where(("stages", name)),
+        remedy=remedy,
+    )

@@ -33,13 +33,18 @@ class Records:
 
     def state(self, name: str) -> State:
         graph = self.graph
-        if any(self.state(parent) is not State.DONE for parent in graph.table.stages[name].parents):
+        if self.unfinished_parents(name):
             return State.WAITING
         if not self.is_unchanged(name):
             return State.READY
         if not graph.run_dir(name).result.exists():
             return State.PARTIAL
         return State.GATED if self.closed_gates(name) else State.DONE
+
+    def unfinished_parents(self, name: str) -> list[str]:
+        """Stages that it waits for and that are not done."""
+        parents = self.graph.table.stages[name].parents
+        return [parent for parent in parents if self.state(parent) is not State.DONE]
 
     def is_unchanged(self, name: str) -> bool:
         """Whether the stage was begun with what it would begin with now."""
@@ -58,11 +63,16 @@ class Records:
 
     def closed_gates(self, name: str) -> list[str]:
         """Gates that a stage misses, with what was seen; none before its end."""
-        return [
-            f"{gate.text} (seen: {seen})"
-            for gate in map(parse_gate, self.graph.gates(name))
-            if (result := self.result(name)) and (seen := gate.check(result)) is not None
-        ]
+        result = self.result(name)
+        if not result:
+            return []
+        closed = []
+        for text in self.graph.gates(name):
+            gate = parse_gate(text)
+            seen = gate.check(result)
+            if seen is not None:
+                closed.append(f"{gate.text} (seen: {seen})")
+        return closed
 
     def fingerprint(self, name: str) -> str:
         """Of a stage's settings, files and code, and of what it builds on; its gates may change."""
@@ -86,7 +96,8 @@ class Records:
                 str(path): _stamp(path) for path in config.input_paths if path not in made
             }
         text = json.dumps(known, sort_keys=True).encode()
-        return self._fingerprints.setdefault(name, hashlib.sha256(text).hexdigest())
+        self._fingerprints[name] = hashlib.sha256(text).hexdigest()
+        return self._fingerprints[name]
 
 
 @cache
@@ -101,5 +112,10 @@ def _code() -> str:
 
 def _stamp(path: Path) -> list[Any]:
     """Names, sizes and times of a file or of a checkpoint's files: 1 TB is not read for this."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
+    if path.is_dir():
+        files = sorted(path.iterdir())
+    elif path.exists():
+        files = [path]
+    else:
+        files = []
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

@@ -53,9 +53,7 @@ def _run_stages(
             say(f"{name}: done and unchanged")
             continue
         if state is State.WAITING:
-            parents = graph.table.stages[name].parents
-            missing = [parent for parent in parents if records.state(parent) is not State.DONE]
-            say(f"{name}: not run, because of {', '.join(missing)}")
+            say(_not_run_because_of(name, records.unfinished_parents(name)))
             first_failure = first_failure or ConfigError.exit_code
             continue
         say(f"{name}: {graph.kind(name)}")
@@ -67,9 +65,13 @@ def _run_stages(
             return code
         if code:
             first_failure = first_failure or code
-            gates = "".join(f"; {gate}" for gate in records.closed_gates(name))
-            say(f"{name}: failed with exit code {code}{gates}")
+            reasons = [f"failed with exit code {code}", *records.closed_gates(name)]
+            say(f"{name}: " + "; ".join(reasons))
     return first_failure
+
+
+def _not_run_because_of(name: str, stages: Sequence[str]) -> str:
+    return f"{name}: not run, because of {', '.join(stages)}"
 
 
 def _run_stage(
@@ -113,7 +115,8 @@ def submit_graph(
     RewardError, before any job, where `check_rewards` and a stage's rewards cannot be called."""
     records = Records(graph)
     jobs: dict[str, str] = {}
-    closed: set[str] = set()
+    stopped: set[str] = set()
+    """Stages with a closed gate, and what builds on them."""
     slurm.render_job(graph.root, site, (1, 0, 0))  # a wrong site must not cost earlier results
     if check_rewards:
         _refuse_unbound_rewards(graph, records)
@@ -124,16 +127,14 @@ def submit_graph(
             if state is State.DONE:
                 say(f"{name}: done and unchanged")
                 continue
-            blocked = closed.intersection(parents)
-            if state is State.GATED or blocked:
-                closed.add(name)
-                say(
-                    f"{name}: "
-                    + "; ".join(
-                        records.closed_gates(name)
-                        or [f"not run, because of {', '.join(sorted(blocked))}"]
-                    )
-                )
+            if state is State.GATED:
+                stopped.add(name)
+                say(f"{name}: " + "; ".join(records.closed_gates(name)))
+                continue
+            blocking = stopped.intersection(parents)
+            if blocking:
+                stopped.add(name)
+                say(_not_run_because_of(name, sorted(blocking)))
                 continue
             after = [jobs[parent] for parent in parents if parent in jobs]
             try:
@@ -142,41 +143,41 @@ def submit_graph(
                 for job in jobs.values():
                     slurm.slurm("scancel", job)
                 raise
-            say(f"{name}: job {jobs[name]}" + (f" after {', '.join(after)}" if after else ""))
+            told = f"{name}: job {jobs[name]}"
+            if after:
+                told += f" after {', '.join(after)}"
+            say(told)
     return jobs
 
 
 def _refuse_unbound_rewards(graph: Graph, records: Records) -> None:
     for name in graph.order:
-        has_rewards = graph.table.stages[name].recipe is not None
-        if has_rewards and records.state(name) is not State.DONE:
-            try:
-                refuse_unbound_rewards(graph.resolve(name).config, remedy=SKIP_REMEDY)
-            except RewardError as error:
-                error.where = f"stage {name}, {error.where}"
-                raise
+        is_merge = graph.table.stages[name].recipe is None
+        if is_merge or records.state(name) is State.DONE:
+            continue
+        try:
+            refuse_unbound_rewards(graph.resolve(name).config, remedy=SKIP_REMEDY)
+        except RewardError as error:
+            error.where = f"stage {name}, {error.where}"
+            raise
 
 
 def _submit(graph: Graph, records: Records, name: str, site: str, after: list[str]) -> str:
     run_dir = graph.run_dir(name)
     stage = graph.table.stages[name]
     slurm.refuse_active(run_dir)
-    if not (goes_on := records.is_unchanged(name) and run_dir.config.exists()):
+    goes_on = records.is_unchanged(name) and run_dir.config.exists()
+    if not goes_on:
         shutil.rmtree(run_dir.root, ignore_errors=True)
     records.begin(name)
-    if stage.recipe is not None and not goes_on:
+    if goes_on:
+        script = slurm.render(graph.resolve(name), site)
+    elif stage.recipe is not None:
         return slurm.submit(graph.resolve(name), site, after)
-    for folder in (run_dir.slurm, run_dir.root / "logs"):
+    else:
+        merge = ["stages", "run", str(graph.file.path.resolve()), "--only", name]
+        script = slurm.render_job(run_dir.root, site, (1, 0, 0), merge)
+    for folder in (run_dir.slurm, run_dir.logs):
         folder.mkdir(parents=True, exist_ok=True)
-    script = (
-        slurm.render(graph.resolve(name), site)
-        if goes_on
-        else slurm.render_job(
-            run_dir.root,
-            site,
-            (1, 0, 0),
-            ["stages", "run", str(graph.file.path.resolve()), "--only", name],
-        )
-    )
     write_atomically(run_dir.slurm / "train.sbatch", script)
     return slurm.submit_again(run_dir, after)

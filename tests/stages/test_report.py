@@ -70,7 +70,7 @@ def test_metrics_are_columns(tmp_path):
 
 
 def test_long_runs_are_thinned_but_keep_the_last_step_and_evaluations(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_megatron.stages.report.CURVE_POINTS", 4)
+    monkeypatch.setattr("grpo_megatron.stages.run_report.CURVE_POINTS", 4)
     run_dir = write_run(tmp_path / "run", 9)
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     lines[3]["evaluation/accuracy"] = 0.5
@@ -124,7 +124,8 @@ def test_the_last_token_of_a_character_shows_it(tmp_path, monkeypatch):
         return ("é" * len(ids)).encode()[: len(ids)].decode(errors="replace")
 
     monkeypatch.setattr(
-        "grpo_megatron.stages.report.load_tokenizer", lambda path: SimpleNamespace(decode=decode)
+        "grpo_megatron.stages.run_report.load_tokenizer",
+        lambda path: SimpleNamespace(decode=decode),
     )
     for step in report_of(tmp_path / "run", num_steps=2)["recorded"]:
         for sample in step["samples"]:

@@ -1,0 +1,157 @@
+"""What the report shows of one run: what it wrote, and what follows from its recorded steps."""
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithms.advantages.pipeline import advantages_of, needed_columns
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.config.loader import read_resolved
+from grpo_megatron.config.objective import ObjectiveConfig
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.errors import GrpoMegatronError
+from grpo_megatron.plan.memory import plan_of
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import read_events
+from grpo_megatron.telemetry.metrics import read_metrics
+from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
+
+CURVE_POINTS = 1000
+NEWEST_STEPS = 3
+SHOWN_TOKENS = 512
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def report_run(run_dir: RunDir) -> dict[str, Any]:
+    """Everything that the page shows of a run, as JSON values; `notes` says what could not be
+    computed."""
+    config = read_resolved(run_dir.config).config
+    steps = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    every = len(steps) // CURVE_POINTS + 1
+    found: dict[str, Any] = {
+        "name": run_dir.root.resolve().name,
+        "config": config.model_dump(mode="json"),
+        "result": json.loads(run_dir.result.read_text()) if run_dir.result.exists() else {},
+        "events": [event["kind"] for event in read_events(run_dir.events)],
+        "metrics": _curves(_thinned(steps, every)),
+        "every": every,
+        "samples": _shown_samples(run_dir),
+    }
+    computed: dict[str, Callable[[], Any]] = {
+        "recorded": lambda: _recorded_steps(config, run_dir),
+        "memory": lambda: plan_of(config, worst_only=True).worst.parts,
+    }
+    notes = []
+    for part, compute in computed.items():
+        try:
+            found[part] = compute()
+        except (GrpoMegatronError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            notes.append(f"{part}: {reason}")
+    found["notes"] = notes
+    return found
+
+
+def _thinned(steps: Sequence[dict[str, Any]], every: int) -> list[dict[str, Any]]:
+    """Every `every`-th step, counted from the newest, and all that were evaluated."""
+    kept = []
+    for age, step in enumerate(reversed(steps)):
+        if age % every == 0 or "evaluation/accuracy" in step:
+            kept.append(step)
+    kept.reverse()
+    return kept
+
+
+def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """A column per metric, "" where a step lacks it."""
+    names: dict[str, None] = {}  # ordered
+    for row in rows:
+        names.update(dict.fromkeys(row))
+    return {name: [row.get(name, "") for row in rows] for name in names}
+
+
+def _shown_samples(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The best and worst completions of the newest steps, as they were written."""
+    newest = sorted(run_dir.samples.glob("step_*.jsonl"))[-NEWEST_STEPS:]
+    found = []
+    for file in newest:
+        for line in file.read_text().splitlines():
+            found.append(json.loads(line))
+    return found
+
+
+def _recorded_steps(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
+    """The newest steps in the store: (domain, rewards) of groups, and extreme samples with
+    `tokens` (id, text, advantage). `lacks`: what only the trainer knew; advantages are those of
+    plain GRPO then."""
+    if config.kind != "rl":
+        return []
+    lacks = _unknown_columns(config)
+    if lacks:
+        config = config.model_copy(update={"objective": ObjectiveConfig(preset="grpo")})
+    decode = _decoder(config.model.path or run_dir.model)
+    manifests = sorted(run_dir.store.glob("step_*/manifest.json"))
+    found = []
+    for manifest in manifests[-NEWEST_STEPS:]:
+        table = SampleTable(manifest.parent, verify=False)
+        found.append({"lacks": lacks, **_recorded_step(config, table, decode)})
+    return found
+
+
+def _unknown_columns(config: RunConfig) -> list[str]:
+    """What the objective's advantages need and the store does not hold."""
+    weighs_kl = objective_of(config, {}).weighs_kl
+    lacks = set(needed_columns(config.objective, weighs_kl=weighs_kl))
+    if config.objective.subset == "adaptive":
+        lacks.add("success of earlier steps")
+    return sorted(lacks)
+
+
+def _decoder(model: Path) -> Decode:
+    """Of the model's tokenizer; without one there is no text, and the page shows ids."""
+    if (model / "tokenizer.json").exists():
+        return load_tokenizer(model).decode
+    return lambda token_ids: ""
+
+
+def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dict[str, Any]:
+    batch = sample_batch(config, table)
+    advantages = advantages_of(objective_of(config, {}), batch)
+    by_token = advantages.values
+    if not advantages.per_token:
+        by_token = batch.spread(by_token)
+
+    rows_of_groups = [np.flatnonzero(table.group == group) for group in np.unique(table.group)]
+    groups = []
+    for rows in rows_of_groups:
+        domain = int(table.domain[rows[0]])
+        groups.append((domain, table.reward[rows].tolist()))
+
+    samples = []
+    for sample in table.manifest.extremes:
+        if "index" not in sample:  # of an older run
+            continue
+        row = int(rows_of_groups[sample["group"]][sample["index"]])
+        tokens = _shown_tokens(table, row, by_token[batch.offsets[row] :], decode)
+        samples.append({**sample, "tokens": tokens})
+    return {"step": table.manifest.step, "samples": samples, "groups": groups}
+
+
+def _shown_tokens(
+    table: SampleTable, row: int, advantages: torch.Tensor, decode: Decode
+) -> list[tuple[int, str, float]]:
+    """Id, text and advantage of a completion's first tokens. advantages: fp64 [n], from its first
+    token on."""
+    token_ids, _ = table.completion(row)
+    ids = token_ids[:SHOWN_TOKENS].tolist()
+    # a character may end in a later token
+    texts = [decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
+    pieces = [text[len(before) :] for before, text in pairwise(texts)]
+    return list(zip(ids, pieces, advantages[: len(ids)].tolist(), strict=True))
