@@ -11,7 +11,9 @@ from typing import Any
 def append_event(path: Path, kind: str, /, *, time_s: float | None = None, **fields: Any) -> None:
     """Append `{"time_s", "kind", ...fields}` as one line, by one `O_APPEND` write: several
     processes may do so at once. What JSON does not know is written as text."""
-    event = {"time_s": round(time.time() if time_s is None else time_s, 3), "kind": kind, **fields}
+    if time_s is None:
+        time_s = time.time()
+    event = {"time_s": round(time_s, 3), "kind": kind, **fields}
     line = json.dumps(event, default=str).encode() + b"\n"
     with path.open("ab+", buffering=0) as file:
         size = file.tell()
@@ -22,8 +24,10 @@ def append_event(path: Path, kind: str, /, *, time_s: float | None = None, **fie
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Every event in file order; lines torn by a crash are left out; [] without a file."""
+    if not path.exists():
+        return []
     events = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError):
             events.append(json.loads(line))
     return events

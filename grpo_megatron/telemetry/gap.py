@@ -2,6 +2,7 @@
 
 Shape legend: n completion tokens of a recorded step, L MoE layers, E experts."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,18 +37,20 @@ class GapParts:
 
     def table(self) -> list[tuple[str, float, float, float]]:
         """(cause, mean, mean |.|, max |.|), the total last."""
+        if not len(self.total):
+            return []
         rows = [*self.parts.items(), ("total", self.total)]
-        return [(name, *sizes(v)) for name, v in rows] if len(self.total) else []
+        return [(name, *sizes(values)) for name, values in rows]
 
     def by_position(self) -> dict[str, np.ndarray]:
         """Mean |part| in bins of the completion position, [POSITION_BINS]; NaN: no token."""
         bins = self.position * POSITION_BINS // (int(self.position.max(initial=0)) + 1)
         counts = np.bincount(bins, minlength=POSITION_BINS).astype(float)
         counts[counts == 0] = np.nan
-        return {
-            name: np.bincount(bins, np.abs(v), POSITION_BINS) / counts
-            for name, v in self.parts.items()
-        }
+        means = {}
+        for name, values in self.parts.items():
+            means[name] = np.bincount(bins, np.abs(values), POSITION_BINS) / counts
+        return means
 
 
 def sizes(values: np.ndarray) -> tuple[float, float, float]:
@@ -65,37 +68,46 @@ def split_gap(
     the engine's precision, if it differs; at the weights that sampled, if others.
 
     lengths: tokens by sample."""
-    layers = tuple(sorted(int(n.removeprefix("through_")) for n in run if n.startswith("through_")))
+    numbers = [int(n.removeprefix("through_")) for n in run if n.startswith("through_")]
+    layers = tuple(sorted(numbers))
     parts: dict[str, np.ndarray] = {}
-    now = run["live"]
-    by_layer = {}
     if "unmasked" in run:
         parts["sampling mask"] = run["live"] - run["unmasked"]
+    last = "live"
+    now = run[last]
+    by_layer = {}
     for layer in layers:
-        by_layer[layer] = run[f"through_{layer}"] - now
-        now = run[f"through_{layer}"]
+        last = f"through_{layer}"
+        by_layer[layer] = run[last] - now
+        now = run[last]
     if layers:
         parts["routing"] = now - run["live"]
-    last = f"through_{layers[-1]}" if layers else "live"
+    if len(layers) == 1:  # it is the whole routing part
+        by_layer = {}
     for cause, columns in (("precision", engine_precision), ("staleness", sampled_by)):
         if columns is not None:
             parts[cause] = columns[last] - now
             now = columns[last]
     parts["rest"] = run["rollout"] - now
-    position = np.concatenate([np.arange(0), *(np.arange(n) for n in lengths)])
+    positions = [np.arange(length) for length in lengths]
     return GapParts(
-        run["rollout"] - run.get("unmasked", run["live"]),
-        parts,
-        by_layer if len(by_layer) > 1 else {},
-        run.get("flipped"),
-        position,
-        layers,
+        total=run["rollout"] - run.get("unmasked", run["live"]),
+        parts=parts,
+        by_layer=by_layer,
+        flipped=run.get("flipped"),
+        position=np.concatenate([np.arange(0), *positions]),
+        layers=layers,
     )
 
 
 def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Sequence[str]) -> str:
-    rates = {n.rpartition("_")[2]: v for n, v in metrics.items() if n.startswith(_RATE)}
+    """One self-contained page with the table of causes and heat maps."""
+    rates = {}
+    for name, rate in metrics.items():
+        if name.startswith(_RATE):
+            rates[name.rpartition("_")[2]] = rate
     positions = gap.by_position()
+    by_position = np.array(list(positions.values()))
     flipped = None
     if gap.flipped is not None and gap.flipped.size:
         experts, layers = gap.flipped.shape
@@ -108,12 +120,7 @@ def gap_page(title: str, gap: GapParts, metrics: Mapping[str, float], notes: Seq
         notes=notes,
         causes=gap.table(),
         flipped=flipped,
-        positions=_heat_map(
-            positions,
-            range(len(next(iter(positions.values())))),
-            np.array(list(positions.values())),
-            per_row=True,
-        ),
+        positions=_heat_map(positions, range(POSITION_BINS), by_position, per_row=True),
         layers=[(f"layer {layer}", *sizes(v)) for layer, v in gap.by_layer.items()],
         rates=rates and _heat_map(["flip rate"], rates, np.array([list(rates.values())])),
     )
@@ -127,17 +134,20 @@ def _heat_map(
     per_row: bool = False,
 ) -> dict[str, Any]:
     """values: [rows, columns]; darker is more, NaN is grey; a cell's number shows on hover."""
-    top = np.nanmax(np.abs(values), axis=1 if per_row else None, keepdims=True, initial=0)
-    shades = np.broadcast_to(np.abs(values) / np.where(top > 0, top, 1), values.shape)
-    return {
-        "columns": list(columns),
-        "every": max(len(columns) // 16, 1),
-        "rows": [
-            (name, list(zip(row, map(_colour, shade), strict=True)))
-            for name, row, shade in zip(rows, values, shades, strict=True)
-        ],
-    }
+    sizes = np.abs(values)
+    axis = None
+    if per_row:
+        axis = 1
+    top = np.nanmax(sizes, axis=axis, keepdims=True, initial=0)
+    shades = np.broadcast_to(sizes / np.where(top > 0, top, 1), values.shape)
+    cells = []
+    for name, row, shares in zip(rows, values, shades, strict=True):
+        colours = [_colour(share) for share in shares]
+        cells.append((name, list(zip(row, colours, strict=True))))
+    return {"columns": list(columns), "every": max(len(columns) // 16, 1), "rows": cells}
 
 
 def _colour(share: float) -> str:
-    return "#ddd" if share != share else f"hsl(215 80% {97 - 62 * share:.0f}%)"
+    if math.isnan(share):
+        return "#ddd"
+    return f"hsl(215 80% {97 - 62 * share:.0f}%)"

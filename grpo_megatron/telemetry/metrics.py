@@ -55,8 +55,11 @@ class MetricsWriter:
             )
         numbers = {name: _number(value) for name, value in metrics.items()}
         bad = [name for name, number in numbers.items() if number is None]
-        for name in (name for name in bad if name not in self.nonfinite):
-            logger.warning("metric %s is %s in step %d; written as null", name, metrics[name], step)
+        for name in bad:
+            if name not in self.nonfinite:
+                logger.warning(
+                    "metric %s is %s in step %d; written as null", name, metrics[name], step
+                )
         self.nonfinite.update(bad)
         record = {"step": int(step), "time_s": round(time.time(), 3), **numbers}
         if bad:
@@ -70,13 +73,10 @@ class MetricsWriter:
     def write_normalisers(self, known: Mapping[str, str]) -> None:
         """Keep beside the file what each metric is a mean over (tokens, samples, groups, updates),
         or that it is a sum or a maximum. Rewritten when names are new."""
-        found = {
-            name: next(
-                (unit for start, unit in NORMALISERS.items() if name.startswith(start)), "step"
-            )
-            for name in sorted(self._names)
-        }
-        found |= {n: unit for n, unit in {**self._normalisers, **known}.items() if n in found}
+        found = {}
+        for name in sorted(self._names):
+            default = _default_normaliser(name)
+            found[name] = known.get(name, self._normalisers.get(name, default))
         if found != self._normalisers:
             self._normalisers = found
             write_atomically(self._run_dir.metrics_normalisers, json.dumps(found, indent=1))
@@ -92,7 +92,9 @@ class MetricsWriter:
     def _opened(self, last: float) -> TextIO:
         """The file without a torn line and the lines after step `last`, which it finds out."""
         path = self._run_dir.metrics
-        old = path.read_text(errors="replace") if path.exists() else ""
+        old = ""
+        if path.exists():
+            old = path.read_text(errors="replace")
         new = ""
         self.last_step = None
         for line, record in _complete(old, path):
@@ -119,8 +121,9 @@ def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         record = None
-        with contextlib.suppress(ValueError):
-            record = json.loads(line) if line.endswith("\n") else None
+        if line.endswith("\n"):
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record
         elif number < len(lines):
@@ -129,7 +132,17 @@ def _complete(content: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             )
 
 
+def _default_normaliser(name: str) -> str:
+    for start, unit in NORMALISERS.items():
+        if name.startswith(start):
+            return unit
+    return "step"
+
+
 def _number(value: Any) -> int | float | None:
-    if value is None or isinstance(value, int):
-        return value if value is None else int(value)
-    return float(value) if math.isfinite(value) else None
+    """As JSON has it; None for what is not finite."""
+    if isinstance(value, int):
+        return int(value)  # of a bool
+    if value is None or not math.isfinite(value):
+        return None
+    return float(value)

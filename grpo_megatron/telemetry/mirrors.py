@@ -146,11 +146,10 @@ def _tensorboard_mirror(directory: Path) -> SimpleNamespace:
         at = {"step": record["step"], "wall_time": record["time_s"]}
         if start:
             writer.add_event(Event(session_log=start.pop(), **at))
-        values = [
-            Summary.Value(tag=name, simple_value=value)
-            for name, value in record.items()
-            if name not in ("step", "time_s") and value is not None
-        ]
+        values = []
+        for name, value in record.items():
+            if name not in ("step", "time_s") and value is not None:
+                values.append(Summary.Value(tag=name, simple_value=value))
         writer.add_event(Event(summary=Summary(value=values), **at))
         writer.flush()
 

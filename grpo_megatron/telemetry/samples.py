@@ -19,36 +19,51 @@ def extremes(step: int, groups: Sequence[ScoredGroup], count: int) -> list[Sampl
     """The `count` best, then the `count` worst completions of a step, at most one a group, by
     reward, then by its distance from the group's mean (a lone success comes first)."""
 
-    def chosen(rank: str, sign: float) -> list[Sample]:
-        heads = []
+    found: list[Sample] = []
+    for rank, sign in (("best", -1.0), ("worst", 1.0)):
+        first_of_groups = []
         for number, group in enumerate(groups):
-            mean = np.nanmean(group.rewards) if np.isfinite(group.rewards).any() else math.nan
-            keys = [
-                (sign * reward, sign * (reward - mean), number, index)
-                for index, reward in enumerate(group.rewards.tolist())
-                if reward == reward
-            ]
-            heads += [min(keys)] if keys else []
-        return [
-            {**_sample(rank, step, groups[number], index), "group": number, "index": index}
-            for *_, number, index in sorted(heads)[:count]
-        ]
+            first = _first_by_reward(group, sign)
+            if first is not None:
+                *order, index = first
+                first_of_groups.append((*order, number, index))
+        for *_, number, index in sorted(first_of_groups)[:count]:
+            sample = _sample(rank, step, groups[number], index)
+            found.append({**sample, "group": number, "index": index})
+    return found
 
-    return chosen("best", -1.0) + chosen("worst", 1.0)
+
+def _first_by_reward(group: ScoredGroup, sign: float) -> tuple[float, float, int] | None:
+    """The group's sample with the lowest `sign * reward`, as what it is sorted by: that, the same
+    of the distance from the mean, its index. None where no sample was scored."""
+    scored = np.isfinite(group.rewards)
+    if not scored.any():
+        return None
+    mean = float(group.rewards[scored].mean())
+    index = int(np.nanargmin(sign * group.rewards))
+    reward = float(group.rewards[index])
+    return sign * reward, sign * (reward - mean), index
 
 
 def write_samples(run_dir: RunDir, step: int, samples: Sequence[Sample]) -> Path:
     """Write samples/step_000123.jsonl, whole or not at all; replaces the step's earlier file."""
     path = run_dir.samples / f"step_{step:06d}.jsonl"
-    write_atomically(
-        path, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-    )
+    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
+    write_atomically(path, "".join(lines))
     return path
+
+
+def _known(value: float) -> float | None:
+    """None for a component that was skipped."""
+    if math.isfinite(value):
+        return value
+    return None
 
 
 def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
     prompt = group.group.prompt
     completion = group.group.completions[index]
+    components = {name: float(values[index]) for name, values in group.components.items()}
     return {
         "rank": rank,
         "step": step,
@@ -58,10 +73,7 @@ def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
         "answer": prompt.answer,
         "completion": completion.text,
         "reward": float(group.rewards[index]),
-        "components": {
-            name: float(values[index]) if math.isfinite(values[index]) else None
-            for name, values in group.components.items()
-        },
+        "components": {name: _known(value) for name, value in components.items()},
         "length": len(completion.token_ids),
         "finish_reason": completion.finish_reason,
     }

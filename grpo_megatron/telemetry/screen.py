@@ -35,7 +35,9 @@ ROWS = (
     Row("tokens/s", ("throughput/rollout_tokens_per_s",), is_plain=True),
     Row("seconds", ("time/step_s",), is_plain=True),
 )
-_TREND_STEPS, _BAR_CELLS, _SAMPLE_CHARS = 24, 40, 160
+_TREND_STEPS = 24
+_BAR_CELLS = 40
+_SAMPLE_CHARS = 160
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {"rollout": "cyan", "reward": "magenta", "train": "green", "publish": "yellow"}
 
@@ -66,8 +68,12 @@ class Screen:
     def phase(self, name: str) -> None:
         """End the running phase; a phase after a complete step begins the next step."""
         with self.lock:
-            self._ended_phases = self.phase_seconds() if self.current_phase else {}
-            self.current_phase, self._phase_started_s = name, self.clock()
+            if self.current_phase is None:
+                self._ended_phases = {}
+            else:
+                self._ended_phases = self.phase_seconds()
+            self.current_phase = name
+            self._phase_started_s = self.clock()
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds by phase of the current step, the running phase included."""
@@ -134,8 +140,9 @@ class LiveScreen(Screen):
 
 def make_screen(run_name: str, num_steps: int, console: Console | None = None) -> Screen:
     console = console or Console()
-    live = console.is_terminal and not console.is_dumb_terminal
-    return (LiveScreen if live else Screen)(run_name, num_steps, console)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveScreen(run_name, num_steps, console)
+    return Screen(run_name, num_steps, console)
 
 
 def render(screen: Screen) -> RenderableType:
@@ -152,19 +159,26 @@ def format_value(value: float | None) -> str:
     """At most four digits that matter; "–" for None."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if isinstance(value, int) or 1000 <= abs(value) < 1e7 else f"{value:.4g}"
+    if isinstance(value, int) or 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def sparkline(values: Sequence[float | None]) -> str:
     """One block character a value, from the lowest to the highest; a dot for None."""
     known = [value / 2 for value in values if value is not None]  # halves: no span overflows
     low = min(known, default=0.0)
-    span = max(known, default=0.0) - min(known, default=0.0)
-
-    def block(value: float) -> str:
-        return _BLOCKS[min(7, int((value / 2 - low) / span * 8))] if span > 0 else _BLOCKS[3]
-
-    return "".join("·" if value is None else block(value) for value in values)
+    span = max(known, default=0.0) - low
+    blocks = []
+    for value in values:
+        if value is None:
+            blocks.append("·")
+        elif span > 0:
+            share = (value / 2 - low) / span
+            blocks.append(_BLOCKS[min(7, int(share * 8))])
+        else:
+            blocks.append(_BLOCKS[3])
+    return "".join(blocks)
 
 
 def _header(screen: Screen) -> Text:
@@ -180,14 +194,15 @@ def _header(screen: Screen) -> Text:
 def _phase_bar(screen: Screen) -> Text:
     seconds = screen.phase_seconds()
     total = sum(seconds.values()) or 1.0
-    bar, labels = Text(), Text()
+    bar = Text()
+    labels = Text()
     for name, passed in seconds.items():
         style = _PHASE_STYLES.get(name, "blue")
         bar.append("━" * round(_BAR_CELLS * passed / total), style)
-        running = name == screen.current_phase
-        labels.append(
-            f"  {'▸' if running else ''}{name} {passed:.1f}s", f"bold {style}" if running else style
-        )
+        if name == screen.current_phase:
+            labels.append(f"  ▸{name} {passed:.1f}s", f"bold {style}")
+        else:
+            labels.append(f"  {name} {passed:.1f}s", style)
     return Text.assemble(bar, labels, no_wrap=True, overflow="ellipsis")
 
 
@@ -212,9 +227,17 @@ def _sample(name: str, sample: Mapping[str, Any]) -> Text:
     )
 
 
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    if character == "\n":
+        return "⏎"
+    return "\ufffd"
+
+
 def _one_line(text: str) -> str:
     """One line without control characters (samples must not steer the terminal), both ends kept."""
-    shown = "".join(c if c.isprintable() else "⏎" if c == "\n" else "�" for c in str(text))
+    shown = "".join(_printable(character) for character in str(text))
     if len(shown) <= _SAMPLE_CHARS:
         return shown
     half = _SAMPLE_CHARS // 2
