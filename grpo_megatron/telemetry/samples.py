@@ -25,9 +25,9 @@ def extremes(step: int, groups: Sequence[ScoredGroup], count: int) -> list[Sampl
         for number, group in enumerate(groups):
             first = _first_by_reward(group, sign)
             if first is not None:
-                *order, index = first
-                first_of_groups.append((*order, number, index))
-        for *_, number, index in sorted(first_of_groups)[:count]:
+                by_reward, by_distance, index = first
+                first_of_groups.append((by_reward, by_distance, number, index))
+        for _, _, number, index in sorted(first_of_groups)[:count]:
             sample = _sample(rank, step, groups[number], index)
             found.append({**sample, "group": number, "index": index})
     return found
