@@ -54,10 +54,17 @@ class Curriculum:
         index = self._index[prompt_id]
         before = self._success[index]
         streak = self._streak[index]
-        p = success if np.isnan(before) else before + self._settings.rate * (success - before)
-        goes_on = p >= (DEMOTED_BELOW if streak == MASTERED_VISITS else MASTERED_AT)
+        p = success
+        if not np.isnan(before):
+            p = before + self._settings.rate * (success - before)
         self._success[index] = p
-        self._streak[index] = min(streak + 1, MASTERED_VISITS) if goes_on else 0
+        least = MASTERED_AT
+        if streak == MASTERED_VISITS:
+            least = DEMOTED_BELOW
+        if p >= least:
+            self._streak[index] = min(streak + 1, MASTERED_VISITS)
+        else:
+            self._streak[index] = 0
 
     def buckets(self) -> dict[str, int]:
         """Number of prompts by bucket, for metrics: frozen is p < 0.05, hard p < 0.25."""

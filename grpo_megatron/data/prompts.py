@@ -33,13 +33,10 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
 
     Prompts that leave no room for their domain's `max_new_tokens` are dropped with a warning."""
     longest = config.rollout.max_model_len
-    prompts = [
-        prompt
-        for domain in config.domains
-        for prompt in _fitting(
-            domain, config.seed, tokenizer, longest - config.max_new_tokens_of(domain.name)
-        )
-    ]
+    prompts = []
+    for domain in config.domains:
+        limit = longest - config.max_new_tokens_of(domain.name)
+        prompts += _fitting(domain, config.seed, tokenizer, limit)
     splits = make_splits(
         prompts, num_heldout=config.data.num_heldout, num_validation=config.data.num_validation
     )
@@ -55,17 +52,13 @@ def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> l
     problems = load_problems(domain, seed)
     texts = [template.render(problem.question, problem.metadata) for problem in problems]
     token_ids = tokenizer.encode_batch(texts, where=where)
-    return [
-        Prompt(
-            f"{domain.name}-{text_hash(text)[:16]}",
-            domain.name,
-            text,
-            tuple(ids),
-            problem.answer,
-            problem.metadata,
+    prompts = []
+    for problem, text, ids in zip(problems, texts, token_ids, strict=True):
+        prompt_id = f"{domain.name}-{text_hash(text)[:16]}"
+        prompts.append(
+            Prompt(prompt_id, domain.name, text, tuple(ids), problem.answer, problem.metadata)
         )
-        for problem, text, ids in zip(problems, texts, token_ids, strict=True)
-    ]
+    return prompts
 
 
 def _fitting(domain: DomainConfig, seed: int, tokenizer: TextTokenizer, limit: int) -> list[Prompt]:
@@ -104,18 +97,22 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
         train[prompt.domain].append(prompt)
     sizes = {name: len(members) for name, members in train.items()}
     num_duplicates = len(prompts) - len(distinct)
-    shares = share(num_heldout, sizes), share(num_validation, sizes)
+    num_heldout_of = share(num_heldout, sizes)
+    num_validation_of = share(num_validation, sizes)
     heldout = []
     validation = []
     kept = {}
     for name, members in train.items():
-        first, second = (each[name] for each in shares)
+        first = num_heldout_of[name]
+        second = num_validation_of[name]
         heldout += members[:first]
         validation += members[first : first + second]
         kept[name] = tuple(members[first + second :])
         if not kept[name]:
             others = [other for other in sizes if other != name]
-            scope = f" (its share beside {', '.join(others)})" if others else ""
+            scope = ""
+            if others:
+                scope = f" (its share beside {', '.join(others)})"
             raise DataError(
                 f"domain {name!r} has {sizes[name]} distinct prompts, but {first} held-out and "
                 f"{second} validation prompts{scope} leave none for training; {num_duplicates} "
@@ -128,7 +125,7 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
 
 def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
     """Parts of `total` in proportion to `sizes`: largest remainder, each at least one if it can."""
-    floor = 1 if total >= len(sizes) else 0
+    floor = int(total >= len(sizes))
     rest = total - floor * len(sizes)
     size = max(1, sum(sizes.values()))
     parts = {name: floor + rest * count // size for name, count in sizes.items()}

@@ -178,7 +178,8 @@ class Epochs:
     def _take(self, count: int, exclude: Collection[str]) -> list[str]:
         ids: list[str] = []
         while len(ids) < count and self._position < len(self._order):
-            if (prompt_id := self._order[self._position]) not in exclude:
+            prompt_id = self._order[self._position]
+            if prompt_id not in exclude:
                 ids.append(prompt_id)
             self._position += 1
         return ids

@@ -43,7 +43,8 @@ def _of_file(domain: DomainConfig, where: str) -> Iterator[Problem]:
     path = domain.path
     arguments = domain.arguments
     assert path is not None  # rule domain_source
-    if unknown := [key for key in arguments if key not in _FILE_ARGUMENTS]:
+    unknown = [key for key in arguments if key not in _FILE_ARGUMENTS]
+    if unknown:
         raise DataError(
             f"a file domain has no argument {unknown[0]!r}",
             where=where,
@@ -109,15 +110,17 @@ def _parquet_rows(path: Path) -> _Rows:
 
 
 def _problems(domain: DomainConfig, rows: _Rows) -> Iterator[Problem]:
-    domain_field, marker = map(domain.arguments.get, ("domain_field", "answer_after"))
+    domain_field = domain.arguments.get("domain_field")
+    marker = domain.arguments.get("answer_after")
     for where, fields in rows:
         if domain_field is not None and _text(where, fields, domain_field) != domain.name:
             continue
         question = _text(where, fields, domain.prompt_field)
         answer = _text(where, fields, domain.answer_field)
         if marker is not None:
-            answer = answer.rpartition(marker)[2].strip() if marker in answer else ""
-            if not answer:
+            _, found, after = answer.rpartition(marker)
+            answer = after.strip()
+            if not found or not answer:
                 raise DataError(
                     f"field {domain.answer_field!r} has nothing after {marker!r}",
                     where=where,
@@ -154,15 +157,15 @@ def _of_gym(domain: DomainConfig, seed: int, where: str) -> Iterator[Problem]:
         )
     what = f"reasoning-gym data set {domain.dataset!r}"
     known = {f.name for f in dataclasses.fields(DATASETS[domain.dataset][1])} - {"size"}
-    if unknown := [key for key in domain.arguments if key not in known]:
-        raise DataError(
-            f"{what} has no argument {unknown[0]!r}",
-            where=where,
-            remedy="use num_problems"
-            if unknown[0] == "size"
-            else did_you_mean(unknown[0], sorted(known)),
-        )
-    size = {} if domain.num_problems is None else {"size": domain.num_problems}
+    unknown = [key for key in domain.arguments if key not in known]
+    if unknown:
+        remedy = did_you_mean(unknown[0], sorted(known))
+        if unknown[0] == "size":
+            remedy = "use num_problems"
+        raise DataError(f"{what} has no argument {unknown[0]!r}", where=where, remedy=remedy)
+    arguments = {"seed": seed, **domain.arguments}
+    if domain.num_problems is not None:
+        arguments["size"] = domain.num_problems
     refusals = AssertionError, TypeError, ValueError
     with raised_as(
         DataError,
@@ -171,7 +174,7 @@ def _of_gym(domain: DomainConfig, seed: int, where: str) -> Iterator[Problem]:
         where=where,
         remedy=f"arguments given: {dict(domain.arguments)}",
     ):
-        dataset = create_dataset(domain.dataset, **{"seed": seed, **domain.arguments, **size})
+        dataset = create_dataset(domain.dataset, **arguments)
     for item in dataset:
         if domain.prompt_field not in item:
             raise DataError(
@@ -181,7 +184,7 @@ def _of_gym(domain: DomainConfig, seed: int, where: str) -> Iterator[Problem]:
             )
         # Data sets with many right answers have none of their own; their scorer decides.
         answer = item.get(domain.answer_field)
+        if answer is None:
+            answer = ""
         metadata = {**item.get("metadata", {}), "question": item["question"]}  # for the scorers
-        yield Problem(
-            str(item[domain.prompt_field]), "" if answer is None else str(answer), metadata
-        )
+        yield Problem(str(item[domain.prompt_field]), str(answer), metadata)

@@ -99,7 +99,8 @@ def init_weights(directory: Path, seed: int) -> None:
 def _character_tokenizer(settings: CharacterTokenizerConfig) -> Tokenizer:
     """Padding, end of text, the alphabet, then visible fillers: an untrained policy samples
     these too, and they must show in the decoded text instead of vanishing from a wrong answer."""
-    if repeated := sorted({c for c in settings.alphabet if settings.alphabet.count(c) > 1}):
+    repeated = sorted({c for c in settings.alphabet if settings.alphabet.count(c) > 1})
+    if repeated:
         raise DataError(
             f"the alphabet holds {repeated[0]!r} more than once",
             where="[tokenizer] alphabet",

@@ -1,7 +1,7 @@
 """Text to token ids and back, from a Hugging Face checkpoint directory."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +31,32 @@ class TextTokenizer:
         return self.encode_batch([text], where=where)[0]
 
     def encode_batch(self, texts: Sequence[str], *, where: str | None = None) -> list[list[int]]:
+        """Token ids of each of `texts`; DataError as of `encode`."""
         try:
-            batch = [
-                encoding.ids
-                for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)
-            ]
-            bad = next(
-                (text for text, ids in zip(texts, batch, strict=True) if self._unk_token_id in ids),
-                None,
-            )
+            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         except Exception:  # the library raises plain Exception
-            bad = next((text for text in texts if any(map(self._lacks, text))), texts[0])
-        if bad is not None:
-            lacking = ", ".join(map(repr, sorted(filter(self._lacks, set(bad))))) or "a character"
-            shown = bad if len(bad) <= 120 else f"{bad[:117]}..."
-            raise DataError(
-                f"the tokenizer has no token for {lacking} in the text {shown!r}",
-                where=where,
-                remedy="change the text, or the tokenizer's alphabet",
-            )
+            lacking = [text for text in texts if self._lacking_characters(text)]
+            raise self._refusal([*lacking, *texts][0], where) from None
+        batch = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            if self._unk_token_id in encoding.ids:
+                raise self._refusal(text, where)
+            batch.append(encoding.ids)
         return batch
+
+    def _refusal(self, text: str, where: str | None) -> DataError:
+        characters = ", ".join(map(repr, self._lacking_characters(text)))
+        shown = text
+        if len(text) > 120:
+            shown = f"{text[:117]}..."
+        return DataError(
+            f"the tokenizer has no token for {characters or 'a character'} in the text {shown!r}",
+            where=where,
+            remedy="change the text, or the tokenizer's alphabet",
+        )
+
+    def _lacking_characters(self, text: str) -> list[str]:
+        return sorted(character for character in set(text) if self._lacks(character))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are skipped, the rest is decoded as it is."""
@@ -69,32 +75,41 @@ class TextTokenizer:
 def load_tokenizer(path: Path) -> TextTokenizer:
     """The tokenizer of a checkpoint directory; DataError where it is unreadable or has no end."""
     backend = _backend(path)
-    settings, generation, config = (
-        _read_json(path / f"{name}.json")
-        for name in ("tokenizer_config", "generation_config", "config")
-    )
+    settings = _read_json(path / "tokenizer_config.json")
+    generation = _read_json(path / "generation_config.json")
+    config = _read_json(path / "config.json")
+    text_config = config.get("text_config") or config
+    stop_ids = [*_end_ids(generation), *_end_ids(text_config)]
+    eos = _special_id(backend, settings, "eos_token")
+    if eos is None:
+        if not stop_ids:
+            raise DataError(
+                "no end token in tokenizer_config, generation_config or config.json",
+                where=str(path),
+                remedy="add eos_token_id to generation_config.json",
+            )
+        eos = stop_ids[0]
+    return TextTokenizer(backend, eos, stop_ids, _special_id(backend, settings, "unk_token"))
 
-    def token_id(kind: str) -> int | None:
-        token = settings.get(kind)
-        text = token.get("content") if isinstance(token, dict) else token
-        return backend.token_to_id(text) if text else None
 
-    found = [
-        source.get("eos_token_id") for source in (generation, config.get("text_config") or config)
-    ]
-    stop_ids = [
-        i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None
-    ]
-    eos = token_id("eos_token")
-    if eos is None and not stop_ids:
-        raise DataError(
-            "no end token in tokenizer_config, generation_config or config.json",
-            where=str(path),
-            remedy="add eos_token_id to generation_config.json",
-        )
-    return TextTokenizer(
-        backend, stop_ids[0] if eos is None else eos, stop_ids, token_id("unk_token")
-    )
+def _special_id(backend: Tokenizer, settings: Mapping[str, Any], kind: str) -> int | None:
+    """The id of `eos_token` or `unk_token`; tokenizer_config.json has its text, or fields."""
+    text = settings.get(kind)
+    if isinstance(text, dict):
+        text = text.get("content")
+    if not text:
+        return None
+    return backend.token_to_id(text)
+
+
+def _end_ids(settings: Mapping[str, Any]) -> list[int]:
+    """Of `eos_token_id`, which is one id, several or none."""
+    found = settings.get("eos_token_id")
+    if found is None:
+        return []
+    if isinstance(found, list):
+        return found
+    return [found]
 
 
 def _backend(path: Path) -> Tokenizer:
@@ -119,5 +134,8 @@ def _backend(path: Path) -> Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
     with raised_as(DataError, "not JSON", ValueError, where=file):
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return settings
