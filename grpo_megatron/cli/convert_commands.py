@@ -25,6 +25,8 @@ Layout = Annotated[
     ),
 ]
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
 
 @app.command()
 def check(source: Source, layout: Layout = None) -> None:
@@ -88,10 +90,7 @@ def _convert(
         },
         values["num_ranks"],
     )
-    if not any(
-        (source / name).exists()
-        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    ):
+    if not any((source / name).exists() for name in _TOKENIZER_FILES):
         typer.echo(f"warning: {source} has no tokenizer, so {to} has none", err=True)
     typer.echo(f"{to} was read back and is what {source} says")
 

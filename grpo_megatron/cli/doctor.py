@@ -88,7 +88,13 @@ def run_doctor(*, as_json: bool = False) -> int:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         _print(findings)
-    return SetupError.exit_code if any(finding.status == "missing" for finding in findings) else 0
+    if _missing(findings):
+        return SetupError.exit_code
+    return 0
+
+
+def _missing(findings: list[Finding]) -> list[str]:
+    return [finding.what for finding in findings if finding.status == "missing"]
 
 
 def _print(findings: list[Finding]) -> None:
@@ -97,15 +103,22 @@ def _print(findings: list[Finding]) -> None:
         typer.echo(f"{status}{finding.what:<24}{finding.found}")
         if finding.status != "ok" and finding.remedy:
             typer.secho(f"{'':<9}  {finding.remedy}", dim=True)
-    missing = ", ".join(finding.what for finding in findings if finding.status == "missing")
-    typer.echo(f"\nmissing: {missing}" if missing else "\nnothing required is missing")
+    missing = _missing(findings)
+    typer.echo()
+    if missing:
+        typer.echo(f"missing: {', '.join(missing)}")
+    else:
+        typer.echo("nothing required is missing")
 
 
 def all_findings() -> list[Finding]:
     on_gpu = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
+    build: Literal["cpu", "gpu"] = "cpu"
+    if on_gpu:
+        build = "gpu"
     return [
         python_version(),
-        *packages("gpu" if on_gpu else "cpu"),
+        *packages(build),
         torch_works(on_gpu=on_gpu),
         *modules(on_gpu=on_gpu),
         *system_tools(on_gpu=on_gpu),
@@ -114,11 +127,17 @@ def all_findings() -> list[Finding]:
     ]
 
 
+def _required(*, good: bool) -> Status:
+    if good:
+        return "ok"
+    return "missing"
+
+
 def python_version() -> Finding:
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
     return Finding(
         "python",
-        "ok" if good else "missing",
+        _required(good=good),
         platform.python_version(),
         "Python 3.11 for `make setup`; 3.12: pip install",
     )
@@ -138,24 +157,25 @@ def packages(build: Literal["cpu", "gpu"]) -> Iterator[Finding]:
             "run `make setup`, or `pip install --no-deps -e .` in the checkout",
         )
         return
-    for wanted in map(Requirement, texts):
-        needed = wanted.marker is None or any(
-            wanted.marker.evaluate({"extra": extra}) for extra in ("", build)
-        )
-        if not needed or wanted.name == "transformer-engine":  # that one: modules
+    for text in texts:
+        wanted = Requirement(text)
+        is_needed = True
+        if wanted.marker is not None:
+            is_needed = any(wanted.marker.evaluate({"extra": extra}) for extra in ("", build))
+        if not is_needed or wanted.name == "transformer-engine":  # that one: modules
             continue
-        text = f"{wanted.name}{wanted.specifier}"
         try:
             version = importlib.metadata.version(wanted.name)
             good = wanted.specifier.contains(version, prereleases=True)
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
             good = False
+        named = f"{wanted.name}{wanted.specifier}"
         yield Finding(
             wanted.name,
-            "ok" if good else "missing",
+            _required(good=good),
             version,
-            f"{text} is required: run `make setup`, or `pip install '{text}'`",
+            f"{named} is required: run `make setup`, or `pip install '{named}'`",
         )
 
 
@@ -174,7 +194,7 @@ def torch_works(*, on_gpu: bool) -> Finding:
             check=True,
         )
     except subprocess.CalledProcessError as error:
-        return missing((error.stderr.strip().splitlines() or ["died"])[-1], "run `make setup`")
+        return missing(_last_line(error.stderr), "run `make setup`")
     except subprocess.TimeoutExpired:
         return missing(
             "importing torch takes more than 120 s", "check the file system of the environment"
@@ -185,7 +205,8 @@ def torch_works(*, on_gpu: bool) -> Finding:
             f"{facts['version']} sees no GPU",
             "install the CUDA build of torch that matches the driver",
         )
-    device, collectives = "CPU", "gloo"
+    device = "CPU"
+    collectives = "gloo"
     if facts["devices"]:
         device = f"CUDA {facts['cuda']}, {facts['devices']} GPU(s)"
         collectives = "nccl"
@@ -196,9 +217,23 @@ def torch_works(*, on_gpu: bool) -> Finding:
     return Finding("torch runtime", "ok", f"{device}, {collectives}")
 
 
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    if not lines:
+        return "died"
+    return lines[-1]
+
+
 def modules(*, on_gpu: bool) -> Iterator[Finding]:
     """CUDA builds that break `import vllm` beside a CPU torch, and the fused paths of training."""
-    for name in () if on_gpu else _CUDA_ONLY:
+    if not on_gpu:
+        yield from _misplaced_cuda_builds()
+    for fused in _FUSED_PATHS:
+        yield _fused_path(fused, on_gpu=on_gpu)
+
+
+def _misplaced_cuda_builds() -> Iterator[Finding]:
+    for name in _CUDA_ONLY:
         if importlib.util.find_spec(name) is not None:
             yield Finding(
                 name,
@@ -206,31 +241,37 @@ def modules(*, on_gpu: bool) -> Iterator[Finding]:
                 "installed: its CUDA build breaks vLLM's CPU build",
                 f"remove it: pip uninstall {name}",
             )
-    for fused in _FUSED_PATHS:
-        works = False
-        found = "not installed" if on_gpu else "not installed (no GPU)"
-        if importlib.util.find_spec(fused.module.partition(".")[0]) is not None:
-            done = subprocess.run(
-                [sys.executable, "-c", f"import torch, {fused.module}"],
-                text=True,
-                capture_output=True,
-                check=False,
-            )
-            works = done.returncode == 0
-            found = "works"
-            if not works:
-                last_words = (done.stderr.splitlines() or ["died"])[-1]
-                found = f"broken: {last_words}"
-        yield Finding(fused.what, "ok" if works else "optional", found, fused.remedy)
+
+
+def _fused_path(fused: FusedPath, *, on_gpu: bool) -> Finding:
+    package = fused.module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        found = "not installed"
+        if not on_gpu:
+            found = "not installed (no GPU)"
+        return Finding(fused.what, "optional", found, fused.remedy)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch, {fused.module}"],
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        return Finding(fused.what, "optional", f"broken: {_last_line(done.stderr)}", fused.remedy)
+    return Finding(fused.what, "ok", "works", fused.remedy)
 
 
 def system_tools(*, on_gpu: bool) -> Iterator[Finding]:
+    """What vLLM's CPU build looks for on the machine."""
     places = {"libnuma": ctypes.util.find_library("numa"), "lscpu": shutil.which("lscpu")}
+    absent: Status = "missing"
+    if on_gpu:
+        absent = "optional"
     for name, place in places.items():
-        status: Status = "optional" if on_gpu else "missing"
         if place:
-            status = "ok"
-        yield Finding(name, status, place or "not found", _SYSTEM_REMEDIES[name])
+            yield Finding(name, "ok", place, _SYSTEM_REMEDIES[name])
+        else:
+            yield Finding(name, absent, "not found", _SYSTEM_REMEDIES[name])
 
 
 def code_sandbox() -> Finding:
@@ -238,22 +279,24 @@ def code_sandbox() -> Finding:
     from grpo_megatron.rewards import sandbox
 
     reason = sandbox.why_not()
-    return Finding(
-        "code sandbox",
-        "optional" if reason else "ok",
-        reason or "bubblewrap works",
-        f"without it the reward code_tests is refused: {sandbox.REMEDY}",
-    )
+    remedy = f"without it the reward code_tests is refused: {sandbox.REMEDY}"
+    if not reason:
+        return Finding("code sandbox", "ok", "bubblewrap works", remedy)
+    return Finding("code sandbox", "optional", reason, remedy)
 
 
 def sizes() -> Iterator[Finding]:
     shared = Path("/dev/shm")
     free = {
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "/dev/shm": shutil.disk_usage(shared).free if shared.is_dir() else 0,
+        "/dev/shm": 0,
         "disk": shutil.disk_usage(Path.cwd()).free,
     }
+    if shared.is_dir():
+        free["/dev/shm"] = shutil.disk_usage(shared).free
     for what, num_bytes in free.items():
         gib = num_bytes / 2**30
-        status: Status = "ok" if gib >= _WANTED_GIB[what] else "warning"
+        status: Status = "ok"
+        if gib < _WANTED_GIB[what]:
+            status = "warning"
         yield Finding(what, status, f"{gib:.1f} GiB", _SIZE_REMEDIES[what])

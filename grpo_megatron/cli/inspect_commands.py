@@ -31,10 +31,10 @@ def show(recipe: Source, overrides: Overrides = None, as_json: Json = False) -> 
     if as_json:
         typer.echo(to_json(resolved), nl=False)
         return
-    rows = [
-        (key := dotted(path), as_toml(value), str(resolved.provenance[key]))
-        for path, value in leaves(resolved.config.model_dump(mode="json"))
-    ]
+    rows = []
+    for path, value in leaves(resolved.config.model_dump(mode="json")):
+        key = dotted(path)
+        rows.append((key, as_toml(value), str(resolved.provenance[key])))
     print_table(("key", "value", "set at"), rows, dim="default")
 
 
@@ -52,7 +52,9 @@ def resolve_any(source: str, overrides: list[str]) -> Any:
 
     path = Path(source)
     is_run = path.is_dir() or path.suffix == ".json"
-    return resolve_run(path, overrides) if is_run else resolve(source, overrides)
+    if is_run:
+        return resolve_run(path, overrides)
+    return resolve(source, overrides)
 
 
 @objective_app.command("list")
@@ -61,21 +63,12 @@ def list_objectives(as_json: Json = False) -> None:
     from grpo_megatron.config.objective import PRESETS
 
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    name: p.model_dump(include={"title", "source", "use", "evidence"})
-                    for name, p in PRESETS.items()
-                },
-                indent=2,
-                ensure_ascii=False,
-            )
-        )
+        shown = {"title", "source", "use", "evidence"}
+        values = {name: preset.model_dump(include=shown) for name, preset in PRESETS.items()}
+        typer.echo(json.dumps(values, indent=2, ensure_ascii=False))
         return
-    print_table(
-        ("name", "what", "evidence", "when"),
-        [(name, p.title, p.evidence, p.use) for name, p in PRESETS.items()],
-    )
+    rows = [(name, preset.title, preset.evidence, preset.use) for name, preset in PRESETS.items()]
+    print_table(("name", "what", "evidence", "when"), rows)
 
 
 @objective_app.command("show")
@@ -152,54 +145,65 @@ def plan(
         typer.echo(json.dumps({**asdict(found), "worst": asdict(found.worst)}, indent=2))
     else:
         _print(found)
-    if problems := memory_problems(config, found):
+    problems = memory_problems(config, found)
+    if not problems:
+        return
+    remedies = [problem.remedy for problem in problems]
+    if problems[0].rule == "trainer_memory":
         nodes = config.placement.trainer_nodes
-        ranks = config.trainer.num_ranks
-        fits = [
-            f"fits: {row['settings']}"
-            for row in layouts.search(config, nodes, ranks // nodes, device)[:2]
-            if problems[0].rule == "trainer_memory"
-        ]
-        raise ConfigError(
-            "\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems),
-            where=recipe,
-            remedy="\n".join([*(p.remedy for p in problems), *fits]),
-        )
+        gpus = config.trainer.num_ranks // nodes
+        for row in layouts.search(config, nodes, gpus, device)[:2]:
+            remedies.append(f"fits: {row['settings']}")
+    raise ConfigError(
+        "\n".join(f"{p.key} = {p.value}: {p.message}" for p in problems),
+        where=recipe,
+        remedy="\n".join(remedies),
+    )
 
 
 def _print(found: Any) -> None:
-    rows = [
-        (str(rank.stage), str(rank.rank), *map(_size, rank.parts.values()), _size(rank.total))
-        for rank in found.stages
-    ]
+    rows = []
+    for rank in found.stages:
+        parts = map(_size, rank.parts.values())
+        rows.append((str(rank.stage), str(rank.rank), *parts, _size(rank.total)))
     print_table(("stage", "rank", *found.worst.parts, "total"), rows, labelled=True)
-    usable = _size(found.usable_bytes) if found.usable_bytes is not None else "not known"
+    usable = "not known"
+    if found.usable_bytes is not None:
+        usable = _size(found.usable_bytes)
+    engine = []
+    for name, number in found.engine.items():
+        is_count = name == "kv_tokens"
+        engine.append(f"{name} {number}" if is_count else f"{name} {_size(number)}")
     lines = {
         "fullest rank": f"{found.worst.rank}: {_size(found.worst.total)}, usable: {usable}",
-        "engine": ", ".join(
-            f"{name} {n if name == 'kv_tokens' else _size(n)}" for name, n in found.engine.items()
-        ),
+        "engine": ", ".join(engine),
     }
-    for name, n in found.numbers.items():
+    for name, number in found.numbers.items():
         words = name.removesuffix("_bytes").replace("_", " ")
-        lines[words] = (
-            _size(n)
-            if name.endswith("_bytes")
-            else (f"{n:.1%}" if isinstance(n, float) else f"{n:,}")
-        )
+        lines[words] = _number(name, number)
     typer.echo()
     print_table(("what", ""), list(lines.items()))
 
 
+def _number(name: str, number: float) -> str:
+    if name.endswith("_bytes"):
+        return _size(number)
+    if isinstance(number, float):  # a share
+        return f"{number:.1%}"
+    return f"{number:,}"
+
+
 def _size(num_bytes: float) -> str:
-    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
-    return f"{num_bytes / unit:.1f} {name}"
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _search(config: Any, text: str, device: str, as_json: bool) -> None:
     from grpo_megatron.plan.search import search
 
-    if not (shape := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
+    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if shape is None:
         raise ConfigError(
             f"{text!r} is not NODESxGPUS", where="--search", remedy="for example --search 16x8"
         )
@@ -213,19 +217,13 @@ def _search(config: Any, text: str, device: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    print_table(
-        ("cost", "memory", "bubble", "settings"),
-        [
-            (
-                f"{row['cost']:.2f}",
-                _size(row["bytes"]),
-                f"{row['bubble_fraction']:.1%}",
-                row["settings"] or "as in the recipe",
-            )
-            for row in rows
-        ],
-        labelled=True,
-    )
+    shown = []
+    for row in rows:
+        cost = f"{row['cost']:.2f}"
+        bubble = f"{row['bubble_fraction']:.1%}"
+        settings = row["settings"] or "as in the recipe"
+        shown.append((cost, _size(row["bytes"]), bubble, settings))
+    print_table(("cost", "memory", "bubble", "settings"), shown, labelled=True)
 
 
 def print_table(
@@ -249,5 +247,8 @@ def print_table(
         return
     table = Table(*header, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*map(Text, row), style="dim" if dim and row[-1] == dim else None)
+        style = None
+        if dim and row[-1] == dim:
+            style = "dim"
+        table.add_row(*map(Text, row), style=style)
     console.print(table)

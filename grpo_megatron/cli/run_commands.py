@@ -135,7 +135,10 @@ def submit(
         refuse_unbound_objective(resolved.config)
         refuse_unbound_rewards(resolved.config, remedy=SKIP_REMEDY)
     refuse_unreadable_problems(resolved.config)
-    typer.echo(slurm.submit(resolved, site, [after] if after else []))
+    after_jobs = []
+    if after:
+        after_jobs.append(after)
+    typer.echo(slurm.submit(resolved, site, after_jobs))
     typer.echo(f"submitted; grpo-megatron logs -f {resolved.run_path}", err=True)
 
 
@@ -172,24 +175,21 @@ def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = Fal
 
     folder = RunDir(run).logs
     job = slurm.job_of(RunDir(run))
-    files = [folder / f"slurm-{job}.out"] if job else []
-    roles = sorted(folder.glob("latest/*.log"))
-    if follow:  # also what is yet to appear; inotify would miss a new `latest` and other nodes
-        roles += [folder / "latest" / f"{role}.log" for role in ("controller", "trainer-0")]
-        os.execvp(
-            "tail",
-            [
-                "tail",
-                "-n",
-                "20",
-                "-F",
-                "---disable-inotify",
-                *map(str, dict.fromkeys([*files, *roles])),
-            ],
-        )
-    if files := [p for p in (*files, *roles) if p.exists()]:
-        os.execvp("tail", ["tail", "-n", "20", *map(str, files)])
-    typer.echo(slurm.status_line(run))
+    files = sorted(folder.glob("latest/*.log"))
+    if job:
+        files.insert(0, folder / f"slurm-{job}.out")
+    tail = ["tail", "-n", "20"]
+    if follow:
+        for role in ("controller", "trainer-0"):  # also what is yet to appear
+            files.append(folder / "latest" / f"{role}.log")
+        # inotify would miss a new `latest`, and what other nodes write
+        tail += ["-F", "---disable-inotify"]
+    else:
+        files = [file for file in files if file.exists()]
+    if not files:
+        typer.echo(slurm.status_line(run))
+        return
+    os.execvp("tail", [*tail, *map(str, dict.fromkeys(files))])
 
 
 def cancel(run: Run, now: Annotated[bool, flag("now", "Without a checkpoint.")] = False) -> None:
@@ -197,7 +197,10 @@ def cancel(run: Run, now: Annotated[bool, flag("now", "Without a checkpoint.")] 
     from grpo_megatron.launch import slurm
 
     check_run(run)
-    typer.echo(f"job {slurm.cancel(run, now=now)} ends" + ("" if now else " after its step"))
+    told = f"job {slurm.cancel(run, now=now)} ends"
+    if not now:
+        told += " after its step"
+    typer.echo(told)
 
 
 def replay(target: RecordedStep, overrides: Overrides = None) -> None:
@@ -243,13 +246,19 @@ def report(
 
 
 def _run_and_step(target: str) -> tuple[Path, int | None]:
+    """What `RUN` or `RUN@STEP` says; None: the newest step."""
     run, at, step = target.rpartition("@")
-    if at and not step.isdecimal():
+    if not at:
+        path = Path(target)
+        check_run(path)
+        return path, None
+    if not step.isdecimal():
         raise ConfigError(
             f"{step!r} is not a step number", where=target, remedy=f"for example {run}@100"
         )
-    check_run(path := Path(run if at else target))
-    return path, int(step) if at else None
+    path = Path(run)
+    check_run(path)
+    return path, int(step)
 
 
 def check_run(run: Path) -> None:
@@ -268,12 +277,13 @@ def _is_run(path: Path) -> bool:
 
 def runs_beside(path: Path) -> list[str]:
     """Runs in the parent directory and in `runs/`, those with a similar name first."""
-    found = {
-        str(run): run.name
-        for folder in (path.parent, Path("runs"))
-        if folder.is_dir()
-        for run in sorted(folder.iterdir())
-        if _is_run(run) and RunDir(run).logs.is_dir()
-    }  # checkpoints have no logs
+    found = {}
+    for folder in (path.parent, Path("runs")):
+        if not folder.is_dir():
+            continue
+        for run in sorted(folder.iterdir()):
+            is_checkpoint = not RunDir(run).logs.is_dir()
+            if _is_run(run) and not is_checkpoint:
+                found[str(run)] = run.name
     near = nearest(path.name, found.values())
     return sorted(found, key=lambda run: found[run] not in near)

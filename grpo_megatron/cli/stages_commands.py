@@ -72,31 +72,26 @@ def status(graph: Graph) -> None:
     for name in loaded.order:
         result = records.result(name)
         notes = records.closed_gates(name)
-        if (job := job_of(loaded.run_dir(name))) and not result:
+        job = job_of(loaded.run_dir(name))
+        if job and not result:
             notes.append(f"job {job} {state_of(job).get('JobState', 'unknown to Slurm')}")
-        accuracy = result.get("eval", {}).get("all", {}).get("accuracy")
-        rows.append(
-            (
-                name,
-                loaded.kind(name),
-                records.state(name).value,
-                "" if accuracy is None else f"{accuracy:.3f}",
-                f"{result['seconds']:.0f}" if result else "",
-                "; ".join(notes),
-            )
-        )
+        accuracy = ""
+        if "accuracy" in result.get("eval", {}).get("all", {}):
+            accuracy = f"{result['eval']['all']['accuracy']:.3f}"
+        seconds = ""
+        if result:
+            seconds = f"{result['seconds']:.0f}"
+        state = records.state(name).value
+        rows.append((name, loaded.kind(name), state, accuracy, seconds, "; ".join(notes)))
     print_table(
         ("stage", "kind", "state", "accuracy", "seconds", "gates, job"), rows, labelled=True
     )
     for level in loaded.levels():
-        typer.echo(
-            "   ".join(
-                name
-                + (
-                    f" <- {', '.join(parents)}"
-                    if (parents := loaded.table.stages[name].parents)
-                    else ""
-                )
-                for name in level
-            )
-        )
+        shown = []
+        for name in level:
+            parents = loaded.table.stages[name].parents
+            if parents:
+                shown.append(f"{name} <- {', '.join(parents)}")
+            else:
+                shown.append(name)
+        typer.echo("   ".join(shown))
