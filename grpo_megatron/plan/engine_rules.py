@@ -43,26 +43,30 @@ def heads_divide_by_tp(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> 
 def _split_widths(model: ModelFacts) -> dict[str, int]:
     """Widths, in columns, that tensor parallelism splits."""
     widths = {
-        "MLP width": model.intermediate_size if model.has_dense_layers else 0,
         "expert width": model.moe_intermediate_size,
         "shared expert width": model.shared_expert_intermediate_size,
     }
+    if model.has_dense_layers:
+        widths = {"MLP width": model.intermediate_size, **widths}
     return {what: width for what, width in widths.items() if width}
 
 
 @ENGINE_RULES.rule("rollout_width")
 def widths_divide_by_tp(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> list[Violation]:
     tp = rollout.tensor_parallel_size
-    return [
-        Violation(_TENSOR_PARALLEL_SIZE, f"the {what} {width} must be divisible by TP = {tp}")
-        for what, width in _split_widths(model).items()
-        if width % tp
-    ]
+    violations = []
+    for what, width in _split_widths(model).items():
+        if width % tp:
+            message = f"the {what} {width} must be divisible by TP = {tp}"
+            violations.append(Violation(_TENSOR_PARALLEL_SIZE, message))
+    return violations
 
 
 @ENGINE_RULES.rule("cpu_multiples")
 def cpu_widths_fill_blocks(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> list[Violation]:
-    return list(_uneven_cpu_widths(rollout, model)) if cpu else []
+    if not cpu:
+        return []
+    return list(_uneven_cpu_widths(rollout, model))
 
 
 def _uneven_cpu_widths(rollout: RolloutConfig, model: ModelFacts) -> Iterator[Violation]:
@@ -129,7 +133,9 @@ def kept_ids_are_bounded(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -
     unbounded = truncation.get("logprobs", 0) < 0
     if vocab_size is None or not unbounded or vocab_size <= _MOST_LOGPROBS:
         return None
-    field = "top_p" if "top_p" in truncation else "min_p"
+    field = "min_p"
+    if "top_p" in truncation:
+        field = "top_p"
     return Violation(
         f"rollout.{field}",
         "the trainer needs the ids that were kept; without top_k there may be as many as the "

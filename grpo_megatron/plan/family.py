@@ -85,7 +85,9 @@ def tables_of(name: str) -> dict[str, Any]:
     """The tables of a family or a part: its own, over those of the parts that it extends, of which
     a later one overrides an earlier."""
     file = _FOLDER / f"{name}.toml"
-    own = dict(read_toml(file if file.exists() else _FOLDER / "parts" / f"{name}.toml").values)
+    if not file.exists():
+        file = _FOLDER / "parts" / f"{name}.toml"
+    own = dict(read_toml(file).values)
     merged: dict[str, Any] = {}
     for part in own.pop("extends", ()):
         merged = _merge(merged, tables_of(part))
@@ -95,9 +97,13 @@ def tables_of(name: str) -> dict[str, Any]:
 
 def _merge(below: Any, above: Any, path: tuple[str, ...] = ()) -> Any:
     if isinstance(below, dict) and isinstance(above, dict):
-        return below | {
-            key: _merge(below[key], value, (*path, key)) if key in below else value
-            for key, value in above.items()
-        }
-    are_names = path[:1] == ("fields",) and len(path) == 2  # lists of names
-    return [*below, *above] if are_names else above
+        merged = dict(below)
+        for key, value in above.items():
+            if key in below:
+                value = _merge(below[key], value, (*path, key))
+            merged[key] = value
+        return merged
+    are_lists_of_names = path[:1] == ("fields",) and len(path) == 2
+    if are_lists_of_names:
+        return [*below, *above]
+    return above

@@ -20,9 +20,9 @@ def model_fields(hf: Mapping[str, Any], *, where: str = "config.json") -> dict[s
         fields = unified(hf)
         _refuse_unknown(fields, family)
         _refuse_values(fields, family)
-        fields |= {
-            name: value for name, value in family.fields.default.items() if fields.get(name) is None
-        }
+        for name, value in family.fields.default.items():
+            if fields.get(name) is None:
+                fields[name] = value
         for name in family.fields.required:
             if fields.get(name) is None:
                 raise ConfigError(f"{name} is missing in the configuration of {family.name}")
@@ -42,10 +42,12 @@ def megatron_settings(family: Family, fields: Mapping[str, Any]) -> dict[str, An
     """The family's `[megatron]` table with its references to fields replaced."""
     settings = {}
     for name, value in family.megatron.items():
-        negated, dollar, field = value.partition("$") if isinstance(value, str) else ("", "", "")
-        if dollar:
-            value = not fields[field] if negated else fields.get(field)
         settings[name] = value
+        if isinstance(value, str) and "$" in value:
+            negation, _, field = value.partition("$")
+            settings[name] = fields.get(field)
+            if negation:
+                settings[name] = not fields[field]
     return settings
 
 
@@ -77,17 +79,20 @@ def unified(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
-    heads, num_layers = fields["num_attention_heads"], fields["num_hidden_layers"]
-    shared = (
-        fields.get("shared_expert_intermediate_size")
-        or ((fields.get("n_shared_experts") or 0) * (fields.get("moe_intermediate_size") or 0))
-        or None
-    )
+    """Fields that follow from others, where config.json does not have them."""
+    heads = fields["num_attention_heads"]
+    num_shared = fields.get("n_shared_experts") or 0
+    shared_width = num_shared * (fields.get("moe_intermediate_size") or 0)
+    moe_layers = []
+    if fields.get("num_experts"):
+        moe_layers = _moe_layers(fields, fields["num_hidden_layers"])
     found = {
         "num_key_value_heads": fields.get("num_key_value_heads") or heads,
         "head_dim": fields.get("head_dim") or fields["hidden_size"] // heads,
-        "moe_layers": _moe_layers(fields, num_layers) if fields.get("num_experts") else [],
-        "shared_expert_intermediate_size": shared,
+        "moe_layers": moe_layers,
+        "shared_expert_intermediate_size": fields.get("shared_expert_intermediate_size")
+        or shared_width
+        or None,
     }
     if fields.get("topk_method") == "greedy" or (fields.get("n_group") or 1) == 1:
         found |= {"n_group": None, "topk_group": None}
@@ -95,31 +100,29 @@ def derived(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[int]:
-    step = fields.get("decoder_sparse_step") or 1
+    """For each layer 1 with experts, 0 without, as each family's model code decides it."""
     frequency = fields.get("moe_layer_freq") or 1
+    if isinstance(frequency, list):
+        return [int(bool(has_experts)) for has_experts in frequency]
+    step = fields.get("decoder_sparse_step") or 1
     dense = fields.get("mlp_only_layers") or ()
     first = fields.get("first_k_dense_replace") or 0
-    if isinstance(frequency, list):
-        return [int(bool(x)) for x in frequency]
-    return [
-        int(i >= first and i not in dense and (i + 1) % step == 0 and i % frequency == 0)
-        for i in range(num_layers)
-    ]
+    pattern = []
+    for layer in range(num_layers):
+        is_due = (layer + 1) % step == 0 and layer % frequency == 0
+        pattern.append(int(is_due and layer >= first and layer not in dense))
+    return pattern
 
 
 def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """`type`, `theta`, `percent` (of the head that is rotated) and the type's own parameters;
     ConfigError without theta, and for a type, or a parameter of it, that is not known."""
     given = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    old, kind = given.pop("type", None), given.pop("rope_type", None)
-    kind = kind or old or "default"
-    found = {
-        "type": kind,
-        "theta": given.pop("rope_theta", None) or fields.get("rope_theta"),
-        "percent": given.pop("partial_rotary_factor", None)
-        or fields.get("partial_rotary_factor")
-        or 1.0,
-    }
+    old_kind = given.pop("type", None)
+    kind = given.pop("rope_type", None) or old_kind or "default"
+    theta = given.pop("rope_theta", None) or fields.get("rope_theta")
+    percent = given.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor")
+    found = {"type": kind, "theta": theta, "percent": percent or 1.0}
     if kind not in family.rope:
         raise ConfigError(
             f"rope type {kind!r} is not supported", remedy=f"supported: {', '.join(family.rope)}"
@@ -132,28 +135,46 @@ def rope_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         value = given.pop(name, None)
         if value is None and default == "required":
             raise ConfigError(f"rope type {kind!r} needs {name}")
-        found[name] = default if value is None else value
+        if value is None:
+            value = default
+        found[name] = value
     if given:
         raise ConfigError(f"rope type {kind!r} has an unknown parameter: {', '.join(given)}")
     return found
 
 
 def _refuse_unknown(fields: Mapping[str, Any], family: Family) -> None:
-    if unknown := [name for name in fields if name not in family.fields.known]:
-        near = nearest(unknown[0], sorted(family.fields.known))
-        raise ConfigError(
-            f"{family.name} has no field {unknown[0]!r}; it may change what the model computes",
-            remedy=f"did you mean {near[0]!r}?" if near else "remove it if it changes nothing",
-        )
+    unknown = [name for name in fields if name not in family.fields.known]
+    if not unknown:
+        return
+    near = nearest(unknown[0], sorted(family.fields.known))
+    remedy = "remove it if it changes nothing"
+    if near:
+        remedy = f"did you mean {near[0]!r}?"
+    raise ConfigError(
+        f"{family.name} has no field {unknown[0]!r}; it may change what the model computes",
+        remedy=remedy,
+    )
+
+
+def _field_at(fields: Mapping[str, Any], name: str) -> Any:
+    """The value of `a.b`: field b of table a; None where there is none."""
+    value: Any = fields
+    for key in name.split("."):
+        if not value:
+            return None
+        value = value.get(key)
+    return value
 
 
 def _refuse_values(fields: Mapping[str, Any], family: Family) -> None:
     for name, allowed in family.fields.fixed.items():
-        value: Any = fields
-        for key in name.split("."):
-            value = value.get(key) if value else None
-        values = value if isinstance(value, list) and not isinstance(allowed[0], list) else [value]
-        if wrong := [x for x in values if x is not None and x not in allowed]:
+        found = _field_at(fields, name)
+        values = [found]
+        if isinstance(found, list) and not isinstance(allowed[0], list):
+            values = found
+        wrong = [value for value in values if value is not None and value not in allowed]
+        if wrong:
             raise ConfigError(
                 f"{name} = {wrong[0]!r} is not supported for {family.name}",
                 remedy=f"supported: {', '.join(map(str, allowed))}",

@@ -57,15 +57,16 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
             usable -= int(_utilisation(config) * memory)
     work = _workload(config, sizes)
     pp = config.trainer.pipeline_parallel_size
-    wanted = {0, min(1, pp - 1), pp - 1} if worst_only else range(pp)
+    wanted = list(range(pp))
+    if worst_only:
+        wanted = sorted({0, min(1, pp - 1), pp - 1})
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
+    whole = sizes_of(hf, vocab_size, TrainerConfig())
     return Plan(
         stages,
         usable,
-        _engine(config, hf, vocab_size, memory),
-        _numbers(
-            config, sizes_of(hf, vocab_size, TrainerConfig()), sizes, work["num_microbatches"]
-        ),
+        engine=_engine(config, hf, vocab_size, memory),
+        numbers=_numbers(config, whole, sizes, work["num_microbatches"]),
     )
 
 
@@ -146,10 +147,9 @@ def _workload(config: RunConfig, s: Sizes) -> Workload:
 def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:
     frozen = config.routing.router_policy == "freeze_weights"
     count = s.trainer.num_ranks // s.trainer.pipeline_parallel_size
-    static = {
-        rank: static_bytes(s, stage, rank, frozen_routers=frozen, overlaps=work["on_gpu"])
-        for rank in (0, count - 1)
-    }  # shards differ by padding only
+    static = {}
+    for rank in (0, count - 1):  # shards differ by padding only
+        static[rank] = static_bytes(s, stage, rank, frozen_routers=frozen, overlaps=work["on_gpu"])
     rank = max(static, key=lambda rank: sum(static[rank].values()))
     return RankMemory(stage, stage * count + rank, static[rank] | step_bytes(s, stage, **work))
 
@@ -161,12 +161,10 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     weights = parameters * s.symbols["element"]
     objective = config.objective
     references = objective.kl != "none" or objective.preference_weight > 0
-    tokens = (
-        config.batch.num_prompts
-        * config.batch.num_samples_per_prompt
-        * config.rollout.max_model_len
-    )
-    routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * (1 + (symbols["experts"] > 256))
+    samples = config.batch.num_prompts * config.batch.num_samples_per_prompt
+    tokens = samples * config.rollout.max_model_len
+    expert_id_bytes = 1 + (symbols["experts"] > 256)
+    routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * expert_id_bytes
     return {
         "parameters": parameters,
         "microbatches_per_update": num_microbatches,

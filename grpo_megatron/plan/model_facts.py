@@ -90,7 +90,9 @@ def facts_from_hf(hf: Mapping[str, Any]) -> ModelFacts:
     hf |= derived(hf)
     num_experts = hf.get("num_experts") or 0
     intermediate = hf.get("intermediate_size") or 0
-    moe_intermediate = (hf.get("moe_intermediate_size") or intermediate) if num_experts else 0
+    moe_intermediate = 0
+    if num_experts:
+        moe_intermediate = hf.get("moe_intermediate_size") or intermediate
     return ModelFacts(
         model_type=hf["model_type"],
         hidden_size=hf["hidden_size"],

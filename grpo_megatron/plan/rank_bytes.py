@@ -6,12 +6,13 @@ The buffers of Megatron's DistributedDataParallel, which the distributed optimiz
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_megatron.plan.weights import FORMS, Sizes, Weight, product, weights_of_chunk
 
-_PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
-_Span = tuple[int, int]
+_PARAMETER_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
 
 
 def static_bytes(
@@ -23,59 +24,97 @@ def static_bytes(
     t = s.trainer
     element = s.symbols["element"]
     replicas = t.dp * t.context_parallel_size
-    places = {
-        False: (replicas, local_rank // t.tensor_parallel_size),
-        True: (t.num_ranks // t.expert_ranks, local_rank // (t.etp * t.expert_parallel_size)),
-    }
-    num_frozen = num_elements = num_states = 0
+    dense_shard = _Shard(local_rank // t.tensor_parallel_size, replicas)
+    expert_shard = _Shard(
+        local_rank // (t.etp * t.expert_parallel_size), t.num_ranks // t.expert_ranks
+    )
+    num_frozen = 0
+    num_elements = 0
+    num_states = 0
     for chunk in range(s.num_chunks):
-        weights = weights_of_chunk(s, stage, chunk)
-        frozen = "router" if frozen_routers else None
-        num_frozen += sum(w.numel for w in weights if w.kind == frozen)
-        limit = (
-            max(40_000_000, 1_000_000 * replicas)
-            if overlaps and stage == chunk == 0
-            else (math.inf)
-        )
-        for is_expert, (num_shards, shard) in places.items():
+        bucket_limit = math.inf
+        if overlaps and stage == chunk == 0:
+            bucket_limit = max(40_000_000, 1_000_000 * replicas)
+        trained = []
+        for weight in weights_of_chunk(s, stage, chunk):
+            if frozen_routers and weight.kind == "router":
+                num_frozen += weight.numel
+            else:
+                trained.append(weight)
+        experts = [weight for weight in trained if weight.kind == "expert"]
+        others = [weight for weight in trained if weight.kind != "expert"]
+        for weights, shard in ((others, dense_shard), (experts, expert_shard)):
             if not t.distributed_optimizer:
-                num_shards, shard = 0, 0
-            part = [w for w in weights if (w.kind == "expert") == is_expert and w.kind != frozen]
-            for start, end, spans in _buckets(part, num_shards, limit):
-                size = (end - start) // max(num_shards, 1)
-                first = start + shard * size
-                num_states += sum(max(0, min(b, first + size) - max(a, first)) for a, b in spans)
-                num_elements += end - start
+                shard = _WHOLE
+            for bucket in _buckets(weights, shard.count, bucket_limit):
+                num_elements += bucket.size
+                num_states += bucket.num_states(shard)
+    bytes_a_state = 8
+    if element < 4:
+        bytes_a_state = 12  # with float32 weights
     return {
         "weights": (num_elements + num_frozen) * element,
         "gradients": 4 * num_elements,
-        "optimizer": (12 if element < 4 else 8) * num_states,
+        "optimizer": bytes_a_state * num_states,
         "buffers": _buffers(s, stage),
     }
 
 
-def _buckets(
-    weights: Sequence[Weight], num_shards: int, limit: float
-) -> Iterator[tuple[int, int, list[_Span]]]:
-    """First element, end, and those of its weights, of every bucket: last weight first, as
-    backward goes. Without shards nothing is padded."""
-    aligned = _PARAMETER_ALIGNMENT if num_shards else 1
-    multiple = math.lcm(num_shards, _BUCKET_ALIGNMENT) if num_shards else 1
-    start = end = 0
-    spans: list[_Span] = []
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """The part of every bucket of which a rank has the optimizer state."""
+
+    index: int
+    count: int
+
+
+_WHOLE = _Shard(0, 0)
+"""Without the distributed optimizer: nothing is sharded, nothing is padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    start: int  # in elements of the buffer
+    end: int
+    spans: list[tuple[int, int]]  # of its weights; between them is padding
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    def num_states(self, shard: _Shard) -> int:
+        """Elements of weights, which have optimizer state, in a shard of the bucket."""
+        size = self.size // max(shard.count, 1)
+        first = self.start + shard.index * size
+        last = first + size
+        return sum(max(0, min(end, last) - max(start, first)) for start, end in self.spans)
+
+
+def _buckets(weights: Sequence[Weight], num_shards: int, limit: float) -> Iterator[_Bucket]:
+    """The buckets of a buffer: last weight first, as backward goes. Without shards nothing is
+    padded."""
+    aligned = 1
+    multiple = 1
+    if num_shards:
+        aligned = _PARAMETER_ALIGNMENT
+        multiple = math.lcm(num_shards, _BUCKET_ALIGNMENT)
+    start = 0
+    end = 0
+    spans: list[tuple[int, int]] = []
     for number, weight in enumerate(reversed(weights), start=1):
         first = _up(end, aligned)
         alone = weight.kind == "shared" and num_shards
         if alone and spans:
-            yield start, _up(first, multiple), spans
-            start = _up(first, multiple)
             first = _up(first, multiple)
+            yield _Bucket(start, first, spans)
+            start = first
             spans = []
         end = first + weight.numel
         spans.append((first, end))
         if alone or end - start >= limit or number == len(weights):
-            yield start, _up(end, multiple), spans
-            start = end = _up(end, multiple)
+            end = _up(end, multiple)
+            yield _Bucket(start, end, spans)
+            start = end
             spans = []
 
 
@@ -85,7 +124,7 @@ def _up(number: int, multiple: int) -> int:
 
 def _buffers(s: Sizes, stage: int) -> int:
     """Expert biases (float32, and counts of tokens) and yarn's rotary tables of MLA layers."""
-    layers = [is_moe for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)]
+    layers = _layers_of_stage(s, stage)
     element = s.symbols["element"]
     found = 0
     if s.model.get("moe_router_enable_expert_bias"):
@@ -94,6 +133,14 @@ def _buffers(s: Sizes, stage: int) -> int:
         positions = s.hf["rope"].get("original_max_position_embeddings", 0)
         found += len(layers) * 2 * positions * s.model["qk_pos_emb_head_dim"] * element
     return found
+
+
+def _layers_of_stage(s: Sizes, stage: int) -> list[bool]:
+    """Of all model chunks of a stage: does the layer have experts?"""
+    layers = []
+    for chunk in range(s.num_chunks):
+        layers += s.layers_of(stage, chunk)
+    return layers
 
 
 def step_bytes(
@@ -109,55 +156,77 @@ def step_bytes(
     """Bytes of `activations`, `logits`, `routing`, `communication` of a rank at their highest,
     for `tokens` of a full micro-batch and of the longest `sequence`."""
     t = s.trainer
+    chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
+    symbols = {
+        **s.symbols,
+        **_step_symbols(s, stage, tokens, on_gpu=on_gpu),
+        "sequence": sequence,
+        "replayed": replayed,
+    }
+    if t.distributed_optimizer and not on_gpu:
+        symbols["gloo_copy"] = 4 * _largest_buffer(chunks)
+    s = replace(s, symbols=symbols)
+
+    found = {name: _total(forms, s) for name, forms in FORMS["beside"].items()}
+    boundary = symbols["own"] * symbols["hidden"] * symbols["element"]
+    layers = [_kept(s, is_moe) for is_moe in _layers_of_stage(s, stage)]
+    if t.recompute == "full":
+        held = boundary * len(layers)
+        computed_again = 2 * max(layers)
+    else:
+        held = sum(layers)
+        computed_again = max(layers) // 2
+    if t.pipeline_parallel_size > 1:
+        held += 2 * boundary
+    activations = int(in_flight(s, stage, num_microbatches) * held) + computed_again
+    # Adam's two float32 copies of the largest weight's share, when activations have gone
+    adam = 8 * max(weight.numel for weights in chunks for weight in weights)
+    if t.distributed_optimizer:
+        adam //= t.dp
+    return {**found, "activations": max(activations, adam - found["logits"])}
+
+
+def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[str, Any]:
+    """What the closed forms of a step say beside the model's sizes."""
+    t = s.trainer
     element = s.symbols["element"]
     tp = t.tensor_parallel_size
     pp = t.pipeline_parallel_size
-    copies = element if on_gpu else 8  # torch's plain norms keep float32
-    own = tokens // (tp if t.sp else 1)
-    chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
-    buffers = [
-        sum(w.numel for w in weights if (w.kind == "expert") == experts)
-        for weights in chunks
-        for experts in (True, False)
-    ]
-    s = replace(
-        s,
-        symbols={
-            **s.symbols,
-            "tokens": tokens,
-            "own": own,
-            "sequence": sequence,
-            "norm": copies + element,
-            "qk_copies": copies * bool(s.symbols.get("head_norm")),
-            "rows": tokens * s.symbols["top_k"] * t.etp // tp,
-            "upcast": 4 - element,
-            "chunk": min(t.logprob_chunk_tokens, tokens),
-            "plain": t.recompute == "none" and not on_gpu,
-            "replayed": replayed,
-            "is_last": stage == pp - 1,
-            "pipelined": pp > 1,
-            "dispatched": t.expert_parallel_size > 1,
-            "nccl_dimensions": on_gpu
-            * sum(size > 1 for size in (tp, pp, t.dp, t.expert_parallel_size)),
-            "gloo_copy": 4 * max(buffers) * (t.distributed_optimizer and not on_gpu),
-        },
-    )
-    found = {name: _total(forms, s) for name, forms in FORMS["beside"].items()}
-    boundary = own * s.symbols["hidden"] * element
-    layers = [
-        _kept(s, is_moe) for chunk in range(s.num_chunks) for is_moe in s.layers_of(stage, chunk)
-    ]
-    held, one = (
-        ([boundary] * len(layers), 2 * max(layers))
-        if t.recompute == "full"
-        else (layers, max(layers) // 2)
-    )
-    held = sum(held) + 2 * boundary * (pp > 1)
-    activations = int(in_flight(s, stage, num_microbatches) * held) + one
-    # Adam's two float32 copies of the largest weight's share, when activations have gone
-    largest = max(w.numel for weights in chunks for w in weights)
-    adam = 8 * largest // (t.dp if t.distributed_optimizer else 1)
-    return {**found, "activations": max(activations, adam - found["logits"])}
+    own = tokens
+    if t.sp:
+        own = tokens // tp
+    norm_copy = element
+    nccl_dimensions = 0
+    if on_gpu:
+        sizes = (tp, pp, t.dp, t.expert_parallel_size)
+        nccl_dimensions = sum(size > 1 for size in sizes)
+    else:
+        norm_copy = 8  # torch's plain norms keep float32
+    return {
+        "tokens": tokens,
+        "own": own,
+        "norm": norm_copy + element,
+        "qk_copies": norm_copy * bool(s.symbols.get("head_norm")),
+        "rows": tokens * s.symbols["top_k"] * t.etp // tp,
+        "upcast": 4 - element,
+        "chunk": min(t.logprob_chunk_tokens, tokens),
+        "plain": t.recompute == "none" and not on_gpu,
+        "is_last": stage == pp - 1,
+        "pipelined": pp > 1,
+        "dispatched": t.expert_parallel_size > 1,
+        "nccl_dimensions": nccl_dimensions,
+        "gloo_copy": 0,
+    }
+
+
+def _largest_buffer(chunks: Sequence[Sequence[Weight]]) -> int:
+    """Elements; each model chunk has one buffer for experts and one for the rest."""
+    sizes = []
+    for weights in chunks:
+        experts = sum(weight.numel for weight in weights if weight.kind == "expert")
+        others = sum(weight.numel for weight in weights if weight.kind != "expert")
+        sizes += [experts, others]
+    return max(sizes)
 
 
 def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
@@ -171,10 +240,11 @@ def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
 
 def _kept(s: Sizes, is_moe: bool) -> int:
     """Bytes of one layer and micro-batch between forward and backward."""
-    attention = "latent" if "latent" in s.symbols else "grouped_query"
-    return sum(
-        _total(FORMS["kept"][part], s) for part in ("norms", attention, "moe" if is_moe else "mlp")
-    )
+    mlp = "mlp"
+    if is_moe:
+        mlp = "moe"
+    parts = ("norms", s.attention, mlp)
+    return sum(_total(FORMS["kept"][part], s) for part in parts)
 
 
 def _total(forms: Mapping[str, int], s: Sizes) -> int:

@@ -38,19 +38,20 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
             worst_only=True,
         )
         assert plan.usable_bytes is not None  # of a placement with GPUs
-        if plan.worst.total <= plan.usable_bytes:
-            found.append(
-                {
-                    "settings": " ".join(
-                        f"trainer.{name}={as_toml(value)}"
-                        for name, value in trainer.model_dump().items()
-                        if value != old[name]
-                    ),
-                    "bytes": plan.worst.total,
-                    "cost": _cost(trainer, plan, gpus_per_node),
-                    "bubble_fraction": plan.numbers["bubble_fraction"],
-                }
-            )
+        if plan.worst.total > plan.usable_bytes:
+            continue
+        changed = []
+        for name, value in trainer.model_dump().items():
+            if value != old[name]:
+                changed.append(f"trainer.{name}={as_toml(value)}")
+        found.append(
+            {
+                "settings": " ".join(changed),
+                "bytes": plan.worst.total,
+                "cost": _cost(trainer, plan, gpus_per_node),
+                "bubble_fraction": plan.numbers["bubble_fraction"],
+            }
+        )
     return sorted(found, key=lambda row: (round(row["cost"], 3), row["bytes"]))
 
 
@@ -58,16 +59,25 @@ def _layouts(
     trainer: TrainerConfig, facts: ModelFacts, ranks: int, gpus_per_node: int
 ) -> Iterator[TrainerConfig]:
     powers = [2**i for i in range(ranks.bit_length())]
+    expert_parallel_sizes = [1]
+    expert_tensor_parallel_size = None
+    if facts.is_moe:
+        expert_parallel_sizes = powers
+        expert_tensor_parallel_size = 1
     for tp, pp, ep, vpp, recompute in itertools.product(
         [size for size in powers if size <= gpus_per_node],
         powers,
-        powers if facts.is_moe else [1],
+        expert_parallel_sizes,
         (None, 2, 4),
         ("none", "full"),
     ):
         if max(tp, ep) * pp > ranks or pp > facts.num_layers:
             continue
-        last = facts.num_layers - math.ceil(facts.num_layers / pp) * (pp - 1)
+        last_stage_layers = None
+        if facts.num_layers % pp:
+            last = facts.num_layers - math.ceil(facts.num_layers / pp) * (pp - 1)
+            if last > 0:
+                last_stage_layers = last
         yield trainer.model_copy(
             update={
                 "num_ranks": ranks,
@@ -75,11 +85,11 @@ def _layouts(
                 "pipeline_parallel_size": pp,
                 "expert_parallel_size": ep,
                 "virtual_pipeline_parallel_size": vpp,
-                "expert_tensor_parallel_size": 1 if facts.is_moe else None,
+                "expert_tensor_parallel_size": expert_tensor_parallel_size,
                 "recompute": recompute,
                 "first_stage_layers": None,
                 "sequence_parallel": None,
-                "last_stage_layers": last if facts.num_layers % pp and last > 0 else None,
+                "last_stage_layers": last_stage_layers,
             }
         )
 

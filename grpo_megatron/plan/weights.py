@@ -1,8 +1,7 @@
 """Every weight of a rank, in Megatron's order, as closed forms (`closed_forms.toml`)."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron import assets
@@ -31,24 +30,43 @@ class Sizes:
     def num_chunks(self) -> int:
         return self.trainer.virtual_pipeline_parallel_size or 1
 
+    @property
+    def attention(self) -> str:
+        """As the closed forms name it."""
+        if self.model.get("multi_latent_attention"):
+            return "latent"
+        return "grouped_query"
+
     def layers_of(self, stage: int, chunk: int) -> list[bool]:
         """For each layer of a model chunk: does it have experts?"""
-        t = self.trainer
-        ends = (t.first_stage_layers, t.last_stage_layers)
-        inner = t.pipeline_parallel_size - sum(given is not None for given in ends)
-        left = self.model["num_layers"] - sum(given or 0 for given in ends)
-        sizes = [left // max(inner, 1)] * t.pipeline_parallel_size
-        sizes[0], sizes[-1] = ends[0] or sizes[0], ends[1] or sizes[-1]
+        sizes = self._layers_of_stages()
+        # chunk 0 of all stages comes first in the model, then chunk 1 of all of them
         start = (chunk * sum(sizes) + sum(sizes[:stage])) // self.num_chunks
+        end = start + sizes[stage] // self.num_chunks
         pattern = self.hf["moe_layers"] or [0] * self.model["num_layers"]
-        return [bool(x) for x in pattern[start : start + sizes[stage] // self.num_chunks]]
+        return [bool(has_experts) for has_experts in pattern[start:end]]
+
+    def _layers_of_stages(self) -> list[int]:
+        """Number of layers of each pipeline stage, over all of its chunks."""
+        t = self.trainer
+        num_inner = t.pipeline_parallel_size
+        num_left = self.model["num_layers"]
+        for given in (t.first_stage_layers, t.last_stage_layers):
+            if given is not None:
+                num_inner -= 1
+                num_left -= given
+        sizes = [num_left // max(num_inner, 1)] * t.pipeline_parallel_size
+        if t.first_stage_layers:
+            sizes[0] = t.first_stage_layers
+        if t.last_stage_layers:
+            sizes[-1] = t.last_stage_layers
+        return sizes
 
 
 def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> Sizes:
     """From a config.json (or a preset's `[hf]` table) and a layout that obeys the rules."""
     fields = {**model_fields(hf), "vocab_size": vocab_size}
     model = megatron_settings(family_of(hf["model_type"]), fields)
-    attention = "latent" if model.get("multi_latent_attention") else "grouped_query"
     known = {
         **model,
         "vocabulary": vocab_size,
@@ -56,7 +74,9 @@ def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> 
         "etp": trainer.etp,
         "element": ELEMENT_BYTES[trainer.precision],
     }
-    for name, form in {**FORMS["sizes"]["any"], **FORMS["sizes"][attention]}.items():
+    attention = Sizes(trainer, model, fields, known).attention
+    forms = FORMS["sizes"]["any"] | FORMS["sizes"][attention]
+    for name, form in forms.items():
         whole, _, divisor = form.partition(" / ")
         total = sum(product(part, known) for part in whole.split(" + "))
         known[name] = -(-total // known.get(divisor, 1))
@@ -66,7 +86,10 @@ def sizes_of(hf: Mapping[str, Any], vocab_size: int, trainer: TrainerConfig) -> 
 
 def product(form: str, known: Mapping[str, Any]) -> int:
     """`"2 width hidden"` in numbers; 0 with what a model does not have."""
-    return math.prod(int(x) if x.isdigit() else known.get(x) or 0 for x in form.split())
+    result = 1
+    for factor in form.split():
+        result *= int(factor) if factor.isdigit() else known.get(factor) or 0
+    return result
 
 
 def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
@@ -80,18 +103,19 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
     tied = s.hf["tie_word_embeddings"]
     is_first = stage == chunk == 0
     is_last = (stage, chunk) == (pp - 1, s.num_chunks - 1)
-    table = Weight(
-        s.symbols["vocabulary"] * s.symbols["hidden"], "shared" if tied and pp > 1 else ""
-    )
-    experts = s.symbols["experts"] // s.trainer.expert_parallel_size
-    attention = of("latent" if "latent" in s.symbols else "grouped_query")
-    mlp = {
-        False: of("mlp"),
-        True: of("router", "router") + of("expert", "expert") * experts + of("shared"),
-    }
-    weights = [table] if is_first else []
+    table = Weight(s.symbols["vocabulary"] * s.symbols["hidden"])
+    if tied and pp > 1:
+        table = replace(table, kind="shared")
+    num_experts = s.symbols["experts"] // s.trainer.expert_parallel_size
+    moe = [*of("router", "router"), *of("expert", "expert") * num_experts, *of("shared")]
+    weights = []
+    if is_first:
+        weights.append(table)
     for is_moe in s.layers_of(stage, chunk):
-        weights += [*of("norm"), *attention, *of("norm"), *mlp[is_moe]]
+        weights += [*of("norm"), *of(s.attention), *of("norm")]
+        weights += moe if is_moe else of("mlp")
     if is_last:
-        weights += of("norm") + ([] if is_first and tied else [table])
+        weights += of("norm")
+        if not (is_first and tied):
+            weights.append(table)
     return weights

@@ -207,13 +207,13 @@ class Trainer:
     async def _join(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(s.join) for s in self.senders))
 
-    async def send(self, weights: Weights, version: int) -> dict[str, dict[str, str]]:
+    async def send(self, weights: Weights, version: int) -> dict[str, str]:
         def one(sender: WeightSender) -> dict[str, str]:
             mine = [(e.name, weights[e.name]) for e in self.plan.of_sender(sender.index)]
             return sender.send(mine, self.plan, publish=version)
 
         parts = await asyncio.gather(*(asyncio.to_thread(one, s) for s in self.senders))
-        return {"digests": {name: digest for part in parts for name, digest in part.items()}}
+        return {name: digest for part in parts for name, digest in part.items()}
 
     async def publish(self, clients: Sequence[EngineClient], weights: Weights, version: int):
         publisher = await self.connect(clients)
