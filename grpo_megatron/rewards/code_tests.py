@@ -23,7 +23,8 @@ _INSIDE = {"/inside.py": Path(__file__).with_name("inside.py").read_text()}
 def _check(*, mode: str = "all", **_: object) -> None:
     if mode not in ("all", "fraction"):
         raise RewardError(f"mode = {mode!r}", remedy='"all" or "fraction"')
-    if reason := sandbox.why_not():
+    reason = sandbox.why_not()
+    if reason:
         raise RewardError(f"programs cannot be isolated: {reason}", remedy=sandbox.REMEDY)
 
 
@@ -44,17 +45,21 @@ def code_tests(
     if tests is None:
         return math.nan
     part = extract(completion, answer_tag) or ""
-    program = last_code_block(part) or (part if answer_tag else "")
+    program = last_code_block(part)
+    if not program and answer_tag:
+        program = part
     if not program:
         return 0.0
     pairs, gold = tests
     limits = Limits(wall_s=timeout_s, memory_bytes=memory_mib * MIB)
-    share = asyncio.run(
-        _share_of_pairs(program, pairs, limits, stop_early=mode == "all")
-        if pairs
-        else _share_of_asserts(program, gold, limits)
-    )
-    return share if mode == "fraction" or math.isnan(share) else float(share == 1)
+    if pairs:
+        running = _share_of_pairs(program, pairs, limits, stop_early=mode == "all")
+    else:
+        running = _share_of_asserts(program, gold, limits)
+    share = asyncio.run(running)
+    if mode == "fraction" or math.isnan(share):
+        return share
+    return float(share == 1)
 
 
 async def _share_of_pairs(
@@ -92,7 +97,9 @@ async def _share_of_asserts(program: str, gold: Mapping[str, Any], limits: Limit
     await asyncio.gather(candidate, return_exceptions=True)
     marks = judge.stdout
     unscorable = judge.ending == "failed" or not marks.startswith(b"s") or b"?" in marks
-    return math.nan if unscorable else marks.count(b"1") / len(gold["asserts"])
+    if unscorable:
+        return math.nan
+    return marks.count(b"1") / len(gold["asserts"])
 
 
 def _parse(answer: str) -> tuple[list[tuple[str, str]], dict[str, Any]] | None:
@@ -105,10 +112,11 @@ def _parse(answer: str) -> tuple[list[tuple[str, str]], dict[str, Any]] | None:
             ast.parse(source)
     except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError):
         return None
-    good = bool(pairs) != bool(gold["asserts"]) and all(
-        isinstance(text, str) for pair in pairs for text in pair
-    )
-    return (pairs, gold) if good else None
+    has_one_kind = bool(pairs) != bool(gold["asserts"])
+    are_texts = all(isinstance(text, str) for pair in pairs for text in pair)
+    if has_one_kind and are_texts:
+        return pairs, gold
+    return None
 
 
 def extract(completion: str, tag: str | None) -> str | None:
@@ -117,15 +125,21 @@ def extract(completion: str, tag: str | None) -> str | None:
         return completion
     head, closed, _ = completion.rpartition(f"</{tag}>")
     _, opened, content = head.rpartition(f"<{tag}>")
-    return content if closed and opened else None
+    if not (closed and opened):
+        return None
+    return content
 
 
 def last_code_block(completion: str) -> str:
     """The content of the last closed block between lines of three backticks, or nothing."""
     lines = completion.splitlines()
     fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
-    last = len(fences) // 2 * 2
-    return "\n".join(lines[fences[last - 2] + 1 : fences[last - 1]]) if last else ""
+    num_closed = len(fences) // 2 * 2
+    if not num_closed:
+        return ""
+    start = fences[num_closed - 2] + 1
+    end = fences[num_closed - 1]
+    return "\n".join(lines[start:end])
 
 
 def _lines(text: str) -> list[str]:

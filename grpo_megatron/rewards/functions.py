@@ -47,7 +47,9 @@ def numeric_match(
     if expected is None:
         return math.nan
     found = _NUMBER.findall(extract(completion, answer_tag) or "")
-    value = _number(found[-1]) if found else None
+    value = None
+    if found:
+        value = _number(found[-1])
     return float(value is not None and abs(value - expected) <= Fraction(tolerance))
 
 
@@ -78,9 +80,11 @@ def reasoning_gym_score(
             remedy='use reasoning_gym_score with source = "reasoning_gym" only',
         )
     given = extract(completion, answer_tag)
+    if given is not None:
+        given = given.strip()
     entry = {"question": metadata.get("question", ""), "answer": answer, "metadata": metadata}
     score = _reasoning_gym_scorer(metadata["source_dataset"])
-    return float(score(answer=None if given is None else given.strip(), entry=entry))
+    return float(score(answer=given, entry=entry))
 
 
 def format_tags(
@@ -93,7 +97,9 @@ def format_tags(
 ) -> float:
     """1 for exactly one think block, then exactly one answer block, neither empty, with only white
     space outside (DeepSeek-R1, arXiv:2501.12948); else 0. `opened`: the prompt opened it."""
-    text = f"<{think_tag}>{completion}" if opened else completion
+    text = completion
+    if opened:
+        text = f"<{think_tag}>{completion}"
     tags = re.escape(think_tag), re.escape(answer_tag)
     blocks = re.fullmatch(r"\s*<{0}>(.*)</{0}>\s*<{1}>(.*)</{1}>\s*".format(*tags), text, re.DOTALL)
     once = all(len(re.findall(f"<{tag}>|</{tag}>", text)) == 2 for tag in tags)
@@ -133,7 +139,9 @@ def language_consistency(
             words += 1
             matching += script in scripts
         previous = script
-    return matching / words if words else 0.0
+    if words == 0:
+        return 0.0
+    return matching / words
 
 
 def _bound(
@@ -160,14 +168,16 @@ def cosine_length(
     (arXiv:2502.03373): short right answers score most, short wrong ones least. L is `max_tokens`;
     (a, b) are `correct` for answers that the reward `accuracy` (`module:function`, with
     `accuracy_arguments`) scores above 0.5, else `wrong`; NaN stays NaN."""
-    score = to_float(
-        _bound(accuracy, accuracy_arguments)(
-            completion, answer, {"prompt": prompt, "metadata": metadata}
-        )
-    )
-    start, end = correct if score > 0.5 else wrong
-    value = end + (start - end) / 2 * (1 + math.cos(math.pi * min(num_tokens / max_tokens, 1.0)))
-    return math.nan if math.isnan(score) else value
+    accuracy_reward = _bound(accuracy, accuracy_arguments)
+    context = {"prompt": prompt, "metadata": metadata}
+    score = to_float(accuracy_reward(completion, answer, context))
+    if math.isnan(score):
+        return math.nan
+    start, end = wrong
+    if score > 0.5:
+        start, end = correct
+    used = min(num_tokens / max_tokens, 1.0)
+    return end + (start - end) / 2 * (1 + math.cos(math.pi * used))
 
 
 def soft_overlong(
@@ -187,14 +197,18 @@ def repetition(
 ) -> float:
     """penalty · (1 − different n-grams / n-grams) of tokens (arXiv:2502.03373); 0 below n."""
     ngrams = list(zip(*(token_ids[i:] for i in range(n)), strict=False))
-    return penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
+    if not ngrams:
+        return 0.0
+    return penalty * (1 - len(set(ngrams)) / len(ngrams))
 
 
 def _number(text: str) -> Fraction | None:
     top, slash, bottom = text.strip().replace(",", "").partition("/")
     try:
         value = Fraction(Decimal(top))
-        return value / Fraction(Decimal(bottom)) if slash else value
+        if slash:
+            value /= Fraction(Decimal(bottom))
+        return value
     except (InvalidOperation, OverflowError, ValueError, ZeroDivisionError):
         return None
 
@@ -222,5 +236,9 @@ def _reasoning_gym_scorer(dataset: str) -> Callable[..., float]:
 @lru_cache(maxsize=8192)
 def _script(letter: str) -> str | None:
     """Script of a letter, by its Unicode name; None for what is no letter."""
-    name = unicodedata.name(letter, "").partition(" ")[0].lower() if letter.isalpha() else ""
-    return {"cjk": "han", "": None}.get(name, name)
+    if not letter.isalpha():
+        return None
+    name = unicodedata.name(letter, "").partition(" ")[0].lower()
+    if name == "cjk":
+        return "han"
+    return name or None

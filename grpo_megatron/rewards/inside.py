@@ -74,15 +74,19 @@ class Receiver(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
 
     def persistent_load(self, number: Any) -> Any:
-        return Remote(number) if is_judge else objects[number]
+        if is_judge:
+            return Remote(number)
+        return objects[number]
 
 
 def plain(value: Any) -> Any:
     """Containers of subclasses as their base: a Counter is a dict, a named tuple a tuple."""
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}
-    base = next((kind for kind in PLAIN[-5:] if isinstance(value, kind)), None)
-    return base(map(plain, value)) if base else value
+    for kind in PLAIN[-5:]:
+        if isinstance(value, kind):
+            return kind(map(plain, value))
+    return value
 
 
 def ask(*request: Any) -> Any:
@@ -103,9 +107,13 @@ def judge(setup: str, asserts: list[str]) -> None:
         asked.clear()
         try:
             exec(test, names)
-            mark = b"1" if asked else b"?"
-        except BaseException as error:
-            mark = b"?" if isinstance(error, BadTest) else b"0"
+            mark = b"1"
+            if not asked:
+                mark = b"?"
+        except BadTest:
+            mark = b"?"
+        except BaseException:
+            mark = b"0"
         os.write(1, mark)
 
 

@@ -73,15 +73,15 @@ class Component:
     def check(self, failures: Sequence[str]) -> None:
         """RewardError for a broken function: of a batch, whose `failures` these are, every sample
         failed, and no sample ever succeeded or the batch is large."""
-        if (
-            failures
-            and all(failures)
-            and (self.num_scored == 0 or len(failures) >= _MIN_SAMPLES_TO_GIVE_UP)
-        ):
-            told = ", ".join(
-                f"{number} {cause.replace('_', ' ')}" for cause, number in Counter(failures).items()
-            )
-            raise self.error(f"failed on every sample ({told})")
+        if not failures or not all(failures):
+            return
+        never_worked = self.num_scored == 0
+        if not never_worked and len(failures) < _MIN_SAMPLES_TO_GIVE_UP:
+            return
+        told = []
+        for cause, number in Counter(failures).items():
+            told.append(f"{number} {cause.replace('_', ' ')}")
+        raise self.error(f"failed on every sample ({', '.join(told)})")
 
     def error(self, what: str) -> RewardError:
         return RewardError(
@@ -96,7 +96,9 @@ def components_of(domain: DomainConfig, max_new_tokens: int | None = None) -> tu
 
     max_new_tokens: the domain's length budget, which rewards get as `max_tokens` where they
     require it and the recipe does not set it."""
-    offered = {} if max_new_tokens is None else {"max_tokens": max_new_tokens}
+    offered = {}
+    if max_new_tokens is not None:
+        offered["max_tokens"] = max_new_tokens
     components: dict[str, Component] = {}
     for reward in domain.rewards:
         name = reward.component
@@ -105,9 +107,8 @@ def components_of(domain: DomainConfig, max_new_tokens: int | None = None) -> tu
                 raise RewardError(
                     f"two reward components are called {name!r}", remedy="give one of them a `name`"
                 )
-            components[name] = Component(
-                domain.name, name, reward.weight, bind(reward.function, reward.arguments, offered)
-            )
+            function = bind(reward.function, reward.arguments, offered)
+            components[name] = Component(domain.name, name, reward.weight, function)
         except RewardError as error:
             error.where = f"[[domains]] {domain.name}, reward {name}"
             raise
@@ -133,12 +134,12 @@ class RewardPool:
         budgets: Mapping[str, int] | None = None,
     ):
         self.components: list[Component] = []
+        self._of_domain: dict[str, list[int]] = {}
         for domain in domains:
-            self.components += components_of(domain, (budgets or {}).get(domain.name))
-        self._of_domain = {
-            domain.name: [i for i, c in enumerate(self.components) if c.domain == domain.name]
-            for domain in domains
-        }
+            budget = (budgets or {}).get(domain.name)
+            first = len(self.components)
+            self.components += components_of(domain, budget)
+            self._of_domain[domain.name] = list(range(first, len(self.components)))
         self._clips = {domain.name: domain.reward_clip or np.inf for domain in domains}
         self._timeout_s = timeout_s
         functions = [(c.reward.reference, c.reward.arguments) for c in self.components]
@@ -163,36 +164,38 @@ class RewardPool:
         outcomes = [Outcome()] * len(calls)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for kind in (False, True):
-                    mine = [i for i, call in enumerate(calls) if self._is_async(call) == kind]
-                    size = max(1, min(CHUNK_CALLS, -(-len(mine) // len(self._workers))))
-                    for start in range(0, len(mine), size):
-                        tasks.create_task(
-                            self._run(tasks, calls, mine[start : start + size], outcomes)
-                        )
+                for chunk in self._chunks(calls):
+                    tasks.create_task(self._run(tasks, calls, chunk, outcomes))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        for index, component in enumerate(self.components):
-            component.check(
-                [
-                    outcome.failure
-                    for call, outcome in zip(calls, outcomes, strict=True)
-                    if call[0] == index
-                ]
-            )
+        failures: list[list[str]] = [[] for _ in self.components]
+        for (index, *_), outcome in zip(calls, outcomes, strict=True):
+            failures[index].append(outcome.failure)
+        for component, of_component in zip(self.components, failures, strict=True):
+            component.check(of_component)
         left = iter(outcomes)
         return [self._scored(group, left) for group in groups]
+
+    def _chunks(self, calls: Sequence[Call]) -> Iterator[list[int]]:
+        """Indices of calls that a process gets at a time: plain functions, then coroutines."""
+        plain = [i for i, call in enumerate(calls) if not self._is_async(call)]
+        coroutines = [i for i, call in enumerate(calls) if self._is_async(call)]
+        for indices in (plain, coroutines):
+            share = -(-len(indices) // len(self._workers))
+            size = max(1, min(CHUNK_CALLS, share))
+            for start in range(0, len(indices), size):
+                yield indices[start : start + size]
 
     def take_metrics(self) -> dict[str, float]:
         """Failures since the last call, `reward/<domain>.<component>/<cause>`, and restarts."""
         metrics = {"reward/pool/restarts": float(sum(w.num_restarts for w in self._workers))}
         for worker in self._workers:
             worker.num_restarts = 0
-        return metrics | {
-            f"reward/{c.domain}.{c.name}/{cause}": float(c.failures.pop(cause, 0))
-            for c in self.components
-            for cause in ("raised", "timed_out", "died")
-        }
+        for component in self.components:
+            for cause in ("raised", "timed_out", "died"):
+                name = f"reward/{component.domain}.{component.name}/{cause}"
+                metrics[name] = float(component.failures.pop(cause, 0))
+        return metrics
 
     def _calls(self, group: RolloutGroup) -> list[Call]:
         """One completion after the other, each with every component of the domain."""
@@ -229,11 +232,12 @@ class RewardPool:
         """Fill in the outcomes of `chunk`. Of plain calls the first without an outcome ended the
         process; coroutines run together: each of those without runs again, alone."""
         is_async = self._is_async(calls[chunk[0]])
+        limit_s = self._timeout_s
+        if is_async:
+            limit_s *= 2  # the process itself cancels a coroutine at its limit
         worker = await self._idle.get()
         try:
-            found, failure = await worker.run(
-                [calls[i] for i in chunk], self._timeout_s * (2 if is_async else 1)
-            )
+            found, failure = await worker.run([calls[i] for i in chunk], limit_s)
         finally:
             self._idle.put_nowait(worker)
         if failure and (len(chunk) == 1 or not is_async):
@@ -242,31 +246,32 @@ class RewardPool:
             outcomes[chunk[place]] = outcome
             self.components[calls[chunk[place]][0]].count(outcome)
         left = [i for place, i in enumerate(chunk) if place not in found]
-        for part in ([i] for i in left) if is_async else [left] if left else ():
+        again = []
+        if is_async:
+            again = [[i] for i in left]
+        elif left:
+            again = [left]
+        for part in again:
             tasks.create_task(self._run(tasks, calls, part, outcomes))
 
     def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
         components = [self.components[i] for i in self._of_domain[group.prompt.domain]]
         rows = [list(islice(outcomes, len(components))) for _ in group.completions]
-        table = np.asarray(
-            [[outcome.value for outcome in row] for row in rows], np.float64
-        ).reshape(len(rows), len(components))
+        table = np.empty((len(rows), len(components)), np.float64)
+        steps: list[tuple[tuple[int, float], ...]] = []
+        for number, row in enumerate(rows):
+            of_sample = []
+            for column, (component, outcome) in enumerate(zip(components, row, strict=True)):
+                table[number, column] = outcome.value
+                for end, reward in outcome.steps:
+                    of_sample.append((end, reward * component.weight))
+            steps.append(tuple(of_sample))
         weights = np.asarray([component.weight for component in components])
-        steps = tuple(
-            tuple(
-                (end, reward * component.weight)
-                for component, outcome in zip(components, row, strict=True)
-                for end, reward in outcome.steps
-            )
-            for row in rows
-        )
         rewards = weighted_sum(table, weights, self._clips[group.prompt.domain])
-        return ScoredGroup(
-            group,
-            {c.name: table[:, k].copy() for k, c in enumerate(components)},
-            rewards,
-            steps if any(steps) else (),
-        )
+        by_name = {c.name: table[:, column].copy() for column, c in enumerate(components)}
+        if not any(steps):
+            steps = []
+        return ScoredGroup(group, by_name, rewards, tuple(steps))
 
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float = np.inf) -> np.ndarray:

@@ -86,8 +86,10 @@ class RewardProcess:
                     index, outcome = await self._line_within(limit_s)
                     found[index] = Outcome(*outcome)
             return found, ""
-        except (TimeoutError, ConnectionError) as error:
-            return found, "timed_out" if isinstance(error, TimeoutError) else "died"
+        except TimeoutError:
+            return found, "timed_out"
+        except ConnectionError:
+            return found, "died"
 
     async def close(self) -> None:
         """End an idle worker by ending its input (idempotent)."""

@@ -79,7 +79,8 @@ def bind(
         is_required = parameter is not None and parameter.default is inspect.Parameter.empty
         if is_required and key not in arguments:
             arguments = {**arguments, key: value}
-    if taken := [key for key in arguments if key in CONTEXT]:
+    taken = [key for key in arguments if key in CONTEXT]
+    if taken:
         raise RewardError(
             f"reward {reference}: argument {taken[0]!r} is the pool's own",
             remedy="rename the argument",
@@ -89,12 +90,13 @@ def bind(
         signature.bind("", "", **dict.fromkeys(context), **arguments)
     except TypeError as error:
         known = [name for name in signature.parameters if name not in CONTEXT][2:]
-        strange = next((key for key in arguments if key not in signature.parameters), None)
+        strange = [key for key in arguments if key not in signature.parameters]
+        remedy = f"a reward is {_SIGNATURE}"
+        if strange:
+            hint = did_you_mean(strange[0], known)
+            remedy = f"{strange[0]!r} is not an argument of it. {hint}"
         raise RewardError(
-            f"reward {reference}{signature} cannot be called: {error}",
-            remedy=f"{strange!r} is not an argument of it. {did_you_mean(strange, known)}"
-            if strange
-            else f"a reward is {_SIGNATURE}",
+            f"reward {reference}{signature} cannot be called: {error}", remedy=remedy
         ) from error
     check(**arguments)
     return BoundReward(reference, function, arguments, context)

@@ -65,10 +65,9 @@ async def run(
     with open(status, "rb", 0) as report, contextlib.ExitStack() as theirs:
         for fd in (status_fd, *give_fds):
             theirs.callback(os.close, fd)
-        data = {
-            path: _memory_file(theirs, content.encode(errors="replace"))
-            for path, content in files.items()
-        }
+        data = {}
+        for path, content in files.items():
+            data[path] = _memory_file(theirs, content.encode(errors="replace"))
         filter_fd = _memory_file(theirs, seccomp.program())
         process = await asyncio.create_subprocess_exec(
             *_command(limits, data, filter_fd, status_fd),
@@ -178,7 +177,10 @@ def _command(limits: Limits, data: Mapping[str, int], filter_fd: int, status_fd:
 async def _read(
     stream: asyncio.StreamReader, into: bytearray, limit: int, process: asyncio.subprocess.Process
 ) -> None:
-    while piece := await stream.read(2**16):
+    while True:
+        piece = await stream.read(2**16)
+        if not piece:
+            return
         into += piece[: limit - len(into)]
         if len(into) == limit:
             _kill(process)

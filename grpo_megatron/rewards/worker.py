@@ -78,7 +78,9 @@ async def _await_all(
                 outcome = _outcome(lambda: value)
             except BaseException:
                 outcome = Outcome("raised", trace=traceback.format_exc())
-            tell((index, Outcome("timed_out") if limit.expired() else outcome))
+            if limit.expired():
+                outcome = Outcome("timed_out")
+            tell((index, outcome))
 
     await asyncio.gather(*(score(index, call) for index, call in enumerate(calls)))
 
