@@ -60,7 +60,8 @@ class GenerateRequest:
         except msgspec.DecodeError as error:
             raise EngineError(f"unreadable answer: {error}: {body[:200]!r}", where=where) from error
         choices.sort(key=lambda choice: choice.index)
-        if (found := [choice.index for choice in choices]) != list(range(self.n)):
+        found = [choice.index for choice in choices]
+        if found != list(range(self.n)):
             raise EngineError(f"asked for {self.n} completions, got {found}", where=where)
         completions = []
         for choice in choices:
@@ -122,15 +123,21 @@ def _completion(request: GenerateRequest, choice: _Choice) -> Completion:
             f"completion ended with {choice.finish_reason!r}",
             remedy="requests must not be in flight while weights are published",
         )
-    if not (0 if aborted else 1) <= num_tokens <= request.max_tokens:
+    least = 1
+    if aborted:
+        least = 0
+    if not least <= num_tokens <= request.max_tokens:
         raise EngineError(f"{num_tokens} tokens where 1 to {request.max_tokens} were asked for")
+    kept = None
+    if request.truncation:
+        kept = _kept(choice)
     completion = Completion(
         np.array(choice.token_ids, np.int32),
         _logprobs(choice),
         _spans(choice.weight_versions or [], num_tokens),
         str(choice.finish_reason),
         text="",
-        kept=_kept(choice) if request.truncation else None,
+        kept=kept,
     )
     if request.record_routes and num_tokens:
         try:
@@ -141,9 +148,15 @@ def _completion(request: GenerateRequest, choice: _Choice) -> Completion:
     return completion
 
 
+def _content(choice: _Choice[_Entry]) -> list[_Entry]:
+    if choice.logprobs is None:
+        return []
+    return choice.logprobs.content
+
+
 def _logprobs(choice: _Choice) -> np.ndarray:
     """`float32 [T]`."""
-    content = choice.logprobs.content if choice.logprobs is not None else []
+    content = _content(choice)
     values = np.array([entry.logprob for entry in content], np.float32)
     if len(values) != len(choice.token_ids):
         raise EngineError(f"{len(values)} log-probs for {len(choice.token_ids)} tokens")
@@ -161,10 +174,13 @@ def _logprobs(choice: _Choice) -> np.ndarray:
 def _kept(choice: _Choice[_Candidates]) -> SamplingMask:
     """Candidates with a probability. A set that lacks the sampled id, or others (its probabilities
     do not add up to 1), is left empty: nothing can be renormalised over it."""
-    content = choice.logprobs.content if choice.logprobs is not None else []
+    content = _content(choice)
+    candidates: list[_TokenLogprob] = []
+    for entry in content:
+        candidates += entry.top_logprobs
     token = np.repeat(np.arange(len(content)), [len(entry.top_logprobs) for entry in content])
-    ids = np.array([c.token_id for entry in content for c in entry.top_logprobs], np.int32)
-    logprobs = np.array([c.logprob for entry in content for c in entry.top_logprobs])
+    ids = np.array([candidate.token_id for candidate in candidates], np.int32)
+    logprobs = np.array([candidate.logprob for candidate in candidates])
     kept = logprobs > _NO_PROBABILITY
     token = token[kept]
     ids = ids[kept]
@@ -173,21 +189,22 @@ def _kept(choice: _Choice[_Candidates]) -> SamplingMask:
     sampled = np.array([entry.token_id for entry in content], np.int32)
     has_sampled = np.bincount(token, ids == sampled[token], len(content)) > 0
     good = has_sampled & (np.abs(mass - 1) < _MASS_TOLERANCE)
-    token, ids = token[good[token]], ids[good[token]]
+    is_good = good[token]
+    token = token[is_good]
+    ids = ids[is_good]
     sizes = np.bincount(token, minlength=len(content))
     return SamplingMask(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
 
 
 def _spans(spans: list[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
-    ends = [0, *(span.end for span in spans)]
-    if (
-        ends[-1] != num_tokens
-        or [span.start for span in spans] != ends[:-1]
-        or any(span.end <= span.start for span in spans)
-    ):
+    starts = [span.start for span in spans]
+    ends = [span.end for span in spans]
+    follow_each_other = [*starts, num_tokens] == [0, *ends]
+    if not follow_each_other or any(span.end <= span.start for span in spans):
         raise EngineError(f"weight-version spans {spans} do not cover {num_tokens} tokens")
-    if strange := [span.version for span in spans if not span.version.isdecimal()]:
-        raise EngineError(f"weight version {strange[0]!r} is not a number")
+    for span in spans:
+        if not span.version.isdecimal():
+            raise EngineError(f"weight version {span.version!r} is not a number")
     return tuple(VersionSpan(int(span.version), span.start, span.end) for span in spans)
 
 
@@ -211,8 +228,10 @@ def _with_routes(
             f"expert routes are {routes.dtype} {routes.shape}, expected uint8 or "
             f"uint16 [{num_rows}, layers, experts per token]"
         )
-    spans = tuple(
-        VersionSpan(span.version, before + span.start if span.start else first, before + span.end)
-        for span in completion.versions
-    )
-    return replace(completion, routes=routes, route_versions=spans)
+    spans = []
+    for span in completion.versions:
+        start = first
+        if span.start > 0:
+            start = before + span.start
+        spans.append(VersionSpan(span.version, start, before + span.end))
+    return replace(completion, routes=routes, route_versions=tuple(spans))

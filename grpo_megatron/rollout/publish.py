@@ -150,7 +150,8 @@ class WeightPublisher:
                 if report["failure"]:
                     raise EngineError(f"worker {number} of {client.name}: {report['failure']}")
                 digests = report["digests"]
-                if wrong := [name for name in names if digests.get(name) != sent[name]]:
+                wrong = [name for name in names if digests.get(name) != sent[name]]
+                if wrong:
                     raise MismatchError(
                         f"{len(wrong)} of {len(names)} tensors reached worker {number} of "
                         f"{client.name} changed, the first is {wrong[0]!r}",
@@ -165,7 +166,9 @@ class WeightPublisher:
             first: dict[frozenset[str], int] = {}
             for index, mine in enumerate(checksums):
                 other = first.setdefault(frozenset(mine), index)
-                if wrong := sorted(k for k in mine if mine[k] != checksums[other][k]):
+                theirs = checksums[other]
+                wrong = sorted(name for name in mine if mine[name] != theirs[name])
+                if wrong:
                     raise MismatchError(
                         f"parameter {wrong[0]!r} of {self.clients[index].name} "
                         f"differs from that of {self.clients[other].name} "

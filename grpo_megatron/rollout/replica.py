@@ -34,8 +34,9 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     argv, env = serve_command(config, str(config.model.path or run_dir.model), index, port, host)
     # The trainer publishes its weights before anything is sampled; a made-up model has none yet.
     argv += ["--load-format", "dummy"]
-    node = int(os.environ["SLURM_PROCID"]) if nodes > 1 else 0
+    node = 0
     if nodes > 1:
+        node = int(os.environ["SLURM_PROCID"])
         group = run_dir.endpoints / f"{name}-nodes.json"
         if node == 0:
             Endpoint(host, _reserve_port(host)).write(group)
@@ -49,8 +50,9 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
             head.host,
             "--master-port",
             str(head.port),
-            *(["--headless"] if node else []),
         ]
+        if node > 0:
+            argv.append("--headless")
     if node == 0:
         Endpoint(host, port).write(run_dir.endpoints / f"{name}.json")
     os.execve(argv[0], argv, {**os.environ, **env, **_gpus(config, index)})
@@ -74,11 +76,9 @@ def _gpus(config: RunConfig, index: int) -> dict[str, str]:
     count = placement.gpus_per_node
     if not count or size >= count:
         return {}
-    first = (
-        config.trainer.num_ranks // placement.trainer_nodes
-        if placement.mode == "separate" and not placement.rollout_nodes
-        else 0
-    )
+    first = 0
+    if placement.mode == "separate" and not placement.rollout_nodes:
+        first = config.trainer.num_ranks // placement.trainer_nodes
     first += index % ((count - first) // size) * size
     there = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(there[first : first + size])}
@@ -127,9 +127,10 @@ def serve_command(
         argv += [word.format(**values) for word in variables.pop("arguments", ())]
         for key, text in variables.items():
             environment[key] = text.format(**values)
-    overrides = engine_overrides(hf) if hf else {}
-    if overrides:
-        argv += ["--hf-overrides", json.dumps(overrides)]
+    if hf:
+        overrides = engine_overrides(hf)
+        if overrides:
+            argv += ["--hf-overrides", json.dumps(overrides)]
     return [*argv, *rollout.engine_arguments], environment
 
 

@@ -7,7 +7,7 @@ the version, log-probs and routes of their own time."""
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -42,23 +42,34 @@ async def complete(
     async def finish(child: int, whole: Completion) -> Completion:
         num_empty = 0
         goal = longest
-        while (done := len(whole.token_ids)) < max_tokens and _goes_on(whole, goal):
+        while len(whole.token_ids) < max_tokens and _goes_on(whole, goal):
+            done = len(whole.token_ids)
             goal = min(done + longest, max_tokens)
+            own_seed = None
+            if seed is not None:
+                own_seed = derive_seed(seed + child, "segment", done)
+            routes_from = 0
+            if done:
+                routes_from = len(prompt) + done - 1
             (tail,) = await ask(
                 [*prompt, *whole.token_ids.tolist()],
                 n=1,
                 max_tokens=goal - done,
-                seed=None if seed is None else derive_seed(seed + child, "segment", done),
-                routes_from=len(prompt) + done - 1 if done else 0,
+                seed=own_seed,
+                routes_from=routes_from,
             )
-            num_empty = 0 if len(tail.token_ids) else num_empty + 1
+            num_empty += 1
+            if len(tail.token_ids):
+                num_empty = 0
             if num_empty >= _MAX_EMPTY:
                 raise EngineError(
                     f"a request was aborted {num_empty} times before its next token",
                     remedy="publish less often, or set publish.pause=keep",
                 )
             whole = merge(whole, tail, len(prompt))
-        return replace(whole, finish_reason="stop" if whole.finish_reason == "stop" else "length")
+        if whole.finish_reason == "stop":
+            return whole
+        return replace(whole, finish_reason="length")
 
     return await finish_or_cancel([finish(i, head) for i, head in enumerate(heads)])
 
@@ -147,8 +158,16 @@ async def finish_or_cancel(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for task in done if settle_s else ():
-            other = None if task.cancelled() else task.exception()
-            if other is not None and other is not error:
-                error.add_note(f"then: {other}")
+        if settle_s > 0:
+            _add_notes(error, done)
         raise
+
+
+def _add_notes(error: BaseException, tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """What else was raised, told with `error`."""
+    for task in tasks:
+        if task.cancelled():
+            continue
+        other = task.exception()
+        if other is not None and other is not error:
+            error.add_note(f"then: {other}")

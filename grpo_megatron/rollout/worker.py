@@ -3,7 +3,7 @@
 Replicas draw from one queue, so a slow one takes fewer; results are in order of the prompts."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,13 +48,14 @@ class RolloutWorker:
         rollout = self.config.rollout
         routing = self.config.routing
         size = num_samples or self.config.batch.num_samples_per_prompt
-        requests = [_Request(i, 0, size, None) for i in range(len(prompts))]
-        if rollout.deterministic:
-            requests = [
-                _Request(i, g, 1, derive_seed(self.config.seed, step, p.prompt_id, g))
-                for i, p in enumerate(prompts)
-                for g in range(size)
-            ]
+        requests = []
+        for number, prompt in enumerate(prompts):
+            if not rollout.deterministic:
+                requests.append(_Request(number, 0, size, None))
+                continue
+            for sample in range(size):
+                seed = derive_seed(self.config.seed, step, prompt.prompt_id, sample)
+                requests.append(_Request(number, sample, 1, seed))
         return await self._sample(
             prompts,
             requests,
@@ -79,64 +80,94 @@ class RolloutWorker:
         max_tokens: int,
         **sampling: Any,
     ) -> list[RolloutGroup]:
-        samples: list[list[Any]] = [[None] * group_size for _ in prompts]
-        served_by = [0] * len(prompts)
-        rollout = self.config.rollout
         sampling |= {"stop_token_ids": self._stop_token_ids, "may_abort": True}
+        batch = _Batch(self, prompts, group_size, max_tokens, sampling)
+        await batch.serve_all(requests)
+        return batch.groups()
 
-        async def serve(request: _Request, replica: Replica) -> None:
-            prompt = prompts[request.prompt]
-            servers = [replica]
+    def text_of(self, completion: Completion) -> str:
+        return self._decode(completion.token_ids.tolist())
 
-            async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
-                completions, server = await self.pool.call(
-                    lambda r: r.client.generate(token_ids, **sampling, **settings),
-                    first=servers[-1],
-                )
-                servers.append(server)  # it has the keys and values of these tokens
-                return completions
 
-            longest = min(
-                max_tokens,
-                self.config.max_new_tokens_of(prompt.domain),
-                rollout.max_model_len - len(prompt.token_ids),
+class _Batch:
+    """The samples of one call, while replicas take its requests."""
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        max_tokens: int,
+        sampling: Mapping[str, Any],
+    ):
+        self._worker = worker
+        self._config = worker.config
+        self._pool = worker.pool
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+        self._sampling = sampling
+        self._samples: list[list[Any]] = [[None] * group_size for _ in prompts]
+        self._served_by = [0] * len(prompts)
+        self._queue: deque[_Request] = deque()
+
+    def groups(self) -> list[RolloutGroup]:
+        """In the order of the prompts; all requests were served."""
+        found = []
+        for prompt, samples, replica in zip(
+            self._prompts, self._samples, self._served_by, strict=True
+        ):
+            found.append(RolloutGroup(prompt, tuple(samples), replica))
+        return found
+
+    async def serve_all(self, requests: Sequence[_Request]) -> None:
+        """Raises EngineError: no replica is alive, or a request failed for good."""
+        self._queue.extend(requests)
+        width = self._config.rollout.max_concurrent_requests
+        if all(request.n == 1 for request in requests):
+            # An engine runs `max_num_seqs` sequences: as many requests of one sample keep it busy.
+            width = max(width, self._config.rollout.max_num_seqs)
+        while self._queue:
+            self._pool.pick()  # raises when none is alive
+            alive = self._pool.alive
+            share = -(-len(self._queue) // len(alive))
+            takers = []
+            for replica in alive:
+                takers += [self._take(replica) for _ in range(min(width, share))]
+            await finish_or_cancel(takers)
+
+    async def _take(self, replica: Replica) -> None:
+        """Serve requests one after the other, until there are none or the replica died."""
+        while self._queue and (replica.is_alive or not self._pool.alive):
+            await self._serve(self._queue.popleft(), replica)
+
+    async def _serve(self, request: _Request, replica: Replica) -> None:
+        prompt = self._prompts[request.prompt]
+        servers = [replica]
+
+        async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
+            completions, server = await self._pool.call(
+                lambda r: r.client.generate(token_ids, **self._sampling, **settings),
+                first=servers[-1],
             )
-            found = await complete(
-                ask,
-                prompt.token_ids,
-                n=request.n,
-                max_tokens=max(1, longest),
-                seed=request.seed,
-                segment_tokens=rollout.segment_tokens,
-            )
-            samples[request.prompt][request.first : request.first + request.n] = [
-                replace(c, text=self._decode(c.token_ids.tolist())) for c in found
-            ]
-            if request.first == 0:
-                served_by[request.prompt] = servers[1].index
+            servers.append(server)  # it has the keys and values of these tokens
+            return completions
 
-        queue = deque(requests)
-        # An engine runs `max_num_seqs` sequences: as many requests of one sample keep it busy.
-        width = max(
-            rollout.max_concurrent_requests,
-            rollout.max_num_seqs if all(request.n == 1 for request in queue) else 0,
+        found = await complete(
+            ask,
+            prompt.token_ids,
+            n=request.n,
+            max_tokens=self._longest(prompt),
+            seed=request.seed,
+            segment_tokens=self._config.rollout.segment_tokens,
         )
+        samples = self._samples[request.prompt]
+        for sample, completion in enumerate(found, start=request.first):
+            samples[sample] = replace(completion, text=self._worker.text_of(completion))
+        if request.first == 0:
+            self._served_by[request.prompt] = servers[1].index
 
-        async def take(replica: Replica) -> None:
-            while queue and (replica.is_alive or not self.pool.alive):
-                await serve(queue.popleft(), replica)
-
-        while queue:
-            self.pool.pick()  # raises when none is alive
-            alive = self.pool.alive
-            await finish_or_cancel(
-                [
-                    take(replica)
-                    for replica in alive
-                    for _ in range(min(width, -(-len(queue) // len(alive))))
-                ]
-            )
-        return [
-            RolloutGroup(prompt, tuple(completions), replica)
-            for prompt, completions, replica in zip(prompts, samples, served_by, strict=True)
-        ]
+    def _longest(self, prompt: Prompt) -> int:
+        """Tokens that a completion of `prompt` may have."""
+        room = self._config.rollout.max_model_len - len(prompt.token_ids)
+        budget = self._config.max_new_tokens_of(prompt.domain)
+        return max(1, min(self._max_tokens, budget, room))

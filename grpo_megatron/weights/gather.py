@@ -63,11 +63,19 @@ class ShardedModel:
         for rank, held in enumerate(world):
             for described in held:
                 holders.setdefault(described, []).append(rank)
-        return [
-            GatherEntry(self.map.parameter(name, shape), dtype, tuple(ranks))
-            for (name, shape, dtype), ranks in sorted(holders.items(), key=_checkpoint_order)
-            if not (self.map.tied_embeddings and name == OUTPUT_LAYER)
-        ]
+        entries = []
+        for (name, shape, dtype), ranks in sorted(holders.items(), key=_checkpoint_order):
+            if self.map.tied_embeddings and name == OUTPUT_LAYER:
+                continue  # the embedding is sent
+            parameter = self.map.parameter(name, shape)
+            entries.append(GatherEntry(parameter, dtype, tuple(ranks)))
+        return entries
+
+    @property
+    def _device(self) -> torch.device:
+        if not self.shards:
+            return torch.device("cpu")
+        return self.shards[0].tensor.device
 
     @torch.no_grad()
     def stream(
@@ -81,7 +89,9 @@ class ShardedModel:
         for entry, receiver in zip(entries, receivers, strict=True):
             parameter = entry.parameter
             held = local.get(parameter.name)
-            source = receiver if receiver in entry.holders else entry.holders[0]
+            source = entry.holders[0]
+            if receiver in entry.holders:
+                source = receiver
             full: torch.Tensor | None = None
             if held is not None:
                 full = _gather_parts(parameter, held, source)
@@ -90,8 +100,7 @@ class ShardedModel:
                     assert full is not None  # a source holds the parameter
                     dist.send(full.contiguous(), receiver)
                 elif rank == receiver:
-                    device = self.shards[0].tensor.device if self.shards else "cpu"
-                    full = torch.empty(parameter.shape, dtype=entry.dtype, device=device)
+                    full = torch.empty(parameter.shape, dtype=entry.dtype, device=self._device)
                     dist.recv(full, source)
             if rank == receiver:
                 assert full is not None  # held here, or received
@@ -130,7 +139,8 @@ def assign_to_senders(
 
 def _checkpoint_order(item: tuple[_Described, list[int]]) -> list[str | int]:
     """Numbers by size, not by digits: layer by layer, expert by expert."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0][0])]
+    (name, _, _), _ = item
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _gather_parts(parameter: Parameter, held: Shard, source: int) -> torch.Tensor:

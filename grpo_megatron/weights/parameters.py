@@ -16,11 +16,13 @@ from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import unified
 from grpo_megatron.weights.transfer_plan import TensorEntry
 
-OUTPUT_LAYER, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 CARRIED = "carried."
 """Begins the names of tensors that are kept although Megatron has no parameter for them."""
-_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
+_LAYER = "decoder.layers.{layer}."
+_HF_LAYER = "model.layers.{layer}."
 _KINDS = {
     ".linear_qkv.": "qkv",
     ".linear_fc1.": "gate_up",
@@ -49,23 +51,34 @@ def rules_for(model_type: str) -> tuple[Rule, ...]:
     family = family_of(model_type)
     rules = [_rule(name, name, tensor) for name, tensor in family.model.items()]
     for name, tensors in family.layer.items():
-        hf = [_HF_LAYER + t for t in ([tensors] if isinstance(tensors, str) else tensors)]
-        spellings = [name, *(fused for fused, plain in family.spellings.items() if plain == name)]
-        rules += [_rule(_LAYER + spelling, name, *hf) for spelling in spellings]
+        if isinstance(tensors, str):
+            tensors = [tensors]
+        hf = [_HF_LAYER + tensor for tensor in tensors]
+        fused = [spelling for spelling, plain in family.spellings.items() if plain == name]
+        for spelling in (name, *fused):
+            rules.append(_rule(_LAYER + spelling, name, *hf))
     return tuple(rules)
 
 
 def _rule(spelling: str, name: str, *tensors: str) -> Rule:
-    kind = next((kind for part, kind in _KINDS.items() if part in name), "copy")
     pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(spelling))
-    return Rule(re.compile(pattern), tensors, kind)
+    return Rule(re.compile(pattern), tensors, _kind(name))
+
+
+def _kind(name: str) -> str:
+    for part, kind in _KINDS.items():
+        if part in name:
+            return kind
+    return "copy"
 
 
 def resolve(rules: tuple[Rule, ...], name: str) -> tuple[str, list[str]]:
     """(kind, Hugging Face names) of a global Megatron name. KeyError when no rule matches."""
     for rule in rules:
-        if match := rule.pattern.fullmatch(name):
-            return rule.kind, [template.format(**match.groupdict()) for template in rule.names]
+        match = rule.pattern.fullmatch(name)
+        if match is not None:
+            numbers = match.groupdict()
+            return rule.kind, [template.format(**numbers) for template in rule.names]
     raise KeyError(f"no Hugging Face name for Megatron parameter {name!r}")
 
 
@@ -125,14 +138,25 @@ class TensorMap:
         if self.tied_embeddings and name == OUTPUT_LAYER:
             name = EMBEDDING
         kind, names = resolve(self.rules, name)
-        heads = (self.num_heads, self.num_query_groups, self.num_query_groups)
-        rows = {
-            "qkv": [count * self.head_dim for count in heads],
-            "vocab": [self.vocab_size],
-            "gate_up": [shape[0] // 2] * 2,
-        }.get(kind, [shape[0]])
-        hf = tuple((n, (count, *shape[1:])) for n, count in zip(names, rows, strict=True))
-        return Parameter(name, shape, hf, self.num_query_groups if kind == "qkv" else 1)
+        groups = 1
+        if kind == "qkv":
+            groups = self.num_query_groups
+        hf = []
+        for hf_name, num_rows in zip(names, self._rows(kind, shape[0]), strict=True):
+            hf.append((hf_name, (num_rows, *shape[1:])))
+        return Parameter(name, shape, tuple(hf), groups)
+
+    def _rows(self, kind: str, num_rows: int) -> list[int]:
+        """Rows of each Hugging Face tensor in a parameter of `num_rows`."""
+        if kind == "qkv":
+            query_rows = self.num_heads * self.head_dim
+            key_rows = self.num_query_groups * self.head_dim
+            return [query_rows, key_rows, key_rows]
+        if kind == "vocab":
+            return [self.vocab_size]
+        if kind == "gate_up":
+            return [num_rows // 2, num_rows // 2]
+        return [num_rows]
 
 
 def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
@@ -143,12 +167,14 @@ def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     fields = unified(hf)
     first = fields["num_hidden_layers"]
     extra = range(first, first + (fields.get("num_nextn_predict_layers") or 0))
-    layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in names}
-    return {
-        name
-        for name, layer in layers.items()
-        if layer and (int(layer[1]) in extra or name.endswith(".rotary_emb.inv_freq"))
-    }
+    found = set()
+    for name in names:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is None:
+            continue
+        if int(layer[1]) in extra or name.endswith(".rotary_emb.inv_freq"):
+            found.add(name)
+    return found
 
 
 def carried_parameter(name: str, shape: tuple[int, ...]) -> Parameter:

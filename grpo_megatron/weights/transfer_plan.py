@@ -44,10 +44,11 @@ class Bucket:
 
     def views(self, data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The tensors inside `data` (uint8 [num_bytes]), sharing its storage."""
-        return [
-            (e.name, data[o : o + e.num_bytes].view(e.torch_dtype).view(e.shape))
-            for e, o in zip(self.entries, self.offsets, strict=True)
-        ]
+        found = []
+        for entry, start in zip(self.entries, self.offsets, strict=True):
+            own = data[start : start + entry.num_bytes]
+            found.append((entry.name, own.view(entry.torch_dtype).view(entry.shape)))
+        return found
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
@@ -60,9 +61,11 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         counts = Counter(e.name for e in self.entries)
-        if twice := sorted(name for name, count in counts.items() if count > 1):
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        if twice:
             raise ValueError(f"tensors occur twice in the transfer plan: {', '.join(twice)}")
-        if stray := [e.name for e in self.entries if not 0 <= e.sender < self.num_senders]:
+        stray = [e.name for e in self.entries if not 0 <= e.sender < self.num_senders]
+        if stray:
             raise ValueError(f"no such sender (of {self.num_senders}): {', '.join(stray)}")
 
     def of_sender(self, sender: int) -> tuple[TensorEntry, ...]:
@@ -70,10 +73,12 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
     def buckets(self, sender: int) -> list[Bucket]:
         mine = self.of_sender(sender)
-        return [
-            Bucket(tuple(mine[i] for i in group), tuple(group.values()))
-            for group in grouped((e.num_bytes for e in mine), self.bucket_bytes, ALIGNMENT)
-        ]
+        sizes = [entry.num_bytes for entry in mine]
+        buckets = []
+        for group in grouped(sizes, self.bucket_bytes, ALIGNMENT):
+            entries = tuple(mine[number] for number in group)
+            buckets.append(Bucket(entries, tuple(group.values())))
+        return buckets
 
 
 def grouped(sizes: Iterable[int], limit: int, alignment: int = 1) -> list[dict[int, int]]:

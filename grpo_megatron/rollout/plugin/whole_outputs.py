@@ -22,29 +22,34 @@ def apply() -> None:
 def _holding(step):
     @functools.wraps(step)
     def holding(self):
-        held, (outputs, executed) = _held(self), step(self)
-        for message in (outputs or {}).values():
+        outputs, executed = step(self)
+        sent = {}
+        for client, message in (outputs or {}).items():
             came = message.outputs
             message.outputs = []
             for output in came:
-                if output.finish_reason is None and (before := held.get(output.request_id)):
-                    before[1].append(output)
-                elif (whole := _begun_or_ended(self, held, output)) is not None:
+                whole = _whole_or_none(self, output)
+                if whole is not None:
                     message.outputs.append(whole)
-        return {
-            client: message
-            for client, message in (outputs or {}).items()
-            if message.outputs or message.scheduler_stats or message.finished_requests
-        }, executed
+            if message.outputs or message.scheduler_stats or message.finished_requests:
+                sent[client] = message
+        return sent, executed
 
     return holding
 
 
-def _begun_or_ended(core, held, output):
-    """Of the end of a request all that was held of it; None of a beginning that is held."""
+def _whole_or_none(core, output):
+    """Of the end of a request all that was held of it; None of a part that is held."""
+    held = _held(core)
     if output.finish_reason is not None:
         _, parts = held.pop(output.request_id, (0, []))
-        return _joined([*parts, output]) if parts else output
+        if not parts:
+            return output
+        return _joined([*parts, output])
+    if output.request_id in held:
+        _, parts = held[output.request_id]
+        parts.append(output)
+        return None
     request = core.scheduler.requests.get(output.request_id)
     if request is None or not _wants_end_only(request) or output.new_sampling_mask is not None:
         return output
@@ -66,22 +71,21 @@ def _wants_end_only(request) -> bool:
 
 def _joined(parts: list):
     """One output with the tokens of all; the others' remaining fields are those of a whole."""
-    first, whole = parts[0], parts[-1]
+    first = parts[0]
+    whole = parts[-1]
     whole.new_token_ids = [token for part in parts for token in part.new_token_ids]
     if first.new_logprobs is not None:
         tables = [part.new_logprobs for part in parts if part.new_logprobs is not None]
         # a step has as many columns as the request in it that wants most log-probs
         width = min(table.logprobs.shape[1] for table in tables)
-        columns = zip(
-            *(
-                (t.logprob_token_ids[:, :width], t.logprobs[:, :width], t.sampled_token_ranks)
-                for t in tables
-            ),
-            strict=True,
-        )
-        whole.new_logprobs = first.new_logprobs._make([*map(np.concatenate, columns), None])
+        ids = np.concatenate([table.logprob_token_ids[:, :width] for table in tables])
+        logprobs = np.concatenate([table.logprobs[:, :width] for table in tables])
+        ranks = np.concatenate([table.sampled_token_ranks for table in tables])
+        whole.new_logprobs = first.new_logprobs._make([ids, logprobs, ranks, None])
     routes = [part.routed_experts for part in parts if part.routed_experts is not None]
-    whole.routed_experts = np.concatenate(routes) if routes else None
+    whole.routed_experts = None
+    if routes:
+        whole.routed_experts = np.concatenate(routes)
     whole.events = [event for part in parts for event in part.events or ()] or None
     for name in ("prefill_stats", "new_prompt_logprobs_tensors", "prompt_token_id_logprobs"):
         setattr(whole, name, getattr(first, name))  # of the prompt
@@ -95,14 +99,10 @@ def _releasing(method):
 
         held = _held(self)
         for client, parts in held.values():
-            self.output_queue.put_nowait(
-                (
-                    client,
-                    EngineCoreOutputs(
-                        outputs=[_joined(parts)], weight_version=self._weight_version
-                    ),
-                )
+            message = EngineCoreOutputs(
+                outputs=[_joined(parts)], weight_version=self._weight_version
             )
+            self.output_queue.put_nowait((client, message))
         held.clear()
         return method(self, *args, **kwargs)
 
