@@ -31,11 +31,12 @@ def tables(module: str, name: str) -> dict[str, Any]:
 
 def names(folder: Path) -> list[str]:
     """Names of the TOML files below `folder` but graphs: relative, with `/`, without `.toml`."""
-    return sorted(
-        path.relative_to(folder).with_suffix("").as_posix()
-        for path in folder.rglob("*.toml")
-        if "graphs" not in path.relative_to(folder).parts
-    )
+    found = []
+    for file in folder.rglob("*.toml"):
+        path = file.relative_to(folder)
+        if "graphs" not in path.parts:
+            found.append(path.with_suffix("").as_posix())
+    return sorted(found)
 
 
 def display(path: Path) -> str:

@@ -20,9 +20,12 @@ class GrpoMegatronError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        where = f"\n  where:  {self.where}" if self.where else ""
-        remedy = f"\n  remedy: {self.remedy}" if self.remedy else ""
-        return self.message + where + remedy
+        text = self.message
+        if self.where:
+            text += f"\n  where:  {self.where}"
+        if self.remedy:
+            text += f"\n  remedy: {self.remedy}"
+        return text
 
 
 @contextmanager
@@ -38,7 +41,9 @@ def raised_as(
     try:
         yield
     except causes as error:
-        place = str(where) if where else None
+        place = None
+        if where:
+            place = str(where)
         raise kind(f"{what}: {_told(error)}", where=place, remedy=remedy) from error
 
 

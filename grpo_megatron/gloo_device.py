@@ -28,7 +28,8 @@ class _OnSharedDevice(ProcessGroupGloo):
 
 @functools.cache
 def _devices(pid: int) -> list[ProcessGroupGloo.Device]:  # threads are not inherited by a fork
-    names = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
-    return [ProcessGroupGloo.create_device(interface=name) for name in names] or [
-        ProcessGroupGloo.create_default_device()
-    ]
+    devices = []
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name:
+            devices.append(ProcessGroupGloo.create_device(interface=name))
+    return devices or [ProcessGroupGloo.create_default_device()]

@@ -40,6 +40,7 @@ class Endpoint:
 
     @classmethod
     def read(cls, path: Path) -> Self:
+        """What another process has written."""
         return cls(**json.loads(path.read_text()))
 
 
@@ -68,7 +69,8 @@ def wait_for_endpoint(
 def own_address() -> str:
     """The address at which the other processes of the run reach this one; SetupError where the
     site's interface does not exist here, or no route leads to another node."""
-    if name := os.environ.get(INTERFACE_VARIABLE):
+    name = os.environ.get(INTERFACE_VARIABLE)
+    if name:
         addresses = psutil.net_if_addrs().get(name, ())
         found = [str(a.address) for a in addresses if a.family == socket.AF_INET]
         if not found:

@@ -17,7 +17,9 @@ class _Entry:
 
     def __get__(self, run: "RunDir", owner: type) -> Path:
         path = run.root / self._name
-        return path / run.attempt if self._by_attempt else path
+        if self._by_attempt:
+            path /= run.attempt
+        return path
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,11 @@ class RunDir:
     lock = _Entry(".lock")  # held by the process that writes here
 
     def step_store(self, step: int) -> Path:
+        """Where the samples of a step are recorded."""
         return self.store / f"step_{step:06d}"
 
     def step_checkpoint(self, step: int) -> Path:
+        """Where the checkpoint after a step is."""
         return self.checkpoints / f"step_{step:06d}"
 
     @property
@@ -78,20 +82,26 @@ class RunDir:
 
     def refuse_existing(self, *, overwrite: bool = False) -> None:
         """ConfigError where a run is, unless it is to be replaced, or what no run has written."""
-        for path in self.root.iterdir() if self.root.is_dir() and not self.config.exists() else ():
-            if path not in (self.lock, self.slurm) and (path.is_file() or any(path.iterdir())):
-                raise ConfigError(
-                    f"{self.root} is no run's directory: it has {path.name!r}",
-                    where=str(self.root.absolute()),
-                    remedy="choose another name=… or runs_dir=…",
-                )
-        if self.config.exists() and not overwrite:
+        if self.config.exists():
+            if overwrite:
+                return
             raise ConfigError(
                 f"run {self.root.name!r} exists",
                 where=str(self.root),
                 remedy=f"continue it with `grpo-megatron resume {self.root}`, choose "
                 "another name=…, or replace it: train --overwrite",
             )
+        if not self.root.is_dir():
+            return
+        for path in self.root.iterdir():
+            if path in (self.lock, self.slurm):
+                continue
+            if path.is_file() or any(path.iterdir()):
+                raise ConfigError(
+                    f"{self.root} is no run's directory: it has {path.name!r}",
+                    where=str(self.root.absolute()),
+                    remedy="choose another name=… or runs_dir=…",
+                )
 
     def begin(self, attempt: str = "") -> "RunDir":
         """As attempt `attempt` sees it, else the next number; earlier ones keep their logs."""
@@ -103,7 +113,8 @@ class RunDir:
         link = folder / ".latest"
         link.unlink(missing_ok=True)
         link.symlink_to(run_dir.attempt)
-        if (latest := folder / "latest").is_dir() and not latest.is_symlink():
+        latest = folder / "latest"
+        if latest.is_dir() and not latest.is_symlink():
             shutil.rmtree(latest)  # the run was copied, and the link with it as a folder
         link.replace(latest)
         return run_dir

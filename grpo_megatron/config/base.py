@@ -32,4 +32,6 @@ class Strict(BaseModel):
 
 
 def _one_line(text: str | None) -> str | None:
-    return " ".join(inspect.cleandoc(text).split()) if text else text
+    if not text:
+        return text
+    return " ".join(inspect.cleandoc(text).split())

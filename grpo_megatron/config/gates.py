@@ -22,6 +22,8 @@ SYNTAX = (
 
 @dataclass(frozen=True, slots=True)
 class Gate:
+    """A condition on a finished run's `result.json`."""
+
     text: str
     name: str  # dotted, in result.json; empty: of every domain
     compare: str
@@ -34,41 +36,48 @@ class Gate:
             value = _value(result, self.name)
             if isinstance(value, str):
                 return value
-            return None if _COMPARE[self.compare](value, self.limit) else f"{value:.4g}"
-        before, after = (r.get("eval", {}) for r in (read_result(self.against), result))
-        seen = [] if before.keys() - {"all"} else ["nothing was evaluated there"]
-        for domain in sorted(before.keys() - {"all"}):
+            if _COMPARE[self.compare](value, self.limit):
+                return None
+            return f"{value:.4g}"
+        before = read_result(self.against).get("eval", {})
+        after = result.get("eval", {})
+        domains = sorted(before.keys() - {"all"})
+        if not domains:
+            return "nothing was evaluated there"
+        seen = []
+        for domain in domains:
             if domain not in after:
                 seen.append(f"{domain} was not evaluated")
-            elif (drop := before[domain]["accuracy"] - after[domain]["accuracy"]) > self.limit:
+                continue
+            drop = before[domain]["accuracy"] - after[domain]["accuracy"]
+            if drop > self.limit:
                 seen.append(f"{domain} drops {drop:.4g}")
         return ", ".join(seen) or None
 
     def below(self, root: Path) -> Self:
         """The gate of a run whose relative paths start at `root`."""
-        return (
-            self
-            if self.against is None
-            else replace(
-                self,
-                against=root / self.against,
-                text=self.text.partition(" against ")[0] + f" against {root / self.against}",
-            )
-        )
+        if self.against is None:
+            return self
+        against = root / self.against
+        condition = self.text.partition(" against ")[0]
+        return replace(self, against=against, text=f"{condition} against {against}")
 
 
 def parse_gate(text: str, domains: Sequence[str] = ()) -> Gate:
     """The gate that `text` says (see SYNTAX). ConfigError for other text and, with `domains`, for a
     value that no run with these domains has in its `result.json`."""
-    if found := _DROP.fullmatch(text.strip()):
-        return Gate(text, "", "<=", float(found[1]), Path(found[2]))
-    if found := _VALUE.fullmatch(text.strip()):
-        known = ["seconds", "steps", "accelerator_hours", *(f"eval.{d}" for d in (*domains, "all"))]
-        name = ".".join(found[1].split(".")[:2])
-        if domains and name not in known:
-            raise ConfigError(f"no run measures {name!r}", remedy=did_you_mean(name, known))
-        return Gate(text, found[1], found[2], float(found[3]))
-    raise ConfigError(f"{text!r} is not a gate", remedy=SYNTAX)
+    drop = _DROP.fullmatch(text.strip())
+    if drop is not None:
+        return Gate(text, "", "<=", float(drop[1]), Path(drop[2]))
+    value = _VALUE.fullmatch(text.strip())
+    if value is None:
+        raise ConfigError(f"{text!r} is not a gate", remedy=SYNTAX)
+    known = ["seconds", "steps", "accelerator_hours"]
+    known += [f"eval.{domain}" for domain in (*domains, "all")]
+    name = ".".join(value[1].split(".")[:2])
+    if domains and name not in known:
+        raise ConfigError(f"no run measures {name!r}", remedy=did_you_mean(name, known))
+    return Gate(text, value[1], value[2], float(value[3]))
 
 
 def read_result(run: Path) -> dict[str, Any]:
@@ -84,7 +93,11 @@ def _value(result: Mapping[str, Any], name: str) -> float | str:
     node: Any = result
     for part in name.split("."):
         if not isinstance(node, Mapping) or part not in node:
-            known = ", ".join(node) if isinstance(node, Mapping) else "nothing"
+            known = "nothing"
+            if isinstance(node, Mapping):
+                known = ", ".join(node)
             return f"no {part!r}; there is {known}"
         node = node[part]
-    return float(node) if isinstance(node, int | float) else f"no number: {node}"
+    if not isinstance(node, int | float):
+        return f"no number: {node}"
+    return float(node)

@@ -39,7 +39,9 @@ def _imported_module(name: str, kind: type[GrpoMegatronError]) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        missing = None
+        if isinstance(error, ModuleNotFoundError):
+            missing = error.name
         if missing and f"{name}.".startswith(f"{missing}."):
             raise kind(
                 f"no module {missing!r}",
@@ -52,8 +54,8 @@ def _imported_module(name: str, kind: type[GrpoMegatronError]) -> Any:
 
 
 def _public_functions(module: Any) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and not name.startswith("_")
-    ]
+    names = []
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and not name.startswith("_"):
+            names.append(name)
+    return names

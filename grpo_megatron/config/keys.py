@@ -13,7 +13,13 @@ _BARE = re.compile(r"[A-Za-z0-9_*-]+")
 
 def dotted(path: KeyPath) -> str:
     """`("domains", 0, "weight")` -> `domains.0.weight`; parts with odd characters are quoted."""
-    return ".".join(str(part) if _BARE.fullmatch(str(part)) else f'"{part}"' for part in path)
+    parts = []
+    for part in path:
+        if _BARE.fullmatch(str(part)):
+            parts.append(str(part))
+        else:
+            parts.append(f'"{part}"')
+    return ".".join(parts)
 
 
 def split_key(text: str) -> tuple[str, ...]:
@@ -35,19 +41,25 @@ def nodes(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 def leaves(value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Everything that is set as one value, with its path."""
-    return ((path, node) for path, node in nodes(value) if not _children(node))
+    for path, node in nodes(value):
+        if not _children(node):
+            yield path, node
 
 
 def _children(value: Any) -> Collection[tuple[str | int, Any]]:
     if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
         return list(enumerate(value))  # of tables; other lists count as one value
-    return value.items() if isinstance(value, Mapping) else ()
+    if isinstance(value, Mapping):
+        return value.items()
+    return ()
 
 
 def nearest_above(path: KeyPath, known: Mapping[KeyPath, _T]) -> _T | None:
     """What is known of `path` itself, else of the nearest table around it."""
-    parts = (path[:length] for length in range(len(path), 0, -1))
-    return next((known[part] for part in parts if part in known), None)
+    for length in range(len(path), 0, -1):
+        if path[:length] in known:
+            return known[path[:length]]
+    return None
 
 
 def value_at(config: Any, key: str) -> Any:
@@ -56,6 +68,8 @@ def value_at(config: Any, key: str) -> Any:
     for part in key.split("."):
         if isinstance(node, tuple):
             node = node[int(part)]
+        elif isinstance(node, dict):
+            node = node.get(part)
         else:
-            node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
+            node = getattr(node, part, None)
     return node

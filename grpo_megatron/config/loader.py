@@ -33,6 +33,7 @@ class ResolvedConfig(Strict):
 
     @property
     def run_path(self) -> Path:
+        """The run's directory."""
         return self.config.runs_dir / self.config.name
 
 
@@ -42,6 +43,7 @@ def to_json(resolved: ResolvedConfig) -> str:
 
 
 def write_resolved(path: Path, resolved: ResolvedConfig) -> None:
+    """Write `config.json`, whole or not at all."""
     write_atomically(path, to_json(resolved))
 
 
@@ -61,7 +63,9 @@ def read_resolved(
 ) -> ResolvedConfig:
     """Read a run's `config.json` (or its directory), with more overrides on top. ConfigError where
     it is missing, damaged, or of another version's schema; or as `load_recipe`."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        file = path / "config.json"
     where = assets.display(file)
     with raised_as(
         ConfigError,
@@ -110,16 +114,16 @@ def load_objective(
 ) -> tuple[ObjectiveConfig, dict[str, DomainObjective]]:
     """Choices of a preset with changes (`clip_low=0.1`, `domain.math.kl_beta=0.01`), and what each
     domain sets for itself. Raises as `load_recipe`."""
-    tables = [
-        {
+    tables = []
+    for name in domains:
+        table = {
             "name": name,
             "source": "file",
             "path": "case",
             "objective": {},
             "rewards": [{"function": "case:rewards"}],
         }
-        for name in domains
-    ]
+        tables.append(table)
     overlay = ConfigOverlay()
     overlay.merge(
         {
@@ -133,7 +137,11 @@ def load_objective(
     )
     problems = apply_overrides(overlay, [_full_key(text, domains) for text in overrides])
     config = valid(overlay, problems, (), "objective")
-    return config.objective, {d.name: d.objective for d in config.domains if d.objective}
+    of_domains = {}
+    for domain in config.domains:
+        if domain.objective:
+            of_domains[domain.name] = domain.objective
+    return config.objective, of_domains
 
 
 def _full_key(text: str, domains: Sequence[str]) -> str:
@@ -168,8 +176,12 @@ def _origin_in(file: TomlFile, path: KeyPath) -> Origin:
 def _preset_of(tree: dict[str, Any]) -> ModelPreset | None:
     """The preset that the tree names; an unknown one is reported by the constraints."""
     model = tree.get("model")
-    name = model.get("preset") if isinstance(model, dict) else None
-    return load_preset(name) if isinstance(name, str) and name in preset_names() else None
+    if not isinstance(model, dict):
+        return None
+    name = model.get("preset")
+    if not isinstance(name, str) or name not in preset_names():
+        return None
+    return load_preset(name)
 
 
 def _finish(
@@ -177,13 +189,11 @@ def _finish(
 ) -> ResolvedConfig:
     config = valid(overlay, problems, checks, recipe)
     preset = config.objective.preset
-    values = leaves(config.model_dump(mode="json"))
-    origins = {
-        ("objective", key): Origin("preset", f"objective preset {preset}")
-        for key in PRESETS[preset].values
-    } | overlay.origins
-    return ResolvedConfig(
-        recipe=recipe,
-        config=config,
-        provenance={dotted(path): origins.get(path, DEFAULT) for path, _ in values},
-    )
+    origins: dict[KeyPath, Origin] = {}
+    for key in PRESETS[preset].values:
+        origins["objective", key] = Origin("preset", f"objective preset {preset}")
+    origins |= overlay.origins  # a recipe or a flag wins over the objective's preset
+    provenance = {}
+    for path, _ in leaves(config.model_dump(mode="json")):
+        provenance[dotted(path)] = origins.get(path, DEFAULT)
+    return ResolvedConfig(recipe=recipe, config=config, provenance=provenance)

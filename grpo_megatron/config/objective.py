@@ -19,8 +19,9 @@ class OrFunction:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         def checked(value: Any, check: Callable[[Any], Any]) -> Any:
-            is_function = isinstance(value, str) and re.fullmatch(_FUNCTION, value)
-            return value if is_function else check(value)
+            if isinstance(value, str) and re.fullmatch(_FUNCTION, value):
+                return value
+            return check(value)
 
         return core_schema.no_info_wrap_validator_function(checked, handler(source))
 
@@ -31,6 +32,8 @@ class OrFunction:
 
 
 class ObjectivePreset(Strict):
+    """A named combination of choices, as `objective_presets.toml` has it."""
+
     title: str
     source: str
     evidence: Literal["S", "M", "E"]  # see algorithms/catalogue.md
@@ -238,13 +241,20 @@ class ObjectiveConfig(Strict):
     def _from_preset(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        chosen = {}
         preset = PRESETS.get(data.get("preset", "gspo"))
-        # what a validator returns is checked as Python's, where a list is no tuple
-        data = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
-        return {**preset.values, **data} if preset else data
+        if preset is not None:
+            chosen.update(preset.values)
+        chosen.update(data)
+        for key, value in data.items():
+            # what a validator returns is checked as Python's, where a list is no tuple
+            if isinstance(value, list):
+                chosen[key] = tuple(value)
+        return chosen
 
     @property
     def token_level(self) -> bool:
+        """Whether advantages differ between the tokens of a sample."""
         return (
             self.advantage in TOKEN_LEVEL
             or self.shaping in TOKEN_SHAPINGS
@@ -252,7 +262,10 @@ class ObjectiveConfig(Strict):
         )
 
     def for_domain(self, own: DomainObjective | None) -> Self:
-        return self.model_copy(update=own.model_dump(exclude_none=True)) if own else self
+        """The objective of a domain with values of its `own`."""
+        if own is None:
+            return self
+        return self.model_copy(update=own.model_dump(exclude_none=True))
 
 
 class BatchConfig(Strict):

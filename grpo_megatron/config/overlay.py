@@ -21,7 +21,9 @@ class Origin:
     where: str = ""
 
     def __str__(self) -> str:
-        return f"flag {self.where}" if self.kind == "flag" else self.where or self.kind
+        if self.kind == "flag":
+            return f"flag {self.where}"
+        return self.where or self.kind
 
 
 DEFAULT = Origin("default")
@@ -42,7 +44,8 @@ class ConfigOverlay:
         prefix: KeyPath = (),
     ) -> None:
         """Put a layer on top: tables merge, everything else (also lists) replaces."""
-        tree = self.tree if tree is None else tree
+        if tree is None:
+            tree = self.tree
         for key, value in values.items():
             path = (*prefix, key)
             if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
@@ -53,18 +56,26 @@ class ConfigOverlay:
 
     def place(self, path: KeyPath, value: Any, origin_of: Callable[[KeyPath], Origin]) -> Any:
         """Record the origins of `value`, forget those of what it replaces, return a copy."""
-        for old in [known for known in self.origins if known[: len(path)] == path]:
-            del self.origins[old]
-        self.origins |= {node: origin_of(node) for node, _ in nodes(value, path)}
+        for known in list(self.origins):
+            if known[: len(path)] == path:
+                del self.origins[known]
+        for node, _ in nodes(value, path):
+            self.origins[node] = origin_of(node)
         return copy.deepcopy(value)
 
     def origin(self, path: KeyPath) -> Origin:
+        """Who set the value at `path`, or the nearest table around it."""
         return nearest_above(path, self.origins) or DEFAULT
 
 
 def apply_overrides(overlay: ConfigOverlay, texts: Sequence[str]) -> list[Problem]:
     """Set each `key=value` in the tree, in order; what cannot be set becomes a problem."""
-    return [problem for text in texts if (problem := _apply(overlay, text))]
+    problems = []
+    for text in texts:
+        problem = _apply(overlay, text)
+        if problem is not None:
+            problems.append(problem)
+    return problems
 
 
 def _apply(overlay: ConfigOverlay, text: str) -> Problem | None:
@@ -157,4 +168,7 @@ def _value_of(raw: str, path: KeyPath) -> Any:
         return raw
     value = document["value"]
     is_number_for_text = schema.takes_text(path) and not isinstance(value, str)
-    return raw if len(document) > 1 or is_number_for_text else value
+    has_further_lines = len(document) > 1
+    if has_further_lines or is_number_for_text:
+        return raw
+    return value

@@ -13,6 +13,8 @@ _TABLES = ("name", "hf", "hf_null", "tokenizer", "defaults", "checkpoint", "layo
 
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
+    """A model that a recipe can name: `models/<name>.toml`."""
+
     name: str
     file: TomlFile
     hf: dict[str, Any]  # becomes `config.json` of the model
@@ -23,6 +25,7 @@ class ModelPreset:
 
 
 def preset_names() -> list[str]:
+    """Names of all shipped model presets."""
     return assets.names(assets.root() / "models")
 
 
@@ -39,7 +42,9 @@ def load_preset(name: str) -> ModelPreset:
     document = read_toml(folder / f"{name}.toml")
     wrong = [key for key in document.values if key not in _TABLES]
     if wrong or not isinstance(document.values.get("hf"), dict):
-        what = f"unknown key {wrong[0]}" if wrong else "no [hf] table"
+        what = "no [hf] table"
+        if wrong:
+            what = f"unknown key {wrong[0]}"
         raise ConfigError(
             f"{what} in a model preset",
             where=document.where(tuple(wrong[:1])),

@@ -12,6 +12,8 @@ from grpo_megatron.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Problem:
+    """One thing that is wrong with a recipe."""
+
     key: str
     message: str
     where: str
@@ -31,7 +33,9 @@ class Problem:
             ("nearest", " or ".join(self.nearest)),
             ("fix", self.remedy),
         )
-        lines += [f"     {label + ':':<15}{text}" for label, text in rows if text]
+        for label, text in rows:
+            if text:
+                lines.append(f"     {label + ':':<15}{text}")
         return "\n".join(lines)
 
 

@@ -34,6 +34,7 @@ class RewardConfig(Strict):
 
     @property
     def component(self) -> str:
+        """The component's name in metrics."""
         return self.name or self.function.rpartition(":")[2]
 
 
@@ -256,10 +257,19 @@ class RolloutConfig(Strict):
 
         `logprobs` is how many to report so that all kept ids are among them, -1 for all: what ties
         with the k-th is kept as well, which is frequent in bfloat16."""
-        neutral = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
-        narrow = {n: getattr(self, n) for n, value in neutral.items() if getattr(self, n) != value}
-        if narrow:
-            narrow["logprobs"] = self.top_k + self.top_k // 4 + 8 if self.top_k else -1
+        narrow: dict[str, float] = {}
+        if self.top_k is not None:
+            narrow["top_k"] = self.top_k
+        if self.top_p < 1:
+            narrow["top_p"] = self.top_p
+        if self.min_p > 0:
+            narrow["min_p"] = self.min_p
+        if not narrow:
+            return {}
+        if self.top_k is None:
+            narrow["logprobs"] = -1
+        else:
+            narrow["logprobs"] = self.top_k + self.top_k // 4 + 8
         return narrow
 
 
@@ -302,10 +312,12 @@ class PlacementConfig(Strict):
 
     @property
     def num_trainer_gpus(self) -> int:
+        """GPUs of all nodes that train."""
         return self.trainer_nodes * self.gpus_per_node
 
     @property
     def num_nodes(self) -> int:
+        """Nodes of the job, of trainer and engines."""
         return self.trainer_nodes + self.rollout_nodes
 
 
@@ -411,8 +423,11 @@ class RunConfig(Strict):
     telemetry: TelemetryConfig = TelemetryConfig()
 
     def max_new_tokens_of(self, domain: str) -> int:
-        own = next((d.max_new_tokens for d in self.domains if d.name == domain), None)
-        return own or self.rollout.max_new_tokens
+        """Longest completion of the domain with this name."""
+        for known in self.domains:
+            if known.name == domain and known.max_new_tokens is not None:
+                return known.max_new_tokens
+        return self.rollout.max_new_tokens
 
     @property
     def num_devices(self) -> int:
@@ -422,6 +437,7 @@ class RunConfig(Strict):
 
     @property
     def trains(self) -> bool:
+        """Whether a run of this kind changes the weights."""
         return self.kind in ("rl", "sft", "distil")
 
     @property
@@ -445,7 +461,11 @@ class RunConfig(Strict):
     def canary_tolerance(self) -> float:
         """Mean |trainer - engine| log-prob difference that rounding may explain."""
         exact = self.trainer.precision == self.rollout.dtype == "float32"
-        return self.publish.canary_tolerance or (1e-4 if exact else 0.1)
+        if self.publish.canary_tolerance is not None:
+            return self.publish.canary_tolerance
+        if exact:
+            return 1e-4
+        return 0.1
 
     @property
     def can_verify_from_samples(self) -> bool:

@@ -57,12 +57,21 @@ def _walk(table: type[BaseModel], prefix: KeyPath) -> Iterator[tuple[KeyPath, Fi
 def _without_none(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
         options = [option for option in get_args(annotation) if option is not types.NoneType]
-        annotation = options[0] if len(options) == 1 else annotation
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+        if len(options) == 1:
+            annotation = options[0]
+    if get_origin(annotation) is Annotated:
+        return get_args(annotation)[0]
+    return annotation
 
 
 def _general(path: Sequence[str | int]) -> KeyPath:
-    return tuple("*" if str(part).isdigit() else part for part in path)
+    """`("domains", 0, "weight")` -> `("domains", "*", "weight")`."""
+    parts: list[str | int] = []
+    for part in path:
+        if str(part).isdigit():
+            part = "*"
+        parts.append(part)
+    return tuple(parts)
 
 
 def type_of(path: KeyPath) -> Any:
@@ -72,8 +81,11 @@ def type_of(path: KeyPath) -> Any:
 
 
 def meaning_of(path: KeyPath) -> str:
+    """The description of the key at `path`; empty where it has none."""
     info = all_fields().get(_general(path))
-    return (info.description if info else None) or ""
+    if info is None:
+        return ""
+    return info.description or ""
 
 
 def keys_of(path: Sequence[str | int]) -> list[str]:
@@ -84,13 +96,17 @@ def keys_of(path: Sequence[str | int]) -> list[str]:
 def takes_text(path: KeyPath) -> bool:
     """Whether the value at `path` is text: then `name=007` is text as well."""
     choices = choices_at(path)
-    return all(isinstance(c, str) for c in choices) if choices else type_of(path) in (str, Path)
+    if not choices:
+        return type_of(path) in (str, Path)
+    return all(isinstance(choice, str) for choice in choices)
 
 
 def choices_at(path: KeyPath) -> tuple[Any, ...]:
     """The fixed set of values at `path`; empty if open."""
     kind = type_of(path)
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return ()
 
 
 def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
@@ -102,23 +118,31 @@ def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
         anywhere.setdefault(str(known[-1]), []).append(dotted(known))
     habit: str | None = _HABITS.get(plain(key))
 
-    likely = [habit] if habit in here else []
+    likely: list[str] = []
+    if habit is not None and habit in here:
+        likely.append(habit)
     likely += nearest(key, here, cutoff=0.8)
     same = list(anywhere.get(plain(key), ()))
     if habit is not None:
         same += anywhere.get(habit, ())
     same.sort(key=lambda full: (dotted(tuple(table)) not in full, "*" in full))
-    found = [dotted((*table, name)) for name in likely if name]
+    found = [dotted((*table, name)) for name in likely]
     found += same
     found += [dotted((*table, name)) for name in nearest(key, here)]
     if not found:
         for name in nearest(key, anywhere, cutoff=0.75):
             found += anywhere[name]
-    index = next((part for part in table if part.isdigit()), "0")
-    return list(dict.fromkeys(name.replace("*", index) for name in found))[:count]
+    index = "0"  # of the list element that `*` stands for
+    for part in table:
+        if part.isdigit():
+            index = part
+            break
+    distinct = dict.fromkeys(name.replace("*", index) for name in found)
+    return list(distinct)[:count]
 
 
 def json_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe, for editors."""
     schema = RunConfig.model_json_schema()
     schema["title"] = "grpo-megatron recipe"
     schema["properties"]["extends"] = {

@@ -22,8 +22,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`did you mean 'a' or 'b'?`, or all that there is."""
     known = list(known)
     close = " or ".join(map(repr, nearest(word, known)))
-    return f"did you mean {close}?" if close else f"there are: {', '.join(known) or 'none'}"
+    if close:
+        return f"did you mean {close}?"
+    return f"there are: {', '.join(known) or 'none'}"
 
 
 def plain(word: str) -> str:
+    """`word` in lower case, with `_` for `-`."""
     return word.lower().replace("-", "_")

@@ -26,31 +26,35 @@ class PromptTemplate:
             pieces = list(string.Formatter().parse(text))
         except ValueError as error:
             raise self._refused(str(error), "write literal braces as {{ and }}") from error
-        self._pieces = [
-            (literal, self._checked(name, f"{spec or ''}{conversion or ''}"))
-            for literal, name, spec, conversion in pieces
-        ]
-        if not any(field for _, field in self._pieces):
+        self._pieces: list[tuple[str, str]] = []  # (literal text, field after it or "")
+        has_field = False
+        for literal, name, spec, conversion in pieces:
+            field = self._checked(name, f"{spec or ''}{conversion or ''}")
+            self._pieces.append((literal, field))
+            has_field = has_field or field != ""
+        if not has_field:
             raise self._refused(
                 "uses no field: every prompt would be the same", "use {question} or {metadata[key]}"
             )
 
     def render(self, question: str, metadata: Mapping[str, Any]) -> str:
         """The prompt of a problem. Raises DataError where a metadata key is missing."""
+        text = ""
+        for literal, field in self._pieces:
+            text += literal
+            if field == "question":
+                text += question
+            elif field:
+                key = field.removeprefix("metadata[").removesuffix("]")
+                text += self._value(key, metadata)
+        return text
+
+    def _value(self, key: str, metadata: Mapping[str, Any]) -> str:
         try:
-            return "".join(
-                literal
-                + (
-                    field
-                    and str(
-                        question if field == "question" else metadata[field[len("metadata[") : -1]]
-                    )
-                )
-                for literal, field in self._pieces
-            )
-        except KeyError as error:
+            return str(metadata[key])
+        except KeyError:
             raise self._refused(
-                f"a problem has no metadata {error}",
+                f"a problem has no metadata {key!r}",
                 "metadata of that problem: " + (", ".join(map(str, metadata)) or "none"),
             ) from None
 

@@ -18,6 +18,8 @@ _AT_LINE = re.compile(r" \(at line (\d+), column (\d+)\)")
 
 @dataclass(frozen=True)
 class TomlFile:
+    """A parsed file that still knows its lines."""
+
     path: Path
     display: str  # the path as messages show it
     values: dict[str, Any]
@@ -25,12 +27,15 @@ class TomlFile:
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:
+        """The line, from 1, of every key."""
         return key_lines(self.text)
 
     def where(self, path: KeyPath) -> str:
         """`file:line` of a key, or of the nearest table around it."""
         line = nearest_above(path, self.lines)
-        return f"{self.display}:{line}" if line else self.display
+        if line is None:
+            return self.display
+        return f"{self.display}:{line}"
 
 
 def read_toml(path: Path) -> TomlFile:
@@ -58,7 +63,9 @@ def read_toml(path: Path) -> TomlFile:
     except tomllib.TOMLDecodeError as error:
         at = _AT_LINE.search(str(error))
         what = _AT_LINE.sub("", str(error))
-        line = at[1] if at else text.count("\n") + 1
+        line = text.count("\n") + 1
+        if at is not None:
+            line = int(at[1])
         raise ConfigError(
             f"{what}: not valid TOML",
             where=f"{display}:{line}",
@@ -91,7 +98,8 @@ def key_lines(text: str) -> dict[KeyPath, int]:
                 continue  # no key of its own
             name = re.escape(dotted(path[-1:]))
             place = re.compile(rf"(?<![\w-]){name}[\"']?\s*=").search(statement, end)
-            end = place.end() if place else end
+            if place is not None:
+                end = place.end()
             lines.setdefault((*table, *path), first + statement.count("\n", 0, end))
         statement = ""
         first = number + 1
@@ -158,11 +166,14 @@ def _base_of(file: TomlFile) -> Path | None:
         )
     path = file.path.parent / base
     if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else file.path.parent
+        folder = file.path.parent
+        if path.parent.is_dir():
+            folder = path.parent
+        recipes = sorted(recipe.name for recipe in folder.glob("*.toml"))
         raise ConfigError(
             f"extends names a file that does not exist: {base}",
             where=where,
             remedy="the path is relative to the recipe that extends it; "
-            + did_you_mean(path.name, sorted(o.name for o in folder.glob("*.toml"))),
+            + did_you_mean(path.name, recipes),
         )
     return path

@@ -18,9 +18,9 @@ class TrainerConfig(Strict):
     pipeline_parallel_size: int = Field(1, ge=1)
     """PP: splits layers."""
     first_stage_layers: int | None = Field(None, ge=1)
-    """ConfigOverlay of the first pipeline stage, where not all have equally many."""
+    """Layers of the first pipeline stage, where not all have equally many."""
     last_stage_layers: int | None = Field(None, ge=1)
-    """ConfigOverlay of the last pipeline stage, where not all have equally many."""
+    """Layers of the last pipeline stage, where not all have equally many."""
     virtual_pipeline_parallel_size: int | None = Field(None, ge=2)
     """VPP: model chunks per pipeline rank."""
     context_parallel_size: int = Field(1, ge=1)
@@ -48,26 +48,30 @@ class TrainerConfig(Strict):
 
     @property
     def attention_ranks(self) -> int:
-        """That hold one copy of the attention weights: TP x PP x CP."""
+        """Ranks that hold one copy of the attention weights: TP x PP x CP."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def expert_ranks(self) -> int:
-        """That hold one copy of the experts: ETP x EP x PP."""
+        """Ranks that hold one copy of the experts: ETP x EP x PP."""
         return self.etp * self.expert_parallel_size * self.pipeline_parallel_size
 
     @property
     def dp(self) -> int:
+        """Data-parallel ranks: copies of the attention weights."""
         return self.num_ranks // self.attention_ranks
 
     @property
     def etp(self) -> int:
+        """Tensor-parallel ranks of an expert."""
         return self.expert_tensor_parallel_size or self.tensor_parallel_size
 
     @property
     def sp(self) -> bool:
-        chosen = self.sequence_parallel
-        return self.tensor_parallel_size > 1 if chosen is None else chosen
+        """Whether sequences are split over the tensor-parallel ranks."""
+        if self.sequence_parallel is None:
+            return self.tensor_parallel_size > 1
+        return self.sequence_parallel
 
 
 class OptimizerConfig(Strict):

@@ -53,7 +53,9 @@ def valid(
     Rules run even when some keys are wrong, on what is left without these keys; what a rule
     says about a wrong key is dropped then, because its intended value is not known."""
     config, errors = _parse(overlay.tree)
-    found = [*problems, *(_problem_of(error, overlay) for error in errors)]
+    found = list(problems)
+    for error in errors:
+        found.append(_problem_of(error, overlay))
     if errors:
         config, _ = _parse(_without(overlay.tree, [error["loc"] for error in errors]))
     if config is not None:
@@ -100,7 +102,8 @@ def _is_echo(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
     if error["type"] != "too_short":
         return False
     place = error["loc"]
-    return any(other["loc"][: len(place)] == place for other in errors if other is not error)
+    others = [other["loc"] for other in errors if other is not error]
+    return any(other[: len(place)] == place for other in others)
 
 
 def _without(tree: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
@@ -131,12 +134,11 @@ def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
         full = (*full, key)
         suffix = f"{suffix}.{key}"
     near = [key + suffix for key in near]
-    parent = dotted(path[:-1])
-    fix = (
-        f"write {near[0]}"
-        if near
-        else (f"valid keys of {parent or 'the top level'}: " + ", ".join(schema.keys_of(path[:-1])))
-    )
+    if near:
+        fix = f"write {near[0]}"
+    else:
+        parent = dotted(path[:-1]) or "the top level"
+        fix = f"valid keys of {parent}: " + ", ".join(schema.keys_of(path[:-1]))
     return Problem(
         dotted(full),
         "unknown key",
@@ -148,11 +150,15 @@ def _unknown_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
 
 
 def _missing_key(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay) -> Problem:
-    where = str(overlay.origin(path[:-1])) if len(path) > 1 else ""
+    where = ""
+    if len(path) > 1:
+        where = str(overlay.origin(path[:-1]))
+    if where == "default":
+        where = ""
     return Problem(
         dotted(path),
         "is required",
-        where if where != "default" else "",
+        where,
         meaning=schema.meaning_of(path),
         remedy=f"add {path[-1]} to the recipe, or pass {dotted(path)}=…",
     )
@@ -163,15 +169,21 @@ def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
     value = error["input"]
     context = error.get("ctx", {})
     choices = list(map(str, schema.choices_at(path)))
-    words = {**context, "choices": ", ".join(choices)}
-    message = _WORDS[kind].format(**words) if kind in _WORDS else error["msg"]
+    message = error["msg"]
+    if kind in _WORDS:
+        words = {**context, "choices": ", ".join(choices)}
+        message = _WORDS[kind].format(**words)
     bound = context.get("ge", context.get("le"))
-    near = (
-        nearest(str(value), choices, count=1)
-        if choices
-        else (_meant(value, kind) if bound is None else [f"{bound:g}"])
-    )
+    if choices:
+        near = nearest(str(value), choices, count=1)
+    elif bound is not None:
+        near = [f"{bound:g}"]
+    else:
+        near = _meant(value, kind)
     key = dotted(path)
+    remedy = ""
+    if near:
+        remedy = f"set {key}={near[0]}"
     return Problem(
         key,
         message,
@@ -179,7 +191,7 @@ def _wrong_value(path: KeyPath, error: Mapping[str, Any], overlay: ConfigOverlay
         value=as_toml(value),
         nearest=tuple(near),
         meaning=schema.meaning_of(path),
-        remedy=f"set {key}={near[0]}" if near else "",
+        remedy=remedy,
     )
 
 
@@ -196,28 +208,46 @@ def _meant(value: Any, kind: str) -> list[str]:
         number = float(text.replace(",", ""))
     except ValueError:
         return []
-    return [f"{number:{'g' if kind == 'float_type' else '.0f'}}"] if math.isfinite(number) else []
+    if not math.isfinite(number):
+        return []
+    if kind == "float_type":
+        return [f"{number:g}"]
+    return [f"{number:.0f}"]
 
 
 def _problem_of_violation(
     violation: Violation, config: RunConfig, overlay: ConfigOverlay
 ) -> Problem:
-    def origin(key: str) -> Origin:
-        path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-        return overlay.origins.get(path, DEFAULT)
-
-    near = tuple(v if isinstance(v, str) else as_toml(v) for v in violation.nearest)
-    related = tuple(
-        f"{key} = {as_toml(value_at(config, key))} ({origin(key)})"
-        for key in violation.related
-        if origin(key) is not DEFAULT
-    )
+    near = []
+    for valid_value in violation.nearest:
+        if not isinstance(valid_value, str):
+            valid_value = as_toml(valid_value)
+        near.append(valid_value)
+    related = []
+    for key in violation.related:
+        origin = _own_origin(key, overlay)
+        if origin is not DEFAULT:
+            related.append(f"{key} = {as_toml(value_at(config, key))} ({origin})")
+    remedy = violation.remedy
+    if near and not remedy:
+        remedy = f"set {violation.key}={near[0]}"
     return Problem(
         violation.key,
         violation.message,
-        str(origin(violation.key)),
+        str(_own_origin(violation.key, overlay)),
         value=as_toml(violation.value),
-        nearest=near,
-        related=related,
-        remedy=violation.remedy or (f"set {violation.key}={near[0]}" if near else ""),
+        nearest=tuple(near),
+        related=tuple(related),
+        remedy=remedy,
     )
+
+
+def _own_origin(key: str, overlay: ConfigOverlay) -> Origin:
+    """Who set a dotted key itself, not a table around it."""
+    path: list[str | int] = []
+    for part in key.split("."):
+        if part.isdigit():
+            path.append(int(part))
+        else:
+            path.append(part)
+    return overlay.origins.get(tuple(path), DEFAULT)

@@ -25,7 +25,7 @@ class Curriculum:
         self._ids = sorted(prompt_ids)
         self._key = key
         self._settings = settings
-        self._index = {prompt_id: index for index, prompt_id in enumerate(self._ids)}
+        self._index = dict(zip(self._ids, range(len(self._ids)), strict=True))
         self._hashes = np.array([_hash64(prompt_id) for prompt_id in self._ids], np.uint64)
         self._success = np.full(len(self._ids), np.nan)  # p; NaN: unseen
         # visits in a row with p >= MASTERED_AT; at MASTERED_VISITS it stays until demotion
@@ -40,7 +40,8 @@ class Curriculum:
         order = np.argsort(-np.log(uniform) / (p * (1 - p) + self._settings.floor), kind="stable")
         order = order[~np.isin(order, [self._index[prompt_id] for prompt_id in exclude])]
         is_mastered = self._streak[order] == MASTERED_VISITS
-        mastered, others = order[is_mastered], order[~is_mastered]
+        mastered = order[is_mastered]
+        others = order[~is_mastered]
         # whole prompts only: the fraction is carried in the number drawn so far
         share = self._settings.replay_share
         due = int(share * (num_drawn + count)) - int(share * num_drawn)
@@ -51,6 +52,7 @@ class Curriculum:
         return [self._ids[index] for index in chosen]
 
     def observe(self, prompt_id: str, success: float) -> None:
+        """Take in how many of a prompt's samples, as a fraction, were correct."""
         index = self._index[prompt_id]
         before = self._success[index]
         streak = self._streak[index]
@@ -74,10 +76,10 @@ class Curriculum:
             ["mastered", "unseen", "frozen", "hard"],
             "frontier",
         )
-        return {
-            name: int((bucket == name).sum())
-            for name in ("unseen", "frozen", "hard", "frontier", "mastered")
-        }
+        counts = {}
+        for name in ("unseen", "frozen", "hard", "frontier", "mastered"):
+            counts[name] = int((bucket == name).sum())
+        return counts
 
     def state_dict(self) -> str:
         """Success and streaks, compressed: 16 bytes a prompt before that, and mostly alike."""
@@ -85,6 +87,7 @@ class Curriculum:
         return base64.b64encode(zlib.compress(rows.tobytes())).decode()
 
     def load_state_dict(self, state: str) -> None:
+        """Continue from what `state_dict` returned for the same prompts."""
         rows = np.frombuffer(zlib.decompress(base64.b64decode(state)), "<f8")
         self._success, self._streak = rows.astype(float).reshape(2, -1)
 

@@ -91,8 +91,11 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
     hash, shared out over domains by their number of distinct prompts."""
     if not prompts:
         raise DataError("no prompts", remedy="check [[domains]]")
-    distinct = {prompt.text: prompt for prompt in reversed(prompts)}
-    train: dict[str, list[Prompt]] = {prompt.domain: [] for prompt in prompts}
+    distinct: dict[str, Prompt] = {}
+    train: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        distinct.setdefault(prompt.text, prompt)
+        train.setdefault(prompt.domain, [])
     for prompt in sorted(distinct.values(), key=lambda prompt: text_hash(prompt.text)):
         train[prompt.domain].append(prompt)
     sizes = {name: len(members) for name, members in train.items()}
@@ -109,7 +112,8 @@ def make_splits(prompts: Sequence[Prompt], *, num_heldout: int, num_validation: 
         validation += members[first : first + second]
         kept[name] = tuple(members[first + second :])
         if not kept[name]:
-            others = [other for other in sizes if other != name]
+            others = list(sizes)
+            others.remove(name)
             scope = ""
             if others:
                 scope = f" (its share beside {', '.join(others)})"
@@ -128,8 +132,12 @@ def share(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
     floor = int(total >= len(sizes))
     rest = total - floor * len(sizes)
     size = max(1, sum(sizes.values()))
-    parts = {name: floor + rest * count // size for name, count in sizes.items()}
-    by_remainder = sorted(sizes, key=lambda name: (-(rest * sizes[name] % size), name))
+    parts = {}
+    remainders = {}
+    for name, count in sizes.items():
+        parts[name] = floor + rest * count // size
+        remainders[name] = rest * count % size
+    by_remainder = sorted(sizes, key=lambda name: (-remainders[name], name))
     for name in by_remainder[: total - sum(parts.values())]:
         parts[name] += 1
     return parts

@@ -73,6 +73,7 @@ class PromptSampler:
         return found
 
     def observe(self, prompt: Prompt, success: float) -> None:
+        """Take in the fraction of a prompt's samples that were correct, for the curriculum."""
         self._orders[prompt.domain].observe(prompt.prompt_id, success)
 
     def metrics(self) -> dict[str, int]:
@@ -86,6 +87,7 @@ class PromptSampler:
         return counts
 
     def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: where every domain's order is, and of which prompts."""
         return {
             "of": self._identity,
             "acceptance": self.acceptance,
@@ -143,6 +145,7 @@ class Epochs:
         self.load_state_dict({"epoch": 0, "position": 0, "deferred": []})
 
     def draw(self, count: int, exclude: Collection[str], num_drawn: int) -> list[str]:
+        """As `Curriculum.draw`, whatever was drawn before."""
         count = min(count, len(self._ids) - len(exclude))
         ids = self._take(count, exclude)
         if len(ids) < count:
@@ -157,13 +160,17 @@ class Epochs:
         """Success does not matter here."""
 
     def buckets(self) -> dict[str, int]:
+        """Empty: there are none without success rates."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
+        """The epoch, the position in its order and the prompts that were moved to its end."""
         return {"epoch": self._epoch, "position": self._position, "deferred": self._deferred}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._epoch, self._position = state["epoch"], state["position"]
+        """Continue from `state`; the epoch's order is made again from its number."""
+        self._epoch = state["epoch"]
+        self._position = state["position"]
         self._deferred = list(state["deferred"])  # moved to the end of this epoch's order
         late = set(self._deferred)
         prefix = f"{self._key}\0{self._epoch}\0"
@@ -186,6 +193,8 @@ class Epochs:
 
 
 def _fingerprint(prompts: Mapping[str, Prompt]) -> str:
-    # repr delimits: no two different triples give the same bytes
-    triples = (repr((prompt_id, p.text, p.answer)) for prompt_id, p in sorted(prompts.items()))
-    return hashlib.sha256("".join(triples).encode()).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for prompt_id, prompt in sorted(prompts.items()):
+        # repr delimits: no two different triples give the same bytes
+        digest.update(repr((prompt_id, prompt.text, prompt.answer)).encode())
+    return digest.hexdigest()[:16]

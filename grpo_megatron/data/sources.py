@@ -104,9 +104,11 @@ def _parquet_rows(path: Path) -> _Rows:
         raised_as(DataError, "unreadable Parquet file", (pa.ArrowInvalid, OSError), where=path),
         pq.ParquetFile(path) as file,
     ):
-        rows = (fields for batch in file.iter_batches() for fields in batch.to_pylist())
-        for number, fields in enumerate(rows, start=1):
-            yield f"{path}:row {number}", fields
+        number = 0
+        for batch in file.iter_batches():
+            for fields in batch.to_pylist():
+                number += 1
+                yield f"{path}:row {number}", fields
 
 
 def _problems(domain: DomainConfig, rows: _Rows) -> Iterator[Problem]:
@@ -128,7 +130,8 @@ def _problems(domain: DomainConfig, rows: _Rows) -> Iterator[Problem]:
                 )
         if not question.strip():
             raise DataError(f"field {domain.prompt_field!r} is empty", where=where)
-        metadata = {key: value for key, value in fields.items() if key != domain.answer_field}
+        metadata = dict(fields)
+        del metadata[domain.answer_field]
         yield Problem(question, answer, metadata)
 
 

@@ -99,17 +99,18 @@ def init_weights(directory: Path, seed: int) -> None:
 def _character_tokenizer(settings: CharacterTokenizerConfig) -> Tokenizer:
     """Padding, end of text, the alphabet, then visible fillers: an untrained policy samples
     these too, and they must show in the decoded text instead of vanishing from a wrong answer."""
-    repeated = sorted({c for c in settings.alphabet if settings.alphabet.count(c) > 1})
-    if repeated:
-        raise DataError(
-            f"the alphabet holds {repeated[0]!r} more than once",
-            where="[tokenizer] alphabet",
-            remedy="remove the repetition",
-        )
+    for character in sorted(settings.alphabet):
+        if settings.alphabet.count(character) > 1:
+            raise DataError(
+                f"the alphabet holds {character!r} more than once",
+                where="[tokenizer] alphabet",
+                remedy="remove the repetition",
+            )
     tokens = [*_SPECIAL.values(), *settings.alphabet]
     tokens += [f"<|unused_{i}|>" for i in range(-len(tokens) % settings.pad_to_multiple)]
+    vocabulary = dict(zip(tokens, range(len(tokens)), strict=True))
     # No unknown token: the library then raises on a character outside of the alphabet.
-    tokenizer = Tokenizer(models.WordLevel(vocab={token: i for i, token in enumerate(tokens)}))
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(

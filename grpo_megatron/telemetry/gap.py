@@ -68,7 +68,10 @@ def split_gap(
     the engine's precision, if it differs; at the weights that sampled, if others.
 
     lengths: tokens by sample."""
-    numbers = [int(n.removeprefix("through_")) for n in run if n.startswith("through_")]
+    numbers = []
+    for name in run:
+        if name.startswith("through_"):
+            numbers.append(int(name.removeprefix("through_")))
     layers = tuple(sorted(numbers))
     parts: dict[str, np.ndarray] = {}
     if "unmasked" in run:

@@ -53,17 +53,18 @@ class MetricsWriter:
                 where=str(self._run_dir.metrics),
                 remedy="call truncate_after with the step to resume from",
             )
-        numbers = {name: _number(value) for name, value in metrics.items()}
-        bad = [name for name, number in numbers.items() if number is None]
-        for name in bad:
+        record: dict[str, Any] = {"step": int(step), "time_s": round(time.time(), 3)}
+        num_nonfinite = 0
+        for name, value in metrics.items():
+            record[name] = _number(value)
+            if record[name] is not None:
+                continue
+            num_nonfinite += 1
             if name not in self.nonfinite:
-                logger.warning(
-                    "metric %s is %s in step %d; written as null", name, metrics[name], step
-                )
-        self.nonfinite.update(bad)
-        record = {"step": int(step), "time_s": round(time.time(), 3), **numbers}
-        if bad:
-            record[NONFINITE] = len(bad)
+                logger.warning("metric %s is %s in step %d; written as null", name, value, step)
+            self.nonfinite[name] += 1
+        if num_nonfinite:
+            record[NONFINITE] = num_nonfinite
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         self._names.update(metrics)
@@ -87,6 +88,7 @@ class MetricsWriter:
         self._file = self._opened(step)
 
     def close(self) -> None:
+        """Close the file; the writer is of no use afterwards."""
         self._file.close()
 
     def _opened(self, last: float) -> TextIO:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from grpo_megatron.config.run import TelemetryConfig
 from grpo_megatron.errors import SetupError
@@ -36,11 +36,13 @@ class Mirrors:
                 self.running[name] = start()
 
     def log(self, record: Mapping[str, Any]) -> None:
+        """Give every running mirror one record of metrics.jsonl."""
         for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.log(record)
 
     def close(self) -> None:
+        """End all mirrors, with what they still hold written."""
         for name, mirror in list(self.running.items()):
             with self._guarded(name):
                 mirror.close()
@@ -101,13 +103,16 @@ def _wandb_mirror(
         init_timeout=_WANDB_TIMEOUT_S,
         login_timeout=_WANDB_TIMEOUT_S,
     )
+    mode: Literal["online", "offline"] = "offline"
+    if config.wandb == "online":
+        mode = "online"
     run = wandb.init(
         project=config.wandb_project,
         name=run_name,
         id=id_file.read_text().strip(),
         resume="allow",
         dir=run_dir.root,
-        mode="online" if config.wandb == "online" else "offline",
+        mode=mode,
         config=settings,
         settings=quiet,
     )

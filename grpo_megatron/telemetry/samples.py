@@ -63,7 +63,9 @@ def _known(value: float) -> float | None:
 def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
     prompt = group.group.prompt
     completion = group.group.completions[index]
-    components = {name: float(values[index]) for name, values in group.components.items()}
+    components = {}
+    for name, values in group.components.items():
+        components[name] = _known(float(values[index]))
     return {
         "rank": rank,
         "step": step,
@@ -73,7 +75,7 @@ def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
         "answer": prompt.answer,
         "completion": completion.text,
         "reward": float(group.rewards[index]),
-        "components": {name: _known(value) for name, value in components.items()},
+        "components": components,
         "length": len(completion.token_ids),
         "finish_reason": completion.finish_reason,
     }

@@ -92,9 +92,10 @@ class Screen:
             self.samples = {sample["rank"]: sample for sample in reversed(samples)}
             self.latest = {}
             for row in ROWS:
-                there = [name for name in row.names if name in metrics]
-                if there:
-                    self.latest[row.label] = metrics[there[0]]
+                for name in row.names:
+                    if name in metrics:
+                        self.latest[row.label] = metrics[name]
+                        break
             for label, value in self.latest.items():
                 self.history.setdefault(label, deque(maxlen=_TREND_STEPS)).append(value)
         self._show_step()
@@ -109,6 +110,7 @@ class Screen:
         self.message("  ".join(shown))
 
     def message(self, text: str) -> None:
+        """Show one line of text, at once."""
         print(text, file=self.console.file, flush=True)
 
     def close(self) -> None:
@@ -132,13 +134,16 @@ class LiveScreen(Screen):
         self._live.refresh()
 
     def message(self, text: str) -> None:
+        """Show text above what is redrawn."""
         self.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
+        """Stop redrawing; the last picture stays."""
         self._live.stop()
 
 
 def make_screen(run_name: str, num_steps: int, console: Console | None = None) -> Screen:
+    """A live screen where the console is a terminal that can redraw, else plain lines."""
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveScreen(run_name, num_steps, console)
@@ -146,6 +151,7 @@ def make_screen(run_name: str, num_steps: int, console: Console | None = None) -
 
 
 def render(screen: Screen) -> RenderableType:
+    """Everything that a live screen shows now."""
     with screen.lock:
         return Group(
             _header(screen),

@@ -9,25 +9,32 @@ DISTILLATION_RULES = RuleSet()
 
 
 def _teachers(run: RunConfig) -> tuple[TeacherConfig, ...]:
-    return run.distillation.teachers if run.distillation else ()
+    if run.distillation is None:
+        return ()
+    return run.distillation.teachers
 
 
 @DISTILLATION_RULES.rule("distillation")
 def kind_and_table_go_together(run: RunConfig) -> Violation | None:
+    """Refuse kind distil without [distillation], and the table without the kind."""
     distils = run.kind == "distil"
     has_table = run.distillation is not None
     if distils == has_table:
         return None
+    fitting_kind = "rl"
+    if has_table:
+        fitting_kind = "distil"
     return Violation(
         "kind",
         "kind distil and the table [distillation] go together",
-        nearest=("distil" if has_table else "rl",),
+        nearest=(fitting_kind,),
         related=("distillation",),
     )
 
 
 @DISTILLATION_RULES.rule("kind_steps")
 def only_training_has_steps(run: RunConfig) -> Violation | None:
+    """Refuse steps of a run that trains nothing."""
     if run.trains or run.num_steps == 0:
         return None
     return Violation(
@@ -37,6 +44,7 @@ def only_training_has_steps(run: RunConfig) -> Violation | None:
 
 @DISTILLATION_RULES.rule("rl_only")
 def only_rl_starts_cold_and_corrects(run: RunConfig) -> list[Violation]:
+    """Refuse the tables of RL in runs of other kinds."""
     found = []
     for field in ("cold_start", "correction"):
         if run.kind != "rl" and getattr(run, field) is not None:
@@ -72,6 +80,7 @@ def losses_of_tokens_use_their_routing(run: RunConfig) -> list[Violation]:
 
 @DISTILLATION_RULES.rule("dataset_staleness")
 def responses_of_a_data_set_do_not_age(run: RunConfig) -> Violation | None:
+    """Refuse staleness where no rollout runs ahead of training."""
     if not run.uses_dataset or run.batch.max_staleness == 0:
         return None
     return Violation(
@@ -84,6 +93,7 @@ def responses_of_a_data_set_do_not_age(run: RunConfig) -> Violation | None:
 
 @DISTILLATION_RULES.rule("teacher_source")
 def teacher_is_a_path_or_a_server(run: RunConfig) -> list[Violation]:
+    """Refuse a teacher with neither or both of `path` and `url`."""
     found = []
     for index, teacher in enumerate(_teachers(run)):
         has_path = teacher.path is not None
@@ -100,6 +110,7 @@ def teacher_is_a_path_or_a_server(run: RunConfig) -> list[Violation]:
 
 @DISTILLATION_RULES.rule("teacher_domains")
 def teachers_know_their_domains(run: RunConfig) -> list[Violation]:
+    """Refuse teachers of domains that the recipe does not have."""
     known = [domain.name for domain in run.domains]
     found = []
     for index, teacher in enumerate(_teachers(run)):
@@ -116,6 +127,7 @@ def teachers_know_their_domains(run: RunConfig) -> list[Violation]:
 
 @DISTILLATION_RULES.rule("untaught_domain")
 def domains_have_a_teacher(run: RunConfig) -> list[Violation]:
+    """Refuse trained domains that nobody teaches."""
     if run.distillation is None:
         return []
     every = [domain.name for domain in run.domains]
@@ -137,6 +149,7 @@ def domains_have_a_teacher(run: RunConfig) -> list[Violation]:
 
 @DISTILLATION_RULES.rule("served_teacher")
 def servers_answer_top_k_at_temperature_one(run: RunConfig) -> list[Violation]:
+    """Refuse what a vLLM server cannot report of a prompt: other modes and temperatures."""
     distillation = run.distillation
     if distillation is None or not any(teacher.url for teacher in distillation.teachers):
         return []
@@ -160,6 +173,7 @@ def servers_answer_top_k_at_temperature_one(run: RunConfig) -> list[Violation]:
 
 @DISTILLATION_RULES.rule("sampled_tokens")
 def sampled_mode_goes_by_the_policys_samples(run: RunConfig) -> list[Violation]:
+    """Refuse foreign samples and temperatures in mode sampled, a policy gradient."""
     if run.distillation is None or run.distillation.mode != "sampled":
         return []
     wrong = []
@@ -167,12 +181,13 @@ def sampled_mode_goes_by_the_policys_samples(run: RunConfig) -> list[Violation]:
         wrong.append("samples")
     if run.distillation.temperature is not None:
         wrong.append("temperature")
-    return [
-        Violation(
+    found = []
+    for field in wrong:
+        violation = Violation(
             f"distillation.{field}",
             "mode 'sampled' goes by log-probs of the tokens that the policy sampled",
             remedy="remove it, or take distillation.mode='full' or 'topk_tail'",
             related=("distillation.mode",),
         )
-        for field in wrong
-    ]
+        found.append(violation)
+    return found

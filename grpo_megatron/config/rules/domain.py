@@ -18,6 +18,7 @@ _FIELD_OF_SOURCE = {"reasoning_gym": "dataset", "file": "path"}
 
 @DOMAIN_RULES.rule("length_budget")
 def budget_within_completions(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    """Refuse a length budget above the longest completion of the engines."""
     longest = run.rollout.max_new_tokens
     if domain.max_new_tokens is None or domain.max_new_tokens <= longest:
         return None
@@ -33,6 +34,7 @@ def budget_within_completions(run: RunConfig, domain: DomainConfig, index: int) 
 def domain_kl_needs_an_estimator(
     run: RunConfig, domain: DomainConfig, index: int
 ) -> Violation | None:
+    """Refuse a weight of a KL term that the objective does not have."""
     own = domain.objective
     if run.objective.kl != "none" or own is None or not own.kl_beta:
         return None
@@ -46,6 +48,7 @@ def domain_kl_needs_an_estimator(
 
 @DOMAIN_RULES.rule("domain_names")
 def names_differ(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    """Refuse a second domain of the same name: metrics and prompt ids carry it."""
     names = [other.name for other in run.domains]
     first = names.index(domain.name)
     if first == index:
@@ -60,6 +63,7 @@ def names_differ(run: RunConfig, domain: DomainConfig, index: int) -> Violation 
 
 @DOMAIN_RULES.rule("domain_source")
 def source_has_what_it_needs(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    """Refuse a source without its data set's name or path."""
     field = _FIELD_OF_SOURCE[domain.source]
     if getattr(domain, field) is not None:
         return None
@@ -73,6 +77,7 @@ def source_has_what_it_needs(run: RunConfig, domain: DomainConfig, index: int) -
 
 @DOMAIN_RULES.rule("domain_source")
 def source_uses_what_is_set(run: RunConfig, domain: DomainConfig, index: int) -> list[Violation]:
+    """Refuse another source's field, which would be ignored."""
     return list(_unused_source_fields(domain, index))
 
 
@@ -89,6 +94,7 @@ def _unused_source_fields(domain: DomainConfig, index: int) -> Iterator[Violatio
 
 @DOMAIN_RULES.rule("template")
 def template_can_be_read(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    """Refuse a template with unknown fields, or one that leaks the answer."""
     try:
         PromptTemplate(domain.template)
     except DataError as error:
@@ -98,6 +104,7 @@ def template_can_be_read(run: RunConfig, domain: DomainConfig, index: int) -> Vi
 
 @DOMAIN_RULES.rule("reward_function")
 def rewards_are_named(run: RunConfig, domain: DomainConfig, index: int) -> list[Violation]:
+    """Refuse rewards that are not `module:function`."""
     found = []
     for number, reward in enumerate(domain.rewards):
         if not _FUNCTION.fullmatch(reward.function):
@@ -112,6 +119,7 @@ def rewards_are_named(run: RunConfig, domain: DomainConfig, index: int) -> list[
 
 @DOMAIN_RULES.rule("accuracy_component")
 def accuracy_is_a_reward(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
+    """Refuse an accuracy component that no reward of the domain has."""
     names = [reward.component for reward in domain.rewards]
     if domain.accuracy is None or domain.accuracy in names:
         return None

@@ -16,14 +16,18 @@ _GROUPS_OF_ONE = ("reward", "gagpo", "process")
 
 @OBJECTIVE_RULES.rule("objective")
 def the_preset_exists(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse an unknown objective preset."""
     if objective.preset in PRESETS:
         return None
     close = nearest(objective.preset, PRESETS)
+    remedy = ""
+    if not close:
+        remedy = "see grpo-megatron objective list"
     return Violation(
         "objective.preset",
         f"no objective preset is called {objective.preset!r}",
         nearest=close,
-        remedy="" if close else "see grpo-megatron objective list",
+        remedy=remedy,
     )
 
 
@@ -32,6 +36,7 @@ def the_preset_exists(objective: ObjectiveConfig) -> Violation | None:
 
 @OBJECTIVE_RULES.rule("objective")
 def advantage_is_divided_by_a_deviation(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a deviation for estimators that have no use for it."""
     if objective.advantage_std == "none" or objective.advantage in ("group", "components"):
         return None
     return Violation(
@@ -44,6 +49,7 @@ def advantage_is_divided_by_a_deviation(objective: ObjectiveConfig) -> Violation
 
 @OBJECTIVE_RULES.rule("objective")
 def components_are_standardised(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse components on scales of their own: their sum would mean nothing."""
     if objective.advantage != "components" or objective.advantage_std == "group":
         return None
     return Violation(
@@ -56,6 +62,7 @@ def components_are_standardised(objective: ObjectiveConfig) -> Violation | None:
 
 @OBJECTIVE_RULES.rule("objective")
 def shaping_needs_advantages_of_samples(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse shaping of advantages that already differ from token to token."""
     of_tokens = objective.advantage in TOKEN_LEVEL or objective.kl == "reward_k1"
     if objective.shaping == "none" or not of_tokens:
         return None
@@ -69,6 +76,7 @@ def shaping_needs_advantages_of_samples(objective: ObjectiveConfig) -> Violation
 
 @OBJECTIVE_RULES.rule("objective")
 def only_advantages_of_samples_are_shuffled(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse the negative control where advantages have the length of their sample."""
     if not objective.shuffle_advantages or not objective.token_level:
         return None
     return Violation(
@@ -83,6 +91,7 @@ def only_advantages_of_samples_are_shuffled(objective: ObjectiveConfig) -> Viola
 
 @OBJECTIVE_RULES.rule("objective")
 def a_sequence_ratio_has_one_advantage(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse sequence-level ratios with token-level advantages."""
     if objective.ratio not in _ONE_TERM_A_SEQUENCE or not objective.token_level:
         return None
     return Violation(
@@ -95,6 +104,7 @@ def a_sequence_ratio_has_one_advantage(objective: ObjectiveConfig) -> Violation 
 
 @OBJECTIVE_RULES.rule("objective")
 def a_sequence_ratio_has_one_term(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse sequence-level ratios in sums over tokens, unless they are allowed."""
     if objective.ratio not in _ONE_TERM_A_SEQUENCE:
         return None
     if objective.aggregation == "seq_mean_token_mean":
@@ -112,6 +122,7 @@ def a_sequence_ratio_has_one_term(objective: ObjectiveConfig) -> Violation | Non
 
 @OBJECTIVE_RULES.rule("objective")
 def turn_ratios_need_turns(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse ratios of turns without the estimator that knows turns."""
     if objective.ratio != "turn_geo" or objective.advantage == "gagpo":
         return None
     return Violation(
@@ -124,6 +135,7 @@ def turn_ratios_need_turns(objective: ObjectiveConfig) -> Violation | None:
 
 @OBJECTIVE_RULES.rule("objective")
 def token_clips_have_token_ratios(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse CISPO and SAPO with ratios of sequences."""
     if objective.clip not in ("cispo", "sapo") or objective.ratio == "token":
         return None
     return Violation(
@@ -136,6 +148,7 @@ def token_clips_have_token_ratios(objective: ObjectiveConfig) -> Violation | Non
 
 @OBJECTIVE_RULES.rule("objective")
 def gmpo_has_geometric_means(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse GMPO without the geometric mean over a sequence."""
     if objective.clip != "gmpo" or objective.ratio == "sequence_geo":
         return None
     return Violation(
@@ -148,6 +161,7 @@ def gmpo_has_geometric_means(objective: ObjectiveConfig) -> Violation | None:
 
 @OBJECTIVE_RULES.rule("objective")
 def dual_clip_belongs_to_ppo(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a dual clip of other surrogates than PPO."""
     if not objective.dual_clip or objective.clip == "ppo":
         return None
     return Violation(
@@ -160,6 +174,7 @@ def dual_clip_belongs_to_ppo(objective: ObjectiveConfig) -> Violation | None:
 
 @OBJECTIVE_RULES.rule("objective")
 def cispo_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a lower bound of CISPO above its upper bound."""
     if objective.clip != "cispo" or objective.ratio_min <= objective.ratio_max:
         return None
     return Violation(
@@ -175,6 +190,7 @@ def cispo_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None:
 
 @OBJECTIVE_RULES.rule("objective")
 def k1_is_no_loss(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse k1 as a loss."""
     if objective.kl != "k1":
         return None
     return Violation(
@@ -186,6 +202,7 @@ def k1_is_no_loss(objective: ObjectiveConfig) -> Violation | None:
 
 @OBJECTIVE_RULES.rule("objective")
 def a_kl_weight_has_an_estimator(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a weight of a KL term without an estimator."""
     if objective.kl != "none" or objective.kl_beta == 0:
         return None
     return Violation(
@@ -198,6 +215,7 @@ def a_kl_weight_has_an_estimator(objective: ObjectiveConfig) -> Violation | None
 
 @OBJECTIVE_RULES.rule("objective")
 def a_moving_reference_is_refreshed(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a moving average that no interval ever updates."""
     if not objective.reference_ema or objective.reference_interval:
         return None
     return Violation(
@@ -213,6 +231,7 @@ def a_moving_reference_is_refreshed(objective: ObjectiveConfig) -> Violation | N
 
 @OBJECTIVE_RULES.rule("objective")
 def mismatch_is_corrected_once(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a correction on top of ratios against the engine's log-probs."""
     if objective.proximal != "rollout" or objective.mismatch == "none":
         return None
     return Violation(
@@ -226,6 +245,7 @@ def mismatch_is_corrected_once(objective: ObjectiveConfig) -> Violation | None:
 
 @OBJECTIVE_RULES.rule("objective")
 def mismatch_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a smallest accepted ratio above the largest."""
     if objective.mismatch not in ("icepop", "geometric_mask"):
         return None
     if objective.mismatch_min <= objective.mismatch_max:
@@ -245,6 +265,7 @@ def mismatch_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None
 def groups_of_one_have_an_advantage(
     objective: ObjectiveConfig, batch: BatchConfig
 ) -> Violation | None:
+    """Refuse groups of one where the baseline is the rest of the group."""
     if batch.num_samples_per_prompt > 1 or objective.advantage in _GROUPS_OF_ONE:
         return None
     return Violation(
@@ -259,6 +280,7 @@ def groups_of_one_have_an_advantage(
 def the_preset_has_its_group_size(
     objective: ObjectiveConfig, batch: BatchConfig
 ) -> Violation | None:
+    """Refuse other group sizes than the only one for which a preset is defined."""
     preset = PRESETS.get(objective.preset)
     if preset is None or preset.group_size in (None, batch.num_samples_per_prompt):
         return None
@@ -272,6 +294,7 @@ def the_preset_has_its_group_size(
 
 @BATCH_RULES.rule("objective")
 def rollouts_have_one_turn(objective: ObjectiveConfig, batch: BatchConfig) -> Violation | None:
+    """Refuse GAGPO in runs, whose rollouts have no turns."""
     if objective.advantage != "gagpo":
         return None
     return Violation(
@@ -295,6 +318,7 @@ def _more_than_a_group(key: str, batch: BatchConfig) -> Violation:
 
 @BATCH_RULES.rule("objective")
 def subsets_are_of_a_group(objective: ObjectiveConfig, batch: BatchConfig) -> Violation | None:
+    """Refuse subsets that are larger than a group."""
     if objective.subset == "none" or objective.subset_size <= batch.num_samples_per_prompt:
         return None
     return _more_than_a_group("objective.subset_size", batch)
@@ -302,6 +326,7 @@ def subsets_are_of_a_group(objective: ObjectiveConfig, batch: BatchConfig) -> Vi
 
 @BATCH_RULES.rule("objective")
 def passk_is_of_a_group(objective: ObjectiveConfig, batch: BatchConfig) -> Violation | None:
+    """Refuse pass@k of more samples than a group has."""
     uses_k = objective.advantage in ("passk", "pkpo")
     if not uses_k or objective.passk_k <= batch.num_samples_per_prompt:
         return None
@@ -312,6 +337,7 @@ def passk_is_of_a_group(objective: ObjectiveConfig, batch: BatchConfig) -> Viola
 def displaced_likelihood_needs_updates(
     objective: ObjectiveConfig, batch: BatchConfig
 ) -> Violation | None:
+    """Refuse the LLDS term where old and new policy are the same."""
     on_policy = batch.updates_per_rollout == 1 and batch.max_staleness == 0
     if objective.llds_weight == 0 or not on_policy:
         return None

@@ -9,6 +9,7 @@ PLACEMENT_RULES = RuleSet()
 
 @PLACEMENT_RULES.rule("placement")
 def nodes_have_equally_many_ranks(run: RunConfig) -> Violation | None:
+    """Refuse ranks that do not fill the trainer nodes evenly."""
     ranks = run.trainer.num_ranks
     nodes = run.placement.trainer_nodes
     if ranks % nodes == 0:
@@ -24,6 +25,7 @@ def nodes_have_equally_many_ranks(run: RunConfig) -> Violation | None:
 
 @PLACEMENT_RULES.rule("placement")
 def ranks_have_gpus(run: RunConfig) -> Violation | None:
+    """Refuse more trainer ranks than GPUs."""
     placement = run.placement
     gpus = placement.num_trainer_gpus
     if placement.gpus_per_node == 0 or run.trainer.num_ranks <= gpus:
@@ -39,19 +41,22 @@ def ranks_have_gpus(run: RunConfig) -> Violation | None:
 
 @PLACEMENT_RULES.rule("placement")
 def engines_have_gpus(run: RunConfig) -> Violation | None:
+    """Refuse more engines than the nodes that generate have room for."""
     if not run.placement.gpus_per_node:
         return None
     room = _room_for_engines(run)
     if run.rollout.num_replicas <= room:
         return None
     size = run.rollout.tensor_parallel_size
+    fitting_counts: tuple[int, ...] = (room,)
     remedy = ""
     if room == 0:
+        fitting_counts = ()
         remedy = "raise placement.rollout_nodes or lower rollout.tensor_parallel_size"
     return Violation(
         "rollout.num_replicas",
         f"the nodes that generate have room for {room} engine(s) of {size} GPU(s)",
-        nearest=(room,) if room else (),
+        nearest=fitting_counts,
         remedy=remedy,
         related=(
             "placement.mode",
@@ -72,7 +77,9 @@ def _room_for_engines(run: RunConfig) -> int:
         gpus -= run.trainer.num_ranks // placement.trainer_nodes
     if gpus <= 0:
         return 0
-    nodes = placement.trainer_nodes if shares_nodes else placement.rollout_nodes
+    nodes = placement.rollout_nodes
+    if shares_nodes:
+        nodes = placement.trainer_nodes
     if size <= gpus:
         return nodes * (gpus // size)
     return nodes * gpus // size
@@ -80,6 +87,7 @@ def _room_for_engines(run: RunConfig) -> int:
 
 @PLACEMENT_RULES.rule("colocated_staleness")
 def shared_devices_take_turns(run: RunConfig) -> Violation | None:
+    """Refuse rollouts ahead of training on the same devices."""
     shared = run.placement.mode == "colocated" or bool(run.placement.shared_servers)
     if not shared or run.batch.max_staleness == 0:
         return None

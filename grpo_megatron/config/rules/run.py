@@ -19,6 +19,7 @@ _BFLOAT16_GAP = 0.02
 
 @RUN_RULES.rule("model_source")
 def a_model_is_named(run: RunConfig) -> Violation | None:
+    """Refuse a recipe without a model."""
     if run.model.preset is not None or run.model.path is not None:
         return None
     return Violation(
@@ -31,6 +32,7 @@ def a_model_is_named(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("model_source")
 def only_released_models_have_both(run: RunConfig) -> Violation | None:
+    """Refuse a path beside a preset that is initialised at random."""
     name = run.model.preset
     if run.model.path is None or name not in preset_names():
         return None
@@ -46,16 +48,20 @@ def only_released_models_have_both(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("model_preset")
 def the_preset_exists(run: RunConfig) -> Violation | None:
+    """Refuse an unknown model preset."""
     name = run.model.preset
     known = preset_names()
     if name is None or name in known:
         return None
     close = nearest(name, known)
+    remedy = ""
+    if not close:
+        remedy = f"presets: {', '.join(known)}"
     return Violation(
         "model.preset",
         f"no model preset is called {name!r}",
         nearest=close,
-        remedy="" if close else f"presets: {', '.join(known)}",
+        remedy=remedy,
     )
 
 
@@ -64,6 +70,7 @@ def the_preset_exists(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("domain_weights")
 def a_domain_is_trained(run: RunConfig) -> Violation | None:
+    """Refuse domains whose weights are all 0."""
     if any(domain.weight for domain in run.domains):
         return None
     return Violation("domains.0.weight", "a run trains on at least one domain", nearest=(1.0,))
@@ -71,6 +78,7 @@ def a_domain_is_trained(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("problem_counts")
 def problems_are_left_for_training(run: RunConfig) -> Violation | None:
+    """Refuse splits that keep every problem out of training."""
     counts = []
     for domain in run.domains:
         if domain.num_problems is None:
@@ -93,6 +101,7 @@ def problems_are_left_for_training(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("validation_prompts")
 def accuracy_has_prompts(run: RunConfig) -> Violation | None:
+    """Refuse accuracy while training without validation prompts."""
     measured = run.cold_start is not None or run.evaluation.interval > 0
     if not measured or run.data.num_validation > 0:
         return None
@@ -109,6 +118,7 @@ def accuracy_has_prompts(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("updates_per_rollout")
 def updates_have_prompts(run: RunConfig) -> Violation | None:
+    """Refuse more optimizer steps than prompts in a batch."""
     batch = run.batch
     if batch.updates_per_rollout <= batch.num_prompts:
         return None
@@ -123,6 +133,7 @@ def updates_have_prompts(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("zero_variance_resample")
 def groups_are_not_resampled(run: RunConfig) -> Violation | None:
+    """Refuse resampling at a higher temperature."""
     if run.sampling.zero_variance != "resample":
         return None
     return Violation(
@@ -136,6 +147,7 @@ def groups_are_not_resampled(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("dropped_rewards")
 def dropped_rewards_are_not_shaped(run: RunConfig) -> Violation | None:
+    """Refuse raw deviations of the batch with shaped rewards and dropped groups."""
     drops_groups = run.sampling.dynamic or run.sampling.zero_variance == "drop"
     if run.objective.advantage_std != "batch_raw" or not drops_groups:
         return None
@@ -152,6 +164,7 @@ def dropped_rewards_are_not_shaped(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("deterministic_surplus")
 def surplus_is_not_deterministic(run: RunConfig) -> Violation | None:
+    """Refuse surplus groups in deterministic runs."""
     if run.sampling.surplus_staleness == 0 or not run.rollout.deterministic:
         return None
     return Violation(
@@ -165,6 +178,7 @@ def surplus_is_not_deterministic(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("deterministic_staleness")
 def stale_rollouts_are_not_deterministic(run: RunConfig) -> Violation | None:
+    """Refuse rollouts ahead of training in deterministic runs."""
     if run.batch.max_staleness == 0 or not run.rollout.deterministic:
         return None
     return Violation(
@@ -182,6 +196,7 @@ def stale_rollouts_are_not_deterministic(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("completion_length")
 def prompts_have_room(run: RunConfig) -> Violation | None:
+    """Refuse completions that are as long as the context."""
     whole = run.rollout.max_model_len
     if run.rollout.max_new_tokens < whole:
         return None
@@ -196,6 +211,7 @@ def prompts_have_room(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("microbatch_length")
 def samples_fit_into_a_microbatch(run: RunConfig) -> Violation | None:
+    """Refuse micro-batches that cannot hold the longest sample."""
     longest = run.rollout.max_model_len
     if run.trainer.max_tokens_per_microbatch >= longest:
         return None
@@ -218,6 +234,7 @@ def _weighs_keep_routing(run: RunConfig) -> bool:
 
 @RUN_RULES.rule("keep_routing")
 def a_keep_loss_has_a_weight(run: RunConfig) -> Violation | None:
+    """Refuse a keep-routing loss that no weight switches on."""
     if run.routing.keep_loss == "none" or _weighs_keep_routing(run):
         return None
     return Violation(
@@ -230,6 +247,7 @@ def a_keep_loss_has_a_weight(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("keep_routing")
 def a_keep_weight_has_a_loss(run: RunConfig) -> Violation | None:
+    """Refuse a weight of a keep-routing loss that there is not."""
     if run.routing.keep_loss != "none" or not _weighs_keep_routing(run):
         return None
     return Violation(
@@ -242,6 +260,7 @@ def a_keep_weight_has_a_loss(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("routing_replay")
 def losses_of_replayed_experts_need_replay(run: RunConfig) -> list[Violation]:
+    """Refuse losses on replayed experts without replay."""
     routing = run.routing
     if routing.replay != "none":
         return []
@@ -250,15 +269,16 @@ def losses_of_replayed_experts_need_replay(run: RunConfig) -> list[Violation]:
         wanting.append("routing.keep_loss")
     if routing.balance_weight > 0:
         wanting.append("routing.balance_weight")
-    return [
-        Violation(
+    found = []
+    for key in wanting:
+        violation = Violation(
             "routing.replay",
             f"{key} counts replayed experts, and none are replayed",
             nearest=("r3", "r2"),
             related=(key,),
         )
-        for key in wanting
-    ]
+        found.append(violation)
+    return found
 
 
 # --- publishing
@@ -266,6 +286,7 @@ def losses_of_replayed_experts_need_replay(run: RunConfig) -> list[Violation]:
 
 @RUN_RULES.rule("pause_in_flight")
 def only_rollouts_ahead_are_in_flight(run: RunConfig) -> Violation | None:
+    """Refuse to pause requests where none can be in flight."""
     if run.publish.pause == "wait" or run.batch.max_staleness > 0:
         return None
     return Violation(
@@ -280,6 +301,7 @@ def only_rollouts_ahead_are_in_flight(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("num_senders")
 def senders_are_trainer_ranks(run: RunConfig) -> Violation | None:
+    """Refuse more senders than trainer ranks."""
     num_ranks = run.trainer.num_ranks
     if run.publish.num_senders <= num_ranks:
         return None
@@ -293,6 +315,7 @@ def senders_are_trainer_ranks(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("canary_tolerance")
 def tolerance_allows_for_rounding(run: RunConfig) -> Violation | None:
+    """Refuse a canary tolerance below what bfloat16 rounds."""
     tolerance = run.publish.canary_tolerance
     rounded = "bfloat16" in (run.trainer.precision, run.rollout.dtype)
     if not run.publish.canary or not rounded:
@@ -313,6 +336,7 @@ def tolerance_allows_for_rounding(run: RunConfig) -> Violation | None:
 
 @RUN_RULES.rule("min_lr")
 def rates_decay_downwards(run: RunConfig) -> list[Violation]:
+    """Refuse a final learning rate above the peak."""
     tables = {"optimizer": run.optimizer}
     if run.cold_start is not None:
         tables["cold_start.optimizer"] = run.cold_start.optimizer
@@ -331,6 +355,7 @@ def rates_decay_downwards(run: RunConfig) -> list[Violation]:
 
 @RUN_RULES.rule("gate")
 def gates_can_be_read(run: RunConfig) -> list[Violation]:
+    """Refuse gates that are no conditions, or of values that no run measures."""
     names = [domain.name for domain in run.domains]
     found = []
     for text in run.gates:
