@@ -76,6 +76,8 @@ _SIZE_REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """One line of the report."""
+
     what: str
     status: Status
     found: str
@@ -83,6 +85,7 @@ class Finding:
 
 
 def run_doctor(*, as_json: bool = False) -> int:
+    """Print what this machine has and lacks; returns the exit code."""
     findings = all_findings()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -112,6 +115,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def all_findings() -> list[Finding]:
+    """Look at everything that a run may need."""
     on_gpu = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
     build: Literal["cpu", "gpu"] = "cpu"
     if on_gpu:
@@ -134,6 +138,7 @@ def _required(*, good: bool) -> Status:
 
 
 def python_version() -> Finding:
+    """Whether this Python is one that the lock is for."""
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
     return Finding(
         "python",
@@ -286,6 +291,7 @@ def code_sandbox() -> Finding:
 
 
 def sizes() -> Iterator[Finding]:
+    """Memory and disk space, against what the demo wants."""
     shared = Path("/dev/shm")
     free = {
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -28,6 +28,7 @@ def is_cpu_engine() -> bool:
 
 @ENGINE_RULES.rule("rollout_heads")
 def heads_divide_by_tp(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> Violation | None:
+    """Refuse attention heads that tensor parallelism cannot split."""
     tp = rollout.tensor_parallel_size
     # vLLM splits key-value heads over ranks, or repeats each on an equal number of ranks
     kv_heads_fit = model.is_mla or model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0
@@ -53,6 +54,7 @@ def _split_widths(model: ModelFacts) -> dict[str, int]:
 
 @ENGINE_RULES.rule("rollout_width")
 def widths_divide_by_tp(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> list[Violation]:
+    """Refuse widths that tensor parallelism cannot split."""
     tp = rollout.tensor_parallel_size
     violations = []
     for what, width in _split_widths(model).items():
@@ -64,6 +66,7 @@ def widths_divide_by_tp(rollout: RolloutConfig, model: ModelFacts, cpu: bool) ->
 
 @ENGINE_RULES.rule("cpu_multiples")
 def cpu_widths_fill_blocks(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> list[Violation]:
+    """Refuse widths that leave a block of vLLM's CPU kernels half full."""
     if not cpu:
         return []
     return list(_uneven_cpu_widths(rollout, model))
@@ -90,6 +93,7 @@ def _uneven_cpu_widths(rollout: RolloutConfig, model: ModelFacts) -> Iterator[Vi
 
 @ENGINE_RULES.rule("record_routes")
 def routes_have_experts(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> Violation | None:
+    """Refuse to record routes of a dense model."""
     if not rollout.record_routes or model.is_moe:
         return None
     return Violation(
@@ -101,6 +105,7 @@ def routes_have_experts(rollout: RolloutConfig, model: ModelFacts, cpu: bool) ->
 
 @ENGINE_RULES.rule("context_length")
 def positions_are_known(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> Violation | None:
+    """Refuse sequences longer than the model has positions."""
     longest = model.max_position_embeddings
     if not longest or rollout.max_model_len <= longest:
         return None
@@ -115,6 +120,7 @@ def positions_are_known(rollout: RolloutConfig, model: ModelFacts, cpu: bool) ->
 def kept_ids_are_in_the_vocabulary(
     rollout: RolloutConfig, model: ModelFacts, cpu: bool
 ) -> Violation | None:
+    """Refuse a top-k whose log-probs are more than the vocabulary."""
     vocab_size = model.vocab_size
     if vocab_size is None or rollout.truncation.get("logprobs", 0) <= vocab_size:
         return None

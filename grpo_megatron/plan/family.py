@@ -30,6 +30,7 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def known(self) -> set[str]:
+        """Names of all fields that config.json may have, tables by their own name."""
         parts = (
             self.required,
             self.optional,
@@ -44,6 +45,8 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file of `plan/families/` says of the models of one `model_type`."""
+
     name: str
     model: dict[str, str]
     layer: dict[str, str | list[str]]
@@ -58,6 +61,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def family_names() -> list[str]:
+    """Names of all families."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 

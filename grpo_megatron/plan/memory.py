@@ -27,11 +27,14 @@ class RankMemory:
 
     @property
     def total(self) -> int:
+        """Bytes of all components."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """What a run needs, before anything is started."""
+
     stages: tuple[RankMemory, ...]
     usable_bytes: int | None  # of a GPU, for the trainer; None on a CPU
     engine: dict[str, int]  # of a GPU: bytes of weights and KV cache; tokens of a server's cache
@@ -39,6 +42,7 @@ class Plan:
 
     @property
     def worst(self) -> RankMemory:
+        """The rank that needs the most memory."""
         return max(self.stages, key=lambda rank: rank.total)
 
 
@@ -81,6 +85,7 @@ def memory_problems(config: RunConfig, plan: Plan) -> list[Violation]:
 
 @MEMORY_RULES.rule("trainer_memory")
 def the_fullest_rank_fits(config: RunConfig, plan: Plan) -> Violation | None:
+    """Refuse a trainer layout that does not fit into the GPUs."""
     worst = plan.worst
     if plan.usable_bytes is None or worst.total <= plan.usable_bytes:
         return None
@@ -96,6 +101,7 @@ def the_fullest_rank_fits(config: RunConfig, plan: Plan) -> Violation | None:
 
 @MEMORY_RULES.rule("engine_memory")
 def a_sequence_fits_into_the_cache(config: RunConfig, plan: Plan) -> Violation | None:
+    """Refuse engines whose cache is shorter than the longest sequence."""
     kv_tokens = plan.engine["kv_tokens"]
     longest = config.rollout.max_model_len
     if kv_tokens >= longest:

@@ -35,10 +35,12 @@ class ModelFacts:
 
     @property
     def is_moe(self) -> bool:
+        """Whether the model has experts."""
         return self.num_experts > 0
 
     @property
     def has_dense_layers(self) -> bool:
+        """Whether some layers have a plain MLP."""
         return len(self.moe_layers) < self.num_layers
 
 
@@ -63,6 +65,7 @@ def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
+    """A checkpoint's `config.json`; ConfigError where it is missing or damaged."""
     file = directory / "config.json"
     with (
         raised_as(

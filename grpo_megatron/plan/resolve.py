@@ -40,6 +40,7 @@ def refuse_missing(config: RunConfig, *, coming: bool = False) -> None:
 
 
 def check_plan(config: RunConfig) -> list[Violation]:
+    """What the model and the layout rules have against a configuration."""
     model = config.model
     if model.preset not in (None, *preset_names()) or not (model.path or model.preset):
         return []  # told by the rules of the schema
@@ -66,6 +67,7 @@ MODEL_RULES = RuleSet()
 
 @MODEL_RULES.rule("num_replicas")
 def replicas_have_prompts(config: RunConfig, model: ModelFacts) -> Violation | None:
+    """Refuse more engines than prompts a step."""
     num_prompts = config.batch.num_prompts
     idle = config.rollout.num_replicas - num_prompts
     if idle <= 0:
@@ -80,6 +82,7 @@ def replicas_have_prompts(config: RunConfig, model: ModelFacts) -> Violation | N
 
 @MODEL_RULES.rule("routing_experts")
 def routing_has_experts(config: RunConfig, model: ModelFacts) -> list[Violation]:
+    """Refuse settings of experts for a dense model."""
     if model.is_moe:
         return []
     off = {"replay": "none", "keep_loss": "none", "balance_weight": 0.0}

@@ -13,6 +13,7 @@ TRAINER_RULES = RuleSet()
 
 @TRAINER_RULES.rule("attention_world")
 def attention_copies_fill_the_ranks(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse ranks that are no multiple of a copy of the attention weights."""
     size = trainer.attention_ranks
     if trainer.num_ranks % size == 0:
         return None
@@ -33,6 +34,7 @@ def attention_copies_fill_the_ranks(trainer: TrainerConfig, model: ModelFacts) -
 
 @TRAINER_RULES.rule("expert_world")
 def expert_copies_fill_the_ranks(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse ranks that are no multiple of a copy of the experts."""
     ep = trainer.expert_parallel_size
     pp = trainer.pipeline_parallel_size
     same_as_attention = ep == 1 and trainer.expert_tensor_parallel_size is None
@@ -62,6 +64,7 @@ def expert_copies_fill_the_ranks(trainer: TrainerConfig, model: ModelFacts) -> V
 
 @TRAINER_RULES.rule("context_parallel")
 def samples_are_not_split(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse context parallelism."""
     if trainer.context_parallel_size == 1:
         return None
     return Violation(
@@ -77,6 +80,7 @@ def samples_are_not_split(trainer: TrainerConfig, model: ModelFacts) -> Violatio
 
 @TRAINER_RULES.rule("experts_needed")
 def expert_parallelism_has_experts(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse expert parallelism of a dense model."""
     if trainer.expert_parallel_size == 1 or model.is_moe:
         return None
     return Violation(
@@ -90,6 +94,7 @@ def expert_parallelism_has_experts(trainer: TrainerConfig, model: ModelFacts) ->
 def expert_tensor_parallelism_has_experts(
     trainer: TrainerConfig, model: ModelFacts
 ) -> Violation | None:
+    """Refuse expert tensor parallelism of a dense model."""
     if trainer.expert_tensor_parallel_size in (None, 1) or model.is_moe:
         return None
     return Violation(
@@ -101,6 +106,7 @@ def expert_tensor_parallelism_has_experts(
 
 @TRAINER_RULES.rule("experts_divide")
 def experts_divide_by_ep(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse experts that expert parallelism cannot split evenly."""
     ep = trainer.expert_parallel_size
     if model.num_experts % ep == 0:
         return None
@@ -112,6 +118,7 @@ def experts_divide_by_ep(trainer: TrainerConfig, model: ModelFacts) -> Violation
 
 @TRAINER_RULES.rule("expert_width")
 def expert_width_divides_by_etp(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse an expert width that expert tensor parallelism cannot split."""
     if not model.is_moe or model.moe_intermediate_size % trainer.etp == 0:
         return None
     message = (
@@ -131,6 +138,7 @@ def expert_width_divides_by_etp(trainer: TrainerConfig, model: ModelFacts) -> Vi
 
 @TRAINER_RULES.rule("heads_divide")
 def heads_divide_by_tp(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse attention heads that tensor parallelism cannot split."""
     tp = trainer.tensor_parallel_size
     num_kv_heads = model.num_heads if model.is_mla else model.num_kv_heads
     if model.num_heads % tp == 0 and num_kv_heads % tp == 0:
@@ -144,6 +152,7 @@ def heads_divide_by_tp(trainer: TrainerConfig, model: ModelFacts) -> Violation |
 
 @TRAINER_RULES.rule("mlp_width")
 def mlp_width_divides_by_tp(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse an MLP width that tensor parallelism cannot split."""
     tp = trainer.tensor_parallel_size
     if not model.has_dense_layers or model.intermediate_size % tp == 0:
         return None
@@ -157,6 +166,7 @@ def mlp_width_divides_by_tp(trainer: TrainerConfig, model: ModelFacts) -> Violat
 def shared_expert_width_divides_by_tp(
     trainer: TrainerConfig, model: ModelFacts
 ) -> Violation | None:
+    """Refuse a shared experts' width that tensor parallelism cannot split."""
     tp = trainer.tensor_parallel_size
     width = model.shared_expert_intermediate_size
     if width % tp == 0:
@@ -169,6 +179,7 @@ def shared_expert_width_divides_by_tp(
 
 @TRAINER_RULES.rule("sequence_parallel")
 def sequence_parallelism_has_tp(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse sequence parallelism without tensor parallelism."""
     if not trainer.sequence_parallel or trainer.tensor_parallel_size > 1:
         return None
     return Violation(
@@ -181,6 +192,7 @@ def sequence_parallelism_has_tp(trainer: TrainerConfig, model: ModelFacts) -> Vi
 
 @TRAINER_RULES.rule("sequence_parallel")
 def tp_has_sequence_parallelism(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse tensor without sequence parallelism where Megatron-Core needs both."""
     tp = trainer.tensor_parallel_size
     if tp == 1 or trainer.sp:
         return None
@@ -219,6 +231,7 @@ def _given_stages(trainer: TrainerConfig) -> dict[str, int]:
 
 @TRAINER_RULES.rule("virtual_pipeline")
 def virtual_stages_have_stages(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse virtual pipeline stages without a pipeline."""
     if not _stages_are_missing(trainer):
         return None
     return Violation(
@@ -232,6 +245,7 @@ def virtual_stages_have_stages(trainer: TrainerConfig, model: ModelFacts) -> Vio
 
 @TRAINER_RULES.rule("layers_divide")
 def layers_divide_by_pp(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse layers that pipeline stages cannot share evenly."""
     pp = trainer.pipeline_parallel_size
     if _given_stages(trainer) or _stages_are_missing(trainer) or model.num_layers % pp == 0:
         return None
@@ -244,6 +258,7 @@ def layers_divide_by_pp(trainer: TrainerConfig, model: ModelFacts) -> Violation 
 
 @TRAINER_RULES.rule("layers_divide")
 def layers_divide_by_virtual_stages(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse layers that virtual stages cannot share evenly."""
     pp = trainer.pipeline_parallel_size
     vpp = trainer.virtual_pipeline_parallel_size or 1
     told_by_another_rule = pp == 1 or model.num_layers % pp != 0
@@ -276,6 +291,7 @@ def _inner_layers_fit(trainer: TrainerConfig, model: ModelFacts) -> bool:
 
 @TRAINER_RULES.rule("layers_divide")
 def given_stages_leave_equal_ones(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse layers that the stages between given ends cannot share evenly."""
     given = _given_stages(trainer)
     if not given or _stages_are_missing(trainer) or _inner_layers_fit(trainer, model):
         return None
@@ -293,6 +309,7 @@ def given_stages_leave_equal_ones(trainer: TrainerConfig, model: ModelFacts) -> 
 
 @TRAINER_RULES.rule("layers_divide")
 def given_stages_divide_by_vpp(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
+    """Refuse stages whose layers virtual stages cannot share evenly."""
     given = _given_stages(trainer)
     if not given or _stages_are_missing(trainer) or not _inner_layers_fit(trainer, model):
         return None

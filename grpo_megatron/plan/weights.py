@@ -15,12 +15,16 @@ FORMS = assets.tables(__file__, "closed_forms.toml")
 
 @dataclass(frozen=True, slots=True)
 class Weight:
+    """One tensor of a rank."""
+
     numel: int  # on a rank
     kind: str = ""  # expert, router, or shared: a tied embedding over pipeline stages
 
 
 @dataclass(frozen=True)
 class Sizes:
+    """Sizes of a model on one trainer rank."""
+
     trainer: TrainerConfig
     model: Mapping[str, Any]  # `[megatron]` settings of the family
     hf: Mapping[str, Any]
@@ -28,6 +32,7 @@ class Sizes:
 
     @property
     def num_chunks(self) -> int:
+        """Model chunks of a pipeline rank."""
         return self.trainer.virtual_pipeline_parallel_size or 1
 
     @property
