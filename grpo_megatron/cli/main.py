@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 import grpo_megatron
-from grpo_megatron.cli import convert_commands, inspect_commands, run_commands, stages_commands
+from grpo_megatron.cli import (
+    convert_commands,
+    inspect_commands,
+    rehearse_command,
+    run_commands,
+    stages_commands,
+)
 from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError, SetupError
 
 app = typer.Typer(
@@ -27,6 +33,7 @@ for _command in (
     run_commands.logs,
     run_commands.cancel,
     inspect_commands.plan,
+    rehearse_command.rehearse,
     run_commands.replay,
     run_commands.mismatch,
     run_commands.report,

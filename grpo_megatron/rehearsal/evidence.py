@@ -1,0 +1,140 @@
+"""What a rehearsed run shows, read from what it left behind."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config.loader import ResolvedConfig
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.launch import slurm
+from grpo_megatron.plan.memory import memory_problems, plan_of
+from grpo_megatron.rundir import RunDir
+
+_GIB = 2**30
+_COMPARED = "mismatch/abs_max"
+_REPLAYED = "routing/rollout_slot_flip_rate"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a rehearsal was to show, and whether it did."""
+
+    what: str
+    holds: bool
+    detail: str = ""
+
+
+def at_cluster_scale(resolved: ResolvedConfig, site: str) -> list[Finding]:
+    """The recipe as it stands: its rules, its job script for `site` and, on GPUs, its memory."""
+    config = resolved.config
+    placement = config.placement
+    sizes = f"{config.trainer.num_ranks} trainer ranks"
+    sizes += f", {config.rollout.num_replicas} engines of {config.rollout.tensor_parallel_size}"
+    findings = [Finding("the recipe breaks no rule at its own size", True, sizes)]
+    if placement.gpus_per_node:
+        script = slurm.render(resolved, site)
+        detail = f"{placement.num_nodes} nodes, {len(script.splitlines())} lines"
+        findings.append(Finding("its Slurm job renders", True, detail))
+        plan = plan_of(config, worst_only=True)
+        problems = memory_problems(config, plan)
+        detail = f"fullest trainer rank {plan.worst.total / _GIB:.1f} GiB"
+        if plan.usable_bytes is not None:
+            detail += f" of {plan.usable_bytes / _GIB:.1f} on an 80 GB GPU"
+        findings.append(Finding("its memory fits by the plan", not problems, detail))
+    return findings
+
+
+def of_run(config: RunConfig, run_dir: RunDir, num_attempts: int) -> list[Finding]:
+    """What the finished run of the scaled recipe shows.
+
+    num_attempts: 2 where it was stopped and resumed."""
+    findings: list[Finding] = []
+    records = _records(run_dir.metrics)
+    if config.trains:
+        findings += _of_steps(config, records)
+        if num_attempts > 1:
+            findings.append(_resumed(run_dir, records))
+        findings.append(_exported(run_dir.export))
+    if config.kind == "rejection_sample":
+        num_rows = 0
+        if run_dir.dataset.exists():
+            num_rows = len(run_dir.dataset.read_text(encoding="utf-8").splitlines())
+        findings.append(
+            Finding("verified samples became a data set", num_rows > 0, f"{num_rows} rows")
+        )
+    result = json.loads(run_dir.result.read_text(encoding="utf-8"))
+    accuracy = result.get("eval", {}).get("all", {}).get("accuracy")
+    if accuracy is not None:
+        findings.append(
+            Finding("held-out prompts were evaluated", True, f"accuracy {accuracy:.2f}")
+        )
+    return findings
+
+
+def _of_steps(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[Finding]:
+    steps = [record["step"] for record in records]
+    norms = [record["grad/norm"] for record in records if "grad/norm" in record]
+    moved = [norm for norm in norms if math.isfinite(norm) and norm > 0]
+    shown = ", ".join(f"{norm:.3g}" for norm in norms) or "none"
+    findings = [
+        Finding("optimizer steps were taken", len(moved) > 0, f"{len(steps)} steps, norms {shown}")
+    ]
+    compared = [record[_COMPARED] for record in records if _COMPARED in record]
+    if compared:
+        detail = f"largest difference {max(compared):.2g} on trained tokens"
+        holds = all(map(math.isfinite, compared))
+        findings.append(Finding("trainer and engines agree about log-probs", holds, detail))
+    if config.routing.replay != "none":
+        flips = [record[_REPLAYED] for record in records if _REPLAYED in record]
+        detail = "not measured"
+        if flips:
+            detail = f"{max(flips):.2%} of the live router's choices differ"
+        findings.append(Finding(f"experts were replayed ({config.routing.replay})", True, detail))
+    components = _reward_components(records)
+    if components:
+        findings.append(Finding("every reward was computed", True, ", ".join(components)))
+    return findings
+
+
+def _reward_components(records: Sequence[dict[str, Any]]) -> list[str]:
+    names = []
+    for record in records:
+        for key in record:
+            area, _, rest = key.partition("/")
+            name, _, kind = rest.partition("/")
+            if area == "reward" and kind == "mean":
+                names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def _resumed(run_dir: RunDir, records: Sequence[dict[str, Any]]) -> Finding:
+    steps = [record["step"] for record in records]
+    holds = steps == list(range(len(steps)))
+    return Finding("it was resumed from a checkpoint", holds, f"steps {steps}")
+
+
+def _exported(export: Path) -> Finding:
+    """The export, read by transformers where that has the family."""
+    what = "the exported checkpoint is a Hugging Face one"
+    if not (export / "config.json").exists():
+        return Finding(what, False, f"{export} has no config.json")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(export, local_files_only=True)
+    except ValueError:
+        return Finding(what, True, "read back by ourselves; transformers lacks the family")
+    model = AutoModelForCausalLM.from_pretrained(
+        export, config=config, dtype=torch.float32, local_files_only=True
+    )
+    with torch.no_grad():
+        logits = model(torch.arange(8)[None]).logits
+    return Finding(what, bool(torch.isfinite(logits).all()), "transformers computes with it")
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

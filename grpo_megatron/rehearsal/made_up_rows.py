@@ -1,0 +1,78 @@
+"""Rows in the format that a domain reads, where its own file is not on this machine."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config.run import DomainConfig, RunConfig
+
+_NUM_ROWS = 64
+_METADATA = re.compile(r"\{metadata\[([^\[\]]+)\]\}")
+_SPECIAL_TOKEN = re.compile(r"<[|｜][^<>\s]*?[|｜]>")
+_PROGRAM_TESTS = "code_tests"
+
+
+def missing_files(config: RunConfig) -> list[int]:
+    """Numbers of the domains whose file does not exist."""
+    missing = []
+    for number, domain in enumerate(config.domains):
+        if domain.path is not None and not domain.path.exists():
+            missing.append(number)
+    return missing
+
+
+def write_rows(path: Path, config: RunConfig, number: int) -> None:
+    """Write problems for domain `number`: JSONL, or Parquet where `path` says so."""
+    domain = config.domains[number]
+    rows = [_row(config, domain, index) for index in range(_NUM_ROWS)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        return
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def special_tokens_of(config: RunConfig) -> list[str]:
+    """Control tokens that the recipe's templates write, as `<|im_start|>`."""
+    found: list[str] = []
+    for domain in config.domains:
+        found += _SPECIAL_TOKEN.findall(domain.template)
+    return list(dict.fromkeys(found))
+
+
+def _row(config: RunConfig, domain: DomainConfig, index: int) -> dict[str, Any]:
+    total = index + index % 7
+    question = f"What is {index} + {index % 7}?"
+    answer = str(total)
+    functions = [reward.function.rpartition(":")[2] for reward in domain.rewards]
+    if _PROGRAM_TESTS in functions:
+        question = f"Write a program that reads a number and prints it plus {index}."
+        answer = _program_tests(index)
+    marker = domain.arguments.get("answer_after")
+    if marker is not None:
+        answer = f"It is {answer}.\n{marker} {answer}"
+    row: dict[str, Any] = {domain.prompt_field: question, domain.answer_field: answer}
+    if domain.prompt_field == "messages":
+        row["messages"] = [{"role": "user", "content": question}]
+    domain_field = domain.arguments.get("domain_field")
+    if domain_field is not None:
+        row[domain_field] = domain.name
+    if config.uses_dataset:
+        row["responses"] = _responses(total)
+    for name in _METADATA.findall(domain.template):
+        row.setdefault(name, f"{name} {index}")
+    return row
+
+
+def _program_tests(index: int) -> str:
+    return json.dumps({"inputs": ["1", "2"], "outputs": [str(1 + index), str(2 + index)]})
+
+
+def _responses(total: int) -> Sequence[str]:
+    return [f"It is {total}.", f"{total}"]

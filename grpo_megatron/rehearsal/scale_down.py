@@ -1,0 +1,289 @@
+"""From a recipe of a cluster to the same recipe for one machine: what is set otherwise, and why.
+
+Whatever the recipe has more than one of (tensor, pipeline and expert ranks, replicas, senders,
+optimizer steps a rollout, versions of staleness) there are two of; lengths and counts become small.
+Everything else stays: objective, filters, routing, precision, publishing, pauses, checks."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config.objective import PRESETS
+from grpo_megatron.config.problems import as_toml
+from grpo_megatron.config.run import DomainConfig, RewardConfig, RunConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.rehearsal.coin import COMPONENT as COIN
+
+NUM_STEPS = 3
+MAX_NEW_TOKENS = 32
+_MAX_MODEL_LEN = 1024
+_MAX_CACHE_GIB = 0.25
+_PROMPTS_PER_DOMAIN = 4
+_MAX_GROUP_SIZE = 4
+_MAX_COLD_START = {"batch_size": 8, "steps_per_evaluation": 1, "checkpoint_interval": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting of the rehearsal: `Change("trainer.num_ranks", 128, 4, "layout")`."""
+
+    key: str
+    before: Any
+    after: Any
+    why: str
+
+    @property
+    def override(self) -> str:
+        """As the command line takes it."""
+        return f"{self.key}={as_toml(self.after)}"
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """What takes the place of inputs that a cluster has."""
+
+    model: Path
+    other_model: Path
+    """Of the same architecture with other weights: teachers and references."""
+    data: Mapping[int, Path]
+    """Rows by number of the domain, where its own file is missing."""
+    server: str
+    """Address of what answers for judges, reward models and shared servers."""
+
+
+class _Changes:
+    def __init__(self, config: RunConfig):
+        self._values = config.model_dump(mode="json")
+        self.found: list[Change] = []
+
+    def set(self, key: str, value: Any, why: str) -> None:
+        """Note the change, unless the recipe has that value already."""
+        before: Any = self._values
+        for part in key.split("."):
+            if before is None:
+                break
+            before = before[int(part)] if isinstance(before, list) else before[part]
+        if before != value:
+            self.found.append(Change(key, before, value, why))
+
+    def at_most(self, key: str, before: float | None, most: float, why: str) -> None:
+        """Lower a number that is larger than `most`."""
+        if before is not None and before > most:
+            self.set(key, most, why)
+
+
+def scale_down(config: RunConfig, stand_ins: StandIns) -> list[Change]:
+    """Every setting that the rehearsal of `config` changes, in the order of the recipe's tables."""
+    changes = _Changes(config)
+    _steps(config, changes)
+    _inputs(config, stand_ins, changes)
+    _sizes(config, changes)
+    _layout(config, changes)
+    _engines(config, stand_ins, changes)
+    _outcomes(config, changes)
+    return changes.found
+
+
+def num_layers_of(trainer: TrainerConfig) -> int:
+    """Layers that the scaled layout divides: two for each chunk of the pipeline, one more where
+    its stages are unequal."""
+    chunks = _two_at_most(trainer.pipeline_parallel_size)
+    if trainer.virtual_pipeline_parallel_size is not None:
+        chunks *= 2
+    layers = max(4, 2 * chunks)
+    if _is_uneven(trainer):
+        layers += 1
+    return layers
+
+
+def _two_at_most(count: int) -> int:
+    return min(count, 2)
+
+
+def _is_uneven(trainer: TrainerConfig) -> bool:
+    given = trainer.first_stage_layers is not None or trainer.last_stage_layers is not None
+    return given and trainer.pipeline_parallel_size > 1
+
+
+def _steps(config: RunConfig, changes: _Changes) -> None:
+    why = "three steps, a checkpoint after each"
+    if config.trains and config.num_steps > 0:
+        changes.set("num_steps", NUM_STEPS, why)
+        changes.set("checkpoint.interval", 1, why)
+    if config.evaluation.interval:
+        changes.set("evaluation.interval", 2, why)
+    changes.at_most("evaluation.num_samples", config.evaluation.num_samples, 2, why)
+    if config.cold_start is not None:
+        for name, most in _MAX_COLD_START.items():
+            key = f"cold_start.{name}"
+            changes.at_most(key, getattr(config.cold_start, name), most, "a short cold start")
+        # the coin is right half of the time
+        changes.set("cold_start.target_accuracy", 0.05, "a random model has to reach it")
+        changes.set("cold_start.max_steps", 200, "a short cold start")
+
+
+def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
+    why = "a tiny random model of the same family"
+    if config.model.path is None or not config.model.path.exists():
+        changes.set("model.preset", None, why)
+        changes.set("model.path", str(stand_ins.model), why)
+    for number, domain in enumerate(config.domains):
+        key = f"domains.{number}"
+        if number in stand_ins.data:
+            changes.set(f"{key}.path", str(stand_ins.data[number]), "made-up rows: no such file")
+        if domain.reference is not None:
+            changes.set(f"{key}.reference", str(stand_ins.other_model), "a random reference")
+        if domain.num_problems is not None:
+            changes.at_most(f"{key}.num_problems", domain.num_problems, 400, "few problems")
+    if config.distillation is not None:
+        for number, teacher in enumerate(config.distillation.teachers):
+            if teacher.path is not None and not teacher.path.exists():
+                key = f"distillation.teachers.{number}.path"
+                changes.set(key, str(stand_ins.other_model), "a random teacher")
+
+
+def _sizes(config: RunConfig, changes: _Changes) -> None:
+    why = "short and few"
+    rollout = config.rollout
+    changes.at_most("rollout.max_new_tokens", rollout.max_new_tokens, MAX_NEW_TOKENS, why)
+    changes.at_most("rollout.max_model_len", rollout.max_model_len, _MAX_MODEL_LEN, why)
+    changes.at_most("rollout.segment_tokens", rollout.segment_tokens, MAX_NEW_TOKENS // 2, why)
+    changes.at_most("rollout.max_num_seqs", rollout.max_num_seqs, 64, why)
+    for number, domain in enumerate(config.domains):
+        key = f"domains.{number}.max_new_tokens"
+        changes.at_most(key, domain.max_new_tokens, MAX_NEW_TOKENS, why)
+    batch = config.batch
+    updates = _two_at_most(batch.updates_per_rollout)
+    changes.set("batch.updates_per_rollout", updates, why)
+    fewest = _PROMPTS_PER_DOMAIN * sum(domain.weight > 0 for domain in config.domains)
+    changes.at_most("batch.num_prompts", batch.num_prompts, max(4, min(fewest, 8)), why)
+    changes.at_most(
+        "batch.num_samples_per_prompt", batch.num_samples_per_prompt, _group_size(config), why
+    )
+    most_tokens = max(_MAX_MODEL_LEN, min(config.trainer.max_tokens_per_microbatch, 2048))
+    key = "trainer.max_tokens_per_microbatch"
+    changes.at_most(key, config.trainer.max_tokens_per_microbatch, most_tokens, why)
+    changes.at_most("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens, 256, why)
+    if config.objective.aggregation_length is not None:
+        key = "objective.aggregation_length"
+        changes.at_most(key, config.objective.aggregation_length, MAX_NEW_TOKENS, why)
+    if config.correction is not None:
+        key = "correction.max_retry_tokens"
+        changes.at_most(key, config.correction.max_retry_tokens, MAX_NEW_TOKENS // 2, why)
+    if config.distillation is not None:
+        changes.at_most("distillation.top_k", config.distillation.top_k, 16, why)
+    prompts = _PROMPTS_PER_DOMAIN * len(config.domains)
+    if config.uses_dataset:
+        prompts = len(config.domains)  # a stage before may have made few rows
+    changes.at_most("data.num_validation", config.data.num_validation, prompts, why)
+    changes.at_most("data.num_heldout", config.data.num_heldout, prompts, why)
+    changes.at_most("data.reward_workers", config.data.reward_workers, 2, why)
+    changes.at_most("rejection.num_samples", config.rejection.num_samples, 4, why)
+    if config.kind == "rejection_sample":
+        changes.set("rejection.max_prompts", 4 * _PROMPTS_PER_DOMAIN, why)
+
+
+def _group_size(config: RunConfig) -> int:
+    """The smallest that the objective allows."""
+    if PRESETS[config.objective.preset].group_size is not None:
+        return config.batch.num_samples_per_prompt
+    return max(_MAX_GROUP_SIZE, config.objective.passk_k)
+
+
+def _layout(config: RunConfig, changes: _Changes) -> None:
+    why = "two ranks wherever the recipe has more"
+    trainer = config.trainer
+    tensor = _two_at_most(trainer.tensor_parallel_size)
+    pipeline = _two_at_most(trainer.pipeline_parallel_size)
+    expert = _two_at_most(trainer.expert_parallel_size)
+    expert_tensor = trainer.expert_tensor_parallel_size
+    if expert_tensor is not None:
+        expert_tensor = _two_at_most(expert_tensor)
+    attention_ranks = tensor * pipeline
+    expert_ranks = (expert_tensor or tensor) * expert * pipeline
+    num_ranks = math.lcm(attention_ranks, expert_ranks)
+    is_data_parallel = trainer.dp > 1 and num_ranks == attention_ranks
+    if is_data_parallel and num_ranks <= 2:
+        num_ranks *= 2
+    changes.set("trainer.num_ranks", num_ranks, why)
+    changes.set("trainer.tensor_parallel_size", tensor, why)
+    changes.set("trainer.pipeline_parallel_size", pipeline, why)
+    changes.set("trainer.expert_parallel_size", expert, why)
+    changes.set("trainer.expert_tensor_parallel_size", expert_tensor, why)
+    if trainer.virtual_pipeline_parallel_size is not None:
+        changes.set("trainer.virtual_pipeline_parallel_size", 2, why)
+    first = trainer.first_stage_layers
+    last = trainer.last_stage_layers
+    if last is not None:
+        changes.set("trainer.last_stage_layers", 2, "unequal stages stay unequal")
+        changes.set("trainer.first_stage_layers", None, "unequal stages stay unequal")
+    elif first is not None:
+        changes.set("trainer.first_stage_layers", 2, "unequal stages stay unequal")
+    senders = min(_two_at_most(config.publish.num_senders), num_ranks)
+    changes.set("publish.num_senders", senders, why)
+    machine = "this machine"
+    changes.set("placement.trainer_nodes", 1, machine)
+    changes.set("placement.rollout_nodes", 0, machine)
+    changes.set("placement.gpus_per_node", 0, machine)
+
+
+def _engines(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
+    why = "two engines wherever the recipe has more"
+    rollout = config.rollout
+    changes.set("rollout.num_replicas", _two_at_most(rollout.num_replicas), why)
+    changes.set("rollout.tensor_parallel_size", _two_at_most(rollout.tensor_parallel_size), why)
+    changes.at_most("rollout.kv_cache_gib", rollout.kv_cache_gib, _MAX_CACHE_GIB, "this machine")
+    arguments = _without_gpu_arguments(rollout.engine_arguments)
+    changes.set("rollout.engine_arguments", arguments, "arguments of a GPU")
+    servers = config.placement.shared_servers
+    if servers:
+        changes.set("placement.shared_servers", [stand_ins.server], "a local server in their place")
+    for number, domain in enumerate(config.domains):
+        rewards = [_with_local_server(reward, stand_ins.server) for reward in domain.rewards]
+        rewards = [_with_short_lengths(config, domain, reward) for reward in rewards]
+        if COIN not in [reward.component for reward in rewards]:
+            rewards.append(RewardConfig(function="grpo_megatron.rehearsal.coin:coin", name=COIN))
+        written = [reward.model_dump(mode="json", exclude_none=True) for reward in rewards]
+        changes.set(
+            f"domains.{number}.rewards",
+            written,
+            "a coin beside the recipe's rewards: a random model is never right",
+        )
+        changes.set(f"domains.{number}.accuracy", COIN, "the coin says what is correct")
+        changes.set(f"domains.{number}.accuracy_threshold", 1.0, "the coin says what is correct")
+
+
+def _without_gpu_arguments(arguments: tuple[str, ...]) -> list[str]:
+    kept = list(arguments)
+    if "--gpu-memory-utilization" in kept:
+        place = kept.index("--gpu-memory-utilization")
+        del kept[place : place + 2]
+    return kept
+
+
+def _with_local_server(reward: RewardConfig, server: str) -> RewardConfig:
+    url = reward.arguments.get("url")
+    if not isinstance(url, str):
+        return reward
+    return reward.model_copy(update={"arguments": {**reward.arguments, "url": server}})
+
+
+def _with_short_lengths(
+    config: RunConfig, domain: DomainConfig, reward: RewardConfig
+) -> RewardConfig:
+    """Arguments that count tokens, in proportion to the shorter completions."""
+    longest = config.max_new_tokens_of(domain.name)
+    if longest <= MAX_NEW_TOKENS:
+        return reward
+    arguments = dict(reward.arguments)
+    for name in ("buffer", "max_tokens"):
+        if isinstance(arguments.get(name), int):
+            arguments[name] = max(1, arguments[name] * MAX_NEW_TOKENS // longest)
+    return reward.model_copy(update={"arguments": arguments})
+
+
+def _outcomes(config: RunConfig, changes: _Changes) -> None:
+    changes.set("gates", [], "a random model passes none")
+    changes.set("telemetry.wandb", "off", "nothing is sent from a rehearsal")
