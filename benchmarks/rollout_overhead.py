@@ -31,8 +31,8 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.replica import serve_command
-from grpo_megatron.rollout.seeds import derive_seed
-from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.types import Prompt, RolloutGroup
 
 VOCABULARY = 512

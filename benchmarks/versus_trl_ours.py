@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
@@ -20,19 +19,20 @@ from versus_trl_workload import Case
 from grpo_megatron.config.loader import write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.controller import display
-from grpo_megatron.controller.rl_loop import RecordedStep, RLLoop
-from grpo_megatron.controller.session import Session, open_session
+from grpo_megatron.controller.display import Phases
+from grpo_megatron.controller.evaluation import Evaluator
+from grpo_megatron.controller.resources import Resources, open_resources
+from grpo_megatron.controller.run import make_rl_loop
 from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.data.tiny_model import init_weights, write_tiny_model
 from grpo_megatron.launch.processes import stop_all
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import make_mirrors
-from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.types import Completion
 
 display._PIPE = open(os.devnull, "w")  # noqa: SIM115  (no supervisor reads it here)
@@ -78,25 +78,13 @@ class ForcedLengthClient(EngineClient):
         self, prompt_token_ids, *, max_tokens: int, n: int = 1, **kwargs
     ) -> list[Completion]:
         lengths = self.lengths.get(tuple(prompt_token_ids), [])
-        if len(lengths) != n or len(set(lengths)) == 1:  # a canary, or nothing to tell apart
+        if len(lengths) != n or len(set(lengths)) == 1:  # a check, or nothing to tell apart
             return await super().generate(prompt_token_ids, max_tokens=max_tokens, n=n, **kwargs)
         parts = [
             EngineClient.generate(self, prompt_token_ids, max_tokens=length, n=1, **kwargs)
             for length in lengths
         ]
         return [completion for part in await asyncio.gather(*parts) for completion in part]
-
-
-class _TimedLoop(RLLoop):
-    """Keeps the last step's seconds by phase."""
-
-    async def finish(self, recorded: RecordedStep, report: TrainReport) -> None:
-        self.phases = (
-            recorded.seconds
-            | self.session.phase.seconds
-            | {"train (in the trainer)": report.train_s}
-        )
-        await super().finish(recorded, report)
 
 
 class OurSide:
@@ -126,45 +114,60 @@ class OurSide:
         stack.callback(stop_all, children)
         for child in children:
             child.start()
-        self.session = session = await stack.enter_async_context(
-            open_session(self.config, self.run_dir)
-        )
-        self._force_lengths(session)
-        await session.publisher.publish(0)
+        resources = await stack.enter_async_context(open_resources(self.config, self.run_dir))
+        self._force_lengths(resources)
+        await resources.publisher.publish(0)
         metrics = stack.enter_context(closing(MetricsWriter(self.run_dir)))
         mirrors = stack.enter_context(
             closing(make_mirrors(self.config.telemetry, self.run_dir, self.config.name, {}))
         )
-        self.loop = _TimedLoop(session, RunState(0, 0, {}, 0.0, 0.0), metrics, mirrors)
+        self.loop = make_rl_loop(
+            self.config,
+            self.run_dir,
+            RunState(0, 0, {}, 0.0, 0.0),
+            resources,
+            evaluator=Evaluator(
+                self.config,
+                worker=resources.worker,
+                rewards=resources.rewards,
+                judges=resources.judges,
+            ),
+            metrics=metrics,
+            mirrors=mirrors,
+            phases=Phases(),
+            stopping=asyncio.Event(),
+        )
         return self
 
     async def __aexit__(self, *error) -> None:
         await self._stack.aclose()
 
-    def _force_lengths(self, session: Session) -> None:
+    def _force_lengths(self, resources: Resources) -> None:
         """Clients that ask for the drawn lengths, and no stop token that could end one early."""
         self.lengths: dict[tuple[int, ...], list[int]] = {}
-        for replica in session.publisher.engines.replicas:
+        for replica in resources.publisher.engines.replicas:
             old, replica.client = replica.client, ForcedLengthClient(replica.client.base_url)
             replica.client.name = old.name
             self._stack.push_async_callback(replica.client.close)
             replica.client.lengths = self.lengths
-        session.worker = RolloutWorker(
-            self.config, session.publisher.engines, decode=session.tokenizer.decode
+        resources.worker = RolloutWorker(
+            self.config, resources.publisher.engines, decode=resources.tokenizer.decode
         )
 
     async def run(self, num_steps: int, *, ahead: bool = False) -> dict:
         """Seconds of every step, and seconds by phase over all of them. `ahead`: the next step's
         rollout runs while one trains (`max_staleness` 1). The engines are idle at the end."""
-        loop, seconds, phases = self.loop, [], defaultdict(float)
+        loop = self.loop
+        seconds = []
+        before = loop.phase_seconds.copy()
         loop.ahead = ahead
+        loop.steps.ahead = ahead
         for left in reversed(range(num_steps)):
             self._set_lengths()  # the benchmark's own work
             started = time.perf_counter()
             await loop.take_step(more=left > 0)
             seconds.append(time.perf_counter() - started)
-            for name, spent in loop.phases.items():
-                phases[name] += spent
+        phases = {name: spent - before[name] for name, spent in loop.phase_seconds.items()}
         return {"seconds": seconds, "phases": phases}
 
     @contextmanager
@@ -181,9 +184,10 @@ class OurSide:
     def _set_lengths(self) -> None:
         """Of the prompts of this step and of the next, which may be asked for within this one."""
         loop, size = self.loop, self.case.num_samples
-        before = loop.sampler.state_dict()
+        sampler = loop.steps.sampler
+        before = sampler.state_dict()
         for step in range(loop.state.step + (loop.asked is not None), loop.state.step + 2):
             lengths = self.case.lengths(step)
-            for place, prompt in enumerate(loop.sampler.draw(self.case.num_prompts)):
+            for place, prompt in enumerate(sampler.draw(self.case.num_prompts)):
                 self.lengths[prompt.token_ids] = lengths[place * size : (place + 1) * size]
-        loop.sampler.load_state_dict(before)
+        sampler.load_state_dict(before)

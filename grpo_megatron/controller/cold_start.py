@@ -3,21 +3,28 @@
 It has checkpoints of its own, below `checkpoints/cold_start`, so that one that is longer than a
 job's time limit goes on in the next job. They go when RL has its first."""
 
+import asyncio
 import shutil
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_megatron.checkpoints.retention import prune
-from grpo_megatron.config.run import ColdStartConfig
-from grpo_megatron.controller.dataset import DatasetAnswers
-from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import greedy_accuracy
+from grpo_megatron.config.run import ColdStartConfig, RunConfig
+from grpo_megatron.controller.display import Phases, show
+from grpo_megatron.controller.evaluation import Evaluator
+from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.restoring import newest_whole
-from grpo_megatron.controller.session import Session
+from grpo_megatron.controller.trainer_link import TrainerLink
+from grpo_megatron.data.dataset_answers import DatasetAnswers
+from grpo_megatron.data.prompts import Splits
 from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import TrainerError
+from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.trainer.requests import (
     LoadCheckpoint,
     ResetOptimizer,
@@ -39,19 +46,40 @@ class ColdStart:
     """Trains on prompt + answer until greedy validation accuracy reaches the target, within
     `cold_start.max_steps`. The weights are published as version 0.
 
-    started: `time.monotonic()` when this attempt began."""
+    started: `time.monotonic()` when this attempt began; stopping: set when it is told to stop."""
 
-    def __init__(self, session: Session, settings: ColdStartConfig, started: float):
-        self._session = session
-        self._config = session.config
+    def __init__(
+        self,
+        config: RunConfig,
+        settings: ColdStartConfig,
+        run_dir: RunDir,
+        started: float,
+        *,
+        tokenizer: TextTokenizer,
+        splits: Splits,
+        trainer: TrainerLink,
+        publisher: Publisher,
+        judges: EngineControl,
+        evaluator: Evaluator,
+        phases: Phases,
+        stopping: asyncio.Event,
+    ):
+        self._config = config
         self._settings = settings
-        self._directory = session.run_dir.store / "cold_start"
-        self._answers = DatasetAnswers(session.tokenizer, self._config.rollout.max_model_len)
-        weights = {domain.name: domain.weight for domain in self._config.domains}
+        self._run_dir = run_dir
+        self._directory = run_dir.store / "cold_start"
+        self._trainer = trainer
+        self._publisher = publisher
+        self._judges = judges
+        self._evaluator = evaluator
+        self._phases = phases
+        self._stopping = stopping
+        self._answers = DatasetAnswers(tokenizer, config.rollout.max_model_len)
+        self._validation = splits.validation
         self._sampler = PromptSampler(
-            session.splits.train,
-            weights,
-            self._config.seed + 1,
+            splits.train,
+            {domain.name: domain.weight for domain in config.domains},
+            config.seed + 1,
             size_setting="cold_start.batch_size",
         )
         self._started = started
@@ -69,8 +97,7 @@ class ColdStart:
         checkpoint.
 
         Raises TrainerError where `max_steps` do not suffice."""
-        session = self._session
-        await session.trainer.call(ResetOptimizer(cold_start=True))
+        await self._trainer.call(ResetOptimizer(cold_start=True))
         accuracy = 0.0
         if await self._restore():
             accuracy = await self._published_accuracy()
@@ -89,18 +116,18 @@ class ColdStart:
                 text=f"cold start: step {self._steps}, nll {self._nll:.3f}, "
                 f"validation accuracy {accuracy:.3f}",
             )
-        await session.trainer.call(ResetOptimizer(cold_start=False))
-        session.event("cold_start_done", steps=self._steps, accuracy=accuracy)
-        session.phase.take_seconds()
+        await self._trainer.call(ResetOptimizer(cold_start=False))
+        self._event("cold_start_done", steps=self._steps, accuracy=accuracy)
+        self._phases.take_seconds()  # they are not those of the first RL step
         return True
 
     def forget(self) -> None:
         """Remove the checkpoints: those of RL have taken their place."""
-        shutil.rmtree(self._session.run_dir.cold_start_checkpoints, ignore_errors=True)
+        shutil.rmtree(self._run_dir.cold_start_checkpoints, ignore_errors=True)
 
     async def _stopped(self) -> bool:
         """Whether it was told to stop; what was done is saved then."""
-        if not self._session.stopping.is_set():
+        if not self._stopping.is_set():
             return False
         if self._steps > self._saved_steps:
             await self._save()
@@ -119,56 +146,59 @@ class ColdStart:
     def _steps_until_evaluation(self, accuracy: float) -> int:
         """Accuracy climbs steeply in the end: look often, so that RL starts at about one height."""
         is_near = accuracy >= self._settings.target_accuracy / 4
-        often = 10 if is_near else 1
-        return max(self._settings.steps_per_evaluation // often, 1)
+        interval = self._settings.steps_per_evaluation
+        if is_near:
+            interval //= 10
+        return max(interval, 1)
 
     async def _train(self, num_steps: int) -> None:
-        session = self._session
-        batches = [self._sampler.draw(self._settings.batch_size) for _ in range(num_steps)]
         samples = []
-        for update, batch in enumerate(batches):
-            for prompt in batch:
+        for update in range(num_steps):
+            for prompt in self._sampler.draw(self._settings.batch_size):
                 samples.append((update, prompt, self._answers.completion(0, prompt.answer)))
-        with session.phase("train"):
+        with self._phases.measure("train"):
             if self._config.placement.mode == "colocated":
-                await session.publisher.pause_engines()
-            await session.judges.rest(sleep=self._config.placement.gpus_per_node > 0)
+                await self._publisher.pause_engines()
+            await self._judges.pause(sleep=self._config.placement.gpus_per_node > 0)
             record_completions(self._directory, samples)
-            report = await session.trainer.call(
+            report = await self._trainer.call(
                 TrainColdStart(directory=self._directory, first_update=self._steps)
             )
         self._steps += num_steps
         self._nll = report.metrics["loss/nll"]
 
     async def _published_accuracy(self) -> float:
-        session = self._session
-        with session.phase("publish"):
-            await session.publisher.publish(0)
-        with session.phase("rollout"):
-            return await greedy_accuracy(session, session.splits.validation)
+        with self._phases.measure("publish"):
+            await self._publisher.publish(0)
+        with self._phases.measure("rollout"):
+            return await self._evaluator.greedy_accuracy(self._validation)
 
     async def _save(self) -> None:
         state = ColdStartState(self._steps, self._sampler.state_dict(), self.seconds)
-        checkpoints = self._session.run_dir.cold_start_checkpoints
+        checkpoints = self._run_dir.cold_start_checkpoints
         directory = checkpoints / f"step_{self._steps:06d}"
         checkpoints.mkdir(exist_ok=True)
         request = SaveCheckpoint(directory=directory, state=asdict(state))
-        with self._session.phase("checkpoint"):
-            await self._session.trainer.call(request)
-        self._session.event("cold_start_checkpoint", steps=self._steps)
+        with self._phases.measure("checkpoint"):
+            await self._trainer.call(request)
+        self._event("cold_start_checkpoint", steps=self._steps)
         self._saved_steps = self._steps
         prune(checkpoints, self._config.checkpoint.keep)
 
     async def _restore(self) -> bool:
-        session = self._session
-        directory = await newest_whole(session, session.run_dir.cold_start_checkpoints)
+        checkpoints = self._run_dir.cold_start_checkpoints
+        directory = await newest_whole(self._trainer, checkpoints, self._run_dir.events)
         if directory is None:
             return False
-        state = ColdStartState(**await session.trainer.call(LoadCheckpoint(directory)))
+        saved = await self._trainer.call(LoadCheckpoint(directory))
+        state = ColdStartState(**saved)
         self._steps = state.steps
         self._saved_steps = state.steps
         self._started -= state.seconds
         self._sampler.load_state_dict(state.sampler)
         show("message", text=f"resumed in the cold start, after step {state.steps}")
-        session.event("cold_start_resumed", steps=state.steps)
+        self._event("cold_start_resumed", steps=state.steps)
         return True
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        append_event(self._run_dir.events, kind, **fields)

@@ -8,42 +8,56 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_megatron.config.run import CorrectionConfig
+from grpo_megatron.config.run import CorrectionConfig, RunConfig
 from grpo_megatron.controller.group_filter import GroupFilter
-from grpo_megatron.controller.session import Session
-from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.data.tokenizer import TextTokenizer
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
 
 
 class Correction:
-    """`[correction]` of one run."""
+    """`[correction]` of one run, `settings`."""
 
-    def __init__(self, session: Session, settings: CorrectionConfig, group_filter: GroupFilter):
-        self._session = session
+    def __init__(
+        self,
+        config: RunConfig,
+        settings: CorrectionConfig,
+        *,
+        group_filter: GroupFilter,
+        worker: RolloutWorker,
+        rewards: RewardPool,
+        tokenizer: TextTokenizer,
+    ):
+        self._config = config
         self._settings = settings
         self._filter = group_filter
-        self._cue = session.tokenizer.encode(settings.cue, where="correction.cue")
+        self._worker = worker
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._cue = tokenizer.encode(settings.cue, where="correction.cue")
         self._seen: list[float] = []  # of every retry, whether it is right; NaN: unscorable
         self._no_room = 0
 
-    async def __call__(self, step: int, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """The groups with retries in place of some of their wrong completions."""
+    async def retry(self, step: int, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Return the groups with retries in place of some of their wrong completions."""
         prompts: dict[tuple[int, int], Prompt] = {}  # of retries, by group and sample
         for number, group in enumerate(groups):
             for sample in np.flatnonzero(self._filter.correct(group) == 0).tolist():
-                prompt = self._retry(step, group.group, sample)
+                prompt = self._continued(step, group.group, sample)
                 if prompt is not None:
                     prompts[number, sample] = prompt
         if not prompts:
             return list(groups)
 
-        found = await self._session.worker.rollouts(
+        found = await self._worker.rollouts(
             step, list(prompts.values()), num_samples=1, max_tokens=self._settings.max_retry_tokens
         )
         answered = []  # as answers to the prompts of their groups, which rewards look at
         for (number, _), retry in zip(prompts, found, strict=True):
             answered.append(replace(retry, prompt=groups[number].group.prompt))
-        scored = await self._session.rewards.score(answered)
+        scored = await self._rewards.score(answered)
         self._seen += [float(self._filter.correct(retry)[0]) for retry in scored]
 
         corrected = list(groups)
@@ -52,7 +66,7 @@ class Correction:
         return corrected
 
     def take_metrics(self) -> dict[str, float]:
-        """Counts since the last call."""
+        """Return counts since the last call."""
         seen = np.array(self._seen)
         metrics = {
             "correction/retries": float(len(seen)),
@@ -64,16 +78,16 @@ class Correction:
         self._no_room = 0
         return metrics
 
-    def _retry(self, step: int, group: RolloutGroup, sample: int) -> Prompt | None:
+    def _continued(self, step: int, group: RolloutGroup, sample: int) -> Prompt | None:
         """What the retry of a sample continues; None: it gets none."""
         settings = self._settings
-        config = self._session.config
+        config = self._config
         prompt = group.prompt
         name = f"{prompt.prompt_id}/{sample}"
         drawn = derive_seed(config.seed, step, name, "correction") / 2**31
         if drawn >= settings.probability:
             return None
-        tokenizer = self._session.tokenizer
+        tokenizer = self._tokenizer
         attempt = group.completions[sample].token_ids.tolist()
         while attempt and attempt[-1] in tokenizer.stop_token_ids:
             attempt.pop()

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 # Libraries print to standard output too: keep the pipe, give them standard error.
@@ -22,3 +24,39 @@ def show(kind: str, **fields: Any) -> None:
     """Send one message; a supervisor that has gone is not an error."""
     with contextlib.suppress(BrokenPipeError):
         _PIPE.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
+
+
+class Phases:
+    """Seconds by phase, and the phase that is shown: one of the loop's own (train, publish, …)
+    before the sampling that runs beside it (rollout, reward)."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._entered = False
+        self._sampling = "rollout"
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Show phase `name`, and count the seconds of the block as its own."""
+        show("phase", name=name)
+        started = time.perf_counter()
+        self._entered = True
+        try:
+            yield
+        finally:
+            self._entered = False
+            seconds = time.perf_counter() - started
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def show_sampling(self, name: str | None = None) -> None:
+        """Samples are now in phase `name`, "rollout" or "reward" (None: still in the last one),
+        which is shown unless the loop is inside a phase of its own."""
+        self._sampling = name or self._sampling
+        if not self._entered:
+            show("phase", name=self._sampling)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds by phase since the last call."""
+        seconds = self._seconds
+        self._seconds = {}
+        return seconds

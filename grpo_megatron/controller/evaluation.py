@@ -6,62 +6,92 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.group_filter import GroupFilter
-from grpo_megatron.controller.session import Session
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.types import Prompt, ScoredGroup
 
 Results = dict[str, dict[str, float]]
 _Z = 1.959964  # 95 %
 
 
-async def greedy_accuracy(session: Session, prompts: Sequence[Prompt]) -> float:
-    """Share of prompts whose most likely answer, of the published weights, is correct."""
-    return (await evaluate(session, prompts))["all"].get("accuracy", math.nan)
+class Evaluator:
+    """Asks the engines for answers and scores them; judges are woken before."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        worker: RolloutWorker,
+        rewards: RewardPool,
+        judges: EngineControl,
+    ):
+        self._max_new_tokens = config.rollout.max_new_tokens
+        self._filter = GroupFilter(config)
+        self._worker = worker
+        self._rewards = rewards
+        self._judges = judges
+
+    async def greedy_accuracy(self, prompts: Sequence[Prompt]) -> float:
+        """Return the share of prompts whose most likely answer, of the published weights, is
+        correct; NaN without prompts."""
+        results = await self.evaluate(prompts)
+        return results["all"].get("accuracy", math.nan)
+
+    async def evaluate(self, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
+        """By domain, and over all prompts as `all`: `accuracy` (greedy) and, with n samples a
+        prompt, `pass_at_k` and `majority_at_k`, k = 1, 2, 4, …, n; `_low` and `_high`: Wilson's
+        interval."""
+        if not prompts:
+            return {"all": {"prompts": 0.0}}
+        await self._judges.resume()
+        answers = await self._worker.greedy(prompts, self._max_new_tokens)
+        results = self._by_domain(await self._rewards.score(answers), _greedy)
+        if num_samples:
+            groups = await self._worker.rollouts(0, prompts, num_samples=num_samples)
+            sampled = self._by_domain(await self._rewards.score(groups), _sampled)
+            for domain, values in sampled.items():
+                results[domain] |= values
+        results["all"] = _over_domains(results, len(prompts))
+        return results
+
+    def _by_domain(
+        self,
+        scored: Sequence[ScoredGroup],
+        measure: Callable[[ScoredGroup, GroupFilter], Mapping[str, float]],
+    ) -> Results:
+        """Means of what is measured of each prompt, with their intervals."""
+        rows: dict[str, list[Mapping[str, float]]] = {}
+        for group in scored:
+            rows.setdefault(group.group.prompt.domain, []).append(measure(group, self._filter))
+        results: Results = {}
+        for domain, of_prompts in rows.items():
+            found = {"prompts": float(len(of_prompts))}
+            for name in of_prompts[0]:
+                mean = float(np.mean([row[name] for row in of_prompts]))
+                low, high = wilson(mean, len(of_prompts))
+                found[name] = mean
+                found[f"{name}_low"] = low
+                found[f"{name}_high"] = high
+            results[domain] = found
+        return results
 
 
-async def evaluate(session: Session, prompts: Sequence[Prompt], num_samples: int = 0) -> Results:
-    """By domain, and over all prompts as `all`: `accuracy` (greedy) and, with n samples a prompt,
-    `pass_at_k` and `majority_at_k`, k = 1, 2, 4, …, n; `_low` and `_high`: Wilson's interval."""
-    if not prompts:
-        return {"all": {"prompts": 0.0}}
-    worker = session.worker
-    await session.judges.wake()
-    found = _by_domain(
-        session,
-        await session.rewards.score(
-            await worker.greedy(prompts, session.config.rollout.max_new_tokens)
-        ),
-        _greedy,
-    )
-    if num_samples:
-        groups = await worker.rollouts(0, prompts, num_samples=num_samples)
-        sampled = _by_domain(session, await session.rewards.score(groups), _sampled)
-        found = {domain: {**values, **sampled[domain]} for domain, values in found.items()}
-    names = dict.fromkeys(name for values in found.values() for name in values)
-    sizes = [values["prompts"] for values in found.values()]
-    every = {
-        name: float(np.average([values[name] for values in found.values()], weights=sizes))
-        for name in names
-        if not name.endswith(("_low", "_high"))
-    }
-    return {**found, "all": every | {"prompts": float(len(prompts))}}
-
-
-def _by_domain(
-    session: Session,
-    scored: Sequence[ScoredGroup],
-    measure: Callable[[ScoredGroup, GroupFilter], Mapping[str, float]],
-) -> Results:
-    selection = GroupFilter(session.config)
-    results = {}
-    for domain in dict.fromkeys(group.group.prompt.domain for group in scored):
-        rows = [measure(g, selection) for g in scored if g.group.prompt.domain == domain]
-        results[domain] = {"prompts": float(len(rows))}
-        for name in rows[0]:
-            mean = float(np.mean([row[name] for row in rows]))
-            low, high = wilson(mean, len(rows))
-            results[domain] |= {name: mean, f"{name}_low": low, f"{name}_high": high}
-    return results
+def _over_domains(results: Results, num_prompts: int) -> dict[str, float]:
+    """The mean over prompts of each value, which has no interval: domains differ."""
+    sizes = [values["prompts"] for values in results.values()]
+    names: dict[str, None] = {}  # ordered
+    for values in results.values():
+        names.update(dict.fromkeys(values))
+    means = {}
+    for name in names:
+        if not name.endswith(("_low", "_high")):
+            of_domains = [values[name] for values in results.values()]
+            means[name] = float(np.average(of_domains, weights=sizes))
+    means["prompts"] = float(num_prompts)
+    return means
 
 
 def _greedy(group: ScoredGroup, selection: GroupFilter) -> dict[str, float]:
@@ -71,9 +101,10 @@ def _greedy(group: ScoredGroup, selection: GroupFilter) -> dict[str, float]:
 def _sampled(group: ScoredGroup, selection: GroupFilter) -> dict[str, float]:
     correct = selection.correct(group) == 1
     answers = selection.answers(group)
-    found = {}
     total = len(correct)
-    for k in sorted({*(2**i for i in range(total.bit_length())), total}):
+    sizes = {2**power for power in range(total.bit_length())} | {total}
+    found = {}
+    for k in sorted(sizes):
         found[f"pass_at_{k}"] = pass_at_k(total, int(correct.sum()), k)
         winner = Counter(answers[:k]).most_common(1)[0][0]
         found[f"majority_at_{k}"] = float(correct[answers.index(winner)])

@@ -1,4 +1,4 @@
-"""A new weight version, from the trainer into every live engine; canaries."""
+"""A new weight version, from the trainer into every live engine, and whether both compute alike."""
 
 import asyncio
 import time
@@ -9,9 +9,9 @@ from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
-from grpo_megatron.rollout.publish import WeightPublisher
-from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.requests import (
     CompareLogprobs,
@@ -23,10 +23,21 @@ from grpo_megatron.trainer.requests import (
 from grpo_megatron.types import Completion, Prompt
 from grpo_megatron.weights.transfer_plan import TransferPlan
 
-CANARY_TOKENS = 16
+LOGPROB_CHECK_TOKENS = 16
+# Recipes and metrics call the log-prob check `canary` (`publish.canary`, `canary/abs_max`); names
+# that files and seeds are made from keep the word too.
+_CANARY = "canary"
 
 
 class Publisher:
+    """Brings the trainer's weights into the engines of a run, and pauses those engines before.
+
+    An engine that dies meanwhile is left behind; EngineError where none is left.
+
+    Attributes:
+        version: Of the weights that the engines have; -1 before the first publish.
+        resumed_at: When they got them (`time.perf_counter`)."""
+
     def __init__(
         self, config: RunConfig, run_dir: RunDir, trainer: TrainerLink, engines: ReplicaPool
     ):
@@ -34,8 +45,10 @@ class Publisher:
         self.run_dir = run_dir
         self.trainer = trainer
         self.engines = engines
-        self.version, self.resumed, self._seconds = -1, 0.0, 0.0  # when it came, how long it took
-        self._publisher = WeightPublisher([])
+        self.version = -1
+        self.resumed_at = 0.0
+        self._seconds = 0.0  # that the last publish took
+        self._control = EngineControl([])
         self._plan: TransferPlan | None = None
 
     async def publish(self, version: int) -> None:
@@ -43,15 +56,15 @@ class Publisher:
         started = time.perf_counter()
         await self._retry_on_live_replicas(lambda clients: self._publish(clients, version))
         self.version = version
-        self.resumed = time.perf_counter()
-        self._seconds = self.resumed - started
+        self.resumed_at = time.perf_counter()
+        self._seconds = self.resumed_at - started
 
     @property
-    def resting(self) -> bool:
+    def holds_requests(self) -> bool:
         """Whether engines keep requests that come now until the next weights have come, soon."""
         return (
-            self._publisher.paused
-            and not self._publisher.asleep
+            self._control.paused
+            and not self._control.asleep
             and self._seconds < 0.1 * self.config.rollout.request_timeout_s
         )
 
@@ -61,16 +74,15 @@ class Publisher:
             await self.publish(version)
 
     async def pause_engines(self) -> None:
-        """Engines pause until the next publish; colocated, the trainer gets their devices."""
+        """Pause engines until the next publish; colocated, the trainer gets their devices."""
         placement = self.config.placement
+        sleep = placement.mode == "colocated" and placement.gpus_per_node > 0
 
-        async def rest(clients: Sequence[EngineClient]) -> None:
+        async def pause(clients: Sequence[EngineClient]) -> None:
             await self._connect(clients)
-            await self._publisher.rest(
-                sleep=placement.mode == "colocated" and placement.gpus_per_node > 0
-            )
+            await self._control.pause(sleep=sleep)
 
-        await self._retry_on_live_replicas(rest)
+        await self._retry_on_live_replicas(pause)
 
     async def _retry_on_live_replicas(
         self, work: Callable[[list[EngineClient]], Awaitable[None]]
@@ -87,24 +99,25 @@ class Publisher:
         if self._plan is None:
             directory = self.run_dir.root / "publish"
             await self.trainer.call(ExportModel(directory))
-            await self._publisher.publish_file(version, str(directory.absolute()))
+            await self._control.publish_file(version, str(directory.absolute()))
         else:
-            await self._publisher.publish(
+            await self._control.publish(
                 version, self._plan, lambda: self.trainer.call(SendWeights(version=version))
             )
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
-        if clients == self._publisher.clients:
+        """Connect trainer and engines anew where these are not `clients`."""
+        if clients == self._control.clients:
             return
-        publisher = WeightPublisher(
-            clients, pause_mode=self.config.publish.pause, asleep=self._publisher.asleep
+        control = EngineControl(
+            clients, pause_mode=self.config.publish.pause, asleep=self._control.asleep
         )
         if self.config.publish.method == "gloo":
-            workers = await publisher.num_workers()
+            workers = await control.num_workers()
             opened = await self.trainer.call(OpenTransfer(num_workers=workers))
             self._plan = opened.plan
-            await publisher.prepare(opened.senders, lambda: self.trainer.call(JoinTransfer()))
-        self._publisher = publisher
+            await control.prepare(opened.senders, lambda: self.trainer.call(JoinTransfer()))
+        self._control = control
 
     async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
         """Go on with the engines that still answer; without a dead one, the error stands."""
@@ -113,44 +126,55 @@ class Publisher:
         if len(self.engines.alive) in (0, len(before)):
             raise error
 
-    async def check_canary(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Every live engine answers `prompts`; the trainer computes the same."""
+    async def check_logprobs(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Have every live engine answer `prompts` and the trainer compute the same log-probs.
+
+        Returns the largest and the mean difference of the worst engine, and the seconds it took.
+        Raises MismatchError where one differs by more than `publish.canary_tolerance`."""
         started = time.perf_counter()
-        worst = {"canary/abs_max": 0.0, "canary/abs_mean": 0.0}
+        metrics = {"canary/abs_max": 0.0, "canary/abs_mean": 0.0}
         for replica in self.engines.alive:
             try:
                 completions = await asyncio.gather(
-                    *(self._sample(replica.client, p) for p in prompts)
+                    *(self._sample(replica.client, prompt) for prompt in prompts)
                 )
             except EngineError as error:
                 if replica.is_alive:  # else the rollouts found out first
                     await self._mark_dead(error, self.engines.alive)
                 continue
-            directory = self.run_dir.root / "canary"
-            record_completions(
-                directory,
-                [(0, p, c) for p, c in zip(prompts, completions, strict=True)],
-                replica.client.name,
-            )
-            found = await self.trainer.call(CompareLogprobs(directory))
-            if found.problem:
-                raise MismatchError(
-                    f"weight version {self.version}: {found.problem}",
-                    where="publish.canary_tolerance",
-                    remedy=found.remedy,
-                )
-            worst = {name: max(worst[name], found.metrics[name]) for name in worst}
-        return {**worst, "canary/seconds": time.perf_counter() - started}
+            found = await self._compare(prompts, completions, replica.client.name)
+            for name, worst in metrics.items():
+                metrics[name] = max(worst, found[name])
+        metrics["canary/seconds"] = time.perf_counter() - started
+        return metrics
 
     async def _sample(self, client: EngineClient, prompt: Prompt) -> Completion:
         rollout = self.config.rollout
-        tokens = min(CANARY_TOKENS, self.config.max_new_tokens_of(prompt.domain))
-        seed = derive_seed(self.config.seed, "canary", self.version, prompt.prompt_id)
-        return (
-            await client.generate(
-                prompt.token_ids,
-                max_tokens=tokens,
-                temperature=rollout.temperature,
-                seed=seed if rollout.deterministic else None,
+        seed = None
+        if rollout.deterministic:
+            seed = derive_seed(self.config.seed, _CANARY, self.version, prompt.prompt_id)
+        [completion] = await client.generate(
+            prompt.token_ids,
+            max_tokens=min(LOGPROB_CHECK_TOKENS, self.config.max_new_tokens_of(prompt.domain)),
+            temperature=rollout.temperature,
+            seed=seed,
+        )
+        return completion
+
+    async def _compare(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], engine: str
+    ) -> dict[str, float]:
+        """Log-prob differences of what an engine sampled; MismatchError where they are large."""
+        directory = self.run_dir.root / _CANARY
+        samples = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            samples.append((0, prompt, completion))
+        record_completions(directory, samples, engine)
+        found = await self.trainer.call(CompareLogprobs(directory))
+        if found.problem:
+            raise MismatchError(
+                f"weight version {self.version}: {found.problem}",
+                where="publish.canary_tolerance",
+                remedy=found.remedy,
             )
-        )[0]
+        return found.metrics

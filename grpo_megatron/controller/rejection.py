@@ -5,62 +5,89 @@ ones once, at most so many a prompt (DeepSeek-R1, arXiv:2501.12948, section 2.3.
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
+from grpo_megatron.config.run import RejectionConfig, RunConfig
 from grpo_megatron.controller.group_filter import GroupFilter
-from grpo_megatron.controller.session import Session
+from grpo_megatron.data.prompts import Splits
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rewards.functions import NOT_PROSE, check_scripts, language_consistency
-from grpo_megatron.types import ScoredGroup
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.types import Prompt, ScoredGroup
 
 _PROMPTS_AT_ONCE = 256
 
 
-async def sample_dataset(session: Session) -> dict[str, float]:
-    """Write `dataset.jsonl`: question, answer, domain, responses. Returns asked and kept counts."""
-    settings = session.config.rejection
-    selection = GroupFilter(session.config)
+async def sample_dataset(
+    config: RunConfig,
+    run_dir: RunDir,
+    *,
+    splits: Splits,
+    worker: RolloutWorker,
+    rewards: RewardPool,
+    tokenizer: TextTokenizer,
+) -> dict[str, float]:
+    """Write `dataset.jsonl`: question, answer, domain, responses. Returns asked and kept counts.
+
+    Raises RewardError: `rejection.scripts` names no script."""
+    settings = config.rejection
+    selection = GroupFilter(config)
     check_scripts(scripts=settings.scripts)
-    prompts = [
-        prompt
-        for domain in session.config.domains
-        if domain.weight
-        for prompt in session.splits.train[domain.name][: settings.max_prompts]
-    ]
+    prompts = _training_prompts(config, splits)
     lines = []
-    kept = 0
+    num_kept = 0
     for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
-        groups = await session.worker.rollouts(
+        groups = await worker.rollouts(
             0, prompts[start : start + _PROMPTS_AT_ONCE], num_samples=settings.num_samples
         )
-        for group in await session.rewards.score(groups):
-            accepted = (
-                text
-                for text in _accepted(group, selection, settings.scripts)
-                if _is_text(text, session.tokenizer)
-            )
-            responses = list(islice(accepted, settings.max_per_prompt))
-            kept += len(responses)
+        for group in await rewards.score(groups):
+            responses = _responses(group, selection, settings, tokenizer)
+            num_kept += len(responses)
             if responses:
-                prompt = group.group.prompt
-                lines.append(
-                    json.dumps(
-                        {
-                            "question": prompt.text,
-                            "answer": prompt.answer,
-                            "domain": prompt.domain,
-                            "responses": responses,
-                        }
-                    )
-                )
-    write_atomically(session.run_dir.dataset, "\n".join([*lines, ""]))
+                lines.append(json.dumps(_row(group.group.prompt, responses)))
+    write_atomically(run_dir.dataset, "\n".join([*lines, ""]))
     return {
         "prompts": float(len(prompts)),
         "samples": float(len(prompts) * settings.num_samples),
         "kept_prompts": float(len(lines)),
-        "kept_samples": float(kept),
+        "kept_samples": float(num_kept),
+    }
+
+
+def _training_prompts(config: RunConfig, splits: Splits) -> list[Prompt]:
+    """The first ones of every domain that is trained."""
+    prompts: list[Prompt] = []
+    for domain in config.domains:
+        if domain.weight:
+            prompts += splits.train[domain.name][: config.rejection.max_prompts]
+    return prompts
+
+
+def _responses(
+    group: ScoredGroup,
+    selection: GroupFilter,
+    settings: RejectionConfig,
+    tokenizer: TextTokenizer,
+) -> list[str]:
+    """Of the accepted texts of a group the first `max_per_prompt`."""
+    responses: list[str] = []
+    for text in _accepted(group, selection, settings.scripts):
+        if len(responses) == settings.max_per_prompt:
+            break
+        if _is_text(text, tokenizer):
+            responses.append(text)
+    return responses
+
+
+def _row(prompt: Prompt, responses: Sequence[str]) -> dict[str, object]:
+    return {
+        "question": prompt.text,
+        "answer": prompt.answer,
+        "domain": prompt.domain,
+        "responses": responses,
     }
 
 
@@ -74,16 +101,21 @@ def _is_text(text: str, tokenizer: TextTokenizer) -> bool:
 
 
 def _accepted(group: ScoredGroup, selection: GroupFilter, scripts: Sequence[str]) -> Iterator[str]:
+    """Different texts that are correct, finished and in the scripts."""
     seen = set()
     for correct, completion in zip(selection.correct(group), group.group.completions, strict=True):
         text = completion.text
         if correct != 1 or completion.truncated or text.strip() in seen:
             continue
-        if (
-            scripts
-            and any(map(str.isalpha, NOT_PROSE.sub(" ", text)))
-            and language_consistency(text, "", scripts=scripts, think_tag=None) < 1.0
-        ):
+        if scripts and not _is_in_scripts(text, scripts):
             continue
         seen.add(text.strip())
         yield text
+
+
+def _is_in_scripts(text: str, scripts: Sequence[str]) -> bool:
+    """Whether every word of the prose is; formulas and code do not count."""
+    has_prose = any(letter.isalpha() for letter in NOT_PROSE.sub(" ", text))
+    if not has_prose:
+        return True
+    return language_consistency(text, "", scripts=scripts, think_tag=None) >= 1.0

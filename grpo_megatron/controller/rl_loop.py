@@ -9,213 +9,187 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
 from grpo_megatron.checkpoints.retention import prune
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.alarms import Alarms
-from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import greedy_accuracy
-from grpo_megatron.controller.group_filter import by_domain, not_older, staleness
-from grpo_megatron.controller.recorder import prune_store, record_step, starting_steps
-from grpo_megatron.controller.rollout_batch import RolloutBatchBuilder
-from grpo_megatron.controller.session import Session
-from grpo_megatron.controller.trainer_link import RunState
-from grpo_megatron.data.sampler import PromptSampler
+from grpo_megatron.controller.display import Phases, show
+from grpo_megatron.controller.evaluation import Evaluator
+from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.recorder import prune_store, starting_steps
+from grpo_megatron.controller.rollout_batch import RecordedStep, StepSampler
+from grpo_megatron.controller.trainer_link import RunState, TrainerLink
+from grpo_megatron.data.prompts import Splits
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.files import replace_directory
+from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.segments import finish_or_cancel
-from grpo_megatron.routing.shape import recorded_shape
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors
-from grpo_megatron.telemetry.samples import extremes, write_samples
+from grpo_megatron.telemetry.samples import write_samples
 from grpo_megatron.trainer.requests import SaveCheckpoint, Train, TrainReport
 
-
-@dataclass
-class RecordedStep:
-    step: int
-    directory: Path
-    facts: StepFacts
-    seconds: dict[str, float] = field(default_factory=dict)
-    canary: dict[str, float] = field(default_factory=dict)
-    fresh: bool = False  # sampled just now
+_NUM_CHECK_PROMPTS = 8
 
 
 class RLLoop:
-    def __init__(self, session: Session, state: RunState, metrics: MetricsWriter, mirrors: Mirrors):
-        self.session = session
+    """Takes steps from `state` on, until the recipe's last one or until `stopping` is set.
+
+    Attributes:
+        state: After the last step that was taken.
+        steps: Where the samples of each step come from.
+        ahead: Whether a step is sampled while the one before trains.
+        asked: The task that samples the next step, where it was asked for already.
+        phase_seconds: Seconds by phase, over all steps of this attempt."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        state: RunState,
+        *,
+        steps: StepSampler,
+        splits: Splits,
+        trainer: TrainerLink,
+        publisher: Publisher,
+        judges: EngineControl,
+        evaluator: Evaluator,
+        metrics: MetricsWriter,
+        mirrors: Mirrors,
+        phases: Phases,
+        stopping: asyncio.Event,
+    ):
+        self.config = config
+        self.run_dir = run_dir
         self.state = state
-        self.metrics = metrics
-        self.mirrors = mirrors
-        self.config = session.config
-        self.run_dir = session.run_dir
-        self.ahead = self.config.batch.max_staleness > 0
-        self.weights = {d.name: d.weight for d in self.config.domains}
-        self.sampler = PromptSampler(
-            session.splits.train, self.weights, self.config.seed, self.config.curriculum
-        )
-        if state.sampler:
-            self.sampler.load_state_dict(state.sampler)
-        self.source = RolloutBatchBuilder(session, self.sampler)
-        self.alarms = Alarms(self.config.routing.load_alarm)
-        self.started = time.monotonic() - state.seconds
+        self.ahead = config.batch.max_staleness > 0
+        self.asked: asyncio.Task[RecordedStep] | None = None
         self.phase_seconds: Counter[str] = Counter()
-        self.first = state.step
+        self.steps = steps
+        self._splits = splits
+        self._trainer = trainer
+        self._publisher = publisher
+        self._judges = judges
+        self._evaluator = evaluator
+        self._writer = metrics
+        self._mirrors = mirrors
+        self._phases = phases
+        self._stopping = stopping
+        self._alarms = Alarms(config.routing.load_alarm)
+        self._started = time.monotonic() - state.seconds
+        self._first = state.step
         self._checkpointed = -1
-        self.asked: asyncio.Task[RecordedStep] | None = None  # the next step's samples
-        self._canary_found: dict[str, float] = {}  # ahead: of the weights that sample
+        self._logprob_check: dict[str, float] = {}  # ahead: of the weights that sample
 
     async def run(self) -> RunState:
-        """Returns the state after the last step; it is checkpointed."""
+        """Take the steps; returns the state after the last one, which is checkpointed."""
         try:
-            self._canary_found = await self._canary() if self.ahead else {}
-            while self.state.step < self.config.num_steps and not self.session.stopping.is_set():
+            if self.ahead:
+                self._logprob_check = await self._check_logprobs()
+            while self.state.step < self.config.num_steps and not self._stopping.is_set():
                 await self.take_step(more=self.state.step + 1 < self.config.num_steps)
         finally:
             if self.asked:
                 self.asked.cancel()
                 await asyncio.gather(self.asked, return_exceptions=True)
-        await self.checkpoint()
+        await self._checkpoint()
         return self.state
 
     async def take_step(self, *, more: bool) -> None:
-        """Step `state.step`. With `more`, the next one's samples are asked for as soon as may be:
-        ahead, while this one trains; else of engines that rest until they have its weights."""
+        """Take step `state.step`. With `more`, the next one's samples are asked for as soon as may
+        be: ahead, while this one trains; else of engines that pause until they have its weights."""
         step = self.state.step
-        publisher = self.session.publisher
         if self.asked:
-            self.session.phase.sampling()
-        recorded = await self.collect(step, self.asked or self._sample(step))
-        self.asked = asyncio.create_task(self._sample(step + 1)) if self.ahead and more else None
-        report = await self.train(recorded)
+            self._phases.show_sampling()
+        recorded = await self._collect(self.asked or self.steps.sample(step))
+        self.asked = None
+        if self.ahead and more:
+            self.asked = asyncio.create_task(self.steps.sample(step + 1))
+        report = await self._train(recorded)
         if self.asked and self.config.publish.pause == "wait":
             await asyncio.wait([self.asked])  # engines finish before their weights change
         if not self.config.uses_dataset:
-            with self.session.phase("publish"):
-                if more and self._engines_may_be_asked_early(step):
-                    self.asked = asyncio.create_task(self._sample(step + 1))
-                await publisher.publish(step + 1)
-                if self.ahead:
-                    self._canary_found = await self._canary()
-        await self.finish(recorded, report)
+            await self._publish(step, more=more)
+        await self._finish(recorded, report)
 
-    def _engines_may_be_asked_early(self, step: int) -> bool:
-        """Whether requests of step + 1 may go out before its weights: engines keep them until
-        then, and nothing else needs the engines first."""
-        if not self.session.publisher.resting or self.session.stopping.is_set():
-            return False
-        if self.config.placement.shared_servers:  # asking would wake their judges too early
-            return False
-        return not _is_due(self.config.evaluation.interval, step)
-
-    async def collect(self, step: int, sampling: Awaitable[RecordedStep]) -> RecordedStep:
-        """The step's samples, from the store or from the engines, with its canary."""
+    async def _collect(self, sampling: Awaitable[RecordedStep]) -> RecordedStep:
+        """Wait for the step's samples, from the store or from the engines, and for the log-prob
+        check of these engines, unless the samples themselves are one."""
         if self.ahead:  # the trainer is about to have other weights than the engines
-            return replace(await sampling, canary=self._canary_found)
+            recorded = await sampling
+            return replace(recorded, logprob_check=self._logprob_check)
         if self.config.can_verify_from_samples:
             recorded = await sampling
-            living = {replica.index for replica in self.session.publisher.engines.alive}
+            living = {replica.index for replica in self._publisher.engines.alive}
             if recorded.fresh and living <= set(recorded.facts.verified_replicas):
                 return recorded
-            return replace(recorded, canary=await self._canary())
-        both: list[Any] = await finish_or_cancel([sampling, self._canary()])
+            return replace(recorded, logprob_check=await self._check_logprobs())
+        both: list[Any] = await finish_or_cancel([sampling, self._check_logprobs()])
         sampled: RecordedStep = both[0]
-        return replace(sampled, canary=both[1])
+        return replace(sampled, logprob_check=both[1])
 
-    async def _canary(self) -> dict[str, float]:
+    async def _check_logprobs(self) -> dict[str, float]:
+        """Send the log-prob check's prompts, those of the first domain; metrics, empty without."""
         if not self.config.publish.canary or self.config.uses_dataset:
             return {}
-        prompts = next(iter(self.session.splits.train.values()))
-        return await self.session.publisher.check_canary(prompts[:8])
+        prompts = next(iter(self._splits.train.values()))
+        return await self._publisher.check_logprobs(prompts[:_NUM_CHECK_PROMPTS])
 
-    async def _sample(self, step: int) -> RecordedStep:
-        directory = self.run_dir.step_store(step)
-        if is_recorded(directory):
-            recorded = read_manifest(directory)
-            self.sampler.load_state_dict(recorded.sampler)  # its draws depended on its answers
-            return RecordedStep(step, directory, recorded)
-        config = self.config
-        publisher = self.session.publisher
-        started = time.perf_counter()
-        await self.session.judges.wake()
-        version = publisher.version if self.ahead else step  # of the weights that sample
-        sampled = await self.source.groups_of(step)
-        groups = sampled.groups
-        metrics = sampled.metrics
-        rollout_s = sampled.rollout_s
-        stale = version < step or len(not_older(groups, step)) < len(groups)
-        advantages_need_dropped = config.objective.advantage_std == "batch_raw"
-        facts = StepFacts(
-            kind="rl",
-            step=step,
-            version=version,
-            stale=stale,
-            domains=list(self.weights),
-            verified_replicas=sorted({g.group.replica for g in groups if not stale}),
-            sampler=self.sampler.state_dict(),
-            metrics=metrics | by_domain(lambda part: staleness(part, step), groups),
-            extremes=extremes(step, groups, config.telemetry.samples_per_step),
-            dropped_rewards=sampled.dropped_rewards if advantages_need_dropped else {},
-        )
-        scored_at = time.perf_counter()
-        taught = await self.session.teachers.answers([scored.group for scored in groups])
-        written_from = time.perf_counter()
-        await asyncio.to_thread(
-            record_step,
-            directory,
-            groups,
-            config.batch.updates_per_rollout,
-            facts,
-            self.session.tokenizer.decode,
-            recorded_shape(config),
-            taught,
-        )
-        waited = 0.0 if self.ahead else max(0.0, publisher.resumed - started)  # for the weights
-        seconds = {
-            "rollout": rollout_s - waited + time.perf_counter() - written_from,
-            "reward": scored_at - started - rollout_s,
-        }
-        if taught:
-            seconds["teachers"] = written_from - scored_at
-        return RecordedStep(step, directory, facts, seconds, fresh=True)
-
-    async def train(self, recorded: RecordedStep) -> TrainReport:
-        """Take the step's optimizer steps, while engines rest where they have nothing to do.
+    async def _train(self, recorded: RecordedStep) -> TrainReport:
+        """Take the step's optimizer steps, while engines pause where they have nothing to do.
 
         Raises MismatchError where the samples show that an engine computes something else; the
         step is out of the store then."""
         if recorded.facts.is_skipped:
             return TrainReport(metrics={}, state=self.state.objective, updates=0, tokens=0)
-        with self.session.phase("train"):
-            config = self.config
-            publisher = self.session.publisher
-            directory = recorded.directory
-            engines_rest = not (self.ahead or config.uses_dataset)
-            if engines_rest and config.placement.mode == "colocated":
-                await publisher.pause_engines()  # before the training, elsewhere beside it
-            await self.session.judges.rest(sleep=config.placement.gpus_per_node > 0)
+        config = self.config
+        directory = recorded.directory
+        engines_pause = not (self.ahead or config.uses_dataset)
+        with self._phases.measure("train"):
+            if engines_pause and config.placement.mode == "colocated":
+                await self._publisher.pause_engines()  # before the training, elsewhere beside it
+            await self._judges.pause(sleep=config.placement.gpus_per_node > 0)
             request = Train(
                 directory=directory,
                 first_update=self.state.updates,
                 num_updates=config.num_steps * config.batch.updates_per_rollout,
                 state=self.state.objective,
-                exact=recorded.fresh or recorded.step == self.first,
+                exact=recorded.fresh or recorded.step == self._first,
             )
-            together: list[Awaitable[Any]] = [self.session.trainer.call(request)]
-            if engines_rest:
-                together.append(publisher.pause_engines())
+            together: list[Awaitable[Any]] = [self._trainer.call(request)]
+            if engines_pause:
+                together.append(self._publisher.pause_engines())
             try:
                 results = await finish_or_cancel(together)
             except MismatchError:  # nor may a resume train them
                 replace_directory(directory, directory.with_name(f"rejected_{directory.name}"))
                 raise
-            report: TrainReport = results[0]
-            return report
+        report: TrainReport = results[0]
+        return report
 
-    async def finish(self, recorded: RecordedStep, report: TrainReport) -> None:
+    async def _publish(self, step: int, *, more: bool) -> None:
+        """Bring the weights after `step` to the engines, which may get the next requests first."""
+        with self._phases.measure("publish"):
+            if more and self._engines_may_be_asked_early(step):
+                self.asked = asyncio.create_task(self.steps.sample(step + 1))
+            await self._publisher.publish(step + 1)
+            if self.ahead:
+                self._logprob_check = await self._check_logprobs()
+
+    def _engines_may_be_asked_early(self, step: int) -> bool:
+        """Whether requests of step + 1 may go out before its weights: engines keep them until
+        then, and nothing else needs the engines first."""
+        if not self._publisher.holds_requests or self._stopping.is_set():
+            return False
+        if self.config.placement.shared_servers:  # asking would wake their judges too early
+            return False
+        return not _is_due(self.config.evaluation.interval, step)
+
+    async def _finish(self, recorded: RecordedStep, report: TrainReport) -> None:
         """Count the step as done: its metrics, the state, maybe an evaluation and a checkpoint."""
         step = recorded.step
         facts = recorded.facts
@@ -225,34 +199,33 @@ class RLLoop:
             step=step + 1,
             updates=self.state.updates + report.updates,
             sampler=facts.sampler,
-            seconds=time.monotonic() - self.started,
+            seconds=time.monotonic() - self._started,
             objective=report.state,
         )
-        for alarm, text in self.alarms(metrics).items():
+        for alarm, text in self._alarms(metrics).items():
             metrics[f"alarm/{alarm}"] = float(bool(text))
             if text:
                 show("message", text=f"step {step}: {text}")
         if _is_due(self.config.evaluation.interval, step):
-            await self.session.publisher.ensure_version(step + 1)
-            metrics["evaluation/accuracy"] = await greedy_accuracy(
-                self.session, self.session.splits.validation
-            )
-        record = self.metrics.write(step, metrics)
-        self.metrics.write_normalisers(report.normalisers)
-        self.mirrors.log(record)
+            await self._publisher.ensure_version(step + 1)
+            accuracy = await self._evaluator.greedy_accuracy(self._splits.validation)
+            metrics["evaluation/accuracy"] = accuracy
+        record = self._writer.write(step, metrics)
+        self._writer.write_normalisers(report.normalisers)
+        self._mirrors.log(record)
         write_samples(self.run_dir, step, facts.extremes)
         show("step", metrics=record, samples=facts.extremes)
         if _is_due(self.config.checkpoint.interval, step):
-            await self.checkpoint()
+            await self._checkpoint()
 
     def _metrics(self, recorded: RecordedStep, report: TrainReport) -> dict[str, Any]:
         """What was sampled, trained and measured, and the seconds of its phases."""
         version = float(recorded.facts.version)
-        metrics = {**recorded.facts.metrics, **recorded.canary, **report.metrics}
+        metrics = {**recorded.facts.metrics, **recorded.logprob_check, **report.metrics}
         metrics["policy/version"] = version
         metrics["policy/staleness"] = recorded.step - version
 
-        seconds = recorded.seconds | self.session.phase.take_seconds()
+        seconds = recorded.seconds | self._phases.take_seconds()
         self.phase_seconds.update(seconds)
         for phase, passed in seconds.items():
             metrics[f"time/{phase}_s"] = passed
@@ -264,16 +237,16 @@ class RLLoop:
                 metrics[f"throughput/{phase}_tokens_per_s"] = count / seconds[phase]
         return metrics
 
-    async def checkpoint(self) -> None:
+    async def _checkpoint(self) -> None:
         """Save the state after the last step, unless that was done."""
         if self._checkpointed == self.state.step:
             return
-        with self.session.phase("checkpoint"):
+        with self._phases.measure("checkpoint"):
             directory = self.run_dir.step_checkpoint(self.state.step)
             request = SaveCheckpoint(directory=directory, state=asdict(self.state))
-            await self.session.trainer.call(request)
+            await self._trainer.call(request)
         self._checkpointed = self.state.step
-        self.session.event("checkpoint", step=self.state.step)
+        append_event(self.run_dir.events, "checkpoint", step=self.state.step)
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
         starts = starting_steps(self.config, self.run_dir)
         prune_store(self.run_dir.store, starts, self.config.checkpoint.keep_steps)

@@ -1,22 +1,146 @@
-"""The groups of one RL step: drawn, sampled, scored, selected and counted."""
+"""The samples of one RL step: drawn, sampled, scored, selected, counted and recorded."""
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.config.run import SamplingConfig
+from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
+from grpo_megatron.config.run import RunConfig, SamplingConfig
 from grpo_megatron.controller.correction import Correction
-from grpo_megatron.controller.dataset import DatasetAnswers
-from grpo_megatron.controller.display import show
-from grpo_megatron.controller.group_filter import GroupFilter, by_domain, not_older, rollout_metrics
-from grpo_megatron.controller.session import Session
+from grpo_megatron.controller.display import Phases, show
+from grpo_megatron.controller.group_filter import (
+    GroupFilter,
+    by_domain,
+    not_older,
+    rollout_metrics,
+    staleness,
+)
+from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.recorder import record_step
+from grpo_megatron.controller.served_teachers import ServedTeachers
+from grpo_megatron.data.dataset_answers import DatasetAnswers
 from grpo_megatron.data.sampler import PromptSampler
-from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.data.tokenizer import TextTokenizer
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.routing.shape import recorded_shape
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.samples import extremes
 from grpo_megatron.types import Prompt, ScoredGroup
+
+
+@dataclass
+class RecordedStep:
+    """A step whose samples are in the store."""
+
+    step: int
+    directory: Path
+    facts: StepFacts
+    seconds: dict[str, float] = field(default_factory=dict)  # of its sampling, by phase
+    logprob_check: dict[str, float] = field(default_factory=dict)  # its metrics, if one was made
+    fresh: bool = False  # sampled just now
+
+
+class StepSampler:
+    """Gives step after step: from the store, or else from the engines and into the store.
+
+    Attributes:
+        sampler: Draws the prompts.
+        ahead: Whether a step is sampled while the one before trains, by older weights."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        *,
+        sampler: PromptSampler,
+        batches: "RolloutBatchBuilder",
+        publisher: Publisher,
+        judges: EngineControl,
+        teachers: ServedTeachers,
+        tokenizer: TextTokenizer,
+    ):
+        self._config = config
+        self._run_dir = run_dir
+        self.sampler = sampler
+        self._batches = batches
+        self._publisher = publisher
+        self._judges = judges
+        self._teachers = teachers
+        self._tokenizer = tokenizer
+        self.ahead = config.batch.max_staleness > 0
+
+    async def sample(self, step: int) -> RecordedStep:
+        """Return step `step`, recorded; one that the store has is never sampled again."""
+        directory = self._run_dir.step_store(step)
+        if is_recorded(directory):
+            recorded = read_manifest(directory)
+            self.sampler.load_state_dict(recorded.sampler)  # its draws depended on its answers
+            return RecordedStep(step, directory, recorded)
+
+        started = time.perf_counter()
+        await self._judges.resume()
+        version = step  # of the weights that sample
+        if self.ahead:
+            version = self._publisher.version
+        sampled = await self._batches.groups_of(step)
+        facts = self._facts(step, version, sampled)
+        scored_at = time.perf_counter()
+
+        groups = [scored.group for scored in sampled.groups]
+        teacher_logprobs = await self._teachers.answers(groups)
+        written_from = time.perf_counter()
+        await asyncio.to_thread(
+            record_step,
+            directory,
+            sampled.groups,
+            self._config.batch.updates_per_rollout,
+            facts,
+            self._tokenizer.decode,
+            recorded_shape(self._config),
+            teacher_logprobs,
+        )
+
+        waited = 0.0  # for the weights
+        if not self.ahead:
+            waited = max(0.0, self._publisher.resumed_at - started)
+        seconds = {
+            "rollout": sampled.rollout_s - waited + time.perf_counter() - written_from,
+            "reward": scored_at - started - sampled.rollout_s,
+        }
+        if teacher_logprobs:
+            seconds["teachers"] = written_from - scored_at
+        return RecordedStep(step, directory, facts, seconds, fresh=True)
+
+    def _facts(self, step: int, version: int, sampled: "SampledStep") -> StepFacts:
+        config = self._config
+        groups = sampled.groups
+        is_stale = version < step or len(not_older(groups, step)) < len(groups)
+        verified_replicas: set[int] = set()
+        if not is_stale:
+            verified_replicas = {scored.group.replica for scored in groups}
+        dropped: dict[str, list[float]] = {}
+        if config.objective.advantage_std == "batch_raw":
+            dropped = sampled.dropped_rewards
+        return StepFacts(
+            kind="rl",
+            step=step,
+            version=version,
+            stale=is_stale,
+            domains=[domain.name for domain in config.domains],
+            verified_replicas=sorted(verified_replicas),
+            sampler=self.sampler.state_dict(),
+            metrics=sampled.metrics | by_domain(lambda part: staleness(part, step), groups),
+            extremes=extremes(step, groups, config.telemetry.samples_per_step),
+            dropped_rewards=dropped,
+        )
 
 
 @dataclass(frozen=True)
@@ -35,27 +159,44 @@ class RolloutBatchBuilder:
     Kept groups beyond the target go into the next step. They are held in memory only: after a
     crash their prompts come again in a later epoch, like those of rejected groups."""
 
-    def __init__(self, session: Session, sampler: PromptSampler):
-        config = session.config
-        self._session = session
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        sampler: PromptSampler,
+        worker: RolloutWorker,
+        rewards: RewardPool,
+        tokenizer: TextTokenizer,
+        phases: Phases,
+    ):
+        self._config = config
         self._sampler = sampler
+        self._rewards = rewards
+        self._phases = phases
         self._filter = GroupFilter(config)
-        self._answers: RolloutWorker | DatasetAnswers = session.worker
+        self._answers: RolloutWorker | DatasetAnswers = worker
         if config.uses_dataset:
-            self._answers = DatasetAnswers(session.tokenizer, config.rollout.max_new_tokens)
-        self._surplus: list[ScoredGroup] = []
+            self._answers = DatasetAnswers(tokenizer, config.rollout.max_new_tokens)
         self._correction: Correction | None = None
         if config.correction is not None:
-            self._correction = Correction(session, config.correction, self._filter)
+            self._correction = Correction(
+                config,
+                config.correction,
+                group_filter=self._filter,
+                worker=worker,
+                rewards=rewards,
+                tokenizer=tokenizer,
+            )
+        self._surplus: list[ScoredGroup] = []
         self._rollout_s = 0.0
         self._first_tries: list[ScoredGroup] = []
         """Of the step that is sampled: everything before any correction."""
 
     async def groups_of(self, step: int) -> SampledStep:
         """Sample `step`; moves the sampler and its curriculum."""
-        batch = self._session.config.batch
-        settings = self._session.config.sampling
-        self._session.rewards.take_metrics()  # of evaluations
+        batch = self._config.batch
+        settings = self._config.sampling
+        self._rewards.take_metrics()  # of evaluations
         self._rollout_s = 0.0
         self._first_tries = []
 
@@ -98,17 +239,16 @@ class RolloutBatchBuilder:
 
     async def _score(self, step: int, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
         """One round: sampled, scored and corrected groups of `prompts`."""
-        phase = self._session.phase
-        phase.sampling("rollout")
+        self._phases.show_sampling("rollout")
         started = time.perf_counter()
         groups = await self._answers.rollouts(step, prompts)
         self._rollout_s += time.perf_counter() - started
-        phase.sampling("reward")
-        scored = await self._session.rewards.score(groups)
+        self._phases.show_sampling("reward")
+        scored = await self._rewards.score(groups)
         self._first_tries += scored
         if self._correction is None:
             return scored
-        return await self._correction(step, scored)
+        return await self._correction.retry(step, scored)
 
     def _tell_curriculum(self) -> None:
         for group in self._first_tries:
@@ -126,7 +266,7 @@ class RolloutBatchBuilder:
         metrics |= by_domain(rollout_metrics, seen)
         metrics |= by_domain(self._filter.metrics, seen)
         metrics |= self._sampler.metrics()
-        metrics |= self._session.rewards.take_metrics()
+        metrics |= self._rewards.take_metrics()
         if self._correction is not None:  # acceptance is that of the corrected groups
             metrics |= self._correction.take_metrics()
             corrected = by_domain(self._filter.metrics, sampled or groups)
@@ -168,18 +308,24 @@ async def fill_batch(
     kept = list(carried)
     sampled: list[ScoredGroup] = []
     num_rounds = 0
+    max_rounds = 1
+    if settings.dynamic:
+        max_rounds += settings.max_refill_rounds
     used = {group.group.prompt.prompt_id for group in carried}
-    while len(kept) < target and num_rounds <= settings.max_refill_rounds * settings.dynamic:
+    while len(kept) < target and num_rounds < max_rounds:
         missing = target - len(kept)
         if sampled:
             acceptance = (len(kept) - len(carried)) / len(sampled)
-        size = math.ceil(missing * min(settings.max_oversampling, 1 / max(acceptance, 1e-9)))
-        prompts = draw(size, used) if settings.dynamic else draw(missing, None)
+        if settings.dynamic:
+            oversampling = min(settings.max_oversampling, 1 / max(acceptance, 1e-9))
+            prompts = draw(math.ceil(missing * oversampling), used)
+        else:
+            prompts = draw(missing, None)
         if not prompts:  # the step has had every prompt
             break
         used |= {prompt.prompt_id for prompt in prompts}
         groups = await score(prompts)
         sampled += groups
-        kept += filter(keeps, groups)
+        kept += [group for group in groups if keeps(group)]
         num_rounds += 1
     return kept, sampled, num_rounds

@@ -1,5 +1,9 @@
-"""One run from start to end: cold start, RL, held-out accuracy before and after, export."""
+"""One run from start to end: cold start, RL, held-out accuracy before and after, export.
 
+Every part gets here what it works with, by name, from the open resources."""
+
+import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -9,21 +13,24 @@ from typing import Any
 
 from grpo_megatron.config.gates import parse_gate
 from grpo_megatron.config.objective import ObjectiveConfig
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import ColdStartConfig, RunConfig
 from grpo_megatron.controller.cold_start import ColdStart
-from grpo_megatron.controller.display import show
-from grpo_megatron.controller.evaluation import evaluate, greedy_accuracy
+from grpo_megatron.controller.display import Phases, show
+from grpo_megatron.controller.evaluation import Evaluator, Results
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.controller.rejection import sample_dataset
+from grpo_megatron.controller.resources import Resources, open_resources
 from grpo_megatron.controller.restoring import newest_whole
 from grpo_megatron.controller.rl_loop import RLLoop
-from grpo_megatron.controller.session import Session, open_session
+from grpo_megatron.controller.rollout_batch import RolloutBatchBuilder, StepSampler
 from grpo_megatron.controller.trainer_link import RunState
+from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import GateError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter
-from grpo_megatron.telemetry.mirrors import make_mirrors
+from grpo_megatron.telemetry.mirrors import Mirrors, make_mirrors
 from grpo_megatron.trainer.requests import (
     ExportModel,
     LoadCheckpoint,
@@ -33,50 +40,287 @@ from grpo_megatron.trainer.requests import (
 
 
 async def run(config: RunConfig, run_dir: RunDir, on_start: Callable) -> bool:
-    """False: it was told to stop and can be resumed. `on_start` gets the event that stops RL."""
+    """Run to the end; False: it was told to stop and can be resumed. `on_start` gets the event
+    that stops cold start and RL, once they listen to it.
+
+    Raises GateError where the results miss a gate, and what its parts raise."""
     started = time.monotonic()
-    async with open_session(config, run_dir) as session:
-        _tell_unused(config)
-        state = await _restore(session)
+    async with open_resources(config, run_dir) as resources:
+        return await Run(config, run_dir, resources, on_start, started).run()
+
+
+class Run:
+    """One attempt of a run, with everything open that it needs.
+
+    started: `time.monotonic()` when the attempt began."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        resources: Resources,
+        on_start: Callable,
+        started: float,
+    ):
+        self.config = config
+        self.run_dir = run_dir
+        self.resources = resources
+        self.on_start = on_start
+        self.started = started
+        self.phases = Phases()
+        self.stopping = asyncio.Event()
+        self.evaluator = Evaluator(
+            config,
+            worker=resources.worker,
+            rewards=resources.rewards,
+            judges=resources.judges,
+        )
+
+    async def run(self) -> bool:
+        """As the function `run`."""
+        _tell_unused(self.config)
+        state = await self._restore()
         if state is None:
-            state = await _begin(session, started, on_start)
+            state = await self._begin()
         if state is None:
-            show("message", text=f"stopped in the cold start; grpo-megatron resume {run_dir.root}")
+            self._tell_stopped("in the cold start")
             return False
         began = time.monotonic() - state.seconds  # earlier attempts count
-        if config.trains:
-            state = await _train(session, state, on_start)
-            if state.step < config.num_steps:
-                show(
-                    "message",
-                    text=f"stopped after {state.step} steps; grpo-megatron resume {run_dir.root}",
-                )
+        if self.config.trains:
+            state = await self._train(state)
+            if state.step < self.config.num_steps:
+                self._tell_stopped(f"after {state.step} steps")
                 return False
-            num_bytes = await session.trainer.call(ExportModel(run_dir.export))
-            show(
-                "message",
-                text=f"exported {num_bytes / 1e9:.3f} GB, read back whole: {run_dir.export}",
-            )
-        await session.publisher.ensure_version(state.step)
-        made = await sample_dataset(session) if config.kind == "rejection_sample" else {}
-        results = await evaluate(session, session.splits.heldout, config.evaluation.num_samples)
-        seconds = time.monotonic() - began
-        after = results["all"].get("accuracy", float("nan"))
-        _conclude(
-            session,
-            {
-                "eval": results,
-                "dataset": made,
-                "seconds": seconds,
-                "before": state.heldout_before if config.trains else None,
-                "steps": state.step,
-                "accelerator_hours": config.num_devices * seconds / 3600,
-            },
+            await self._export()
+        await self.resources.publisher.ensure_version(state.step)
+        num_samples = {}
+        if self.config.kind == "rejection_sample":
+            num_samples = await self._sample_dataset()
+        results = await self.evaluator.evaluate(
+            self.resources.splits.heldout, self.config.evaluation.num_samples
         )
-        session.event("finished", before=state.heldout_before, after=after, seconds=seconds)
-        before = f"before {state.heldout_before:.2f} after " if config.trains else ""
-        show("result", text=f"held-out accuracy {before}{after:.2f} in {seconds:.0f} s")
+        self._conclude(state, results, num_samples, time.monotonic() - began)
         return True
+
+    # --- before the first step
+
+    async def _restore(self) -> RunState | None:
+        """Go on after the newest checkpoint that is whole; None without any."""
+        trainer = self.resources.trainer
+        directory = await newest_whole(trainer, self.run_dir.checkpoints, self.run_dir.events)
+        if directory is None:
+            return None
+        saved = await trainer.call(LoadCheckpoint(directory))
+        state = RunState(**saved)
+        drop_disconnected(self.run_dir.store, state.step)
+        await self.resources.publisher.publish(state.step)
+        show("message", text=f"resumed after step {state.step}")
+        append_event(self.run_dir.events, "resumed", step=state.step)
+        return state
+
+    async def _begin(self) -> RunState | None:
+        """Prepare step 0; None: told to stop in the cold start."""
+        resources = self.resources
+        cold_start = None
+        if self.config.cold_start is not None:
+            cold_start = self._make_cold_start(self.config.cold_start)
+            self.on_start(self.stopping)
+        await resources.publisher.publish(0)
+        if cold_start is not None:
+            has_ended = await cold_start.run()
+            if not has_ended:
+                return None
+        await resources.trainer.call(TakeReference())
+        before = float("nan")
+        if self.config.trains:
+            before = await self._accuracy_before()
+        if cold_start is None:
+            return RunState(0, 0, {}, before, time.monotonic() - self.started)
+        state = RunState(0, 0, {}, before, cold_start.seconds)
+        directory = self.run_dir.step_checkpoint(0)  # not to be repeated by a resume
+        await resources.trainer.call(SaveCheckpoint(directory=directory, state=asdict(state)))
+        cold_start.forget()
+        return state
+
+    def _make_cold_start(self, settings: ColdStartConfig) -> ColdStart:
+        resources = self.resources
+        return ColdStart(
+            self.config,
+            settings,
+            self.run_dir,
+            self.started,
+            tokenizer=resources.tokenizer,
+            splits=resources.splits,
+            trainer=resources.trainer,
+            publisher=resources.publisher,
+            judges=resources.judges,
+            evaluator=self.evaluator,
+            phases=self.phases,
+            stopping=self.stopping,
+        )
+
+    async def _accuracy_before(self) -> float:
+        prompts = self.resources.splits.heldout
+        show("message", text=f"answering {len(prompts)} held-out prompts, before training")
+        accuracy = await self.evaluator.greedy_accuracy(prompts)
+        show("message", text=f"held-out accuracy before training {accuracy:.3f}")
+        return accuracy
+
+    # --- training
+
+    async def _train(self, state: RunState) -> RunState:
+        """Take the RL steps that are left; returns the state after the last one."""
+        config = self.config
+        with contextlib.ExitStack() as stack:
+            metrics = stack.enter_context(closing(MetricsWriter(self.run_dir)))
+            recipe = config.model_dump(mode="json")
+            mirrors = make_mirrors(config.telemetry, self.run_dir, config.name, recipe)
+            stack.enter_context(closing(mirrors))
+            metrics.truncate_after(state.step - 1)
+            loop = make_rl_loop(
+                config,
+                self.run_dir,
+                state,
+                self.resources,
+                evaluator=self.evaluator,
+                metrics=metrics,
+                mirrors=mirrors,
+                phases=self.phases,
+                stopping=self.stopping,
+            )
+            self.on_start(self.stopping)
+            state = await loop.run()
+        totals = loop.phase_seconds.most_common()
+        spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in totals)
+        show("message", text=f"seconds by phase of {state.step} RL steps: {spent}")
+        return state
+
+    async def _export(self) -> None:
+        num_bytes = await self.resources.trainer.call(ExportModel(self.run_dir.export))
+        show(
+            "message",
+            text=f"exported {num_bytes / 1e9:.3f} GB, read back whole: {self.run_dir.export}",
+        )
+
+    # --- after it
+
+    async def _sample_dataset(self) -> dict[str, float]:
+        return await sample_dataset(
+            self.config,
+            self.run_dir,
+            splits=self.resources.splits,
+            worker=self.resources.worker,
+            rewards=self.resources.rewards,
+            tokenizer=self.resources.tokenizer,
+        )
+
+    def _conclude(
+        self,
+        state: RunState,
+        evaluation: Results,
+        num_samples: dict[str, float],
+        seconds: float,
+    ) -> None:
+        """Write `result.json` and tell the result; GateError where it misses a gate.
+
+        num_samples: of the data set that the run made, empty where it made none."""
+        before = None
+        told_before = ""
+        if self.config.trains:
+            before = state.heldout_before
+            told_before = f"before {before:.2f} after "
+        result = {
+            "eval": evaluation,
+            "dataset": num_samples,
+            "seconds": seconds,
+            "before": before,
+            "steps": state.step,
+            "accelerator_hours": self.config.num_devices * seconds / 3600,
+        }
+        write_atomically(self.run_dir.result, json.dumps(result, indent=1))
+        self._check_gates(result)
+        after = evaluation["all"].get("accuracy", float("nan"))
+        append_event(
+            self.run_dir.events,
+            "finished",
+            before=state.heldout_before,
+            after=after,
+            seconds=seconds,
+        )
+        show("result", text=f"held-out accuracy {told_before}{after:.2f} in {seconds:.0f} s")
+
+    def _check_gates(self, result: dict[str, Any]) -> None:
+        closed = []
+        for text in self.config.gates:
+            gate = parse_gate(text)
+            seen = gate.check(result)
+            if seen is not None:
+                closed.append(f"{gate.text} (seen: {seen})")
+        if closed:
+            raise GateError(
+                "; ".join(closed),
+                where="gates",
+                remedy=f"train more, or lower the gate; the weights are in {self.run_dir.export}",
+            )
+
+    def _tell_stopped(self, when: str) -> None:
+        show("message", text=f"stopped {when}; grpo-megatron resume {self.run_dir.root}")
+
+
+def make_rl_loop(
+    config: RunConfig,
+    run_dir: RunDir,
+    state: RunState,
+    resources: Resources,
+    *,
+    evaluator: Evaluator,
+    metrics: MetricsWriter,
+    mirrors: Mirrors,
+    phases: Phases,
+    stopping: asyncio.Event,
+) -> RLLoop:
+    """Put the RL loop together, with the prompts that `state` draws next."""
+    sampler = PromptSampler(
+        resources.splits.train,
+        {domain.name: domain.weight for domain in config.domains},
+        config.seed,
+        config.curriculum,
+    )
+    if state.sampler:
+        sampler.load_state_dict(state.sampler)
+    batches = RolloutBatchBuilder(
+        config,
+        sampler=sampler,
+        worker=resources.worker,
+        rewards=resources.rewards,
+        tokenizer=resources.tokenizer,
+        phases=phases,
+    )
+    steps = StepSampler(
+        config,
+        run_dir,
+        sampler=sampler,
+        batches=batches,
+        publisher=resources.publisher,
+        judges=resources.judges,
+        teachers=resources.teachers,
+        tokenizer=resources.tokenizer,
+    )
+    return RLLoop(
+        config,
+        run_dir,
+        state,
+        steps=steps,
+        splits=resources.splits,
+        trainer=resources.trainer,
+        publisher=resources.publisher,
+        judges=resources.judges,
+        evaluator=evaluator,
+        metrics=metrics,
+        mirrors=mirrors,
+        phases=phases,
+        stopping=stopping,
+    )
 
 
 def _tell_unused(config: RunConfig) -> None:
@@ -88,77 +332,3 @@ def _tell_unused(config: RunConfig) -> None:
             text="objective.correct_threshold is not used in training: the component "
             "domains.*.accuracy and its accuracy_threshold say what is correct",
         )
-
-
-async def _train(session: Session, state: RunState, on_start: Callable) -> RunState:
-    config = session.config
-    run_dir = session.run_dir
-    with (
-        closing(MetricsWriter(run_dir)) as metrics,
-        closing(
-            make_mirrors(config.telemetry, run_dir, config.name, config.model_dump(mode="json"))
-        ) as mirrors,
-    ):
-        metrics.truncate_after(state.step - 1)
-        loop = RLLoop(session, state, metrics, mirrors)
-        on_start(session.stopping)
-        state = await loop.run()
-    spent = ", ".join(f"{name} {s:.0f}" for name, s in loop.phase_seconds.most_common())
-    show("message", text=f"seconds by phase of {state.step} RL steps: {spent}")
-    return state
-
-
-def _conclude(session: Session, result: dict[str, Any]) -> None:
-    """Write `result.json`; GateError where it misses a gate of the recipe."""
-    write_atomically(session.run_dir.result, json.dumps(result, indent=1))
-    if closed := [
-        f"{gate.text} (seen: {seen})"
-        for gate in map(parse_gate, session.config.gates)
-        if (seen := gate.check(result)) is not None
-    ]:
-        raise GateError(
-            "; ".join(closed),
-            where="gates",
-            remedy=f"train more, or lower the gate; the weights are in {session.run_dir.export}",
-        )
-
-
-async def _begin(session: Session, started: float, on_start: Callable) -> RunState | None:
-    """Prepare step 0; None: told to stop in the cold start."""
-    cold_start = None
-    if session.config.cold_start is not None:
-        cold_start = ColdStart(session, session.config.cold_start, started)
-        on_start(session.stopping)
-    await session.publisher.publish(0)
-    if cold_start and not await cold_start.run():
-        return None
-    await session.trainer.call(TakeReference())
-    before = float("nan")
-    if session.config.trains:
-        show(
-            "message",
-            text=f"answering {len(session.splits.heldout)} held-out prompts, before training",
-        )
-        before = await greedy_accuracy(session, session.splits.heldout)
-        show("message", text=f"held-out accuracy before training {before:.3f}")
-    seconds = cold_start.seconds if cold_start else time.monotonic() - started
-    state = RunState(0, 0, {}, before, seconds)
-    if cold_start:  # not to be repeated by a resume
-        directory = session.run_dir.step_checkpoint(0)
-        await session.trainer.call(SaveCheckpoint(directory=directory, state=asdict(state)))
-        cold_start.forget()
-    return state
-
-
-async def _restore(session: Session) -> RunState | None:
-    """Go on after the newest checkpoint that is whole; None without any."""
-    run_dir = session.run_dir
-    directory = await newest_whole(session, run_dir.checkpoints)
-    if directory is None:
-        return None
-    state = RunState(**await session.trainer.call(LoadCheckpoint(directory)))
-    drop_disconnected(run_dir.store, state.step)
-    await session.publisher.publish(state.step)
-    show("message", text=f"resumed after step {state.step}")
-    session.event("resumed", step=state.step)
-    return state

@@ -19,7 +19,7 @@ from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import BoundReward, bind
-from grpo_megatron.rewards.worker import Call, Outcome
+from grpo_megatron.rewards.reward_worker import Call, Outcome
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
 
 logger = logging.getLogger(__name__)

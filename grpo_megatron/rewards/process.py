@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import RewardError
-from grpo_megatron.rewards.worker import Call, Outcome
+from grpo_megatron.rewards.reward_worker import Call, Outcome
 
 _STARTUP_TIMEOUT_S, _CLOSE_TIMEOUT_S, _GRACE_S = 120.0, 2.0, 0.05
 _MAX_IDLE_DEATHS = 3
@@ -54,7 +54,7 @@ class RewardProcess:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "grpo_megatron.rewards.worker",
+                "grpo_megatron.rewards.reward_worker",
                 str(theirs.fileno()),
                 str(os.getpid()),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -17,7 +17,7 @@ from grpo_megatron.errors import EngineError
 from grpo_megatron.network import LOOPBACK, Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.hf_config import engine_overrides
-from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rundir import RunDir
 
 PLUGIN = "grpo_megatron"

@@ -5,6 +5,7 @@ A replica that dies costs one segment, and tokens sampled before new weights cam
 the version, log-probs and routes of their own time."""
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo_megatron.errors import EngineError
-from grpo_megatron.rollout.seeds import derive_seed
 from grpo_megatron.types import Completion, SamplingMask, VersionSpan
 
 Result = TypeVar("Result")
@@ -20,6 +20,17 @@ Result = TypeVar("Result")
 Ask = Callable[..., Awaitable[list[Completion]]]  # (ids, n=, max_tokens=, seed=, routes_from=)
 
 _MAX_EMPTY = 100  # aborted segments without a token in a row: publishes before their turn
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed in [0, 2^31) that depends on what is sampled, never on when or where: `parts`
+    are, for example, run seed, step, prompt id and sample index.
+
+    Neighbouring inputs give unrelated seeds, whereas vLLM's children of one request (`n > 1`) use
+    seed, seed + 1, ... so that neighbouring prompt seeds would overlap."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
 async def complete(

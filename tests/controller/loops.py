@@ -13,13 +13,14 @@ import numpy as np
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.controller.phases import Phases
-from grpo_megatron.controller.rl_loop import RLLoop
+from grpo_megatron.controller.display import Phases
+from grpo_megatron.controller.resources import Resources
+from grpo_megatron.controller.run import make_rl_loop
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.errors import EngineError, MismatchError
-from grpo_megatron.rollout.publish import WeightPublisher
-from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
 from grpo_megatron.trainer.requests import SaveCheckpoint, Train, TrainReport
@@ -69,40 +70,45 @@ class Loop:
         self.dropped: list[int] = []  # steps that were asked for in vain
         self.publish_fails_at: int | None = None  # weight version
         self.exact: list[bool] = []  # by `Train` request
-        self.canaries: list[int] = []  # weight versions
+        self.checked: list[int] = []  # weight versions for which prompts were sent
         self.num_engines = 1  # p8 is asked of the one after that of p7
         self.mismatch_at: int | None = None  # `Train` request
         self.states: dict[int, RunState] = {}
 
     def run(self, state: RunState = START) -> RunState:
         async def main() -> RunState:
-            session = SimpleNamespace(
-                config=self.config,
-                run_dir=self.run_dir,
-                worker=self,
-                rewards=SimpleNamespace(score=self.score, take_metrics=dict),
-                publisher=self,
-                trainer=self,
-                teachers=ServedTeachers(self.config),
-                judges=WeightPublisher([]),
-                stopping=asyncio.Event(),
-                phase=Phases(),
+            resources = Resources(
                 tokenizer=SimpleNamespace(
                     decode=str,
                     stop_token_ids=(0,),
                     encode=lambda text, where=None: [ord(c) for c in text],
                 ),
                 splits=SimpleNamespace(train=self.prompts, validation=[]),
-                event=lambda *_, **__: None,
+                trainer=self,
+                worker=self,
+                rewards=SimpleNamespace(score=self.score, take_metrics=dict),
+                publisher=self,
+                teachers=ServedTeachers(self.config),
+                judges=EngineControl([]),
             )
-            self.version, self.resumed, self.resting = state.step, 0.0, False
+            self.version, self.resumed_at, self.holds_requests = state.step, 0.0, False
             self.weights_came = asyncio.Event()
             self.weights_came.set()
             writer = MetricsWriter(self.run_dir)
             writer.truncate_after(state.step - 1)
             with contextlib.closing(writer):
-                loop = RLLoop(session, state, writer, SimpleNamespace(log=lambda record: None))
-                self.sampler = loop.sampler
+                loop = make_rl_loop(
+                    self.config,
+                    self.run_dir,
+                    state,
+                    resources,
+                    evaluator=SimpleNamespace(greedy_accuracy=self.greedy_accuracy),
+                    metrics=writer,
+                    mirrors=SimpleNamespace(log=lambda record: None),
+                    phases=Phases(),
+                    stopping=asyncio.Event(),
+                )
+                self.sampler = loop.steps.sampler
                 return await loop.run()
 
         return asyncio.run(main())
@@ -158,18 +164,21 @@ class Loop:
         await asyncio.sleep(0.01)  # what is asked for meanwhile waits
         if version == self.publish_fails_at:
             raise EngineError("no engine is alive")
-        self.version, self.resting = version, False
+        self.version, self.holds_requests = version, False
         self.weights_came.set()
 
     async def ensure_version(self, version: int) -> None:
         assert self.version == version
 
     async def pause_engines(self) -> None:
-        self.resting = True
+        self.holds_requests = True
         self.weights_came.clear()
 
-    async def check_canary(self, prompts) -> dict[str, float]:
-        self.canaries.append(self.version)
+    async def greedy_accuracy(self, prompts) -> float:
+        return 0.5
+
+    async def check_logprobs(self, prompts) -> dict[str, float]:
+        self.checked.append(self.version)
         return {"canary/seconds": 0.0}
 
     async def call(self, request: Train | SaveCheckpoint) -> TrainReport | None:

@@ -10,8 +10,8 @@ import pytest
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineUnreachable
+from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.publish import WeightPublisher
 from grpo_megatron.weights.transfer_plan import TransferPlan
 from tests.controller.cases import recipe
 
@@ -54,21 +54,21 @@ def test_engines_that_slept_are_woken_by_whoever_publishes_next():
         publisher = colocated(engines, gpus=1)
         await publisher.pause_engines()
         await publisher._connect(engines[:1])
-        await publisher._publisher.publish_file(1, "x")
+        await publisher._control.publish_file(1, "x")
 
     asyncio.run(run())
-    rested = [("/pause", {"mode": "wait", "clear_cache": "true"}), ("/sleep", {"level": "1"})]
-    assert engines[1].calls == rested
+    paused = [("/pause", {"mode": "wait", "clear_cache": "true"}), ("/sleep", {"level": "1"})]
+    assert engines[1].calls == paused
     assert engines[0].calls == [
-        *rested,
+        *paused,
         ("/wake_up", {"tags": "weights"}),
         ("/wake_up", {"tags": "kv_cache"}),
         ("/resume", None),
     ]
 
 
-@pytest.mark.parametrize(("found_out", "attempts"), [("by rollouts", 1), ("at rest", 2)])
-def test_an_engine_that_died_is_not_asked_to_rest(found_out, attempts):
+@pytest.mark.parametrize(("found_out", "attempts"), [("by rollouts", 1), ("paused", 2)])
+def test_an_engine_that_died_is_not_asked_to_pause(found_out, attempts):
     engines = Engine(), Engine()
 
     async def run():
@@ -79,13 +79,13 @@ def test_an_engine_that_died_is_not_asked_to_rest(found_out, attempts):
             await publisher.engines.examine(publisher.engines.replicas[1], EngineError("gone"))
         await publisher.pause_engines()
         assert [replica.index for replica in publisher.engines.alive] == [0]
-        await publisher.pause_engines()  # it rests already
+        await publisher.pause_engines()  # it is paused already
 
     asyncio.run(run())
     assert [path for path, _ in engines[0].calls] == ["/pause"] * attempts
 
 
-def test_without_a_live_engine_nothing_rests():
+def test_without_a_live_engine_nothing_is_paused():
     engine = Engine()
     engine.is_alive = False
     with pytest.raises(EngineError, match="gone"):
@@ -118,12 +118,12 @@ def test_every_worker_answers_for_itself(reports, error, told):
         return {"digests": {}}
 
     async def run():
-        publisher = WeightPublisher(
+        control_of_one = EngineControl(
             [SimpleNamespace(name="engine", control=control, call_workers=call_workers)]
         )
-        assert await publisher.num_workers() == 2
+        assert await control_of_one.num_workers() == 2
         with pytest.raises(error, match=told):
-            await publisher.publish(1, TransferPlan((), num_senders=1, bucket_bytes=1), send)
+            await control_of_one.publish(1, TransferPlan((), num_senders=1, bucket_bytes=1), send)
 
     asyncio.run(run())
     assert "/resume" not in paths
@@ -134,28 +134,28 @@ def test_every_worker_answers_for_itself(reports, error, told):
     ("sleep", "expected"),
     [(True, ["/pause", "/sleep", "/wake_up", "/resume"]), (False, ["/pause", "/resume"])],
 )
-def test_a_judge_rests_between_uses(sleep, expected):
+def test_a_judge_is_paused_between_uses(sleep, expected):
     calls = []
 
     async def control(path, *args, **options):
         calls.append(path)
 
     async def run():
-        judges = WeightPublisher([SimpleNamespace(control=control)])
-        await judges.rest(sleep=sleep)
-        await judges.wake()
+        judges = EngineControl([SimpleNamespace(control=control)])
+        await judges.pause(sleep=sleep)
+        await judges.resume()
 
     asyncio.run(run())
     assert calls == expected
 
 
 @pytest.mark.parametrize(
-    ("seconds", "asleep", "resting"), [(1.0, False, True), (1.0, True, False), (90.0, False, False)]
+    ("seconds", "asleep", "holds"), [(1.0, False, True), (1.0, True, False), (90.0, False, False)]
 )
-def test_resting_engines_take_requests_unless_weights_take_long(seconds, asleep, resting):
+def test_paused_engines_take_requests_unless_weights_take_long(seconds, asleep, holds):
     """A request's time limit begins when it is sent."""
     publisher = Publisher(recipe(rollout={"request_timeout_s": 600.0}), None, None, None)
     publisher._seconds = seconds
-    assert not publisher.resting
-    publisher._publisher.paused, publisher._publisher.asleep = True, asleep
-    assert publisher.resting == resting
+    assert not publisher.holds_requests
+    publisher._control.paused, publisher._control.asleep = True, asleep
+    assert publisher.holds_requests == holds

@@ -177,7 +177,7 @@ AHEAD = {"batch": {"num_prompts": 4, "num_samples_per_prompt": 4, "max_staleness
 
 
 def test_the_next_samples_are_asked_for_before_their_weights_have_come(tmp_path):
-    """Of engines that rest: they are of the new weights all the same, and say so."""
+    """Of engines that pause: they are of the new weights all the same, and say so."""
     loop = make(tmp_path)
     loop.run()
     assert loop.asked == [(0, 0)] + [(step, step - 1) for step in range(1, 6)]
@@ -194,11 +194,7 @@ def test_the_next_samples_are_asked_for_before_their_weights_have_come(tmp_path)
         (AHEAD, set()),
     ],
 )
-def test_when_the_next_samples_are_not_asked_for_early(tmp_path, tables, late, monkeypatch):
-    async def nothing(*_, **__):
-        return 0.5
-
-    monkeypatch.setattr("grpo_megatron.controller.rl_loop.greedy_accuracy", nothing)
+def test_when_the_next_samples_are_not_asked_for_early(tmp_path, tables, late):
     loop = make(tmp_path, **tables)
     loop.run()
     assert loop.asked == [(step, step if step in late else max(step - 1, 0)) for step in range(6)]
@@ -208,7 +204,7 @@ def test_when_the_next_samples_are_not_asked_for_early(tmp_path, tables, late, m
 def test_what_runs_beside_a_phase_is_shown_after_it(tmp_path, tables, monkeypatch):
     """Else the screen calls a publish `rollout`, and the rollout that follows nothing at all."""
     shown = []
-    for module in ("phases", "rl_loop"):
+    for module in ("display", "rl_loop"):
         monkeypatch.setattr(
             f"grpo_megatron.controller.{module}.show",
             lambda kind, **fields: shown.append(fields["name"] if kind == "phase" else kind),
@@ -228,7 +224,7 @@ def test_what_was_asked_for_ends_with_a_publish_that_fails(tmp_path):
     assert loop.dropped == [2] and not loop.run_dir.step_store(2).exists()
 
 
-def test_samples_are_their_own_canary_where_they_can_be(tmp_path):
+def test_samples_are_their_own_logprob_check_where_they_can_be(tmp_path):
     """Where the trainer computes what the engines computed, it looks; else prompts are sent."""
     plain, replayed, ahead = (
         make(tmp_path / name, num_steps=3, **tables)
@@ -241,7 +237,7 @@ def test_samples_are_their_own_canary_where_they_can_be(tmp_path):
     for loop in (plain, replayed, ahead):
         loop.run()
         assert loop.exact == [True] * 3
-    assert (plain.canaries, replayed.canaries, ahead.canaries) == ([], [0, 1, 2], [0, 1, 2, 3])
+    assert (plain.checked, replayed.checked, ahead.checked) == ([], [0, 1, 2], [0, 1, 2, 3])
     surplus = make(
         tmp_path / "surplus",
         lambda step, prompt, sample: sample == 0,
@@ -249,10 +245,10 @@ def test_samples_are_their_own_canary_where_they_can_be(tmp_path):
         sampling={"dynamic": True, "surplus_staleness": 1, "max_oversampling": 2.0},
     )
     surplus.run(RunStateWith(acceptance=0.5))
-    assert surplus.canaries == [1]  # of the step that is trained from older samples
+    assert surplus.checked == [1]  # of the step that is trained from older samples
 
 
-def test_engines_whose_groups_are_not_trained_get_a_canary(tmp_path):
+def test_engines_whose_groups_are_not_trained_get_a_logprob_check(tmp_path):
     """What is wrong with an engine may be why its groups are dropped."""
 
     def wrong(step, prompt, sample):  # engine 1 answers nothing right
@@ -261,16 +257,16 @@ def test_engines_whose_groups_are_not_trained_get_a_canary(tmp_path):
     dropped = make(tmp_path / "dropped", wrong, num_steps=3, sampling={"zero_variance": "drop"})
     dropped.num_engines = 2
     dropped.run()
-    assert dropped.canaries == [0, 1, 2] and len(dropped.trained) == 3
+    assert dropped.checked == [0, 1, 2] and len(dropped.trained) == 3
     kept = make(tmp_path / "kept", wrong, num_steps=3)
     kept.num_engines = 2
     kept.run()
-    assert kept.canaries == []
+    assert kept.checked == []
     nothing = make(
         tmp_path / "nothing", lambda *_: 1.0, num_steps=2, sampling={"zero_variance": "drop"}
     )
     nothing.run()
-    assert nothing.canaries == [0, 1] and nothing.trained == []
+    assert nothing.checked == [0, 1] and nothing.trained == []
 
 
 def test_samples_that_disagree_are_kept_aside_and_sampled_anew(tmp_path):
@@ -283,7 +279,7 @@ def test_samples_that_disagree_are_kept_aside_and_sampled_anew(tmp_path):
     assert (loop.run_dir.store / "rejected_step_000001" / "manifest.json").exists()
     again = make(tmp_path, num_steps=3)
     again.run()
-    assert [step for step, _ in again.sampled] == [1, 2] and again.canaries == [0]
+    assert [step for step, _ in again.sampled] == [1, 2] and again.checked == [0]
 
 
 def test_which_recorded_samples_are_of_the_weights_that_train_them(tmp_path):
@@ -293,7 +289,7 @@ def test_which_recorded_samples_are_of_the_weights_that_train_them(tmp_path):
     again = make(tmp_path)
     again.run()
     assert again.exact == [True, False, False, False, True, True]
-    assert again.canaries == [0, 1, 2, 3]  # of engines that sampled nothing yet
+    assert again.checked == [0, 1, 2, 3]  # of engines that sampled nothing yet
 
 
 def test_truncated_samples_are_recorded_as_they_are(tmp_path):

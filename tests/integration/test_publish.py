@@ -30,13 +30,13 @@ PROMPTS = [
 
 
 async def assert_agree(publisher: Publisher) -> None:
-    found = await publisher.check_canary(PROMPTS)
+    found = await publisher.check_logprobs(PROMPTS)
     assert 0 < found["canary/abs_mean"] <= found["canary/abs_max"] <= TOLERANCE
 
 
 async def assert_differ(publisher: Publisher) -> None:
     with pytest.raises(MismatchError, match="and the trainer disagree about log-probs"):
-        await publisher.check_canary(PROMPTS)
+        await publisher.check_logprobs(PROMPTS)
 
 
 def train_request(samples: str, first_update: int = 0, num_updates: int = 1) -> Train:
@@ -87,16 +87,16 @@ def test_engines_that_rest_answer_with_the_weights_that_come(
             world1, checkpoints.moe, [servers.moe], tmp_path, publish={"pause": pause}
         ) as (publisher, trainer, clients):
             await publisher.publish(1)
-            assert not publisher.resting
+            assert not publisher.holds_requests
             await publisher.pause_engines()
-            assert publisher.resting
+            assert publisher.holds_requests
             asked = asyncio.gather(
                 *(clients[0].generate(prompt.token_ids, max_tokens=8) for prompt in PROMPTS)
             )
             await trainer.call(train_request(training_samples))
             assert not asked.done()
             await publisher.publish(2)
-            assert not publisher.resting
+            assert not publisher.holds_requests
             completions = [completion for (completion,) in await asked]
             assert {span.version for c in completions for span in c.versions} == {2}
             directory = tmp_path / "asked"
@@ -284,7 +284,7 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(
 
 
 @pytest.mark.parametrize("name", ["mlp.gate.weight", "layers.1.self_attn.q_proj.weight"])
-def test_noise_after_loading_is_caught_by_the_canary_only(
+def test_noise_after_loading_is_caught_by_the_logprob_check_only(
     servers, checkpoints, world1, tmp_path, name
 ):
     async def run():
@@ -297,7 +297,7 @@ def test_noise_after_loading_is_caught_by_the_canary_only(
             await clients[1].call_workers("sabotage_next_update", noise=f"{name}:0.05")
             await publisher.publish(1)  # digests agree
             with pytest.raises(MismatchError, match="weight version 1: moe-tp2 and the trainer"):
-                await publisher.check_canary(PROMPTS)
+                await publisher.check_logprobs(PROMPTS)
             await publisher.publish(2)
             await assert_agree(publisher)
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_completions
-from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.trainer.requests import CompareLogprobs
 from tests.integration.conftest import TOLERANCE, publishing
 from tests.integration.test_publish import PROMPTS
@@ -56,7 +56,7 @@ def test_the_trainers_logprobs_are_the_engines(servers, checkpoints, world1, tmp
                 without = await trainer.call(CompareLogprobs(tmp_path / "without"))
                 assert f"of {len(sizes)} tokens," in without.problem
                 assert without.metrics["canary/abs_mean"] > 0.05
-            await publisher.check_canary(PROMPTS)  # samples from everything
+            await publisher.check_logprobs(PROMPTS)  # samples from everything
             greedy = await worker.greedy(PROMPTS, 8)
             assert all(group.completions[0].kept is None for group in greedy)
 

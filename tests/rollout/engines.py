@@ -15,7 +15,7 @@ import torch
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.publish import WeightPublisher
+from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.replica import serve_command
 from grpo_megatron.types import Completion
 from grpo_megatron.weights.transfer import WeightSender
@@ -194,8 +194,8 @@ class Trainer:
         self.plan = TransferPlan(tuple(entries), num_senders, bucket_bytes=1 << 17)
         self._sender_class, self.senders = sender_class, []
 
-    async def connect(self, clients: Sequence[EngineClient]) -> WeightPublisher:
-        publisher = WeightPublisher(clients, timeout_s=20)
+    async def connect(self, clients: Sequence[EngineClient]) -> EngineControl:
+        publisher = EngineControl(clients, timeout_s=20)
         workers = await publisher.num_workers()
         self.senders = [
             self._sender_class("127.0.0.1", workers, index=k, timeout_s=20)

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.publish import WeightPublisher
-from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.types import Prompt, VersionSpan
 from grpo_megatron.weights.transfer import WeightSender
 from tests.rollout.engines import (
@@ -39,7 +39,7 @@ def models(checkpoints):
 
 
 async def _restore(client, checkpoint, version: int = 0) -> None:
-    await WeightPublisher([client]).publish_file(version, str(checkpoint))
+    await EngineControl([client]).publish_file(version, str(checkpoint))
 
 
 @pytest.mark.parametrize("which", ["moe", "moe_tp2", "dense"])
@@ -250,7 +250,7 @@ def test_corruption_on_the_wire_is_found(servers, checkpoints):
 
 
 def test_sabotage_after_the_wire_passes_digests_but_changes_logprobs(servers, checkpoints, models):
-    """What the canary is for: the digests agree and the engine computes something else."""
+    """What the log-prob check is for: the digests agree and the engine computes something else."""
     weights = weights_of(checkpoints.moe)
 
     async def run():

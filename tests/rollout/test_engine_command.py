@@ -7,7 +7,7 @@ import json
 import pytest
 
 from grpo_megatron.rollout import replica
-from grpo_megatron.rollout.seeds import derive_seed
+from grpo_megatron.rollout.segments import derive_seed
 from tests.e2e.family_models import settings_of
 from tests.rollout.engines import make_config
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.types import Prompt
 from tests.rollout.engines import make_config
 from tests.rollout.fake_engine import answer, fake_engines

@@ -1,4 +1,4 @@
-"""Publishing weights to all replicas: drive their HTTP control calls while the trainer sends.
+"""A set of engines, paused, given new weights and resumed together, by HTTP control calls.
 
     pause all → (start and update all ∥ trainer sends) → finish all → compare → resume all
 
@@ -17,12 +17,13 @@ _FIRST_ONLY = "of data-parallel engines vLLM passes on the first one's answer: u
 _REMEDY = "the engines stay paused; look at memory and network of that host"
 
 
-class WeightPublisher:
-    """Publishes to a fixed set of replicas; sender and worker wait `timeout_s` for each other.
+class EngineControl:
+    """Controls a fixed set of replicas; sender and worker wait `timeout_s` for each other.
 
     `pause_mode` is what happens to requests in flight: `wait` for their end, `abort` them (the
     client continues them, see `segments`), or `keep` them, so that they go on under the new weights
-    (with spans that say so) after their keys and values were computed anew."""
+    (with spans that say so) after their keys and values were computed anew. `asleep`: the replicas
+    sleep already, with their weights off the device."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class WeightPublisher:
         self._world_sizes: list[int] = []
 
     async def num_workers(self) -> int:
-        """Worker processes of all replicas: how many each sender must wait for."""
+        """Count the worker processes of all replicas: for so many each sender must wait."""
         answers = await self._control("/get_world_size", method="GET")
         self._world_sizes = [answer["world_size"] for answer in answers]
         return sum(self._world_sizes)
@@ -56,15 +57,12 @@ class WeightPublisher:
             "timeout_s": self._timeout_s,
             "world_size": 1 + sum(self._world_sizes),
         }
-        await _all(client.call_workers("abandon_update") for client in self.clients)
+        await self._call_workers("abandon_update")
         calls = [join()]
         offset = 1
         for client, workers in zip(self.clients, self._world_sizes, strict=True):
-            calls.append(
-                client.control(
-                    "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}}
-                )
-            )
+            init_info = {**info, "rank_offset": offset}
+            calls.append(client.control("/init_weight_transfer_engine", {"init_info": init_info}))
             offset += workers
         await _all(calls)
 
@@ -74,35 +72,18 @@ class WeightPublisher:
         """Bring `version` into every replica and prove that it arrived; `send` makes the trainer
         send and returns the digests of all tensors. Raises MismatchError: a worker received another
         one, or replicas of equal layout hold different weights; EngineError: a replica died."""
-        await self._pause()
-        await self._start()
-        body = {"update_info": {"plan": plan, "publish": version}}
-        sent, *_ = await _all([send(), *(c.control("/update_weights", body) for c in self.clients)])
-        reports = await _all(c.call_workers("update_report") for c in self.clients)
-        if not any(report["failure"] for workers in reports for report in workers):
+        await self._make_ready_for_weights()
+        await self._start_update()
+        sent = await self._transfer(version, plan, send)
+        reports = await self._call_workers("update_report")
+        failures = []
+        for workers in reports:
+            failures += [report["failure"] for report in workers if report["failure"]]
+        if not failures:
             await self._control("/finish_weight_update", {"weight_version": str(version)})
         self._started = False
         self._check_reports(plan, sent, reports)
         await self._check_and_resume()
-
-    async def rest(self, *, sleep: bool) -> None:
-        """Until the next publish engines neither schedule nor, with `sleep`, hold their weights
-        and keys and values on the device, which the trainer shares with them."""
-        if not self.asleep:
-            await self._pause()
-            if sleep:
-                await self._control("/sleep", params={"level": "1"})
-                self.asleep = True
-            elif self._world_sizes:  # 10 ms less when the weights come
-                await self._start()
-
-    async def wake(self, **tags: str) -> None:
-        """After `rest`, by default with the weights as they were."""
-        if self.asleep:
-            await self._control("/wake_up", params=tags)
-            self.asleep = False
-        await self._control("/resume")
-        self.paused = False
 
     async def publish_file(self, version: int, path: str) -> None:
         """The fallback: every replica reloads the checkpoint directory `path`."""
@@ -112,25 +93,68 @@ class WeightPublisher:
             await client.reset_prefix_cache()
             await client.set_weight_version(version)
 
-        await self._pause()
-        await _all(map(reload, self.clients))
+        await self._make_ready_for_weights()
+        await _all(reload(client) for client in self.clients)
         await self._check_and_resume()
 
-    async def _control(self, *request: Any, **options: Any) -> list[Any]:
-        return await _all(client.control(*request, **options) for client in self.clients)
+    async def pause(self, *, sleep: bool) -> None:
+        """Until the next publish engines neither schedule nor, with `sleep`, hold their weights
+        and keys and values on the device, which the trainer shares with them."""
+        if self.asleep:
+            return
+        await self._stop_scheduling()
+        if sleep:
+            await self._control("/sleep", params={"level": "1"})
+            self.asleep = True
+        elif self._world_sizes:  # 10 ms less when the weights come
+            await self._start_update()
 
-    async def _pause(self) -> None:
-        """Stop scheduling and drop all cached keys and values; who sleeps gets its weights back."""
+    async def resume(self, **tags: str) -> None:
+        """Schedule again after `pause`; sleeping engines wake up, by default with the weights as
+        they were (`tags`: with that part of their memory only)."""
+        if self.asleep:
+            await self._control("/wake_up", params=tags)
+            self.asleep = False
+        await self._control("/resume")
+        self.paused = False
+
+    async def _make_ready_for_weights(self) -> None:
+        """Pause engines; those that sleep get the memory of their weights back instead."""
         if self.asleep:
             await self._control("/wake_up", params={"tags": "weights"})
-        elif not self.paused:  # vLLM takes 20 ms for it
+        else:
+            await self._stop_scheduling()
+
+    async def _stop_scheduling(self) -> None:
+        """And drop all cached keys and values."""
+        if not self.paused:  # vLLM takes 20 ms for it
             await self._control("/pause", params={"mode": self.pause_mode, "clear_cache": "true"})
             self.paused = True
 
-    async def _start(self) -> None:
+    async def _start_update(self) -> None:
         if not self._started:
             await self._control("/start_weight_update")
             self._started = True
+
+    async def _transfer(
+        self, version: int, plan: TransferPlan, send: Callable[[], Awaitable[Mapping[str, str]]]
+    ) -> Mapping[str, str]:
+        """Have the workers receive what the trainer sends at the same time; digests as sent."""
+        body = {"update_info": {"plan": plan, "publish": version}}
+        calls: list[Awaitable[Any]] = [send()]
+        for client in self.clients:
+            calls.append(client.control("/update_weights", body))
+        results = await _all(calls)
+        sent: Mapping[str, str] = results[0]
+        return sent
+
+    async def _control(self, *request: Any, **options: Any) -> list[Any]:
+        """Make a control request of every replica; their answers in order."""
+        return await _all(client.control(*request, **options) for client in self.clients)
+
+    async def _call_workers(self, method: str) -> list[list[Any]]:
+        """Call a method of every worker; results by replica."""
+        return await _all(client.call_workers(method) for client in self.clients)
 
     def _check_reports(
         self,
@@ -160,12 +184,12 @@ class WeightPublisher:
                     )
 
     async def _check_and_resume(self) -> None:
-        """Replicas with the same workers hold bit-identical parameters."""
+        """Compare replicas with the same workers, which hold bit-identical parameters."""
         if len(self.clients) > 1:
-            checksums = await _all(c.weight_checksums() for c in self.clients)
-            first: dict[frozenset[str], int] = {}
+            checksums = await _all(client.weight_checksums() for client in self.clients)
+            first_with_layout: dict[frozenset[str], int] = {}
             for index, mine in enumerate(checksums):
-                other = first.setdefault(frozenset(mine), index)
+                other = first_with_layout.setdefault(frozenset(mine), index)
                 theirs = checksums[other]
                 wrong = sorted(name for name in mine if mine[name] != theirs[name])
                 if wrong:
@@ -175,7 +199,7 @@ class WeightPublisher:
                         f"({len(wrong)} of {len(mine)} do)",
                         remedy=_REMEDY,
                     )
-        await self.wake(tags="kv_cache")
+        await self.resume(tags="kv_cache")
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:

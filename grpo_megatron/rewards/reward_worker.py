@@ -1,4 +1,4 @@
-"""A reward process: `python -m grpo_megatron.rewards.worker SOCKET PARENT_PID`.
+"""A reward process: `python -m grpo_megatron.rewards.reward_worker SOCKET PARENT_PID`.
 
 It reads chunks of calls (pickles) from the socket, says that it has one, and answers every call
 with a line: plain ones in order, coroutines as they end. It ends with the input, or its parent."""

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
-from grpo_megatron.rollout.seeds import derive_seed
-from grpo_megatron.rollout.segments import complete, finish_or_cancel
+from grpo_megatron.rollout.segments import complete, derive_seed, finish_or_cancel
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
 
 

@@ -1,0 +1,166 @@
+"""What a run holds open: trainer, engines, judges, teachers, reward processes. Opened and closed
+here, handed out to the parts that need them in `run.py`."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.display import show
+from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.served_teachers import ServedTeachers
+from grpo_megatron.controller.trainer_link import TrainerLink
+from grpo_megatron.data.prompts import Splits, load_splits
+from grpo_megatron.data.tiny_model import init_weights
+from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
+from grpo_megatron.errors import EngineError, raised_as
+from grpo_megatron.network import wait_for_endpoint
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.pool import Replica, ReplicaPool
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
+
+
+@dataclass
+class Resources:
+    """All of one run. Only `run.py` takes parts out of it; they get those that they name."""
+
+    tokenizer: TextTokenizer
+    splits: Splits
+    trainer: TrainerLink
+    worker: RolloutWorker
+    rewards: RewardPool
+    publisher: Publisher
+    teachers: ServedTeachers
+    judges: EngineControl  # those that pause while the trainer works
+
+
+@contextlib.asynccontextmanager
+async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Resources]:
+    """Wait for engines and trainer; close everything at the end.
+
+    Raises EngineError: no replica came up, or a teacher or a judge does not answer; MismatchError:
+    a teacher has another tokenizer; DataError, RewardError: problems or rewards are no good."""
+    async with contextlib.AsyncExitStack() as stack:
+        trainer = TrainerLink(config.trainer.command_timeout_s)
+        if config.model.path is None and not (run_dir.model / "model.safetensors").exists():
+            init_weights(run_dir.model, config.seed)
+        await trainer.listen(run_dir.endpoints / "controller.json")
+        stack.push_async_callback(trainer.close)
+        tokenizer = load_tokenizer(config.model.path or run_dir.model)
+        splits = load_splits(config, tokenizer)
+        rewards = await stack.enter_async_context(_reward_pool(config, run_dir))
+        teachers = ServedTeachers(config)
+        stack.push_async_callback(teachers.close)
+        await _meet_teachers(teachers, splits)
+        judges = await _wake_judges(config, stack)
+        show("phase", name="starting")
+        engines = ReplicaPool(
+            await _connect_replicas(config, run_dir, stack),
+            max_attempts=config.rollout.max_attempts,
+            on_death=lambda replica: _on_replica_death(run_dir, replica),
+        )
+        worker = RolloutWorker(
+            config, engines, stop_token_ids=tokenizer.stop_token_ids, decode=tokenizer.decode
+        )
+        yield Resources(
+            tokenizer=tokenizer,
+            splits=splits,
+            trainer=trainer,
+            worker=worker,
+            rewards=rewards,
+            publisher=Publisher(config, run_dir, trainer, engines),
+            teachers=teachers,
+            judges=judges,
+        )
+
+
+def _reward_pool(config: RunConfig, run_dir: RunDir) -> RewardPool:
+    data = config.data
+    return RewardPool(
+        config.domains,
+        num_workers=data.reward_workers,
+        timeout_s=data.reward_timeout_s,
+        concurrency=data.reward_concurrency,
+        log_path=run_dir.logs / "rewards.log",
+        budgets={domain.name: config.max_new_tokens_of(domain.name) for domain in config.domains},
+    )
+
+
+async def _meet_teachers(teachers: ServedTeachers, splits: Splits) -> None:
+    """Compare tokenizers on the first prompt of every domain."""
+    first_prompts = [prompts[0] for prompts in splits.train.values() if prompts]
+    with raised_as(
+        EngineError,
+        "a teacher does not answer",
+        EngineError,
+        where="distillation.teachers",
+        remedy="is its server up?",
+    ):
+        await teachers.meet(first_prompts)
+
+
+async def _wake_judges(config: RunConfig, stack: contextlib.AsyncExitStack) -> EngineControl:
+    """Connect to the shared servers; an earlier attempt may have left them asleep."""
+    clients = []
+    for url in config.placement.shared_servers:
+        clients.append(await stack.enter_async_context(EngineClient(url)))
+    judges = EngineControl(clients, asleep=config.placement.gpus_per_node > 0)
+    with raised_as(
+        EngineError,
+        "a judge cannot be woken",
+        EngineError,
+        where="placement.shared_servers",
+        remedy="is it up? It needs VLLM_SERVER_DEV_MODE=1, and on GPUs --enable-sleep-mode",
+    ):
+        await judges.resume()
+    return judges
+
+
+async def _connect_replicas(
+    config: RunConfig, run_dir: RunDir, stack: contextlib.AsyncExitStack
+) -> list[EngineClient | None]:
+    """By replica, None for those that did not come up; they are named. EngineError: none did."""
+
+    async def connect(name: str) -> EngineClient:
+        def is_alive() -> bool:  # the supervisor knows
+            return not (run_dir.endpoints / f"{name}.dead").exists()
+
+        limit_s = config.rollout.startup_timeout_s
+        found = await asyncio.to_thread(
+            wait_for_endpoint, run_dir.endpoints / f"{name}.json", limit_s, is_alive, EngineError
+        )
+        client = EngineClient(
+            f"http://{found.host}:{found.port}", name, config.rollout.request_timeout_s
+        )
+        await stack.enter_async_context(client)
+        await client.wait_ready(limit_s, is_alive)
+        return client
+
+    connecting = [connect(f"rollout-{index}") for index in range(config.rollout.num_replicas)]
+    clients: list[EngineClient | None] = []
+    failures: list[BaseException] = []
+    for result in await asyncio.gather(*connecting, return_exceptions=True):
+        if isinstance(result, BaseException):
+            failures.append(result)
+            clients.append(None)
+        else:
+            clients.append(result)
+    for error in failures:
+        if not isinstance(error, EngineError) or len(failures) == len(clients):
+            raise error
+        show("message", text=f"going on without an engine: {error.message}")
+    return clients
+
+
+def _on_replica_death(run_dir: RunDir, replica: Replica) -> None:
+    name = replica.client.name
+    cause = str(replica.cause_of_death)
+    logging.getLogger(__name__).warning("%s is dead: %s", name, cause)
+    show("message", text=f"{name} is dead; its requests go to the others")
+    append_event(run_dir.events, "engine_dead", role=name, cause=cause)
