@@ -69,7 +69,7 @@ test-learning: setup
 test-families: setup
 	$(pytest) -m families
 
-# Cluster recipes with a tiny model of their family and two CPU ranks instead of their layout.
+# Every shipped recipe and graph, rehearsed: with a tiny model of its family, on this machine.
 test-recipes: setup
 	$(pytest) -m recipes
 

@@ -1,13 +1,18 @@
-"""Cluster recipes with a tiny local model of their family and two CPU ranks: they train."""
+"""Every shipped recipe and graph, rehearsed whole with a tiny model of its family."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from grpo_megatron import assets
+from grpo_megatron.plan.resolve import resolve
 from tests.e2e import runs
 from tests.e2e.chat_model import write_chat_model, write_sums
 
-pytestmark = [pytest.mark.engine, pytest.mark.recipes]
+pytestmark = [pytest.mark.engine, pytest.mark.recipes, pytest.mark.timeout(1200)]
+
 
 SMALL = (
     "model.preset=null",
@@ -40,23 +45,35 @@ def inputs(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("recipe", ["dense/qwen3-8b", "dense/qwen3-32b"])
-def test_a_dapo_recipe_trains_with_its_own_rewards(inputs, tmp_path, recipe):
-    done = runs.command(
-        "train",
-        recipe,
-        f"runs_dir={tmp_path}",
-        "name=run",
-        f"model.path={inputs / 'model'}",
-        f"domains.0.path={inputs / 'math.jsonl'}",
-        *SMALL,
-    )
+@pytest.mark.parametrize("recipe", assets.names(assets.root() / "recipes"))
+def test_a_recipe_is_rehearsed(tmp_path, recipe):
+    done = runs.command("rehearse", recipe, "--to", str(tmp_path / "here"), timeout_s=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    records = runs.metrics(tmp_path / "run")
-    assert [record["step"] for record in records] == [0, 1]
-    assert all(record["grad/norm"] > 0 for record in records)
-    assert all(record["reward/soft_overlong/mean"] < 0 for record in records)
-    assert all(record["mismatch/abs_max"] < 1e-2 for record in records)
+    report = json.loads((tmp_path / "here" / "rehearsal.json").read_text())
+    assert all(finding["holds"] for finding in report["findings"])
+    config = resolve(recipe).config
+    if config.trains and config.num_steps:
+        records = runs.metrics(tmp_path / "here" / "run")
+        assert [record["step"] for record in records] == [0, 1, 2]
+        assert all(record["grad/norm"] > 0 for record in records)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("graph", assets.names(assets.root() / "recipes" / "graphs"))
+def test_a_graph_is_rehearsed(tmp_path, graph):
+    done = runs.command("rehearse", graph, "--to", str(tmp_path / "here"), timeout_s=3600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "here" / "rehearsal.json").read_text())
+    assert all(finding["holds"] for finding in report["findings"])
+
+
+def test_a_recipe_of_its_users_own_is_rehearsed(tmp_path):
+    """Other sizes, a reward in a file of their own, a model that is on the cluster only."""
+    recipe = f"{runs.FOLDER}/users_recipe.toml"
+    done = runs.command("rehearse", recipe, "--to", str(tmp_path / "here"), timeout_s=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [record, *_] = runs.metrics(tmp_path / "here" / "run")
+    assert "reward/vowels/mean" in record
 
 
 def test_a_step_of_which_nothing_is_kept_is_told(inputs, tmp_path):

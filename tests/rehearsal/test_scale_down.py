@@ -1,0 +1,168 @@
+"""Every shipped recipe scales down to one machine, without losing what it is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron import assets
+from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.config.run import ModelConfig
+from grpo_megatron.data.sources import load_problems
+from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rehearsal.coin import COMPONENT, coin
+from grpo_megatron.rehearsal.made_up_rows import missing_files, special_tokens_of, write_rows
+from grpo_megatron.rehearsal.scale_down import (
+    MAX_NEW_TOKENS,
+    StandIns,
+    num_layers_of,
+    scale_down,
+)
+from grpo_megatron.rehearsal.tiny_family import tiny_config
+
+RECIPES = assets.names(assets.root() / "recipes")
+LAYOUT = (
+    ("trainer", "tensor_parallel_size"),
+    ("trainer", "pipeline_parallel_size"),
+    ("trainer", "expert_parallel_size"),
+    ("rollout", "num_replicas"),
+    ("rollout", "tensor_parallel_size"),
+    ("publish", "num_senders"),
+    ("batch", "updates_per_rollout"),
+)
+
+
+def stand_ins(config, folder: Path) -> StandIns:
+    """Rows and the config.json of a tiny model, without weights: enough to resolve a recipe."""
+    import json
+
+    hf, _ = configuration_of(config.model)
+    tiny = tiny_config(hf, num_layers_of(config.trainer)) | {"vocab_size": 320}
+    (folder / "config.json").write_text(json.dumps(tiny))
+    data = {}
+    for number in missing_files(config):
+        data[number] = folder / f"{number}{config.domains[number].path.suffix}"
+        write_rows(data[number], config, number)
+    return StandIns(folder, folder, data, "http://127.0.0.1:1")
+
+
+def scaled(name: str, folder: Path, *overrides: str):
+    config = resolve(name, overrides).config
+    changes = scale_down(config, stand_ins(config, folder))
+    return config, resolve(name, [*overrides, *(change.override for change in changes)]).config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_keeps_what_it_has_more_than_one_of(name, tmp_path):
+    before, after = scaled(name, tmp_path)
+    for table, field in LAYOUT:
+        was = getattr(getattr(before, table), field)
+        now = getattr(getattr(after, table), field)
+        assert now == min(was, 2), f"{table}.{field}"
+    assert after.trainer.num_ranks <= 8
+    assert after.batch.max_staleness == before.batch.max_staleness
+    assert after.placement.mode == before.placement.mode
+    assert after.rollout.max_new_tokens <= MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_keeps_its_method(name, tmp_path):
+    """Only lengths of an objective change; filters, routing, precision and checks stay."""
+    before, after = scaled(name, tmp_path)
+    lengths = {"aggregation_length"}
+    assert after.objective.model_dump(exclude=lengths) == before.objective.model_dump(
+        exclude=lengths
+    )
+    assert after.sampling == before.sampling
+    assert after.routing == before.routing
+    assert after.optimizer == before.optimizer
+    assert after.trainer.precision == before.trainer.precision
+    assert after.publish.pause == before.publish.pause
+    for was, now in zip(before.domains, after.domains, strict=True):
+        functions = [reward.function for reward in was.rewards]
+        assert [reward.function for reward in now.rewards][: len(functions)] == functions
+        assert now.accuracy_component == COMPONENT
+        assert now.template == was.template
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_made_up_rows_are_read_as_the_recipe_reads_its_own(name, tmp_path):
+    before, after = scaled(name, tmp_path)
+    for number in missing_files(before):
+        problems = load_problems(after.domains[number], seed=0)
+        assert len({problem.question for problem in problems}) > 40
+
+
+@pytest.mark.parametrize("name", [n for n in preset_names() if load_preset(n).checkpoint])
+@pytest.mark.parametrize("num_layers", [4, 5])
+def test_a_tiny_model_keeps_the_parts_of_its_family(name, num_layers):
+    released = load_preset(name).hf
+    tiny = tiny_config(released, num_layers) | {"vocab_size": 320}
+    before = model_fields(released)
+    after = model_fields(tiny)  # refuses what the trainer does not compute
+    facts = facts_from_hf(tiny)
+    assert facts.num_layers == num_layers
+    assert facts.is_moe == facts_from_hf(released).is_moe
+    assert facts.is_mla == facts_from_hf(released).is_mla
+    assert facts.has_dense_layers == facts_from_hf(released).has_dense_layers
+    assert after["rope"]["type"] == before["rope"]["type"]
+    for field in ("n_group", "q_lora_rank", "shared_expert_intermediate_size", "attention_bias"):
+        assert bool(after.get(field)) == bool(before.get(field)), field
+    assert after.get("tie_word_embeddings") == before.get("tie_word_embeddings")
+    assert facts.hidden_size <= 320
+
+
+def test_unequal_stages_stay_unequal(tmp_path):
+    before, after = scaled("moe/deepseek-v3", tmp_path)
+    assert before.trainer.last_stage_layers
+    assert after.trainer.last_stage_layers == 2
+    assert num_layers_of(before.trainer) == 5
+
+
+def test_virtual_stages_stay_virtual(tmp_path):
+    _, after = scaled("dense/llama-3.3-70b", tmp_path, "trainer.virtual_pipeline_parallel_size=4")
+    assert after.trainer.virtual_pipeline_parallel_size == 2
+
+
+def test_an_override_that_is_small_already_is_kept(tmp_path):
+    _, after = scaled("moe/qwen3-30b-a3b", tmp_path, "rollout.num_replicas=1")
+    assert after.rollout.num_replicas == 1
+
+
+def test_lengths_in_rewards_shrink_with_the_completions(tmp_path):
+    before, after = scaled("dense/qwen3-8b", tmp_path)
+    share = before.domains[0].rewards[1].arguments["buffer"] / before.rollout.max_new_tokens
+    buffer = after.domains[0].rewards[1].arguments["buffer"]
+    assert buffer == int(share * MAX_NEW_TOKENS)
+
+
+def test_judges_are_asked_at_the_local_server(tmp_path):
+    before, after = scaled("stages/deepseek-v3-domains", tmp_path)
+    assert before.domains[2].rewards[0].arguments["url"] == "http://judge:8000"
+    assert after.domains[2].rewards[0].arguments["url"] == "http://127.0.0.1:1"
+
+
+def test_control_tokens_of_templates_become_tokens():
+    config = resolve("moe/deepseek-v3").config
+    assert "<｜User｜>" in special_tokens_of(config)
+    config = resolve("dense/llama-3.3-70b").config
+    assert "<|eot_id|>" in special_tokens_of(config)
+
+
+def test_a_given_model_is_not_replaced(tmp_path):
+    model = ModelConfig(path=tmp_path)
+    config = resolve("demo/gspo-moe-cpu").config
+    with_model = config.model_copy(update={"model": model})
+    inputs = StandIns(Path("tiny"), Path("tiny"), {}, "http://127.0.0.1:1")
+    keys = [change.key for change in scale_down(with_model, inputs)]
+    assert "model.path" not in keys
+
+
+def test_the_coin_is_right_half_of_the_time_and_always_the_same():
+    tossed = [coin("", "", prompt="p", token_ids=(token,)) for token in range(400)]
+    assert set(tossed) == {0.0, 1.0}
+    assert 120 < sum(tossed) < 280
+    assert tossed == [coin("", "", prompt="p", token_ids=(token,)) for token in range(400)]
