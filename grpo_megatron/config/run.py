@@ -1,5 +1,6 @@
 """`RunConfig`: a whole recipe, and its tables that have no module of their own."""
 
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,21 +45,35 @@ class DomainConfig(Strict):
     name: str
     """Name in metrics."""
     source: Literal["reasoning_gym", "file"]
-    """`reasoning_gym`: procedural problems; `file`: JSONL or Parquet."""
+    """`reasoning_gym`: procedural problems; `file`: JSONL, Parquet, JSON or CSV."""
     dataset: str | None = None
     """reasoning-gym data set, for example `chain_sum`."""
     arguments: dict[str, Any] = {}
-    """Arguments of the reasoning-gym data set, for example `{min_digits = 2}`."""
+    """Arguments of the reasoning-gym data set, for example `{min_digits = 2}`; of a file:
+    `answer_after`, `domain_field`, `split` (docs/recipes.md)."""
     path: InputPath | None = None
-    """JSONL or Parquet file."""
+    """File, or a folder with the shards of a data set."""
     prompt_field: str = "question"
-    """Field that holds the question (reasoning-gym: `question`)."""
+    """Field that holds the question or a conversation; as it is, `messages`, `prompt` and the
+    fields of known benchmarks are found as well."""
     answer_field: str = "answer"
     """Field that holds the expected answer."""
     num_problems: int | None = Field(None, ge=1)
     """How many problems to draw (reasoning-gym) or to read at most (file)."""
     template: str = "{question}"
-    """Prompt template: `{question}`, `{answer}`-free; `{metadata[expression]}` reaches metadata."""
+    """Prompt template: `{question}`, `{answer}`-free; `{metadata[expression]}` reaches metadata.
+    `chat`: the chat template of the model's tokenizer."""
+    template_arguments: dict[str, Any] = {}
+    """What the chat template is given beside the messages, for example
+    `{enable_thinking = false}`."""
+    template_date: date | None = None
+    """The day for chat templates that write today's date."""
+    system_prompt: str | None = None
+    """Chat template: system message of conversations that have none."""
+    question_template: str = "{question}"
+    """Chat template: the user's message where a row has a question and no conversation."""
+    assistant_prefix: str = ""
+    """Chat template: text with which every answer begins, for example `<think>` and a new line."""
     weight: float = Field(1.0, ge=0)
     """Share of this domain in the training prompts, relative to the others."""
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)

@@ -10,6 +10,9 @@ from typing import Any
 
 from grpo_megatron.errors import DataError
 
+CHAT = "chat"
+"""The value of `template` that stands for the tokenizer's own chat template."""
+
 _FIELD = re.compile(r"question|metadata\[[^\[\]]+\]")
 _LEAKS = ("answer", "solution")
 
@@ -34,7 +37,8 @@ class PromptTemplate:
             has_field = has_field or field != ""
         if not has_field:
             raise self._refused(
-                "uses no field: every prompt would be the same", "use {question} or {metadata[key]}"
+                "uses no field: every prompt would be the same",
+                'use {question} or {metadata[key]}, or the chat template: template = "chat"',
             )
 
     def render(self, question: str, metadata: Mapping[str, Any]) -> str:

@@ -5,15 +5,15 @@ prompt between splits, and equal prompts cannot be on both sides."""
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_megatron.config.run import DomainConfig, RunConfig
-from grpo_megatron.config.templates import PromptTemplate
+from grpo_megatron.data.prompt_text import PromptRenderer
 from grpo_megatron.data.sources import load_problems
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import Problem, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +47,21 @@ def load_splits(config: RunConfig, tokenizer: TextTokenizer) -> Splits:
 
 def load_prompts(domain: DomainConfig, seed: int, tokenizer: TextTokenizer) -> list[Prompt]:
     """The prompts of one domain in the source's order. Ids are stable: domain + text hash."""
-    where = f"[[domains]] {domain.name}"
-    template = PromptTemplate(domain.template, where=where)
-    problems = load_problems(domain, seed)
-    texts = [template.render(problem.question, problem.metadata) for problem in problems]
-    token_ids = tokenizer.encode_batch(texts, where=where)
+    return tokenised(domain, load_problems(domain, seed), tokenizer)
+
+
+def tokenised(
+    domain: DomainConfig, problems: Iterable[Problem], tokenizer: TextTokenizer
+) -> list[Prompt]:
+    """Prompts of `problems` in their order, by the domain's template."""
+    renderer = PromptRenderer(domain, tokenizer.chat_template)
+    rendered = [renderer.render(problem) for problem in problems]
+    texts = [prompt.text for prompt in rendered]
+    token_ids = tokenizer.encode_batch(texts, where=f"[[domains]] {domain.name}")
     prompts = []
-    for problem, text, ids in zip(problems, texts, token_ids, strict=True):
+    for (text, answer, metadata), ids in zip(rendered, token_ids, strict=True):
         prompt_id = f"{domain.name}-{text_hash(text)[:16]}"
-        prompts.append(
-            Prompt(prompt_id, domain.name, text, tuple(ids), problem.answer, problem.metadata)
-        )
+        prompts.append(Prompt(prompt_id, domain.name, text, tuple(ids), answer, metadata))
     return prompts
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from grpo_megatron.data.chat_template import ChatTemplate, read_chat_template
 from grpo_megatron.errors import DataError, raised_as
 
 
 class TextTokenizer:
     """Never adds special tokens and never maps text to an unknown token. `stop_token_ids` are all
-    that end a completion: those of generation_config.json, of config.json, of the tokenizer."""
+    that end a completion: those of generation_config.json, of config.json, of the tokenizer.
+    `chat_template`: the tokenizer's own, if it has one."""
 
     def __init__(
         self,
@@ -20,7 +22,9 @@ class TextTokenizer:
         eos_token_id: int,
         stop_token_ids: Sequence[int],
         unk_token_id: int | None,
+        chat_template: ChatTemplate | None = None,
     ):
+        self.chat_template = chat_template
         self._backend = backend
         self._unk_token_id = unk_token_id
         self.eos_token_id = eos_token_id
@@ -62,6 +66,27 @@ class TextTokenizer:
         """Text of token ids; special tokens are skipped, the rest is decoded as it is."""
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=True)
 
+    def end_of_turn(self, text: str) -> tuple[int, ...]:
+        """The ids that end an answer, of what a chat template writes behind it: up to the first
+        token that ends a completion, else the first special token; `eos_token_id` where it writes
+        neither."""
+        ids = self.encode(text)
+        for ends in (self.stop_token_ids, self.special_token_ids):
+            for place, token in enumerate(ids):
+                if token in ends:
+                    return tuple(ids[: place + 1])
+        return (self.eos_token_id,)
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids of tokens that are no text, as the tokenizer marks them."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary writes it, special ones too."""
+        return self._backend.id_to_token(token_id) or f"<{token_id}>"
+
     def _lacks(self, char: str) -> bool:
         try:
             ids = self._backend.encode(char, add_special_tokens=False).ids
@@ -89,7 +114,13 @@ def load_tokenizer(path: Path) -> TextTokenizer:
                 remedy="add eos_token_id to generation_config.json",
             )
         eos = stop_ids[0]
-    return TextTokenizer(backend, eos, stop_ids, _special_id(backend, settings, "unk_token"))
+    return TextTokenizer(
+        backend,
+        eos,
+        stop_ids,
+        _special_id(backend, settings, "unk_token"),
+        read_chat_template(path),
+    )
 
 
 def _special_id(backend: Tokenizer, settings: Mapping[str, Any], kind: str) -> int | None:

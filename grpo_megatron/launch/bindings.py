@@ -3,7 +3,9 @@ start or a job waits in a queue."""
 
 from grpo_megatron.algorithms.custom import import_functions
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.config.templates import PromptTemplate
+from grpo_megatron.config.templates import CHAT
+from grpo_megatron.data.chat_template import read_chat_template
+from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import first_problem
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.pool import components_of
@@ -37,10 +39,15 @@ def refuse_unreadable_problems(config: RunConfig) -> None:
     are left to `refuse_missing`.
 
     Raises DataError as the controller would: a row without a field, a template that asks for
-    metadata that the problem does not have, an unknown data set."""
-    for domain in config.domains:
-        if domain.path is not None and not domain.path.exists():
-            continue
-        problem = first_problem(domain, config.seed)
-        template = PromptTemplate(domain.template, where=f"[[domains]] {domain.name}")
-        template.render(problem.question, problem.metadata)
+    metadata that the problem does not have, an unknown data set, a chat template that is not there
+    or refuses the conversation. Chat templates of checkpoints that are not on this machine are
+    left to the controller."""
+    with tokenizer_directory(config.model) as directory:
+        for domain in config.domains:
+            if domain.path is not None and not domain.path.exists():
+                continue
+            problem = first_problem(domain, config.seed)
+            if domain.template != CHAT:
+                PromptRenderer(domain, None).render(problem)
+            elif directory is not None:
+                PromptRenderer(domain, read_chat_template(directory)).render(problem)

@@ -119,7 +119,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 def test_bad_files(tmp_path):
     fake = tmp_path / "fake.parquet"
     fake.write_text("no parquet")
-    for path, words in ((fake, "unreadable Parquet"), (tmp_path / "a.csv", "unknown file type")):
+    for path, words in ((fake, "unreadable Parquet"), (tmp_path / "a.txt", "unknown file type")):
         with pytest.raises(DataError, match=words):
             load_problems(file(path), 0)
     path = write(tmp_path, ROWS, ".jsonl")

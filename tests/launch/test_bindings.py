@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 from grpo_megatron.cli.main import main
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.launch import slurm
 
 RECIPE = "demo/gspo-moe-cpu"
@@ -19,6 +22,7 @@ FROM_FILE = [
     "domains.0.arguments={}",
     "domains.0.template={question}",
 ]
+CHAT = ["domains.0.template=chat"]
 GRAPH = """
 name = "one-stage"
 [stages.only]
@@ -98,6 +102,10 @@ def test_a_graph_whose_stage_has_a_wrong_reward_queues_nothing(queued, tmp_path,
         ([*FROM_FILE, "domains.0.prompt_field=qestion"], "question", 4),
         ([*FROM_FILE, "domains.0.template={metadata[level]}: {question}"], "has no metadata", 4),
         ([*FROM_FILE, "domains.0.arguments.answer_afer=####"], "answer_after", 4),
+        ([*FROM_FILE, *CHAT, "domains.0.prompt_field=qestion"], "question", 4),
+        ([*FROM_FILE, *CHAT, "domains.0.question_template={metadata[a]}"], "has no metadata", 4),
+        ([*FROM_FILE, *CHAT, "domains.0.question_template=Say it."], "uses no field", 2),
+        ([*FROM_FILE, "domains.0.template=caht"], 'template = "chat"', 2),
     ],
 )
 def test_nothing_starts_with_what_cannot_be_read(
@@ -107,6 +115,40 @@ def test_nothing_starts_with_what_cannot_be_read(
     site = ["--site", "bare"] if command == "submit" else []
     assert main([command, RECIPE, *site, "runs_dir=here", *settings]) == code
     assert words in capsys.readouterr().err
+    assert queued == []
+    assert not (tmp_path / "here").exists()
+
+
+def write_model(directory, template):
+    """A tokenizer's files, as far as the check reads them, and the demo's architecture."""
+    write_tiny_model(directory, load_preset("tiny-qwen3-moe"))
+    settings = {"eos_token": "<|endoftext|>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return [f"model.path={directory}", "model.preset=null"]
+
+
+@pytest.mark.parametrize("command", ["train", "submit"])
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "has no chat template"),
+        ("{{ raise_exception('no thanks') }}", "(system, user): no thanks"),
+        ("{{ messages[-1].content }}", "drops the system message"),
+        ("{{ messages[0].content }}{% if %}", "not valid"),
+    ],
+)
+def test_nothing_starts_with_a_chat_template_that_refuses(
+    queued, tmp_path, capsys, command, template, words
+):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    model = write_model(tmp_path / "model", template)
+    site = ["--site", "bare"] if command == "submit" else []
+    settings = [*FROM_FILE, *CHAT, *model, "domains.0.system_prompt=Be brief.", "runs_dir=here"]
+    assert main([command, RECIPE, *site, *settings]) == 4
+    said = capsys.readouterr().err
+    assert words in said
+    assert "[[domains]] addition" in said
+    assert "remedy" in said
     assert queued == []
     assert not (tmp_path / "here").exists()
 

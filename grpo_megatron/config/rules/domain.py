@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.suggest import nearest
-from grpo_megatron.config.templates import PromptTemplate
+from grpo_megatron.config.templates import CHAT, PromptTemplate
 from grpo_megatron.errors import DataError
 
 DOMAIN_RULES = RuleSet()
 """Their checks take the run, the domain and its index."""
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_OF_CHAT_TEMPLATE = (
+    "template_arguments",
+    "template_date",
+    "system_prompt",
+    "question_template",
+    "assistant_prefix",
+)
 _FIELD_OF_SOURCE = {"reasoning_gym": "dataset", "file": "path"}
 
 
@@ -95,11 +102,51 @@ def _unused_source_fields(domain: DomainConfig, index: int) -> Iterator[Violatio
 @DOMAIN_RULES.rule("template")
 def template_can_be_read(run: RunConfig, domain: DomainConfig, index: int) -> Violation | None:
     """Refuse a template with unknown fields, or one that leaks the answer."""
+    field = "template"
+    if domain.template == CHAT:
+        field = "question_template"
     try:
-        PromptTemplate(domain.template)
+        PromptTemplate(getattr(domain, field))
     except DataError as error:
-        return Violation(f"domains.{index}.template", error.message, remedy=error.remedy or "")
+        return Violation(f"domains.{index}.{field}", error.message, remedy=error.remedy or "")
     return None
+
+
+@DOMAIN_RULES.rule("chat_template")
+def only_chat_templates_have_turns(
+    run: RunConfig, domain: DomainConfig, index: int
+) -> list[Violation]:
+    """Refuse settings of the chat template beside a plain one, which would ignore them."""
+    if domain.template == CHAT:
+        return []
+    found = []
+    for field in _OF_CHAT_TEMPLATE:
+        if getattr(domain, field) != DomainConfig.model_fields[field].default:
+            violation = Violation(
+                f"domains.{index}.{field}",
+                f"a plain template has no use for {field}",
+                remedy=f'set template = "chat", or remove domains.{index}.{field}',
+                related=(f"domains.{index}.template",),
+            )
+            found.append(violation)
+    return found
+
+
+@DOMAIN_RULES.rule("chat_template")
+def template_arguments_have_free_names(
+    run: RunConfig, domain: DomainConfig, index: int
+) -> list[Violation]:
+    """Refuse arguments under the names of what every chat template is given."""
+    found = []
+    for name in ("messages", "add_generation_prompt"):
+        if name in domain.template_arguments:
+            violation = Violation(
+                f"domains.{index}.template_arguments.{name}",
+                "every prompt gives the chat template its own",
+                remedy=f"remove domains.{index}.template_arguments.{name}",
+            )
+            found.append(violation)
+    return found
 
 
 @DOMAIN_RULES.rule("reward_function")

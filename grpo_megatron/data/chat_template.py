@@ -1,0 +1,235 @@
+"""A tokenizer's own chat template, rendered as transformers renders it, which takes seconds to
+import, and torch with it."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from grpo_megatron.data.conversation import Message
+from grpo_megatron.errors import DataError
+
+TEMPLATE_FILE = "chat_template.jinja"
+_CONFIG_FILE = "tokenizer_config.json"
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""Names by which templates know special tokens."""
+_SENTINEL = "SENTINEL-9f3b"
+"""A text that no template writes by itself, changes or removes."""
+_OTHER_TEMPLATE = (
+    "use the chat template of an instruct model of this tokenizer, or a plain template"
+)
+
+
+class ChatTemplate:
+    """Renders conversations. Ids of the text are those of transformers' `apply_chat_template`: the
+    template writes special tokens itself, and the tokenizer adds none."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], where: str):
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+        self.where = where
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        arguments: Mapping[str, Any],
+        *,
+        day: date | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a conversation. DataError where the template refuses it, or writes today's
+        date and no `day` is given."""
+
+        def strftime_now(text_format: str) -> str:
+            if day is None:
+                raise DataError(
+                    "the chat template writes today's date: tomorrow's prompts would be others",
+                    where=self.where,
+                    remedy='set the day for the domain, for example template_date = "2026-01-31"',
+                )
+            return day.strftime(text_format)
+
+        variables = {
+            **self._special_tokens,
+            "strftime_now": strftime_now,
+            "tools": None,
+            "documents": None,
+            **arguments,
+        }
+        with self._refusals(messages):
+            text: str = self._template.render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        return text
+
+    def refuse_dropped_system(
+        self, arguments: Mapping[str, Any], *, day: date | None = None
+    ) -> None:
+        """DataError where a system message is not in the text of its conversation."""
+        messages = [
+            {"role": "system", "content": _SENTINEL},
+            {"role": "user", "content": "1 + 1?"},
+        ]
+        if _SENTINEL not in self.render(messages, arguments, day=day):
+            raise DataError(
+                "the chat template drops the system message",
+                where=self.where,
+                remedy="put it into the user's message: question_template, or the rows; or "
+                + _OTHER_TEMPLATE,
+            )
+
+    def after_answer(self, arguments: Mapping[str, Any], *, day: date | None = None) -> str:
+        """What the template writes behind an answer that ends the conversation: the end-of-turn
+        token and maybe more; DataError where it does not write the answer."""
+        messages = [
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": _SENTINEL},
+        ]
+        text = self.render(messages, arguments, day=day, add_generation_prompt=False)
+        _, found, after = text.rpartition(_SENTINEL)
+        if not found:
+            raise DataError(
+                "the chat template drops the assistant's message",
+                where=self.where,
+                remedy=_OTHER_TEMPLATE,
+            )
+        return after
+
+    def writes_generation_prompt(
+        self, messages: Sequence[Message], arguments: Mapping[str, Any], *, day: date | None = None
+    ) -> bool:
+        """Whether the text of a question ends with the beginning of the answer's turn."""
+        with_prompt = self.render(messages, arguments, day=day)
+        without = self.render(messages, arguments, day=day, add_generation_prompt=False)
+        return with_prompt != without
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        try:
+            return environment.from_string(self._source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template is not valid: {error.message}",
+                where=f"{self.where}, line {error.lineno} of the template",
+                remedy="copy it from the original checkpoint",
+            ) from error
+
+    @contextmanager
+    def _refusals(self, messages: Sequence[Message]) -> Iterator[None]:
+        """What a template raises, or what goes wrong in it, becomes a DataError."""
+        try:
+            yield
+        except DataError:
+            raise
+        except Exception as error:  # templates are programs
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"the chat template refuses the conversation ({roles}): {error}",
+                where=self.where,
+                remedy="change the rows or the domain's system_prompt and template_arguments, or "
+                + _OTHER_TEMPLATE,
+            ) from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant wrote; here it only stands around it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes signs of HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def read_chat_template(directory: Path) -> ChatTemplate | None:
+    """The chat template of a checkpoint: `chat_template.jinja`, else that of
+    `tokenizer_config.json`, where the one called "default" counts; None where there is neither."""
+    settings = _read_json(directory / _CONFIG_FILE)
+    file = directory / TEMPLATE_FILE
+    where = str(file)
+    if file.is_file():
+        source = file.read_text(encoding="utf-8")
+    else:
+        source = _default_of(settings.get("chat_template"))
+        where = f"{directory / _CONFIG_FILE}, chat_template"
+    if not source:
+        return None
+    return ChatTemplate(source, _special_tokens(directory, settings), where)
+
+
+def _default_of(templates: Any) -> str:
+    """Of one template, of none, or of several with names."""
+    if isinstance(templates, list):
+        for named in templates:
+            if named.get("name") == "default":
+                return str(named.get("template") or "")
+        return ""
+    return templates or ""
+
+
+def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    known = dict(settings)
+    if "added_tokens_decoder" not in settings:  # older checkpoints
+        known.update(_read_json(directory / "special_tokens_map.json"))
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        token = known.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if token is not None:
+            tokens[name] = token
+    return tokens
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """An unreadable file is told where the tokenizer is loaded."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(settings, dict):
+        return {}
+    return settings

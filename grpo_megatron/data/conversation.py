@@ -1,0 +1,124 @@
+"""Conversations: lists of `{"role": "user", "content": "…"}`, as rows of data sets hold them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_megatron.errors import DataError
+from grpo_megatron.types import Prompt
+
+Message = dict[str, Any]
+MESSAGES = "messages"
+"""Where a prompt's metadata has the conversation, and the name of the field in rows."""
+
+_OPENED_THOUGHT = re.compile(r"<think>\s*\Z")
+
+
+def is_conversation(value: object) -> bool:
+    """Whether a field holds messages: a list of tables, or a table of lists."""
+    if isinstance(value, Mapping):
+        return "role" in value and "content" in value
+    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], Mapping)
+
+
+def read_conversation(value: Any, *, where: str, field: str) -> list[Message]:
+    """The messages of a field, each with a role and text. DataError names the one that has none.
+
+    Fields without a value are left out: Parquet has them in every message that lacks them. Parts
+    `{"type": "text", "text": …}` are put together; other parts are refused."""
+    if isinstance(value, Mapping):  # a sequence of tables, as older data sets store it
+        names = list(value)
+        rows = zip(*value.values(), strict=True)
+        value = [dict(zip(names, row, strict=True)) for row in rows]
+    messages = []
+    for number, raw in enumerate(value, start=1):
+        place = f"{where}, field {field!r}, message {number}"
+        if not isinstance(raw, Mapping):
+            raise DataError(
+                f"a message is {type(raw).__name__}, expected a table of role and content",
+                where=place,
+            )
+        messages.append(_message(raw, place))
+    if not any(message["role"] == "user" for message in messages):
+        raise DataError(
+            f"field {field!r} has no message of a user",
+            where=where,
+            remedy='a conversation is a list of {"role": "user", "content": "…"}',
+        )
+    return messages
+
+
+def _message(raw: Mapping[str, Any], place: str) -> Message:
+    role = raw.get("role")
+    if not isinstance(role, str) or not role:
+        raise DataError(
+            f"the message has no role; it has: {', '.join(raw)}",
+            where=place,
+            remedy='give it "role": "system", "user" or "assistant"',
+        )
+    message: Message = {"role": role, "content": _text_of(raw.get("content"), place)}
+    for name, value in raw.items():
+        if value is not None and name not in message:
+            message[name] = value
+    return message
+
+
+def _text_of(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(
+            f"the message's content is {type(content).__name__}, expected text", where=place
+        )
+    text = ""
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise DataError(
+                "the message's content has a part that is no text",
+                where=place,
+                remedy="only text is trained: leave out rows with images, sound or tools",
+            )
+        text += part["text"]
+    return text
+
+
+def split_reply(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
+    """(the conversation up to the last assistant turn, that turn's text); the text is None where
+    somebody else speaks last."""
+    if messages[-1]["role"] != "assistant":
+        return list(messages), None
+    return list(messages[:-1]), messages[-1]["content"]
+
+
+def replies_of(reply: str, responses: Sequence[str] | None) -> list[str]:
+    """All answers that a row has to its conversation, in full. `reply` is that of the last turn;
+    `responses` begin behind what the prompt had opened, and the first of them is of `reply`."""
+    if not responses or not reply.endswith(responses[0]):
+        return [reply]
+    opening = reply.removesuffix(responses[0])
+    return [opening + response for response in responses]
+
+
+def last_question(messages: Sequence[Message]) -> str:
+    """What the user has said last."""
+    for message in reversed(messages):
+        if message["role"] == "user":
+            return str(message["content"])
+    raise AssertionError("read_conversation lets none pass without a user")
+
+
+def opening_of(prompt: str, assistant_prefix: str) -> str:
+    """The part of an answer that its prompt already has: the prefix that the recipe sets, or the
+    `<think>` with which a chat template ends."""
+    if assistant_prefix:
+        return assistant_prefix
+    opened = _OPENED_THOUGHT.search(prompt)
+    if opened is None:
+        return ""
+    return opened[0]
+
+
+def with_answer(prompt: Prompt, response: str, assistant_prefix: str) -> list[Message]:
+    """The conversation of a prompt of the chat template, with a sampled answer as its last turn."""
+    text = opening_of(prompt.text, assistant_prefix) + response
+    return [*prompt.metadata[MESSAGES], {"role": "assistant", "content": text}]

@@ -1,0 +1,116 @@
+"""From a problem to the text of its prompt: by a plain template, or by the chat template."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.config.run import DomainConfig, ModelConfig
+from grpo_megatron.config.templates import CHAT, PromptTemplate
+from grpo_megatron.data.chat_template import ChatTemplate
+from grpo_megatron.data.conversation import MESSAGES, Message
+from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.errors import DataError
+from grpo_megatron.types import Problem
+
+
+class RenderedPrompt(NamedTuple):
+    """A problem whose prompt is text; with the chat template, its metadata has `messages`."""
+
+    text: str
+    answer: str
+    metadata: Mapping[str, Any]
+
+
+class PromptRenderer:
+    """Renders the problems of one domain. DataError, before any problem, where `template = "chat"`
+    and the tokenizer has no chat template, or it drops the domain's system message.
+
+    A question becomes a user's message, by `question_template`; a conversation stays as it is. One
+    without a system message gets `system_prompt`."""
+
+    def __init__(self, domain: DomainConfig, chat_template: ChatTemplate | None):
+        self._domain = domain
+        self._where = f"[[domains]] {domain.name}"
+        self._is_chat = domain.template == CHAT
+        self._chat_template = chat_template
+        self._keeps_system = False  # not known yet
+        template = domain.template
+        if self._is_chat:
+            template = domain.question_template
+        self._template = PromptTemplate(template, where=self._where)
+        if self._is_chat and chat_template is None:
+            raise DataError(
+                "the model's tokenizer has no chat template",
+                where=f'{self._where}, template = "chat"',
+                remedy="put chat_template.jinja of an instruct model beside its tokenizer.json, or "
+                "set template to a text with {question}",
+            )
+        if self._is_chat and domain.system_prompt is not None:
+            self._require_system_messages()
+
+    def render(self, problem: Problem) -> RenderedPrompt:
+        """The prompt's text. DataError where a template refuses the problem."""
+        if not self._is_chat:
+            text = self._template.render(problem.question, problem.metadata)
+            return RenderedPrompt(text, problem.answer, problem.metadata)
+        messages = self.messages(problem)
+        if any(message["role"] == "system" for message in messages):
+            self._require_system_messages()
+        assert self._chat_template is not None  # or __init__ had raised
+        with self._named():
+            text = self._chat_template.render(
+                messages, self._domain.template_arguments, day=self._domain.template_date
+            )
+        metadata = {**problem.metadata, MESSAGES: messages}
+        return RenderedPrompt(text + self._domain.assistant_prefix, problem.answer, metadata)
+
+    def messages(self, problem: Problem) -> list[Message]:
+        """What the chat template is given for a problem."""
+        conversation = problem.metadata.get(MESSAGES)
+        if conversation is None:
+            question = self._template.render(problem.question, problem.metadata)
+            conversation = [{"role": "user", "content": question}]
+        system_prompt = self._domain.system_prompt
+        if system_prompt is not None and conversation[0]["role"] != "system":
+            return [{"role": "system", "content": system_prompt}, *conversation]
+        return list(conversation)
+
+    def _require_system_messages(self) -> None:
+        if self._keeps_system:
+            return
+        assert self._chat_template is not None  # or __init__ had raised
+        with self._named():
+            self._chat_template.refuse_dropped_system(
+                self._domain.template_arguments, day=self._domain.template_date
+            )
+        self._keeps_system = True
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """What the chat template refuses is told with the domain's name."""
+        try:
+            yield
+        except DataError as error:
+            error.where = f"{self._where}: {error.where}"
+            raise
+
+
+@contextmanager
+def tokenizer_directory(model: ModelConfig) -> Iterator[Path | None]:
+    """Where the tokenizer of a model is, before a run has started: its checkpoint, or for a tiny
+    one a temporary folder; None where the checkpoint is not on this machine."""
+    if model.path is not None:
+        if model.path.is_dir():
+            yield model.path
+        else:
+            yield None
+        return
+    if model.preset not in preset_names() or load_preset(model.preset).checkpoint:
+        yield None
+        return
+    with TemporaryDirectory() as folder:
+        write_tiny_model(Path(folder), load_preset(model.preset))
+        yield Path(folder)

@@ -1,0 +1,193 @@
+"""Rows of JSONL, Parquet, JSON and CSV files, alone or as the shards of a folder."""
+
+import csv
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.errors import DataError, raised_as
+
+Rows = Iterator[tuple[str, Mapping[str, Any]]]
+"""(file:line or file:row, both from 1; fields)"""
+
+_SPLITS = ("train", "validation", "valid", "val", "dev", "test")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+_LONGEST_CSV_FIELD = 1 << 28
+_ABSENT = "it must be where the controller runs, also in a container"
+
+
+def read_rows(path: Path, split: str | None = None) -> Rows:
+    """Every row of a file, or of a folder's files, in order of their names. DataError with file
+    and line for what cannot be read.
+
+    split: for a folder with several, for example "train"."""
+    for file in data_files(path, split):
+        yield from _READERS[file.suffix](file)
+
+
+def data_files(path: Path, split: str | None = None) -> list[Path]:
+    """The files that are read for `path`. Of a folder, and all below it, those of the first kind
+    that it has: Parquet, JSONL, JSON, CSV. DataError where there is none, where several splits
+    would be mixed, or a shard is missing."""
+    if not path.is_dir():
+        if path.suffix not in _READERS:
+            raise DataError(
+                f"unknown file type {path.suffix!r}",
+                where=str(path),
+                remedy="convert it to .jsonl (one JSON object a line) or .parquet",
+            )
+        return [path]
+    files = _of_split(path, _of_first_kind(path), split)
+    _refuse_missing_shards(path, files)
+    return files
+
+
+def _of_first_kind(folder: Path) -> list[Path]:
+    for suffix in _READERS:
+        files = []
+        for file in sorted(folder.rglob(f"*{suffix}")):
+            is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+            if not is_hidden and file.is_file():
+                files.append(file)
+        if files:
+            return files
+    raise DataError(
+        "the folder has no data files",
+        where=str(folder),
+        remedy=f"files that are read end with {', '.join(_READERS)}",
+    )
+
+
+def _of_split(folder: Path, files: Sequence[Path], split: str | None) -> list[Path]:
+    by_split: dict[str | None, list[Path]] = defaultdict(list)
+    for file in files:
+        by_split[_split_of(file.relative_to(folder))].append(file)
+    names = ", ".join(str(name) for name in by_split if name is not None) or "none"
+    if split is not None:
+        if split not in by_split:
+            raise DataError(
+                f"the folder has no files of the split {split!r}",
+                where=str(folder),
+                remedy=f"splits there: {names}",
+            )
+        return by_split[split]
+    if len(by_split) > 1:
+        raise DataError(
+            f"the folder has several splits ({names}), which must not be mixed",
+            where=str(folder),
+            remedy='choose one, for example arguments = { split = "train" }',
+        )
+    return list(files)
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that a file's name or a folder above it says; None where none does."""
+    for part in (path.stem, *reversed(path.parts[:-1])):
+        word = re.split(r"[-_.]", part.lower())[0]
+        if word in _SPLITS:
+            return word
+    return None
+
+
+def _refuse_missing_shards(folder: Path, files: Sequence[Path]) -> None:
+    """DataError where `train-00000-of-00003` is there and its second part is not, or where shards
+    of several data sets would be mixed."""
+    numbers: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
+    for file in files:
+        shard = _SHARD.fullmatch(file.stem)
+        if shard is not None:
+            numbers[file.parent, shard[1], int(shard[3])].add(int(shard[2]))
+    for (_, stem, count), found in numbers.items():
+        missing = sorted(set(range(count)) - found)
+        if missing:
+            raise DataError(
+                f"shard {missing[0]} of the {count} of {stem!r} is not there",
+                where=str(folder),
+                remedy="download the rest of the data set",
+            )
+    if len(numbers) > 1:
+        names = ", ".join(str((parent / stem).relative_to(folder)) for parent, stem, _ in numbers)
+        raise DataError(
+            f"the folder has several data sets: {names}",
+            where=str(folder),
+            remedy="set path to the folder of one of them",
+        )
+
+
+def _jsonl_rows(path: Path) -> Rows:
+    with (
+        raised_as(DataError, "unreadable", OSError, where=path, remedy=_ABSENT),
+        path.open("rb") as lines,
+    ):
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            with raised_as(
+                DataError,
+                "not a JSON object",
+                ValueError,
+                where=where,
+                remedy="one JSON object a line, UTF-8",
+            ):
+                fields = json.loads(line)
+                if not isinstance(fields, dict):
+                    raise ValueError(f"found {type(fields).__name__}")
+            yield where, fields
+
+
+def _parquet_rows(path: Path) -> Rows:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with (
+        raised_as(DataError, "unreadable Parquet file", (pa.ArrowInvalid, OSError), where=path),
+        pq.ParquetFile(path) as file,
+    ):
+        number = 0
+        for batch in file.iter_batches():
+            for fields in batch.to_pylist():
+                number += 1
+                yield f"{path}:row {number}", fields
+
+
+def _json_rows(path: Path) -> Rows:
+    """One object, or a list of them."""
+    remedy = "an object, or a list of objects, UTF-8"
+    with raised_as(DataError, "unreadable", OSError, where=path, remedy=_ABSENT):
+        content = path.read_bytes()
+    with raised_as(DataError, "not JSON", ValueError, where=path, remedy=remedy):
+        rows = json.loads(content)
+    if isinstance(rows, dict):
+        rows = [rows]
+    for number, fields in enumerate(rows, start=1):
+        where = f"{path}:row {number}"
+        if not isinstance(fields, dict):
+            raise DataError(f"found {type(fields).__name__}", where=where, remedy=remedy)
+        yield where, fields
+
+
+def _csv_rows(path: Path) -> Rows:
+    """The first line has the names of the fields."""
+    csv.field_size_limit(_LONGEST_CSV_FIELD)
+    with (
+        raised_as(DataError, "unreadable", OSError, where=path, remedy=_ABSENT),
+        raised_as(DataError, "not a CSV file", (csv.Error, UnicodeDecodeError), where=path),
+        path.open(encoding="utf-8-sig", newline="") as file,
+    ):
+        for number, fields in enumerate(csv.DictReader(file), start=1):
+            where = f"{path}:row {number}"
+            if None in fields or None in fields.values():
+                raise DataError("the row has other columns than the first line", where=where)
+            yield where, fields
+
+
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    ".parquet": _parquet_rows,
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+}

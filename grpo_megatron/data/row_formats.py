@@ -1,0 +1,267 @@
+"""From a row's fields to a problem: rows of question and answer, conversations, and the rows of
+MATH, AIME, GPQA and LiveCodeBench as they are published."""
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.config.templates import CHAT
+from grpo_megatron.data.conversation import (
+    MESSAGES,
+    is_conversation,
+    last_question,
+    read_conversation,
+    replies_of,
+    split_reply,
+)
+from grpo_megatron.errors import DataError, raised_as
+from grpo_megatron.types import Problem
+
+_DEFAULT_FIELD = DomainConfig.model_fields["prompt_field"].default
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
+_INCORRECT = ("incorrect_answer_1", "incorrect_answer_2", "incorrect_answer_3")
+
+
+def problem_of(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> Problem:
+    """The problem of a row. `prompt_field` and `answer_field` are looked at first, then the formats
+    of benchmarks. DataError names the row, what it lacks and what it has."""
+    has_own_fields = domain.prompt_field in fields and domain.answer_field in fields
+    named = {name.lower().replace(" ", "_"): value for name, value in fields.items()}
+    if has_own_fields:
+        return _of_own_fields(where, fields, domain)
+    if named.keys() >= {"question", "correct_answer", *_INCORRECT}:
+        return _of_gpqa(where, named)
+    if named.keys() >= {"question_content", "public_test_cases"}:
+        return _of_live_code_bench(where, named)
+    if "problem" in named and ("answer" in named or "solution" in named):
+        return _of_math(where, named)
+    return _of_own_fields(where, fields, domain)
+
+
+def text_of(where: str, fields: Mapping[str, Any], name: str, setting: str) -> str:
+    """The text or number in a field; DataError where there is none. setting: what names the field
+    in the recipe."""
+    if name not in fields:
+        raise _no_field(where, fields, name, setting)
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(
+            f"field {name!r} is {type(value).__name__}, expected text or a number", where=where
+        )
+    return str(value)
+
+
+def _no_field(where: str, fields: Mapping[str, Any], name: str, setting: str) -> DataError:
+    remedy = f"set {setting} of the domain, or rename the field"
+    close = " or ".join(map(repr, nearest(name, fields)))
+    if close:
+        remedy = f"did you mean {close}? Then {remedy}"
+    return DataError(
+        f"no field {name!r}; the row has: {', '.join(fields) or 'nothing'}",
+        where=where,
+        remedy=remedy,
+    )
+
+
+# --- rows of question and answer, and conversations
+
+
+def _of_own_fields(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> Problem:
+    field = _prompt_field(where, fields, domain)
+    if is_conversation(fields[field]):
+        return _of_conversation(where, fields, field, domain)
+    question = text_of(where, fields, field, "prompt_field")
+    if not question.strip():
+        raise DataError(f"field {field!r} is empty", where=where)
+    answer = text_of(where, fields, domain.answer_field, "answer_field")
+    metadata = dict(fields)
+    del metadata[domain.answer_field]
+    if domain.template == CHAT:
+        metadata.pop(MESSAGES, None)  # would be taken for the prompt's
+    return Problem(question, answer, metadata)
+
+
+def _prompt_field(where: str, fields: Mapping[str, Any], domain: DomainConfig) -> str:
+    """Where the row has its prompt: in the field that the recipe names, else in a usual one. With
+    a chat template a conversation comes before a question that was made of it."""
+    usual = [domain.prompt_field]
+    if domain.prompt_field == _DEFAULT_FIELD:
+        usual = [_DEFAULT_FIELD, "prompt", MESSAGES]
+        if domain.template == CHAT:
+            usual = [MESSAGES, _DEFAULT_FIELD, "prompt"]
+    for name in usual:
+        if name in fields:
+            return name
+    raise _no_field(where, fields, domain.prompt_field, "prompt_field")
+
+
+def _of_conversation(
+    where: str, fields: Mapping[str, Any], field: str, domain: DomainConfig
+) -> Problem:
+    """An assistant's last turn is the row's answer, unless it has a field for that; where responses
+    are trained, it is a response, and one of several if the row has more."""
+    if domain.template != CHAT:
+        raise DataError(
+            f"field {field!r} is a conversation, which no template of one question can render",
+            where=where,
+            remedy='set template = "chat" of the domain',
+        )
+    messages = read_conversation(fields[field], where=where, field=field)
+    conversation, reply = split_reply(messages)
+    metadata = dict(fields)
+    del metadata[field]
+    metadata[MESSAGES] = conversation
+    if reply is not None:
+        metadata["responses"] = replies_of(reply, fields.get("responses"))
+    answer = reply
+    if reply is None or fields.get(domain.answer_field) is not None:
+        answer = text_of(where, fields, domain.answer_field, "answer_field")
+        del metadata[domain.answer_field]
+    assert answer is not None
+    return Problem(last_question(conversation), answer, metadata)
+
+
+# --- benchmarks
+
+
+def _of_math(where: str, named: Mapping[str, Any]) -> Problem:
+    """MATH (https://github.com/hendrycks/math): what the solution boxes last is the answer. AIME
+    and MATH-500 have a field for it."""
+    metadata = dict(named)
+    if "answer" in named:
+        answer = text_of(where, named, "answer", "answer_field")
+        del metadata["answer"]
+    else:
+        found = last_boxed(text_of(where, named, "solution", "answer_field"))
+        if found is None:
+            raise DataError(
+                "the solution has no \\boxed{…}, so that the row has no answer",
+                where=where,
+                remedy="set answer_field of the domain, or leave the row out",
+            )
+        answer = found
+    return Problem(text_of(where, named, "problem", "prompt_field"), answer, metadata)
+
+
+def last_boxed(solution: str) -> str | None:
+    """What stands in the last `\\boxed{…}` (or `\\boxed 5`); None where there is none."""
+    boxes = list(_BOXED.finditer(solution))
+    if not boxes:
+        return None
+    rest = solution[boxes[-1].end() :]
+    if not rest.startswith("{"):
+        word = re.match(r"[^\s$.,]+", rest)
+        if word is None:
+            return None
+        return word[0]
+    depth = 0
+    for place, character in enumerate(rest):
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+        if depth == 0:
+            return rest[1:place].strip()
+    return None
+
+
+def _of_gpqa(where: str, named: Mapping[str, Any]) -> Problem:
+    """GPQA (arXiv:2311.12022): four choices in an order that the row itself decides; the answer is
+    a letter."""
+    question = text_of(where, named, "question", "prompt_field")
+    correct = text_of(where, named, "correct_answer", "answer_field").strip()
+    wrong = [text_of(where, named, name, "answer_field").strip() for name in _INCORRECT]
+    choices = _shuffled([correct, *wrong], seed=question)
+    lines = [question.strip(), ""]
+    for letter, choice in zip("ABCD", choices, strict=True):
+        lines.append(f"{letter}) {choice}")
+    metadata = dict(named)
+    for name in ("correct_answer", *_INCORRECT):
+        del metadata[name]
+    metadata["choices"] = choices
+    return Problem("\n".join(lines), "ABCD"[choices.index(correct)], metadata)
+
+
+def _shuffled(choices: Sequence[str], *, seed: str) -> list[str]:
+    """In an order that depends on the texts alone."""
+
+    def key(choice: str) -> bytes:
+        return hashlib.sha256(f"{seed}\0{choice}".encode()).digest()
+
+    return sorted(choices, key=key)
+
+
+def _of_live_code_bench(where: str, named: Mapping[str, Any]) -> Problem:
+    """LiveCodeBench (arXiv:2403.07974): the answer is all tests, as `code_tests` reads them."""
+    question = text_of(where, named, "question_content", "prompt_field")
+    starter = named.get("starter_code")
+    if starter:
+        question += f"\n\nBegin with this code:\n```python\n{starter}\n```"
+    cases = _test_cases(where, named, "public_test_cases")
+    if named.get("private_test_cases"):
+        cases += _test_cases(where, named, "private_test_cases")
+    metadata = dict(named)
+    for name in ("public_test_cases", "private_test_cases"):
+        metadata.pop(name, None)
+    with raised_as(
+        DataError,
+        "the row's tests cannot be read",
+        (ValueError, KeyError, TypeError),
+        where=where,
+        remedy="leave the row out",
+    ):
+        answer = _program_tests(cases, named.get("metadata"))
+    return Problem(question, answer, metadata)
+
+
+def _test_cases(where: str, named: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
+    """JSON, or JSON that was pickled, compressed and written in base 64."""
+    text = named[field]
+    with raised_as(
+        DataError,
+        f"field {field!r} holds no tests",
+        (ValueError, TypeError, binascii.Error, zlib.error, pickle.UnpicklingError, EOFError),
+        where=where,
+        remedy="leave the row out",
+    ):
+        if isinstance(text, str) and not text.lstrip().startswith("["):
+            pickled = zlib.decompress(base64.b64decode(text))
+            text = _TextUnpickler(io.BytesIO(pickled)).load()
+        if isinstance(text, str):
+            text = json.loads(text)
+        return list(text)
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Of plain data only: a pickle from elsewhere may not name anything to be called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no text")
+
+
+def _program_tests(cases: Sequence[Mapping[str, Any]], details: Any) -> str:
+    """Tests of programs that read and print, or of a method of `Solution` (`func_name`)."""
+    if not cases:
+        raise ValueError("there are none")
+    if cases[0].get("testtype") != "functional":
+        inputs = [case["input"] for case in cases]
+        outputs = [case["output"] for case in cases]
+        return json.dumps({"inputs": inputs, "outputs": outputs})
+    if isinstance(details, str):
+        details = json.loads(details)
+    function = details["func_name"]
+    asserts = []
+    for case in cases:
+        arguments = [repr(json.loads(line)) for line in case["input"].splitlines()]
+        expected = json.loads(case["output"])
+        asserts.append(f"assert Solution().{function}({', '.join(arguments)}) == {expected!r}")
+    return json.dumps({"asserts": asserts, "setup": ""})

@@ -1,0 +1,257 @@
+"""Chat templates: the ids of transformers, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import datetime
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.data.chat_template import read_chat_template
+from grpo_megatron.data.prompt_text import PromptRenderer
+from grpo_megatron.data.prompts import tokenised
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.errors import DataError
+from grpo_megatron.types import Problem
+from tests.data.chat_templates import TEMPLATES, write_tokenizer
+
+REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
+SYSTEM = {"role": "system", "content": "Answer with a number."}
+QUESTION = {"role": "user", "content": "What is 2 + 3?\n"}
+TURNS = [
+    QUESTION,
+    {"role": "assistant", "content": "<think>\neasy\n</think>\n\n5"},
+    {"role": "user", "content": "And plus <b>4</b> & “5”?"},
+]
+CONVERSATIONS = {
+    "one question": [QUESTION],
+    "several turns": TURNS,
+    "system": [SYSTEM, QUESTION],
+    "system and several turns": [SYSTEM, *TURNS],
+}
+WITHOUT_SYSTEM = ("drops_system", "refuses_system")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """A tokenizer's directory for each template."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {name: write_tokenizer(root / name, name) for name in TEMPLATES}
+
+
+def chat(**fields) -> DomainConfig:
+    fields = {"name": "sums", "source": "file", "path": "x.jsonl", "template": "chat", **fields}
+    return DomainConfig(rewards=REWARDS, **fields)
+
+
+def prompt_of(directory, messages, **fields):
+    problem = Problem("", "5", {"messages": messages})
+    return tokenised(chat(**fields), [problem], load_tokenizer(directory))[0]
+
+
+def expected_ids(directory, messages, **arguments):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory).apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False, **arguments
+    )
+
+
+def accepted():
+    """Names of templates with names of conversations that they render."""
+    for name in TEMPLATES:
+        for conversation in CONVERSATIONS:
+            if name not in WITHOUT_SYSTEM or "system" not in conversation:
+                yield name, conversation
+
+
+@pytest.mark.parametrize(("name", "conversation"), list(accepted()))
+def test_ids_are_those_of_transformers(directories, name, conversation):
+    messages = CONVERSATIONS[conversation]
+    prompt = prompt_of(directories[name], messages)
+    assert list(prompt.token_ids) == expected_ids(directories[name], messages)
+    assert prompt.metadata["messages"] == messages
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "ending"),
+    [
+        ("qwen", {"enable_thinking": False}, "assistant\n<think>\n\n</think>\n\n"),
+        ("qwen", {"enable_thinking": True}, "assistant\n"),
+        ("llama", {"date_string": "1 Jan 2026"}, "assistant<|end_header_id|>\n\n"),
+    ],
+)
+def test_arguments_reach_the_template(directories, name, arguments, ending):
+    prompt = prompt_of(directories[name], TURNS, template_arguments=arguments)
+    assert list(prompt.token_ids) == expected_ids(directories[name], TURNS, **arguments)
+    assert prompt.text.endswith(ending)
+    assert arguments.get("date_string", "") in prompt.text
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama", "deepseek"])
+def test_any_text_has_the_ids_of_transformers(directories, name):
+    from transformers import AutoTokenizer
+
+    ours = load_tokenizer(directories[name])
+    theirs = AutoTokenizer.from_pretrained(directories[name])
+    renderer = PromptRenderer(chat(), ours.chat_template)
+    text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
+    marks = st.sampled_from(["<|im_end|>", "<|begin|>", "</think>", "{{ x }}", " \n"])
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.one_of(text, marks), min_size=1, max_size=5), st.booleans())
+    def check(contents, with_system):
+        messages = []
+        for number, content in enumerate(contents):
+            messages.append({"role": ["user", "assistant"][number % 2], "content": content})
+        if with_system:
+            messages.insert(0, SYSTEM)
+        rendered = renderer.render(Problem("", "", {"messages": messages}))
+        expected = theirs.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        assert ours.encode(rendered.text) == expected
+
+    check()
+
+
+def test_bos_is_written_once(directories):
+    prompt = prompt_of(directories["llama"], [QUESTION])
+    tokenizer = load_tokenizer(directories["llama"])
+    tokens = [tokenizer.token_text(token) for token in prompt.token_ids]
+    assert tokens.count("<|begin|>") == 1
+    assert tokens[0] == "<|begin|>"
+
+
+def test_a_question_becomes_a_users_message(directories):
+    domain = chat(
+        system_prompt="Be brief.",
+        question_template="{question} ({metadata[level]})",
+        assistant_prefix="<think>\n",
+    )
+    tokenizer = load_tokenizer(directories["qwen"])
+    [prompt] = tokenised(domain, [Problem("2 + 3?", "5", {"level": "easy"})], tokenizer)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2 + 3? (easy)"},
+    ]
+    assert prompt.text.endswith("<|im_start|>assistant\n<think>\n")
+    prefix = tokenizer.encode("<think>\n")
+    assert list(prompt.token_ids) == expected_ids(directories["qwen"], messages) + prefix
+    assert prompt.metadata["messages"] == messages
+
+
+def test_a_conversation_keeps_its_own_system_message(directories):
+    renderer = PromptRenderer(
+        chat(system_prompt="Be brief."), read_chat_template(directories["qwen"])
+    )
+    own = renderer.render(Problem("", "", {"messages": [SYSTEM, QUESTION]}))
+    assert "Be brief" not in own.text
+    without = renderer.render(Problem("", "", {"messages": [QUESTION]}))
+    assert "Be brief" in without.text
+
+
+# --- refusals
+
+
+def refused(directory, problem=None, **fields) -> DataError:
+    """What rendering a problem raises; without one, what making the renderer raises."""
+    with pytest.raises(DataError) as caught:
+        renderer = PromptRenderer(chat(**fields), read_chat_template(directory))
+        assert problem is not None, "nothing was refused"
+        renderer.render(problem)
+    assert "[[domains]] sums" in caught.value.where
+    assert caught.value.remedy
+    return caught.value
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
+    error = refused(write_tokenizer(tmp_path, None))
+    assert "has no chat template" in str(error)
+    assert "chat_template.jinja" in error.remedy
+
+
+def test_a_dropped_system_message_is_refused(directories):
+    directory = directories["drops_system"]
+    asked = Problem("", "", {"messages": [SYSTEM, QUESTION]})
+    assert "drops the system message" in str(refused(directory, asked))
+    error = refused(directory, system_prompt="Be brief.")  # before any row is read
+    assert "question_template" in error.remedy
+    assert "chat_template.jinja" in error.where
+    prompt_of(directory, [QUESTION])  # nothing to drop
+
+
+def test_what_a_template_raises_is_told(directories):
+    asked = Problem("", "", {"messages": [SYSTEM, QUESTION]})
+    error = refused(directories["refuses_system"], asked)
+    assert "System role not supported" in str(error)
+    tool = Problem("", "", {"messages": [QUESTION, {"role": "tool", "content": "7"}]})
+    error = refused(directories["llama"], tool)
+    assert "refuses the conversation (user, tool): unknown role tool" in str(error)
+
+
+def test_todays_date_is_refused_and_a_day_is_written(directories):
+    asked = Problem("2 + 3?", "5")
+    dated = {"dated": True}
+    error = refused(directories["llama"], asked, template_arguments=dated)
+    assert "today's date" in str(error)
+    assert "template_date" in error.remedy
+    domain = chat(template_arguments=dated, template_date=datetime.date(2026, 1, 31))
+    renderer = PromptRenderer(domain, read_chat_template(directories["llama"]))
+    assert "Today Date: 31 Jan 2026" in renderer.render(asked).text
+
+
+def test_a_broken_template_is_refused_with_its_line(tmp_path):
+    directory = write_tokenizer(tmp_path, "qwen")
+    (directory / "chat_template.jinja").write_text("{{ bos_token }}\n{% if x %}")
+    error = refused(directory, Problem("2 + 3?", "5"))
+    assert "not valid" in str(error)
+    assert "line 2" in error.where
+
+
+# --- where the template is
+
+
+def test_the_file_comes_before_the_config(tmp_path):
+    settings_ = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}config"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_))
+    assert read_chat_template(tmp_path).render([QUESTION], {}) == "<s>config"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert read_chat_template(tmp_path).render([QUESTION], {}) == "file"
+
+
+def test_of_named_templates_the_default_counts(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert read_chat_template(tmp_path).render([QUESTION], {}) == "plain"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named[:1]}))
+    assert read_chat_template(tmp_path) is None
+
+
+# --- ends of answers
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("qwen", "<|im_end|>"),
+        ("llama", "<|eot_id|>"),
+        ("deepseek", "<｜end▁of▁sentence｜>"),
+        ("no_generation_prompt", "<|im_end|>"),  # the template writes no end: the tokenizer's
+    ],
+)
+def test_answers_end_as_the_template_ends_them(directories, name, end):
+    tokenizer = load_tokenizer(directories[name])
+    after = tokenizer.chat_template.after_answer({})
+    ids = tokenizer.end_of_turn(after)
+    assert [tokenizer.token_text(token) for token in ids] == [end]
+
+
+def test_a_missing_generation_prompt_is_known(directories):
+    for name in TEMPLATES:
+        template = read_chat_template(directories[name])
+        found = template.writes_generation_prompt([QUESTION], {})
+        assert found == (name != "no_generation_prompt")

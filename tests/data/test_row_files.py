@@ -1,0 +1,127 @@
+"""Files and folders as data sets are published: shards, splits, Parquet's lists and tables."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.data.row_files import data_files, read_rows
+from grpo_megatron.data.sources import load_problems
+from grpo_megatron.errors import DataError
+
+REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
+ROWS = [
+    {"question": "1+1", "answer": "2"},
+    {"question": "2*3", "answer": "6"},
+    {"question": "9-1", "answer": "8"},
+]
+
+
+def write_parquet(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def questions(path, **fields):
+    domain = DomainConfig(name="sums", source="file", path=path, rewards=REWARDS, **fields)
+    return [problem.question for problem in load_problems(domain, 0)]
+
+
+@pytest.fixture
+def export(tmp_path):
+    """A repository of Hugging Face: shards of two splits, and files beside them."""
+    for number, row in enumerate(ROWS):
+        write_parquet(tmp_path / "data" / f"train-{number:05d}-of-00003.parquet", [row])
+    write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet", ROWS[:1])
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / ".cache").mkdir()
+    write_parquet(tmp_path / ".cache" / "train-00000-of-00001.parquet", ROWS)
+    return tmp_path
+
+
+def test_shards_of_a_split_are_one_data_set(export):
+    assert questions(export, arguments={"split": "train"}) == ["1+1", "2*3", "9-1"]
+    assert questions(export, arguments={"split": "test"}) == ["1+1"]
+    assert questions(export, arguments={"split": "train"}, num_problems=2) == ["1+1", "2*3"]
+
+
+def test_rows_name_their_shard(export):
+    where = [where for where, _ in read_rows(export, "train")]
+    assert where[1] == f"{export}/data/train-00001-of-00003.parquet:row 1"
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (None, ["several splits (test, train)", 'split = "train"']),
+        ("validation", ["no files of the split 'validation'", "test, train"]),
+    ],
+)
+def test_splits_are_not_mixed(export, split, words):
+    with pytest.raises(DataError) as caught:
+        data_files(export, split)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_shard_is_refused(export):
+    (export / "data" / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(DataError, match="shard 1 of the 3 of 'train' is not there"):
+        data_files(export, "train")
+
+
+def test_several_data_sets_are_not_mixed(tmp_path):
+    for name in ("main", "socratic"):
+        write_parquet(tmp_path / name / "train-00000-of-00001.parquet", ROWS)
+    with pytest.raises(DataError, match="several data sets: main/train, socratic/train"):
+        data_files(tmp_path)
+    assert len(questions(tmp_path / "main")) == 3
+
+
+def test_a_folder_without_data_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(DataError, match="no data files") as caught:
+        data_files(tmp_path)
+    assert ".jsonl" in caught.value.remedy
+
+
+def test_files_of_single_objects_are_rows(tmp_path):
+    """As MATH is published."""
+    for number, row in enumerate(ROWS):
+        folder = tmp_path / "train" / ("algebra", "geometry")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.json").write_text(json.dumps(row))
+    assert questions(tmp_path) == ["1+1", "9-1", "2*3"]
+
+
+def test_a_list_of_objects_is_rows(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    assert questions(tmp_path / "rows.json") == ["1+1", "2*3", "9-1"]
+    (tmp_path / "rows.json").write_text('[{"question": "q", "answer": "a"}, 3]')
+    with pytest.raises(DataError, match=r"(?s)found int.*rows.json:row 2"):
+        questions(tmp_path / "rows.json")
+
+
+def test_csv_has_quoted_fields_and_a_header(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text('\ufeffquestion,answer\n"What is\n1, plus 1?",2\n2*3,6\n', encoding="utf-8")
+    assert questions(file) == ["What is\n1, plus 1?", "2*3"]
+    file.write_text("question,answer\n2*3\n")
+    with pytest.raises(DataError, match=r"(?s)other columns.*rows.csv:row 1"):
+        questions(file)
+
+
+def test_lists_and_tables_of_parquet_are_conversations(tmp_path):
+    file = tmp_path / "chat.parquet"
+    user = {"role": "user", "content": "1+1", "tool_calls": None}
+    other = {"role": "assistant", "content": "2", "tool_calls": [{"name": "sum"}]}
+    write_parquet(file, [{"messages": [user, other], "answer": "2"}])
+    domain = DomainConfig(name="s", source="file", path=file, rewards=REWARDS, template="chat")
+    [problem] = load_problems(domain, 0)
+    assert problem.metadata["messages"] == [{"role": "user", "content": "1+1"}]
+    assert problem.question == "1+1"

@@ -1,0 +1,267 @@
+"""Rows as people have them: conversations, and benchmarks as they are published."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+
+import pytest
+
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.data.row_formats import last_boxed, problem_of
+from grpo_megatron.errors import DataError
+
+REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
+WHERE = "rows.jsonl:7"
+USER = {"role": "user", "content": "What is 2 + 3?"}
+REPLY = {"role": "assistant", "content": "<think>\n2 + 3 = 5\n</think>\n\n5"}
+
+
+def problem(row, **fields):
+    fields = {"name": "sums", "source": "file", "path": "rows.jsonl", **fields}
+    return problem_of(WHERE, row, DomainConfig(rewards=REWARDS, **fields))
+
+
+def refused(row, **fields) -> DataError:
+    with pytest.raises(DataError) as caught:
+        problem(row, **fields)
+    assert WHERE in caught.value.where
+    return caught.value
+
+
+# --- fields
+
+
+@pytest.mark.parametrize("field", ["question", "prompt"])
+def test_usual_fields_are_found(field):
+    found = problem({field: "2 + 3?", "answer": 5, "level": 1})
+    assert (found.question, found.answer) == ("2 + 3?", "5")
+    assert found.metadata["level"] == 1
+
+
+def test_a_missing_field_is_told_with_the_ones_that_are_there():
+    error = refused({"querry": "2 + 3?", "answer": "5"}, prompt_field="query")
+    assert "no field 'query'; the row has: querry, answer" in str(error)
+    assert "did you mean 'querry'?" in error.remedy
+    assert "set prompt_field" in error.remedy
+    error = refused({"question": "2 + 3?", "result": "5"})
+    assert "no field 'answer'; the row has: question, result" in str(error)
+    assert "set answer_field" in error.remedy
+
+
+def test_a_field_that_is_named_is_the_only_one():
+    refused({"prompt": "2 + 3?", "answer": "5"}, prompt_field="text")
+
+
+# --- conversations
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt", "question"])
+def test_a_conversation_is_the_prompt(field):
+    found = problem({field: [USER], "answer": "5"}, template="chat")
+    assert found.metadata["messages"] == [USER]
+    assert (found.question, found.answer) == ("What is 2 + 3?", "5")
+    assert "responses" not in found.metadata
+
+
+def test_a_conversation_comes_before_the_question_that_was_made_of_it():
+    row = {"question": "<|im_start|>user…", "messages": [USER], "answer": "5"}
+    assert problem(row, template="chat").question == "What is 2 + 3?"
+    plain = problem(row)
+    assert plain.question == "<|im_start|>user…"
+
+
+def test_the_last_turn_of_the_assistant_is_the_answer():
+    found = problem({"messages": [USER, REPLY, USER, REPLY]}, template="chat")
+    assert found.metadata["messages"] == [USER, REPLY, USER]
+    assert found.answer == REPLY["content"]
+    assert found.metadata["responses"] == [REPLY["content"]]
+    other = problem({"messages": [USER, REPLY], "answer": "5"}, template="chat")
+    assert other.answer == "5"
+    assert other.metadata["responses"] == [REPLY["content"]]
+
+
+def test_responses_get_the_beginning_that_their_prompt_had():
+    row = {
+        "messages": [USER, REPLY],
+        "answer": "5",
+        "responses": ["2 + 3 = 5\n</think>\n\n5", "it is 5</think>5"],
+    }
+    found = problem(row, template="chat")
+    assert found.metadata["responses"] == [REPLY["content"], "<think>\nit is 5</think>5"]
+
+
+def test_a_conversation_without_an_answer_is_refused():
+    assert "no field 'answer'" in str(refused({"messages": [USER]}, template="chat"))
+
+
+def test_a_plain_template_renders_no_conversation():
+    error = refused({"messages": [USER], "answer": "5"})
+    assert "is a conversation" in str(error)
+    assert 'template = "chat"' in error.remedy
+
+
+def test_parts_of_text_are_put_together_and_others_refused():
+    text = [{"type": "text", "text": "2 +"}, {"type": "text", "text": " 3?"}]
+    row = {"messages": [{"role": "user", "content": text}], "answer": "5"}
+    assert problem(row, template="chat").metadata["messages"][0]["content"] == "2 + 3?"
+    text.append({"type": "image_url", "image_url": "x.png"})
+    error = refused(row, template="chat")
+    assert "no text" in str(error)
+    assert "message 1" in error.where
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "system", "content": "x"}], "no message of a user"),
+        ([{"content": "x"}], "no role; it has: content"),
+        ([USER, {"role": "assistant", "content": None}], "content is NoneType"),
+        ([USER, "hello"], "a message is str"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages, words):
+    assert words in str(refused({"messages": messages, "answer": "5"}, template="chat"))
+
+
+def test_a_table_of_lists_is_a_conversation():
+    row = {"messages": {"role": ["user"], "content": ["2 + 3?"]}, "answer": "5"}
+    found = problem(row, template="chat")
+    assert found.metadata["messages"] == [{"role": "user", "content": "2 + 3?"}]
+
+
+# --- MATH and AIME
+
+
+def test_math_has_its_answer_in_a_box():
+    row = {
+        "problem": "Find $x$.",
+        "level": "Level 5",
+        "type": "Algebra",
+        "solution": "First \\boxed{1}. So $x = \\boxed{\\frac{1}{2}}$.",
+    }
+    found = problem(row)
+    assert (found.question, found.answer) == ("Find $x$.", "\\frac{1}{2}")
+    assert (found.metadata["level"], found.metadata["type"]) == ("Level 5", "Algebra")
+
+
+def test_math_500_and_aime_have_a_field_for_it():
+    row = {"problem": "Find $x$.", "solution": "\\boxed{1}", "answer": "2", "subject": "Algebra"}
+    assert problem(row).answer == "2"
+    assert problem({"id": 60, "problem": "Find it.", "answer": 204}).answer == "204"
+    upper = problem({"ID": "2024-I-1", "Problem": "Find it.", "Solution": "…", "Answer": 204})
+    assert (upper.question, upper.answer) == ("Find it.", "204")
+
+
+def test_a_solution_without_a_box_is_refused():
+    error = refused({"problem": "Find $x$.", "solution": "It is 2."})
+    assert "no \\boxed" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("\\boxed{a{b}c} and more}", "a{b}c"),
+        ("\\boxed 5.", "5"),
+        ("\\fbox{ 7 }", "7"),
+        ("\\boxed{1}, \\boxed{2}", "2"),
+        ("\\boxed{never closed", None),
+        ("none", None),
+    ],
+)
+def test_the_last_box_counts(solution, answer):
+    assert last_boxed(solution) == answer
+
+
+# --- GPQA
+
+
+def test_gpqa_becomes_four_choices_in_an_order_of_the_rows_own():
+    row = {
+        "Question": "Which?\n",
+        "Correct Answer": "the right one\n",
+        "Incorrect Answer 1": "wrong a",
+        "Incorrect Answer 2": "wrong b",
+        "Incorrect Answer 3": "wrong c",
+        "Subdomain": "Physics",
+    }
+    found = problem(row)
+    assert found == problem(dict(reversed(row.items())))
+    lines = found.question.splitlines()
+    assert lines[0] == "Which?"
+    assert [line[:3] for line in lines[2:]] == ["A) ", "B) ", "C) ", "D) "]
+    assert f"{found.answer}) the right one" in lines
+    assert found.metadata["subdomain"] == "Physics"
+    assert "correct_answer" not in found.metadata
+
+
+def test_right_choices_of_gpqa_are_on_every_letter():
+    letters = set()
+    for number in range(40):
+        row = {"Question": f"Which of {number}?", "Correct Answer": "right"}
+        row |= {f"Incorrect Answer {wrong}": f"wrong {wrong}" for wrong in (1, 2, 3)}
+        letters.add(problem(row).answer)
+    assert letters == set("ABCD")
+
+
+# --- LiveCodeBench
+
+CASES = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
+MORE = [{"input": "5 5\n", "output": "10\n", "testtype": "stdin"}]
+
+
+def lcb(private, **fields):
+    return {
+        "question_title": "sum",
+        "question_content": "Print the sum.",
+        "starter_code": "",
+        "public_test_cases": json.dumps(CASES),
+        "private_test_cases": private,
+        "difficulty": "easy",
+        **fields,
+    }
+
+
+def packed(text) -> str:
+    """As LiveCodeBench packs its private tests."""
+    return base64.b64encode(zlib.compress(pickle.dumps(text))).decode()
+
+
+@pytest.mark.parametrize("private", [json.dumps(MORE), packed(json.dumps(MORE))])
+def test_live_code_bench_has_tests_of_programs(private):
+    found = problem(lcb(private))
+    assert found.question == "Print the sum."
+    assert json.loads(found.answer) == {"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10\n"]}
+    assert found.metadata["difficulty"] == "easy"
+    assert "private_test_cases" not in found.metadata
+
+
+def test_live_code_bench_has_tests_of_methods():
+    case = {"input": '[1, 2]\n"a"', "output": "true", "testtype": "functional"}
+    row = lcb(
+        "[]",
+        public_test_cases=json.dumps([case]),
+        starter_code="class Solution:\n    def f(self, a, b):",
+        metadata=json.dumps({"func_name": "f"}),
+    )
+    found = problem(row)
+    assert "class Solution:" in found.question
+    assert json.loads(found.answer)["asserts"] == ["assert Solution().f([1, 2], 'a') == True"]
+
+
+def test_a_pickle_that_would_call_something_is_refused():
+    class Evil:
+        def __reduce__(self):
+            return (print, ("called",))
+
+    error = refused(lcb(packed(Evil())))
+    assert "print is no text" in str(error)
+    assert "no tests" in str(refused(lcb("not base 64!")))
+
+
+def test_rows_without_a_method_are_refused():
+    case = {"input": "1", "output": "1", "testtype": "functional"}
+    row = lcb("[]", public_test_cases=json.dumps([case]), metadata="{}")
+    assert "tests cannot be read" in str(refused(row))
