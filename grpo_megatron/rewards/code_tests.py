@@ -81,7 +81,9 @@ async def _share_of_pairs(
 
 
 async def _share_of_asserts(program: str, gold: Mapping[str, Any], limits: Limits) -> float:
-    ours, theirs = (end.detach() for end in socket.socketpair())
+    our_end, their_end = socket.socketpair()
+    ours = our_end.detach()
+    theirs = their_end.detach()
     candidate = asyncio.ensure_future(
         sandbox.run(
             {**_INSIDE, "/program.py": program},
@@ -113,7 +115,7 @@ def _parse(answer: str) -> tuple[list[tuple[str, str]], dict[str, Any]] | None:
     except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError):
         return None
     has_one_kind = bool(pairs) != bool(gold["asserts"])
-    are_texts = all(isinstance(text, str) for pair in pairs for text in pair)
+    are_texts = all(isinstance(given, str) and isinstance(out, str) for given, out in pairs)
     if has_one_kind and are_texts:
         return pairs, gold
     return None

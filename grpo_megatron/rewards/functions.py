@@ -100,14 +100,22 @@ def format_tags(
     text = completion
     if opened:
         text = f"<{think_tag}>{completion}"
-    tags = re.escape(think_tag), re.escape(answer_tag)
-    blocks = re.fullmatch(r"\s*<{0}>(.*)</{0}>\s*<{1}>(.*)</{1}>\s*".format(*tags), text, re.DOTALL)
-    once = all(len(re.findall(f"<{tag}>|</{tag}>", text)) == 2 for tag in tags)
-    return float(once and blocks is not None and all(map(str.strip, blocks.groups())))
+    first = re.escape(think_tag)
+    second = re.escape(answer_tag)
+    pattern = rf"\s*<{first}>(.*)</{first}>\s*<{second}>(.*)</{second}>\s*"
+    blocks = re.fullmatch(pattern, text, re.DOTALL)
+    if blocks is None:
+        return 0.0
+    for tag in (first, second):
+        if len(re.findall(f"<{tag}>|</{tag}>", text)) != 2:
+            return 0.0
+    has_empty_block = not blocks[1].strip() or not blocks[2].strip()
+    return float(not has_empty_block)
 
 
 def check_scripts(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
-    known = set(map(_script, map(chr, range(0x20000))))
+    """Raise RewardError unless `scripts` is a list of Unicode scripts, in lower case."""
+    known = {_script(chr(code)) for code in range(0x20000)}
     if isinstance(scripts, str) or not known.issuperset(scripts):
         raise RewardError(
             f"scripts = {scripts!r} is not a list of Unicode scripts",

@@ -58,7 +58,12 @@ class Names(dict[str, Any]):
 
 
 class Sender(pickle.Pickler):
+    """Sends plain data; an object of the candidate's goes as its number."""
+
     def persistent_id(self, obj: Any) -> Any:
+        """Return the number under which an object is sent, None for plain data.
+
+        Raises BadTest where the judge would send an object of its own."""
         if type(obj) in PLAIN:
             return None
         if type(obj) is Remote:
@@ -70,17 +75,21 @@ class Sender(pickle.Pickler):
 
 
 class Receiver(pickle.Unpickler):
+    """Receives plain data and numbers of objects: nothing that it reads can run code."""
+
     def find_class(self, module: str, name: str) -> Any:
+        """Refuse every class and function, with an UnpicklingError."""
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
 
     def persistent_load(self, number: Any) -> Any:
+        """Return the candidate's object, or what stands for it at the judge."""
         if is_judge:
             return Remote(number)
         return objects[number]
 
 
 def plain(value: Any) -> Any:
-    """Containers of subclasses as their base: a Counter is a dict, a named tuple a tuple."""
+    """Return containers of subclasses as their base: a Counter is a dict, a named tuple a tuple."""
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}
     for kind in PLAIN[-5:]:
@@ -90,6 +99,7 @@ def plain(value: Any) -> Any:
 
 
 def ask(*request: Any) -> Any:
+    """Have the candidate's process do something; RuntimeError where the candidate raised."""
     asked.append(request[0])
     Sender(outgoing).dump(plain(request))
     failed, value = Receiver(incoming).load()
@@ -99,6 +109,7 @@ def ask(*request: Any) -> Any:
 
 
 def judge(setup: str, asserts: list[str]) -> None:
+    """Evaluate the asserts, once the candidate has started, and write a mark for each."""
     names = Names()
     Receiver(incoming).load()
     exec(setup, names)
@@ -118,6 +129,7 @@ def judge(setup: str, asserts: list[str]) -> None:
 
 
 def serve(path: str) -> None:
+    """Run the candidate's program, then do what the judge asks of its names and objects."""
     names: dict[str, Any] = {"__name__": "program"}
     actions: dict[str, Callable[..., Any]] = {
         "name": names.__getitem__,
@@ -131,9 +143,9 @@ def serve(path: str) -> None:
     while True:  # the end of the requests, an exception, ends it
         action, *arguments = Receiver(incoming).load()
         try:
-            reply = False, plain(actions[action](*arguments))
+            reply = (False, plain(actions[action](*arguments)))
         except Exception as error:
-            reply = True, repr(error)
+            reply = (True, repr(error))
         Sender(outgoing).dump(reply)
 
 

@@ -41,10 +41,24 @@ async def judge(
     for _ in range(attempts):
         reply = await _post(f"{url}/v1/chat/completions", body, timeout_s)
         said = reply["choices"][0]["message"]["content"] or ""
-        scores = {int(number): float(score) for number, score in _SCORE.findall(said)}
-        if all(0 <= scores.get(number, -1) <= 10 for number in range(1, len(criteria) + 1)):
-            return sum(scores[i + 1] for i in range(len(criteria))) / (10 * len(criteria))
+        scores = _scores(said, len(criteria))
+        if scores:
+            return sum(scores) / (10 * len(criteria))
     raise RewardError(f"the judge did not score every criterion: {said[:200]!r}", where=url)
+
+
+def _scores(reply: str, num_criteria: int) -> list[float]:
+    """One score in [0, 10] for each criterion, in order; empty where one lacks it."""
+    by_number = {}
+    for number, score in _SCORE.findall(reply):
+        by_number[int(number)] = float(score)
+    scores = []
+    for number in range(1, num_criteria + 1):
+        score = by_number.get(number)
+        if score is None or not 0 <= score <= 10:
+            return []
+        scores.append(score)
+    return scores
 
 
 async def reward_model(

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,6 +83,7 @@ class Component:
         raise self.error(f"failed on every sample ({', '.join(told)})")
 
     def error(self, what: str) -> RewardError:
+        """Make the error that names the component and shows the first traceback."""
         return RewardError(
             f"reward {self.reward.reference} {what}\n{self.trace}".rstrip(),
             where=f"[[domains]] {self.domain}, reward {self.name}",
@@ -144,9 +144,11 @@ class RewardPool:
         self._timeout_s = timeout_s
         functions = [(c.reward.reference, c.reward.arguments) for c in self.components]
         limits = {"timeout_s": timeout_s, "concurrency": concurrency}
-        self._workers = [RewardProcess(functions, limits, log_path) for _ in range(num_workers)]
+        self._workers: list[RewardProcess] = []
         self._idle: asyncio.Queue[RewardProcess] = asyncio.Queue()
-        for worker in self._workers:
+        for _ in range(num_workers):
+            worker = RewardProcess(functions, limits, log_path)
+            self._workers.append(worker)
             self._idle.put_nowait(worker)
 
     async def __aenter__(self) -> Self:
@@ -160,7 +162,9 @@ class RewardPool:
         """Score every completion of every group, in the given order. May run concurrently.
         `rewards` is the weighted sum of the components that are not NaN, within ±reward_clip.
         RewardError where a function failed on every sample, or keeps killing its process."""
-        calls = [call for group in groups for call in self._calls(group)]
+        calls: list[Call] = []
+        for group in groups:
+            calls += self._calls(group)
         outcomes = [Outcome()] * len(calls)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -168,29 +172,40 @@ class RewardPool:
                     tasks.create_task(self._run(tasks, calls, chunk, outcomes))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        failures: list[list[str]] = [[] for _ in self.components]
-        for (index, *_), outcome in zip(calls, outcomes, strict=True):
-            failures[index].append(outcome.failure)
-        for component, of_component in zip(self.components, failures, strict=True):
-            component.check(of_component)
+        self._refuse_broken(calls, outcomes)
         left = iter(outcomes)
         return [self._scored(group, left) for group in groups]
 
     def _chunks(self, calls: Sequence[Call]) -> Iterator[list[int]]:
         """Indices of calls that a process gets at a time: plain functions, then coroutines."""
-        plain = [i for i, call in enumerate(calls) if not self._is_async(call)]
-        coroutines = [i for i, call in enumerate(calls) if self._is_async(call)]
+        plain = []
+        coroutines = []
+        for index, call in enumerate(calls):
+            if self._is_async(call):
+                coroutines.append(index)
+            else:
+                plain.append(index)
         for indices in (plain, coroutines):
             share = -(-len(indices) // len(self._workers))
             size = max(1, min(CHUNK_CALLS, share))
             for start in range(0, len(indices), size):
                 yield indices[start : start + size]
 
+    def _refuse_broken(self, calls: Sequence[Call], outcomes: Sequence[Outcome]) -> None:
+        """RewardError for a component that failed on every sample, see `Component.check`."""
+        failures: dict[int, list[str]] = {}
+        for (index, *_), outcome in zip(calls, outcomes, strict=True):
+            failures.setdefault(index, []).append(outcome.failure)
+        for index, of_component in sorted(failures.items()):
+            self.components[index].check(of_component)
+
     def take_metrics(self) -> dict[str, float]:
         """Failures since the last call, `reward/<domain>.<component>/<cause>`, and restarts."""
-        metrics = {"reward/pool/restarts": float(sum(w.num_restarts for w in self._workers))}
+        num_restarts = 0
         for worker in self._workers:
+            num_restarts += worker.num_restarts
             worker.num_restarts = 0
+        metrics = {"reward/pool/restarts": float(num_restarts)}
         for component in self.components:
             for cause in ("raised", "timed_out", "died"):
                 name = f"reward/{component.domain}.{component.name}/{cause}"
@@ -237,7 +252,7 @@ class RewardPool:
             limit_s *= 2  # the process itself cancels a coroutine at its limit
         worker = await self._idle.get()
         try:
-            found, failure = await worker.run([calls[i] for i in chunk], limit_s)
+            found, failure = await worker.run([calls[index] for index in chunk], limit_s)
         finally:
             self._idle.put_nowait(worker)
         if failure and (len(chunk) == 1 or not is_async):
@@ -245,30 +260,32 @@ class RewardPool:
         for place, outcome in found.items():
             outcomes[chunk[place]] = outcome
             self.components[calls[chunk[place]][0]].count(outcome)
-        left = [i for place, i in enumerate(chunk) if place not in found]
-        again = []
+        left = [index for place, index in enumerate(chunk) if place not in found]
         if is_async:
-            again = [[i] for i in left]
+            for index in left:
+                tasks.create_task(self._run(tasks, calls, [index], outcomes))
         elif left:
-            again = [left]
-        for part in again:
-            tasks.create_task(self._run(tasks, calls, part, outcomes))
+            tasks.create_task(self._run(tasks, calls, left, outcomes))
 
     def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
-        components = [self.components[i] for i in self._of_domain[group.prompt.domain]]
-        rows = [list(islice(outcomes, len(components))) for _ in group.completions]
-        table = np.empty((len(rows), len(components)), np.float64)
+        """The group with its rewards; takes its outcomes from the front of `outcomes`."""
+        domain = group.prompt.domain
+        components = [self.components[index] for index in self._of_domain[domain]]
+        table = np.empty((len(group.completions), len(components)), np.float64)
         steps: list[tuple[tuple[int, float], ...]] = []
-        for number, row in enumerate(rows):
+        for sample in range(len(group.completions)):
             of_sample = []
-            for column, (component, outcome) in enumerate(zip(components, row, strict=True)):
-                table[number, column] = outcome.value
+            for column, component in enumerate(components):
+                outcome = next(outcomes)
+                table[sample, column] = outcome.value
                 for end, reward in outcome.steps:
                     of_sample.append((end, reward * component.weight))
             steps.append(tuple(of_sample))
         weights = np.asarray([component.weight for component in components])
-        rewards = weighted_sum(table, weights, self._clips[group.prompt.domain])
-        by_name = {c.name: table[:, column].copy() for column, c in enumerate(components)}
+        rewards = weighted_sum(table, weights, self._clips[domain])
+        by_name = {}
+        for column, component in enumerate(components):
+            by_name[component.name] = table[:, column].copy()
         if not any(steps):
             steps = []
         return ScoredGroup(group, by_name, rewards, tuple(steps))

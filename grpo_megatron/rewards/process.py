@@ -15,7 +15,9 @@ from typing import Any
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.reward_worker import Call, Outcome
 
-_STARTUP_TIMEOUT_S, _CLOSE_TIMEOUT_S, _GRACE_S = 120.0, 2.0, 0.05
+_STARTUP_TIMEOUT_S = 120.0
+_CLOSE_TIMEOUT_S = 2.0
+_GRACE_S = 0.05
 _MAX_IDLE_DEATHS = 3
 _LONGEST_LINE = 1 << 26
 
@@ -43,11 +45,11 @@ class RewardProcess:
         self.num_restarts += self._started
         self._started = True
         ours, theirs = socket.socketpair()
-        # One thread a worker, since there are many.
+        python_path = [entry or os.getcwd() for entry in sys.path]
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+            "OMP_NUM_THREADS": "1",  # there are many workers
+            "PYTHONPATH": os.pathsep.join(python_path),
         }
         with theirs, self._log_path.open("ab") as log:
             # An own session: Ctrl-C reaches the parent only, a kill also what a reward started.

@@ -29,9 +29,11 @@ class BoundReward:
 
     @property
     def is_async(self) -> bool:
+        """Whether calls are coroutines, which a process runs several of at a time."""
         return inspect.iscoroutinefunction(self.function)
 
     def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
+        """Return what the function returns, for `to_float`; `context`: by name in `CONTEXT`."""
         offered = {key: context[key] for key in self.context}
         return self.function(completion, answer, **offered, **self.arguments)
 
@@ -89,17 +91,22 @@ def bind(
     try:
         signature.bind("", "", **dict.fromkeys(context), **arguments)
     except TypeError as error:
-        known = [name for name in signature.parameters if name not in CONTEXT][2:]
-        strange = [key for key in arguments if key not in signature.parameters]
-        remedy = f"a reward is {_SIGNATURE}"
-        if strange:
-            hint = did_you_mean(strange[0], known)
-            remedy = f"{strange[0]!r} is not an argument of it. {hint}"
         raise RewardError(
-            f"reward {reference}{signature} cannot be called: {error}", remedy=remedy
+            f"reward {reference}{signature} cannot be called: {error}",
+            remedy=_remedy(signature, arguments),
         ) from error
     check(**arguments)
     return BoundReward(reference, function, arguments, context)
+
+
+def _remedy(signature: inspect.Signature, arguments: Mapping[str, Any]) -> str:
+    """What to do about a signature that these arguments do not fit."""
+    strange = [key for key in arguments if key not in signature.parameters]
+    if not strange:
+        return f"a reward is {_SIGNATURE}"
+    known = [name for name in signature.parameters if name not in CONTEXT]
+    own = known[2:]  # after completion and answer
+    return f"{strange[0]!r} is not an argument of it. {did_you_mean(strange[0], own)}"
 
 
 def to_float(value: Any) -> float:
@@ -124,6 +131,7 @@ def _takes(signature: inspect.Signature, key: str) -> bool:
             inspect.Parameter.KEYWORD_ONLY,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
         )
-    return key in CONTEXT[:2] and any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()
-    )
+    if key not in CONTEXT[:2]:
+        return False
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds

@@ -24,6 +24,8 @@ Call = tuple[int, str, str, Mapping[str, Any]]  # index of the function, complet
 
 
 class Outcome(NamedTuple):
+    """How one call ended; sent to the parent as a JSON list."""
+
     failure: str = ""  # "raised", "timed_out" or "died"; the parent writes the last
     value: float = math.nan
     steps: Sequence[tuple[int, float]] = ()  # step rewards: (end in the text, reward) each
@@ -31,6 +33,7 @@ class Outcome(NamedTuple):
 
 
 def main() -> None:
+    """Serve the parent until its end of the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     link, parent = map(int, sys.argv[1:])
     die_with_parent(parent)  # a socket's end cannot stop a reward that hangs
@@ -90,8 +93,13 @@ def _outcome(call: Callable[[], Any]) -> Outcome:
         value = call()
         if not isinstance(value, list):
             return Outcome(value=to_float(value))
-        steps = [(operator.index(end), to_float(reward)) for end, reward in value]
-        return Outcome(value=to_float(sum(reward for _, reward in steps)), steps=steps)
+        steps = []
+        total = 0.0
+        for end, reward in value:
+            step_reward = to_float(reward)
+            steps.append((operator.index(end), step_reward))
+            total += step_reward
+        return Outcome(value=to_float(total), steps=steps)
     except BaseException:  # SystemExit of a reward must not end the worker either
         return Outcome("raised", trace=traceback.format_exc())
 

@@ -26,7 +26,8 @@ REMEDY = (
     "namespaces: sysctl kernel.apparmor_restrict_unprivileged_userns=0, or a container "
     "whose seccomp profile permits them"
 )
-_MAX_THREADS = _MAX_FILES = 64
+_MAX_THREADS = 64
+_MAX_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,11 @@ def _command(limits: Limits, data: Mapping[str, int], filter_fd: int, status_fd:
         "/etc/ld.so.cache",
         os.path.realpath(sys.base_prefix),
     )
+    mounts: list[str] = []
+    for path in visible:
+        mounts += ["--ro-bind-try", path, path]
+    for path, fd in data.items():
+        mounts += ["--ro-bind-data", str(fd), path]
     limited = {
         "as": limits.memory_bytes,
         "cpu": math.ceil(limits.wall_s) + 1,
@@ -154,8 +160,7 @@ def _command(limits: Limits, data: Mapping[str, int], filter_fd: int, status_fd:
         str(limits.tmp_bytes),
         "--tmpfs",
         "/tmp",
-        *(word for path in visible for word in ("--ro-bind-try", path, path)),
-        *(word for path, fd in data.items() for word in ("--ro-bind-data", str(fd), path)),
+        *mounts,
         "--remount-ro",
         "/",
         "--chdir",

@@ -10,8 +10,16 @@ import struct
 
 from grpo_megatron import assets
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+# instructions of the classic BPF machine (linux/bpf_common.h)
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+# offsets in struct seccomp_data
+_NUMBER_AT = 0
+_ARCHITECTURE_AT = 4
+_FIRST_ARGUMENT_AT = 16
 _ALLOW = 0x7FFF0000
 _KILL = 0x80000000
 _NOT_PERMITTED = 0x50000 | errno.EPERM
@@ -26,7 +34,7 @@ ARCHITECTURES = assets.tables(__file__, "seccomp.toml")
 
 
 def program() -> bytes:
-    """The filter for this machine, as `bwrap --seccomp` reads it."""
+    """Return the filter for this machine, as `bwrap --seccomp` reads it."""
     numbers = ARCHITECTURES[platform.machine()]
     steps = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
