@@ -29,6 +29,7 @@ class Shard:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
+        """Shape of the whole weight, of which `tensor` may be a tensor-parallel part."""
         shape = list(self.tensor.shape)
         if self.dim is not None:
             shape[self.dim] *= self.size
@@ -49,7 +50,9 @@ class GatherEntry:
 
 
 class ShardedModel:
-    """The parts that this rank holds of a model, and how to get at the others."""
+    """A model whose weights are spread over ranks: `shards` are the parts of this rank.
+
+    `entries` says what the whole model consists of, `stream` brings full tensors together."""
 
     def __init__(self, tensor_map: TensorMap, shards: Sequence[Shard]):
         self.map = tensor_map
@@ -57,11 +60,15 @@ class ShardedModel:
 
     @cached_property
     def entries(self) -> list[GatherEntry]:
-        """All parameters, the same list on every rank, in checkpoint order. Collective."""
-        world = all_gathered([(s.name, s.full_shape, s.tensor.dtype) for s in self.shards])
+        """All parameters, the same list on every rank, in checkpoint order. Collective.
+
+        Raises KeyError where a weight has no Hugging Face name."""
+        held: list[_Described] = []
+        for shard in self.shards:
+            held.append((shard.name, shard.full_shape, shard.tensor.dtype))
         holders: dict[_Described, list[int]] = {}
-        for rank, held in enumerate(world):
-            for described in held:
+        for rank, held_there in enumerate(all_gathered(held)):
+            for described in held_there:
                 holders.setdefault(described, []).append(rank)
         entries = []
         for (name, shape, dtype), ranks in sorted(holders.items(), key=_checkpoint_order):
@@ -84,7 +91,7 @@ class ShardedModel:
         """Yield (Hugging Face name, full tensor) on the receiver (a global rank) of each entry.
 
         Collective: every rank must exhaust the iterator."""
-        local = {s.name: s for s in self.shards}
+        local = {shard.name: shard for shard in self.shards}
         rank = dist.get_rank()
         for entry, receiver in zip(entries, receivers, strict=True):
             parameter = entry.parameter
@@ -109,14 +116,16 @@ class ShardedModel:
 
 
 def all_gathered(value: Any) -> list[Any]:
-    """What every rank has, by rank. Collective."""
+    """Return the `value` of every rank, by rank; it must be picklable. Collective."""
     world: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(world, value)
     return world
 
 
 def on_rank_0(action: Callable[..., object], *arguments: Any) -> None:
-    """One rank acts, the others wait until it has. Collective."""
+    """Call `action` on rank 0 only; the others wait until it has returned. Collective.
+
+    Where it raises, rank 0 leaves the collective and the others wait for its time-out."""
     if dist.get_rank() == 0:
         action(*arguments)
     dist.barrier()
@@ -125,22 +134,36 @@ def on_rank_0(action: Callable[..., object], *arguments: Any) -> None:
 def assign_to_senders(
     entries: Sequence[GatherEntry], senders: Sequence[int]
 ) -> dict[int, list[GatherEntry]]:
-    """The entries that each of `senders` (global ranks) sends: an entry goes to one that holds it,
-    or to any where none does; of several, to the one with the fewest bytes so far."""
-    load = dict.fromkeys(senders, 0)
+    """Return the entries that each of `senders` (global ranks) sends, in order.
+
+    An entry goes to a sender that holds it, or to any where none does; of several, to the one with
+    the fewest bytes so far, the lowest rank first."""
+    num_bytes = dict.fromkeys(senders, 0)
     parts: dict[int, list[GatherEntry]] = {sender: [] for sender in senders}
+
+    def load(sender: int) -> tuple[int, int]:
+        return num_bytes[sender], sender
+
     for entry in entries:
-        candidates = [s for s in senders if s in entry.holders] or senders
-        sender = min(candidates, key=lambda s: (load[s], s))
-        load[sender] += math.prod(entry.parameter.shape) * entry.dtype.itemsize
+        candidates = [sender for sender in senders if sender in entry.holders]
+        if not candidates:
+            candidates = list(senders)
+        sender = min(candidates, key=load)
+        num_bytes[sender] += math.prod(entry.parameter.shape) * entry.dtype.itemsize
         parts[sender].append(entry)
     return parts
 
 
 def _checkpoint_order(item: tuple[_Described, list[int]]) -> list[str | int]:
-    """Numbers by size, not by digits: layer by layer, expert by expert."""
+    """Sort key of a name: numbers by size, not by digits, so layer by layer, expert by expert."""
     (name, _, _), _ = item
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    key: list[str | int] = []
+    for part in re.split(r"(\d+)", name):
+        if part.isdigit():
+            key.append(int(part))
+        else:
+            key.append(part)
+    return key
 
 
 def _gather_parts(parameter: Parameter, held: Shard, source: int) -> torch.Tensor:

@@ -3,11 +3,11 @@
 Which tensors a parameter is made of is in the family's table, under *global* names (layer and
 expert numbers of the whole model); how it is split over ranks, the parameter itself knows."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`pattern` fully matches the Megatron name; its groups fill `{layer}`, `{expert}` of `names`.
+    """A row of a family's table: a Megatron name, and the Hugging Face tensors it is made of.
+
+    `pattern` fully matches the Megatron name; its groups fill `{layer}`, `{expert}` of `names`.
 
     Kinds: `copy` 1:1; `qkv` q, k, v interleaved by query group; `gate_up` gate above up;
     `vocab` 1:1 with padded vocabulary rows."""
@@ -45,7 +47,7 @@ class Rule:
 
 @cache
 def rules_for(model_type: str) -> tuple[Rule, ...]:
-    """The family's table, every parameter in both spellings: plain layers and fused ones.
+    """Return the family's table, every parameter in both spellings: plain layers and fused ones.
 
     Raises ConfigError for an unknown family, or one that Megatron-Core cannot compute."""
     family = family_of(model_type)
@@ -54,9 +56,10 @@ def rules_for(model_type: str) -> tuple[Rule, ...]:
         if isinstance(tensors, str):
             tensors = [tensors]
         hf = [_HF_LAYER + tensor for tensor in tensors]
-        fused = [spelling for spelling, plain in family.spellings.items() if plain == name]
-        for spelling in (name, *fused):
-            rules.append(_rule(_LAYER + spelling, name, *hf))
+        rules.append(_rule(_LAYER + name, name, *hf))
+        for spelling, plain in family.spellings.items():
+            if plain == name:
+                rules.append(_rule(_LAYER + spelling, name, *hf))
     return tuple(rules)
 
 
@@ -73,7 +76,9 @@ def _kind(name: str) -> str:
 
 
 def resolve(rules: tuple[Rule, ...], name: str) -> tuple[str, list[str]]:
-    """(kind, Hugging Face names) of a global Megatron name. KeyError when no rule matches."""
+    """Return kind and Hugging Face names of a global Megatron name.
+
+    Raises KeyError when no rule matches."""
     for rule in rules:
         match = rule.pattern.fullmatch(name)
         if match is not None:
@@ -95,36 +100,52 @@ class Parameter:
     groups: int = 1
 
     def entries(self, dtype: torch.dtype, sender: int = 0) -> list[TensorEntry]:
+        """Describe its Hugging Face tensors for a file, or for the wire from `sender`."""
         text = str(dtype).removeprefix("torch.")
         return [TensorEntry(name, text, shape, sender) for name, shape in self.hf]
 
     def merge(self, tensors: Sequence[torch.Tensor], parts: int = 1) -> torch.Tensor:
-        """Megatron's tensor made of `tensors`, one for each of `hf` in that order. With `parts`,
+        """Make Megatron's tensor of `tensors`, one for each of `hf` in that order. With `parts`,
         each is the same one of so many equal slices of its rows, and so is the result."""
         if len(tensors) == 1:
             return tensors[0]
         groups = max(self.groups // parts, 1)
-        return torch.cat([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], 1).flatten(0, 1)
+        grouped = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
+        return torch.cat(grouped, 1).flatten(0, 1)
 
     def split(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Inverse of `merge`; views, but where rows are interleaved."""
+        """Invert `merge`: the Hugging Face tensors of the full parameter, without padding rows.
+
+        They are views of `full`, but where rows are interleaved."""
         grouped = full.view(self.groups, -1, *full.shape[1:])
-        rows = [shape[0] // self.groups for _, shape in self.hf]
-        parts = grouped.split([*rows, grouped.size(1) - sum(rows)], 1)
-        return [part.flatten(0, 1) for part in parts[: len(rows)]]
+        tensors = []
+        start = 0
+        for _, shape in self.hf:
+            rows = shape[0] // self.groups
+            tensors.append(grouped.narrow(1, start, rows).flatten(0, 1))
+            start += rows
+        return tensors
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The full parameter, of its tensor-parallel parts along `dim`, by rank. A part of gate and
-        up holds a slice of both; here all slices of gate come first, then those of up."""
-        if dim == 0 and self.groups == 1:
-            halves = [part.chunk(len(self.hf)) for part in parts]  # gate and up are alike
-            parts = list(chain.from_iterable(zip(*halves, strict=True)))
-        return torch.cat(list(parts), dim)
+        """Put the full parameter together of its tensor-parallel parts along `dim`, by rank.
+
+        A part of gate and up holds a slice of both; in the result all slices of gate come first,
+        then those of up."""
+        if dim != 0 or self.groups != 1:
+            return torch.cat(list(parts), dim)
+        slices = [part.chunk(len(self.hf)) for part in parts]  # gate and up have equal rows
+        ordered: list[torch.Tensor] = []
+        for slices_of_tensor in zip(*slices, strict=True):
+            ordered += slices_of_tensor
+        return torch.cat(ordered, dim)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """What the parameters of one model are in Hugging Face's checkpoints."""
+    """What the parameters of one model are in Hugging Face's checkpoints.
+
+    `num_query_groups` heads of keys and values serve `num_heads` of queries, each `head_dim`
+    wide; `vocab_size` is without padding."""
 
     rules: tuple[Rule, ...]
     num_heads: int
@@ -134,7 +155,9 @@ class TensorMap:
     tied_embeddings: bool
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> Parameter:
-        """Of a global Megatron name and full shape. KeyError when no rule matches."""
+        """Find the Hugging Face tensors of a global Megatron name with its full shape.
+
+        Raises KeyError when no rule matches."""
         if self.tied_embeddings and name == OUTPUT_LAYER:
             name = EMBEDDING
         kind, names = resolve(self.rules, name)
@@ -147,7 +170,7 @@ class TensorMap:
         return Parameter(name, shape, tuple(hf), groups)
 
     def _rows(self, kind: str, num_rows: int) -> list[int]:
-        """Rows of each Hugging Face tensor in a parameter of `num_rows`."""
+        """Return the rows of each Hugging Face tensor in a parameter of `num_rows`."""
         if kind == "qkv":
             query_rows = self.num_heads * self.head_dim
             key_rows = self.num_query_groups * self.head_dim
@@ -160,7 +183,7 @@ class TensorMap:
 
 
 def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Tensors among `names` that belong to a checkpoint, but to no parameter of the trainer.
+    """Return the tensors among `names` that belong to a checkpoint, but to no parameter here.
 
     Multi-token-prediction layers (after the last layer) are not trained by an RL objective, and
     rotary frequencies are computed: export may carry both along unchanged, or drop them."""
@@ -178,9 +201,13 @@ def carried_names(hf: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def carried_parameter(name: str, shape: tuple[int, ...]) -> Parameter:
-    """Of a Hugging Face tensor that Megatron has no parameter for."""
+    """Make a parameter of a Hugging Face tensor that Megatron has none for."""
     return Parameter(CARRIED + name, shape, ((name, shape),))
 
 
 def num_elements(parameters: Sequence[Parameter]) -> int:
-    return sum(torch.Size(parameter.shape).numel() for parameter in parameters)
+    """Count the numbers in all `parameters`, padding of the vocabulary included."""
+    total = 0
+    for parameter in parameters:
+        total += math.prod(parameter.shape)
+    return total

@@ -28,7 +28,10 @@ from grpo_megatron.weights.transfer_plan import Bucket, TransferPlan, digest_ten
 DEFAULT_TIMEOUT_S = 300.0
 _GLOO: Any = ProcessGroupGloo  # torch's stubs leave out its options and collectives
 GlooGroup = Any
-_BUCKET, _ABORT = 0, 1
+_BUCKET = 0
+"""Status in a header: the bucket follows."""
+_ABORT = 1
+"""Status in a header: the sender has failed, nothing follows."""
 
 
 class WeightSender:
@@ -47,7 +50,9 @@ class WeightSender:
         self._group: GlooGroup | None = None
 
     def join(self) -> None:
-        """Wait until all workers have joined (idempotent). Raises TransferError after the limit."""
+        """Wait until all workers have joined; returns at once where they have.
+
+        Raises TransferError after `timeout_s`."""
         if self._group is None:
             with _naming(f"sender {self.index} waiting for {self._num_workers} workers to join"):
                 self._group = _group(
@@ -91,7 +96,7 @@ class WeightSender:
     def _pack(
         self, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]], digests: dict[str, str]
     ) -> torch.Tensor:
-        """`uint8 [bucket.num_bytes]` on the CPU; gaps between tensors are zero."""
+        """Fill a bucket: uint8 [bucket.num_bytes] on the CPU, zero between tensors."""
         data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         for entry, (_, view) in zip(bucket.entries, bucket.views(data), strict=True):
             given = next(stream, None)
@@ -122,7 +127,10 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """An engine worker's end of all groups, as rank 1 or higher. senders: (host, port) in order."""
+    """An engine worker's end of all groups, as rank 1 or higher.
+
+    `senders` are host and port of each, in the order of the plan. Raises TransferError where one
+    cannot be joined within `timeout_s`."""
 
     def __init__(
         self,
@@ -155,8 +163,10 @@ class WeightReceiver:
         try:
             for sender, name in enumerate(self._groups):
                 for number, bucket in enumerate(plan.buckets(sender)):
-                    views = bucket.views(self._bucket(name, [publish, number, bucket.num_bytes]))
-                    digests.update((tensor_name, digest_tensor(t)) for tensor_name, t in views)
+                    data = self._bucket(name, [publish, number, bucket.num_bytes])
+                    views = bucket.views(data)
+                    for tensor_name, tensor in views:
+                        digests[tensor_name] = digest_tensor(tensor)
                     load(views)
         except TransferError as error:
             if error.__cause__:  # of gloo: closed, so that nobody waits for this worker
@@ -165,7 +175,7 @@ class WeightReceiver:
         return digests
 
     def _bucket(self, name: str, expected: list[int]) -> torch.Tensor:
-        """expected: publish, bucket, bytes."""
+        """Receive one bucket, uint8 [bytes]. expected: publish, bucket, bytes."""
         with _naming(f"engine worker receiving bucket {expected[1]} from {name}"):
             header = torch.zeros(4, dtype=torch.int64)
             self._groups[name].broadcast(header, 0).wait()
@@ -183,7 +193,7 @@ class WeightReceiver:
 
 
 def listening_store(host: str, num_clients: int, timeout: timedelta) -> TCPStore:
-    """On a free port, of `host` only: TCPStore by itself listens on every interface."""
+    """Open a store on a free port of `host` only: TCPStore by itself listens on every interface."""
     listener = socket.create_server((host, 0), backlog=max(128, num_clients))
     return TCPStore(
         host,
