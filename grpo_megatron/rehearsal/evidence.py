@@ -137,4 +137,7 @@ def _exported(export: Path) -> Finding:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; none of a run that trains nothing."""
+    if not path.exists():
+        return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
