@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-WINDOW_STEPS, NUM_WINDOWS = 5, 3
+WINDOW_STEPS = 5
+NUM_WINDOWS = 3
 
 
 class Alarms:

@@ -110,7 +110,9 @@ def _with_retry(group: ScoredGroup, sample: int, prompt: Prompt, retry: ScoredGr
     completions = list(group.group.completions)
     completions[sample] = replace(retry.group.completions[0], context=context)
     steps = list(group.steps or [()] * size)
-    steps[sample] = retry.steps[0] if retry.steps else ()
+    steps[sample] = ()
+    if retry.steps:
+        steps[sample] = retry.steps[0]
     here = np.arange(size) == sample
     components = {}
     for name, values in group.components.items():

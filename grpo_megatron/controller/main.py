@@ -17,6 +17,7 @@ from grpo_megatron.errors import INTERRUPTED_EXIT_CODE, GrpoMegatronError
 
 
 def main(run_path: str, attempt: str) -> int:
+    """Run the run in `run_path` to its end; returns the exit code."""
     claim_stdout()  # before any library can print
     stop = Stop()
     from grpo_megatron.config.loader import read_resolved
@@ -30,7 +31,8 @@ def main(run_path: str, attempt: str) -> int:
     )
     run_dir = RunDir(Path(run_path), attempt)
     try:
-        finished = asyncio.run(run(read_resolved(run_dir.config).config, run_dir, stop.listen_for))
+        config = read_resolved(run_dir.config).config
+        finished = asyncio.run(run(config, run_dir, stop.listen_for))
     except Exception as error:
         traceback.print_exc()
         if isinstance(error, GrpoMegatronError):
@@ -38,7 +40,9 @@ def main(run_path: str, attempt: str) -> int:
             return error.exit_code
         show("failure", text=f"{type(error).__name__}: {error}")
         return 1
-    return 0 if finished else INTERRUPTED_EXIT_CODE
+    if not finished:
+        return INTERRUPTED_EXIT_CODE
+    return 0
 
 
 class Stop:
@@ -51,6 +55,7 @@ class Stop:
         threading.Thread(target=self._read, daemon=True).start()
 
     def listen_for(self, stopping: asyncio.Event) -> None:
+        """From now on set `stopping`, in the running event loop, when told to stop."""
         loop = asyncio.get_running_loop()
         self._tell = lambda: loop.call_soon_threadsafe(stopping.set)
 

@@ -25,10 +25,13 @@ def record_step(
     facts: StepFacts,
     decode: Decode,
     route_shape: RouteShape | None = None,
-    taught: Mapping[str, np.ndarray] | None = None,
+    teacher_logprobs: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write a step, one shard a replica, in prompt order: equal rollouts give equal files. Each of
-    `num_updates` optimizer steps trains a contiguous, nearly equal part."""
+    `num_updates` optimizer steps trains a contiguous, nearly equal part.
+
+    route_shape: of the experts' routes, where they are recorded; teacher_logprobs: as
+    `ServedTeachers.answers` gives them."""
     working = begin_step(directory)
     replicas = sorted({scored.group.replica for scored in groups})
     of_shards: list[list[RolloutGroup]] = [[] for _ in replicas]
@@ -60,13 +63,15 @@ def record_step(
         facts,
         _components(groups),
         _steps(groups, decode),
-        taught,
+        teacher_logprobs,
     )
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
     """Rewards by component over all samples, NaN where a group's domain has no such one."""
-    names = dict.fromkeys(name for group in groups for name in group.components)
+    names: dict[str, None] = {}  # ordered
+    for group in groups:
+        names.update(dict.fromkeys(group.components))
     found = {}
     for name in names:
         parts = []
@@ -104,9 +109,12 @@ def token_at(token_ids: np.ndarray, end: int, decode: Decode) -> int:
 def record_completions(
     directory: Path, samples: Sequence[tuple[int, Prompt, Completion]], name: str = "completions"
 ) -> None:
-    """(optimizer step, prompt, completion) for the trainer to compute, one sample each."""
-    groups = [RolloutGroup(prompt, (completion,), 0) for _, prompt, completion in samples]
-    rows = [SampleRow(0, i, i, update, 0.0) for i, (update, _, _) in enumerate(samples)]
+    """Write (optimizer step, prompt, completion) for the trainer to compute, one sample each."""
+    groups = []
+    rows = []
+    for number, (update, prompt, completion) in enumerate(samples):
+        groups.append(RolloutGroup(prompt, (completion,), 0))
+        rows.append(SampleRow(shard=0, index=number, group=number, update=update, reward=0.0))
     shard = write_shard(begin_step(directory) / f"{name}.safetensors", groups)
     finish_step(directory, [shard], rows, StepFacts())
 
@@ -144,4 +152,10 @@ def drop_disconnected(store: Path, step: int) -> None:
 
 
 def _steps_of(store: Path) -> list[tuple[int, Path]]:
-    return [(int(p.name[5:]), p) for p in store.glob("step_*") if p.name[5:].isdigit()]
+    """Step and directory of what is recorded; not what is still being written."""
+    found = []
+    for path in store.glob("step_*"):
+        number = path.name.removeprefix("step_")
+        if number.isdigit():
+            found.append((int(number), path))
+    return found

@@ -5,7 +5,7 @@ as one. The answers are stored with the step. A server that would teach nonsense
 other tokens for the same text, by scores that are no log-probs."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,24 +38,30 @@ class ServedTeachers:
         self._timeout_s = rollout.request_timeout_s
 
     async def close(self) -> None:
+        """Close the connections to all servers."""
         for pool in self._pools.values():
             await pool.replicas[0].client.close()
 
     async def meet(self, prompts: Sequence[Prompt]) -> None:
-        """MismatchError where a teacher has other tokens for a prompt than the student."""
-        for number, prompt in ((n, p) for n in self._pools for p in prompts if self._teaches(n, p)):
-            told = (
-                await self._post(
-                    number, "/tokenize", {"prompt": prompt.text, "add_special_tokens": False}
-                )
-            )["tokens"]
-            if told != list(prompt.token_ids):
-                raise MismatchError(
-                    f"{prompt.text[:60]!r} begins with the tokens {told[:8]} for the teacher and "
-                    f"with {list(prompt.token_ids[:8])} for the student",
-                    where=f"distillation.teachers.{number}.url",
-                    remedy="teacher and student must share their tokenizer",
-                )
+        """Ask every teacher to tokenise those of `prompts` that it teaches.
+
+        Raises MismatchError where it has other tokens for one than the student."""
+        for number in self._pools:
+            for prompt in prompts:
+                if self._teaches(number, prompt):
+                    await self._compare_tokens(number, prompt)
+
+    async def _compare_tokens(self, number: int, prompt: Prompt) -> None:
+        body = {"prompt": prompt.text, "add_special_tokens": False}
+        answer = await self._post(number, "/tokenize", body)
+        told = answer["tokens"]
+        if told != list(prompt.token_ids):
+            raise MismatchError(
+                f"{prompt.text[:60]!r} begins with the tokens {told[:8]} for the teacher and "
+                f"with {list(prompt.token_ids[:8])} for the student",
+                where=f"distillation.teachers.{number}.url",
+                remedy="teacher and student must share their tokenizer",
+            )
 
     async def answers(self, groups: Sequence[RolloutGroup]) -> dict[str, np.ndarray]:
         """`N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n completion tokens
@@ -90,15 +96,9 @@ class ServedTeachers:
             },
         )
         places = (answer["choices"][0]["prompt_logprobs"] or [])[len(prompt.token_ids) :]
-        # the prompt's own token comes besides, where it is not among the likeliest
-        best = [
-            sorted(
-                ((int(token), entry["logprob"]) for token, entry in place.items()),
-                key=lambda pair: -pair[1],
-            )[: self._k]
-            for place in places
-        ]
-        if [*map(len, best)] == [self._k] * len(completion.token_ids):
+        best = [_likeliest(place, self._k) for place in places]
+        sizes = [len(of_token) for of_token in best]
+        if sizes == [self._k] * len(completion.token_ids):
             found = np.array(best).reshape(-1, self._k, 2)
             if (np.exp(found[..., 1]).sum(-1) <= 1.01).all():  # bfloat16
                 return found
@@ -111,8 +111,15 @@ class ServedTeachers:
 
     async def _post(self, number: int, path: str, body: dict[str, Any]) -> Any:
         async with self._turn:  # what waits here does not run into the time limit
-            return (
-                await self._pools[number].call(
-                    lambda replica: replica.client.control(path, body, timeout_s=self._timeout_s)
-                )
-            )[0]
+            answer, _ = await self._pools[number].call(
+                lambda replica: replica.client.control(path, body, timeout_s=self._timeout_s)
+            )
+        return answer
+
+
+def _likeliest(place: Mapping[str, Mapping[str, float]], k: int) -> list[tuple[int, float]]:
+    """(id, log-prob) of the k likeliest tokens at one place, as vLLM answers them by id. The
+    prompt's own token comes besides, where it is not among them."""
+    found = [(int(token), entry["logprob"]) for token, entry in place.items()]
+    found.sort(key=lambda pair: -pair[1])
+    return found[:k]

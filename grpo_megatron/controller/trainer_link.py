@@ -39,6 +39,7 @@ class TrainerLink:
         self._unanswered = 0
 
     async def listen(self, path: Path) -> None:
+        """Listen for rank 0, and publish the address as the file `path`."""
         host = own_address()
         self._server = await asyncio.start_server(self._accept, host, 0, limit=1 << 28)
         Endpoint(host, self._server.sockets[0].getsockname()[1], self._token).write(path)
@@ -78,6 +79,7 @@ class TrainerLink:
             raise TrainerError(f"no answer to {request.name!r}: {error}") from error
 
     async def close(self) -> None:
+        """Tell the ranks to end, where they are connected, and stop listening."""
         if self._connected.done():
             with contextlib.suppress(TrainerError, TimeoutError):
                 await asyncio.wait_for(self.call(Stop()), 10)
