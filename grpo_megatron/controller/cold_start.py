@@ -74,7 +74,7 @@ class ColdStart:
         self._evaluator = evaluator
         self._phases = phases
         self._stopping = stopping
-        self._answers = DatasetAnswers(tokenizer, config.rollout.max_model_len)
+        self._answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_model_len)
         self._validation = splits.validation
         self._sampler = PromptSampler(
             splits.train,
@@ -155,7 +155,7 @@ class ColdStart:
         samples = []
         for update in range(num_steps):
             for prompt in self._sampler.draw(self._settings.batch_size):
-                samples.append((update, prompt, self._answers.completion(0, prompt.answer)))
+                samples.append((update, prompt, self._answers.first(0, prompt)))
         with self._phases.measure("train"):
             if self._config.placement.mode == "colocated":
                 await self._publisher.pause_engines()

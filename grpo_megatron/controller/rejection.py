@@ -6,8 +6,10 @@ ones once, at most so many a prompt (DeepSeek-R1, arXiv:2501.12948, section 2.3.
 import json
 from collections.abc import Iterator, Sequence
 
-from grpo_megatron.config.run import RejectionConfig, RunConfig
+from grpo_megatron.config.run import DomainConfig, RejectionConfig, RunConfig
+from grpo_megatron.config.templates import CHAT
 from grpo_megatron.controller.group_filter import GroupFilter
+from grpo_megatron.data.conversation import with_answer
 from grpo_megatron.data.prompts import Splits
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
@@ -30,13 +32,15 @@ async def sample_dataset(
     rewards: RewardPool,
     tokenizer: TextTokenizer,
 ) -> dict[str, float]:
-    """Write `dataset.jsonl`: question, answer, domain, responses. Returns asked and kept counts.
+    """Write `dataset.jsonl`: question, answer, domain, responses; with the chat template also the
+    conversation as `messages`, for models with another one. Returns asked and kept counts.
 
     Raises RewardError: `rejection.scripts` names no script."""
     settings = config.rejection
     selection = GroupFilter(config)
     check_scripts(scripts=settings.scripts)
     prompts = _training_prompts(config, splits)
+    domains = {domain.name: domain for domain in config.domains}
     lines = []
     num_kept = 0
     for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
@@ -47,7 +51,8 @@ async def sample_dataset(
             responses = _responses(group, selection, settings, tokenizer)
             num_kept += len(responses)
             if responses:
-                lines.append(json.dumps(_row(group.group.prompt, responses)))
+                prompt = group.group.prompt
+                lines.append(json.dumps(_row(prompt, responses, domains[prompt.domain])))
     write_atomically(run_dir.dataset, "\n".join([*lines, ""]))
     return {
         "prompts": float(len(prompts)),
@@ -82,13 +87,16 @@ def _responses(
     return responses
 
 
-def _row(prompt: Prompt, responses: Sequence[str]) -> dict[str, object]:
-    return {
+def _row(prompt: Prompt, responses: Sequence[str], domain: DomainConfig) -> dict[str, object]:
+    row: dict[str, object] = {
         "question": prompt.text,
         "answer": prompt.answer,
         "domain": prompt.domain,
         "responses": responses,
     }
+    if domain.template == CHAT:
+        row["messages"] = with_answer(prompt, responses[0], domain.assistant_prefix)
+    return row
 
 
 def _is_text(text: str, tokenizer: TextTokenizer) -> bool:

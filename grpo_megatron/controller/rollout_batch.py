@@ -176,7 +176,7 @@ class RolloutBatchBuilder:
         self._filter = GroupFilter(config)
         self._answers: RolloutWorker | DatasetAnswers = worker
         if config.uses_dataset:
-            self._answers = DatasetAnswers(tokenizer, config.rollout.max_new_tokens)
+            self._answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_new_tokens)
         self._correction: Correction | None = None
         if config.correction is not None:
             self._correction = Correction(

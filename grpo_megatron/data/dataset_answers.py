@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.config.templates import CHAT
+from grpo_megatron.data.conversation import opening_of
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
 
@@ -12,33 +15,58 @@ class DatasetAnswers:
     """A group is a prompt with all of its responses: the field `responses` of its row, or else its
     one answer. Nobody sampled them, so that their log-probs count as unusable.
 
-    `longest` tokens are kept of one, the stop token included."""
+    They end as the domain's chat template ends a turn; with a plain template, with the tokenizer's
+    end. `longest` tokens are kept of one, the end included."""
 
-    def __init__(self, tokenizer: TextTokenizer, longest: int):
+    def __init__(self, domains: Sequence[DomainConfig], tokenizer: TextTokenizer, longest: int):
         self._tokenizer = tokenizer
         self._longest = longest
+        self._chat_domains: dict[str, DomainConfig] = {}
+        self._ends: dict[str, tuple[int, ...]] = {}  # ids, by domain
+        for domain in domains:
+            self._ends[domain.name] = (tokenizer.eos_token_id,)
+            if domain.template == CHAT:
+                self._chat_domains[domain.name] = domain
+                self._ends[domain.name] = end_of_turn(domain, tokenizer)
 
     async def rollouts(self, step: int, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        return [
-            RolloutGroup(
-                prompt,
-                tuple(
-                    self.completion(step, text)
-                    for text in prompt.metadata.get("responses") or [prompt.answer]
-                ),
-                0,
-            )
-            for prompt in prompts
-        ]
+        """The groups of `prompts`, in their order."""
+        groups = []
+        for prompt in prompts:
+            texts = prompt.metadata.get("responses") or [prompt.answer]
+            completions = [self._completion(step, prompt, text) for text in texts]
+            groups.append(RolloutGroup(prompt, tuple(completions), 0))
+        return groups
 
-    def completion(self, step: int, text: str) -> Completion:
-        tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_token_id]
-        whole = len(tokens) <= self._longest
+    def first(self, step: int, prompt: Prompt) -> Completion:
+        """The reference answer; of a conversation, what the assistant said."""
+        text = prompt.answer
+        if prompt.domain in self._chat_domains and prompt.metadata.get("responses"):
+            text = prompt.metadata["responses"][0]
+        return self._completion(step, prompt, text)
+
+    def _completion(self, step: int, prompt: Prompt, text: str) -> Completion:
+        chat = self._chat_domains.get(prompt.domain)
+        if chat is not None:
+            text = text.removeprefix(opening_of(prompt.text, chat.assistant_prefix))
+        tokens = [*self._tokenizer.encode(text), *self._ends[prompt.domain]]
+        finish_reason = "stop"
+        if len(tokens) > self._longest:
+            finish_reason = "length"
         ids = np.asarray(tokens[: self._longest], np.int32)
         return Completion(
             ids,
             np.full(len(ids), -np.inf, np.float32),
             (VersionSpan(step, 0, len(ids)),),
-            "stop" if whole else "length",
+            finish_reason,
             text,
         )
+
+
+def end_of_turn(domain: DomainConfig, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """The ids with which the chat template ends an assistant's turn in a domain."""
+    assert tokenizer.chat_template is not None  # its prompts were rendered
+    after = tokenizer.chat_template.after_answer(
+        domain.template_arguments, day=domain.template_date
+    )
+    return tokenizer.end_of_turn(after)

@@ -1,0 +1,117 @@
+"""Responses of a data set as completions, and rejection samples on their way to another family."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.controller.rejection import _row
+from grpo_megatron.data.dataset_answers import DatasetAnswers
+from grpo_megatron.data.prompts import load_prompts
+from grpo_megatron.data.tokenizer import load_tokenizer
+from tests.data.chat_templates import write_tokenizer
+
+REWARDS = ({"function": "grpo_megatron.rewards.functions:exact_match"},)
+USER = {"role": "user", "content": "What is 2 + 3?"}
+REPLY = {"role": "assistant", "content": "<think>\n2 + 3 = 5\n</think>\n\n5"}
+LONGEST = 100
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizers")
+    names = ("qwen", "llama", "deepseek")
+    return {name: load_tokenizer(write_tokenizer(root / name, name)) for name in names}
+
+
+def prompts_of(tmp_path, tokenizer, *rows, **fields):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"name": "sums", "source": "file", "path": file, "template": "chat", **fields}
+    domain = DomainConfig(rewards=REWARDS, **fields)
+    return domain, load_prompts(domain, 0, tokenizer)
+
+
+def texts_of(completions, tokenizer):
+    """Completions with their special tokens."""
+    texts = []
+    for completion in completions:
+        marks = [tokenizer.token_text(token) for token in completion.token_ids[-1:].tolist()]
+        texts.append((tokenizer.decode(completion.token_ids), marks))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "end"),
+    [
+        ("qwen", REPLY["content"], "<|im_end|>"),
+        ("llama", REPLY["content"], "<|eot_id|>"),
+        ("deepseek", "2 + 3 = 5\n</think>\n\n5", "<｜end▁of▁sentence｜>"),  # opened by the prompt
+    ],
+)
+def test_the_last_turn_is_trained_with_the_templates_end(tmp_path, tokenizers, name, text, end):
+    tokenizer = tokenizers[name]
+    domain, [prompt] = prompts_of(tmp_path, tokenizer, {"messages": [USER, REPLY]})
+    answers = DatasetAnswers([domain], tokenizer, LONGEST)
+    [group] = asyncio.run(answers.rollouts(3, [prompt]))
+    assert texts_of(group.completions, tokenizer) == [(text, [end])]
+    assert group.completions[0].finish_reason == "stop"
+    assert texts_of([answers.first(0, prompt)], tokenizer) == [(text, [end])]
+    assert REPLY["content"] not in prompt.text
+
+
+def test_a_cold_start_trains_what_the_assistant_said(tmp_path, tokenizers):
+    tokenizer = tokenizers["qwen"]
+    domain, [prompt] = prompts_of(tmp_path, tokenizer, {"messages": [USER, REPLY], "answer": "5"})
+    assert prompt.answer == "5"
+    first = DatasetAnswers([domain], tokenizer, LONGEST).first(0, prompt)
+    assert first.text == REPLY["content"]
+
+
+def test_plain_templates_end_with_the_tokenizers_end(tmp_path, tokenizers):
+    tokenizer = tokenizers["qwen"]
+    row = {"question": "2 + 3?", "answer": "5", "responses": ["five", "it is 5"]}
+    domain, [prompt] = prompts_of(tmp_path, tokenizer, row, template="{question}")
+    answers = DatasetAnswers([domain], tokenizer, 4)
+    [group] = asyncio.run(answers.rollouts(0, [prompt]))
+    assert [c.text for c in group.completions] == ["five", "it is 5"]
+    assert [c.finish_reason for c in group.completions] == ["length", "length"]
+    assert answers.first(0, prompt).token_ids.tolist() == [
+        *tokenizer.encode("5"),
+        tokenizer.eos_token_id,
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["", "<think>\n"])
+def test_rejection_samples_go_from_one_family_to_another(tmp_path, tokenizers, prefix):
+    """Sampled under a prompt that opened the thought; trained under one that does not."""
+    name = "qwen" if prefix else "deepseek"
+    domain, [prompt] = prompts_of(
+        tmp_path,
+        tokenizers[name],
+        {"question": "What is 2 + 3?", "answer": "5"},
+        system_prompt="Be brief.",
+        assistant_prefix=prefix,
+    )
+    sampled = ["2 + 3 = 5\n</think>\n\n5", "five</think>5"]
+    row = _row(prompt, sampled, domain)
+    assert row["question"] == prompt.text
+    assert row["responses"] == sampled
+    system = {"role": "system", "content": "Be brief."}
+    assert row["messages"] == [system, USER, REPLY]
+
+    other = tokenizers["llama"]
+    domain, [prompt] = prompts_of(tmp_path, other, row)
+    assert prompt.metadata["messages"] == [system, USER]
+    assert prompt.text.startswith("<|begin|>")
+    [group] = asyncio.run(DatasetAnswers([domain], other, LONGEST).rollouts(0, [prompt]))
+    assert [c.text for c in group.completions] == [REPLY["content"], "<think>\nfive</think>5"]
+
+
+def test_rows_of_plain_templates_have_no_messages(tmp_path, tokenizers):
+    row = {"question": "2 + 3?", "answer": "5"}
+    domain, [prompt] = prompts_of(tmp_path, tokenizers["qwen"], row, template="{question}")
+    assert set(_row(prompt, ["5"], domain)) == {"question", "answer", "domain", "responses"}
