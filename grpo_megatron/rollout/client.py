@@ -41,6 +41,7 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         await self.close()
 
     async def close(self) -> None:
+        """Close the connections; the engine is not told."""
         await self._session.close()
 
     async def generate(self, prompt_token_ids: Sequence[int], **settings: Any) -> list[Completion]:
@@ -53,6 +54,7 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
         return request.decode(answer, self.name)
 
     async def health(self) -> bool:
+        """Whether the engine answers, within ten seconds, that it is healthy."""
         with contextlib.suppress(EngineError):
             await self._call("/health", method="GET", timeout_s=_CONNECT_S)
             return True
@@ -61,6 +63,9 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
     async def wait_ready(
         self, timeout_s: float, is_alive: Callable[[], bool] = lambda: True
     ) -> None:
+        """Wait until the engine is healthy.
+
+        Raises EngineError: it is not after `timeout_s`, or `is_alive` says that it has ended."""
         deadline = time.monotonic() + timeout_s
         while not await self.health():
             if not is_alive():
@@ -74,18 +79,19 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
             await asyncio.sleep(0.1)
 
     async def set_weight_version(self, version: int) -> None:
-        """Say which version the loaded weights are, without loading any."""
+        """Tell the engine which version the loaded weights are, without loading any."""
         await self.control("/update_weight_version", {"new_version": str(version)})
 
     async def weight_checksums(self) -> dict[str, str]:
-        """Checksums of the loaded parameters by worker and name, in the engine's own layout."""
+        """Ask for checksums of the loaded parameters by worker and name, in the engine's layout."""
         answer = await self.control("/weight_checker", {"action": "checksum"})
         checksums: dict[str, str] = answer["checksums"]
         return checksums
 
     async def reset_prefix_cache(self) -> None:
         """Drop cached keys and values, which running requests may not hold."""
-        if not (await self.control("/reset_prefix_cache"))["success"]:
+        answer = await self.control("/reset_prefix_cache")
+        if not answer["success"]:
             raise EngineError(
                 f"{self.name} could not drop its prefix cache: it is in use", where=self.base_url
             )
@@ -99,7 +105,9 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
     async def control(self, path: str, request: Any = None, **options: Any) -> Any:
         """Make a control request (`method`, `params`); returns its answer, None if empty."""
         body = await self._call(path, request, **options)
-        return msgspec.json.decode(body) if body else None
+        if not body:
+            return None
+        return msgspec.json.decode(body)
 
     async def _call(
         self,
@@ -126,7 +134,9 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
                 f"{self.name} is not reachable for {path}: {error}", where=self.base_url
             ) from error
         if status != 200:
-            kind = EngineUnreachable if status >= 500 else EngineError
+            kind = EngineError
+            if status >= 500:
+                kind = EngineUnreachable
             text = body[:500].decode("utf-8", "replace")
             raise kind(f"{self.name} answered {path} with {status}: {text}", where=self.base_url)
         return body

@@ -76,10 +76,7 @@ class EngineControl:
         await self._start_update()
         sent = await self._transfer(version, plan, send)
         reports = await self._call_workers("update_report")
-        failures = []
-        for workers in reports:
-            failures += [report["failure"] for report in workers if report["failure"]]
-        if not failures:
+        if not _has_failed(reports):
             await self._control("/finish_weight_update", {"weight_version": str(version)})
         self._started = False
         self._check_reports(plan, sent, reports)
@@ -200,6 +197,15 @@ class EngineControl:
                         remedy=_REMEDY,
                     )
         await self.resume(tags="kv_cache")
+
+
+def _has_failed(reports: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether a worker of any replica did not receive everything."""
+    for workers in reports:
+        for report in workers:
+            if report["failure"]:
+                return True
+    return False
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -20,6 +20,8 @@ _MASS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
+    """Completions of one prompt, and how they are sampled."""
+
     prompt_token_ids: Sequence[int]
     max_tokens: int  # longest completion, the stop token included
     n: int = 1  # with a seed, child i uses seed + i
@@ -34,6 +36,7 @@ class GenerateRequest:
     """See `RolloutConfig.truncation`; completions then tell which ids were kept."""
 
     def body(self) -> dict[str, Any]:
+        """Return the JSON object that is sent."""
         sampling: dict[str, Any] = {
             "n": self.n,
             "max_tokens": self.max_tokens,
@@ -176,9 +179,11 @@ def _kept(choice: _Choice[_Candidates]) -> SamplingMask:
     do not add up to 1), is left empty: nothing can be renormalised over it."""
     content = _content(choice)
     candidates: list[_TokenLogprob] = []
+    num_candidates = []
     for entry in content:
         candidates += entry.top_logprobs
-    token = np.repeat(np.arange(len(content)), [len(entry.top_logprobs) for entry in content])
+        num_candidates.append(len(entry.top_logprobs))
+    token = np.repeat(np.arange(len(content)), num_candidates)
     ids = np.array([candidate.token_id for candidate in candidates], np.int32)
     logprobs = np.array([candidate.logprob for candidate in candidates])
     kept = logprobs > _NO_PROBABILITY
@@ -197,15 +202,21 @@ def _kept(choice: _Choice[_Candidates]) -> SamplingMask:
 
 
 def _spans(spans: list[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
-    starts = [span.start for span in spans]
-    ends = [span.end for span in spans]
-    follow_each_other = [*starts, num_tokens] == [0, *ends]
-    if not follow_each_other or any(span.end <= span.start for span in spans):
-        raise EngineError(f"weight-version spans {spans} do not cover {num_tokens} tokens")
+    """Of numbered versions, one after the other from the first token to the last."""
+    problem = f"weight-version spans {spans} do not cover {num_tokens} tokens"
+    num_covered = 0
+    for span in spans:
+        if span.start != num_covered or span.end <= span.start:
+            raise EngineError(problem)
+        num_covered = span.end
+    if num_covered != num_tokens:
+        raise EngineError(problem)
+    found = []
     for span in spans:
         if not span.version.isdecimal():
             raise EngineError(f"weight version {span.version!r} is not a number")
-    return tuple(VersionSpan(int(span.version), span.start, span.end) for span in spans)
+        found.append(VersionSpan(int(span.version), span.start, span.end))
+    return tuple(found)
 
 
 def _with_routes(

@@ -10,6 +10,8 @@ from grpo_megatron.rollout.segments import Result
 
 @dataclass(slots=True)
 class Replica:
+    """One engine of the run, with what is known of its health."""
+
     index: int
     client: EngineClient
     in_flight: int = 0
@@ -17,6 +19,7 @@ class Replica:
 
     @property
     def is_alive(self) -> bool:
+        """Whether it was not found dead."""
         return self.cause_of_death is None
 
 
@@ -31,27 +34,39 @@ class ReplicaPool:
         max_attempts: int = 3,
         on_death: Callable[[Replica], None] = lambda replica: None,
     ):
-        self.replicas = [Replica(i, client) for i, client in enumerate(clients) if client]
+        self.replicas: list[Replica] = []
+        for index, client in enumerate(clients):
+            if client is not None:
+                self.replicas.append(Replica(index, client))
         self._max_attempts = max_attempts
         self._on_death = on_death
 
     @property
     def alive(self) -> list[Replica]:
+        """Those that were not found dead, in order."""
         return [replica for replica in self.replicas if replica.is_alive]
 
     def pick(self, avoid: Replica | None = None) -> Replica:
-        """The live replica with the fewest requests, `avoid` only if there is no other."""
-        choices = [r for r in self.alive if r is not avoid] or self.alive
-        if not choices:
-            last = [replica for replica in self.replicas if not replica.is_alive][-1]
-            cause = last.cause_of_death.message if last.cause_of_death else ""
-            raise EngineError(
-                f"no engine is alive: all {len(self.replicas)} died, {last.client.name} "
-                f"because {cause}",
-                where=last.client.base_url,
-                remedy="look at the end of its log; the run can be resumed",
-            )
-        return min(choices, key=lambda replica: replica.in_flight)
+        """Return the live replica with the fewest requests, `avoid` only if there is no other.
+
+        Raises EngineError: none is alive."""
+        alive = self.alive
+        if not alive:
+            raise self._all_died()
+        choices = [replica for replica in alive if replica is not avoid]
+        return min(choices or alive, key=lambda replica: replica.in_flight)
+
+    def _all_died(self) -> EngineError:
+        last = self.replicas[-1]
+        cause = ""
+        if last.cause_of_death is not None:
+            cause = last.cause_of_death.message
+        return EngineError(
+            f"no engine is alive: all {len(self.replicas)} died, {last.client.name} "
+            f"because {cause}",
+            where=last.client.base_url,
+            remedy="look at the end of its log; the run can be resumed",
+        )
 
     async def call(
         self, request: Callable[[Replica], Awaitable[Result]], *, first: Replica | None = None
@@ -60,7 +75,9 @@ class ReplicaPool:
         `request` may run several times. Returns what it returned and the replica that served it.
 
         Raises EngineError: it was refused, failed `max_attempts` times, or no replica is alive."""
-        replica = first if first is not None and first.is_alive else self.pick()
+        replica = first
+        if replica is None or not replica.is_alive:
+            replica = self.pick()
         attempt = 0
         while True:
             attempt += 1

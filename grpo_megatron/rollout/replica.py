@@ -25,6 +25,7 @@ PLUGIN = "grpo_megatron"
 
 
 def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
+    """Publish the address of replica `index` and become its server, on `nodes` nodes."""
     run_dir = RunDir(Path(run_path), attempt)
     config = read_resolved(run_dir.config).config
     host = own_address()

@@ -67,7 +67,8 @@ class RolloutWorker:
         )
 
     async def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> list[RolloutGroup]:
-        """The most likely completion of every prompt; log-probs are those of temperature 1."""
+        """Return the most likely completion of every prompt, at most `max_tokens` long; log-probs
+        are those of temperature 1. EngineError as by `rollouts`."""
         requests = [_Request(i, 0, 1, None) for i in range(len(prompts))]
         return await self._sample(prompts, requests, 1, max_tokens, temperature=0.0)
 
@@ -85,6 +86,7 @@ class RolloutWorker:
         return batch.groups()
 
     def text_of(self, completion: Completion) -> str:
+        """Decode a completion's tokens, special ones as `decode` does."""
         return self._decode(completion.token_ids.tolist())
 
 
@@ -105,21 +107,24 @@ class _Batch:
         self._prompts = prompts
         self._max_tokens = max_tokens
         self._sampling = sampling
-        self._samples: list[list[Any]] = [[None] * group_size for _ in prompts]
+        self._samples: list[list[Any]] = []
+        for _ in prompts:
+            self._samples.append([None] * group_size)
         self._served_by = [0] * len(prompts)
         self._queue: deque[_Request] = deque()
 
     def groups(self) -> list[RolloutGroup]:
-        """In the order of the prompts; all requests were served."""
+        """Return the groups, in the order of the prompts; all requests were served."""
         found = []
-        for prompt, samples, replica in zip(
-            self._prompts, self._samples, self._served_by, strict=True
-        ):
-            found.append(RolloutGroup(prompt, tuple(samples), replica))
+        for number, prompt in enumerate(self._prompts):
+            samples = tuple(self._samples[number])
+            found.append(RolloutGroup(prompt, samples, self._served_by[number]))
         return found
 
     async def serve_all(self, requests: Sequence[_Request]) -> None:
-        """Raises EngineError: no replica is alive, or a request failed for good."""
+        """Have the live replicas take the requests, until all are served.
+
+        Raises EngineError: no replica is alive, or a request failed for good."""
         self._queue.extend(requests)
         width = self._config.rollout.max_concurrent_requests
         if all(request.n == 1 for request in requests):
@@ -131,7 +136,8 @@ class _Batch:
             share = -(-len(self._queue) // len(alive))
             takers = []
             for replica in alive:
-                takers += [self._take(replica) for _ in range(min(width, share))]
+                for _ in range(min(width, share)):
+                    takers.append(self._take(replica))
             await finish_or_cancel(takers)
 
     async def _take(self, replica: Replica) -> None:

