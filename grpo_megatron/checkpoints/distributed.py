@@ -33,8 +33,10 @@ def save_checkpoint(
     state: dict[str, Any],
     source: Path | None = None,
 ) -> None:
-    """Write model and optimizer, then `state` and the mark that it is complete; copy config,
-    tokenizer and template of `source`, a Hugging Face directory. Collective."""
+    """Write model and optimizer, then `state` and with it the mark that all is there.
+
+    Config, tokenizer and template of `source`, a Hugging Face directory, are copied. Raises
+    SetupError when the disk is full. Collective."""
     with _atomic_directory(directory) as working:
         on_rank_0((working / "weights").mkdir)
         dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
@@ -46,19 +48,22 @@ def save_checkpoint(
 
 @contextmanager
 def _atomic_directory(directory: Path) -> Iterator[Path]:
-    """A working directory that takes the place of `directory` in the end. Collective."""
+    """Yield a working directory that takes the place of `directory` in the end. Collective."""
     working = directory.with_name(directory.name + ".tmp")
     on_rank_0(empty_directory, working)
     yield working
     dist.barrier()
-    names = [str(p.relative_to(working)) for p in working.rglob("*") if p.is_file()]
-    found = _digests(working, sorted(all_gathered(names)[0]))  # nodes may list differently
-    on_rank_0(write_json, working / DIGESTS, found)
+    names = []
+    for path in working.rglob("*"):
+        if path.is_file():
+            names.append(str(path.relative_to(working)))
+    names_on_rank_0 = all_gathered(names)[0]  # nodes may list differently
+    on_rank_0(write_json, working / DIGESTS, _digests(working, sorted(names_on_rank_0)))
     on_rank_0(replace_directory, working, directory)
 
 
 def corrupt_files(directory: Path) -> list[str]:
-    """Files that are not as they were written; none of a whole checkpoint. Collective."""
+    """Name the files that are not as they were written; none of a whole checkpoint. Collective."""
     try:
         written = json.loads((directory / DIGESTS).read_text())
     except (OSError, ValueError):
@@ -68,10 +73,15 @@ def corrupt_files(directory: Path) -> list[str]:
 
 
 def _digests(directory: Path, names: Sequence[str]) -> dict[str, Any]:
-    """[bytes, digest] of files as they are on disk; every rank reads its share. Collective."""
-    mine = names[dist.get_rank() :: dist.get_world_size()]
-    shares = all_gathered({name: _digest(directory / name) for name in mine})
-    return {name: value for share in shares for name, value in share.items()}
+    """Return [bytes, digest] of files as they are on disk; every rank reads its share. Collective.
+
+    A file that cannot be read has None."""
+    own_names = names[dist.get_rank() :: dist.get_world_size()]
+    own_share = {name: _digest(directory / name) for name in own_names}
+    found = {}
+    for share in all_gathered(own_share):
+        found.update(share)
+    return found
 
 
 def _digest(path: Path) -> list[Any] | None:
@@ -87,7 +97,7 @@ def _digest(path: Path) -> list[Any] | None:
 def load_checkpoint(directory: Path, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     """Fill model and optimizer, which must have a state to load into. Collective.
 
-    Raises CheckpointError: incomplete, or of another model."""
+    Raises CheckpointError where the checkpoint is incomplete, or of another model."""
     read_state(directory)
     state = _sharded_state(chunks, optimizer, is_loading=True)
     optimizer.load_state_dict(_fill(chunks, state, directory / "weights")["optimizer"])
@@ -100,14 +110,16 @@ def save_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def load_model(directory: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill the model from `save_model`'s files. Collective."""
+    """Fill the model from `save_model`'s files, written at any layout. Collective.
+
+    Raises CheckpointError where they cannot be read, or are of another model."""
     _fill(chunks, model_state(chunks), directory)
 
 
 def _fill(
     chunks: Sequence[torch.nn.Module], state: dict[str, Any], directory: Path
 ) -> dict[str, Any]:
-    """Load `state`, of which the model is a part; returns all of it."""
+    """Load `state`, of which the model is a part; return all of it."""
     with explained("cannot load", directory, remedy="resume from the checkpoint before it"):
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
     for key, model in _by_key(chunks).items():
@@ -116,14 +128,16 @@ def _fill(
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """What was saved beside the weights. Raises CheckpointError for an incomplete checkpoint."""
+    """Return what was saved beside the weights.
+
+    Raises CheckpointError for an incomplete checkpoint."""
     with explained("not a complete checkpoint", directory):
         state: dict[str, Any] = json.loads((directory / COMPLETE).read_text())
     return state
 
 
 def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Megatron's modules by their key in a checkpoint."""
+    """Return Megatron's modules by their key in a checkpoint."""
     models = unwrap_model(list(chunks))
     if len(models) == 1:
         return {"model": models[0]}
@@ -133,21 +147,18 @@ def _by_key(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 def _sharded_state(
     chunks: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool = False
 ) -> dict[str, Any]:
+    """Return Megatron's description of model and optimizer."""
     state = model_state(chunks)
-    return {
-        **state,
-        "optimizer": optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=_metadata()
-        ),
-    }
+    described = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
+    return {**state, "optimizer": described}
 
 
 def model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Megatron's description of every parameter, by model chunk."""
-    return {
-        key: model.sharded_state_dict(metadata=_metadata())
-        for key, model in _by_key(chunks).items()
-    }
+    """Return Megatron's description of every parameter, by model chunk."""
+    described = {}
+    for key, model in _by_key(chunks).items():
+        described[key] = model.sharded_state_dict(metadata=_metadata())
+    return described
 
 
 def _metadata() -> dict[str, Any]:

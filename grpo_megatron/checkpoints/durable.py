@@ -32,21 +32,22 @@ _NOT_COPIED = (
 
 
 def working_directory(final: Path) -> Path:
-    """Where `final` is built; survives a kill, so that a conversion can go on."""
+    """Return where `final` is built; it survives a kill, so that a conversion can go on."""
     return final.with_name(final.name + ".partial")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Durably, and never half."""
+    """Write `value` durably, and never half. Raises SetupError when the disk is full."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(value, indent=1))
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Config, tokenizer, template: everything beside the weights, byte for byte.
+    """Copy config, tokenizer and template: everything beside the weights, byte for byte.
 
-    Only a config.json that says the weights are quantised loses that: ours never are."""
+    Only a config.json that says the weights are quantised loses that: ours never are. Raises
+    SetupError when the disk is full."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             with disk_errors(target):
@@ -67,7 +68,7 @@ def commit(working: Path, final: Path) -> None:
 
 @contextmanager
 def explained(what: str, where: Path, remedy: str | None = None) -> Iterator[None]:
-    """What libraries raise over a damaged file becomes a CheckpointError."""
+    """Raise a CheckpointError for what libraries raise over a damaged file inside the block."""
     try:
         yield
     except GrpoMegatronError:
@@ -80,12 +81,14 @@ def explained(what: str, where: Path, remedy: str | None = None) -> Iterator[Non
 
 @contextmanager
 def disk_errors(where: Path) -> Iterator[None]:
-    """A full disk is the machine's fault, not ours: SetupError instead of OSError."""
+    """Raise a SetupError where a write inside the block fails because the disk is full."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch.save raises a RuntimeError of its own while it closes the broken archive
-        cause = error if isinstance(error, OSError) else error.__context__
+        cause: BaseException | None = error
+        if not isinstance(error, OSError):
+            # torch.save raises a RuntimeError of its own while it closes the broken archive
+            cause = error.__context__
         if getattr(cause, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise SetupError(

@@ -1,9 +1,9 @@
 """Hugging Face checkpoints: the files, and the export of a model that is spread over ranks."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ class SafetensorsFile(shard_files.OutputFile):
         header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
         end = 0
         # wider types first keeps every tensor aligned
-        for entry in sorted(file.entries, key=lambda e: -e.torch_dtype.itemsize):
-            self._missing[entry.name] = entry, end
+        for entry in sorted(file.entries, key=_item_bytes, reverse=True):
             begin = end
             end += entry.num_bytes
+            self._missing[entry.name] = (entry, begin)
             header[entry.name] = {
                 "dtype": _NAMES[entry.dtype],
                 "shape": entry.shape,
@@ -45,18 +45,21 @@ class SafetensorsFile(shard_files.OutputFile):
             self.file.write(len(text).to_bytes(8, "little") + text)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        entry, begin = self._missing.pop(name, (None, 0))
-        if entry is None or entry_of(name, tensor) != entry:
+        """Write a tensor at its place. Raises CheckpointError for one that was not planned."""
+        planned = self._missing.pop(name, None)
+        if planned is None or entry_of(name, tensor) != planned[0]:
             raise CheckpointError(
                 f"{name!r} {tensor.dtype} {tuple(tensor.shape)} was not planned for this file",
                 where=str(self.path),
             )
+        _, begin = planned
         with durable.disk_errors(self.path):
             self.file.seek(self._start + begin)
             self.file.write(as_bytes(tensor))
             self.start_writing(self._start + begin)
 
     def close(self) -> None:
+        """Sync and close. Raises CheckpointError where planned tensors did not come."""
         if self._missing:
             raise CheckpointError(
                 f"{len(self._missing)} tensors did not come, for example "
@@ -73,6 +76,7 @@ class HFTarget(shard_files.Target):
     single = "model.safetensors"
 
     def open(self, file: shard_files.ShardFile) -> SafetensorsFile:
+        """Begin a file with its header. Raises SetupError when the disk is full."""
         return SafetensorsFile(self.working / file.name, file)
 
     @cached_property
@@ -80,16 +84,24 @@ class HFTarget(shard_files.Target):
         return HFReader(self.working)
 
     def read(self, file: shard_files.ShardFile) -> shard_files.NamedTensors:
-        return ((entry.name, self._reader.tensor(entry.name)) for entry in file.entries)
+        """Yield names and tensors (views of the mapped file) of a written file."""
+        for entry in file.entries:
+            yield entry.name, self._reader.tensor(entry.name)
 
     def finish(self, source: Path) -> None:
+        """Write the index, where there are several files, and what `Target.finish` writes."""
         if len(self.files) > 1:
-            index = {
-                "metadata": {"total_size": sum(file.num_bytes for file in self.files)},
-                "weight_map": {e.name: file.name for file in self.files for e in file.entries},
-            }
+            weight_map = {}
+            for file in self.files:
+                for entry in file.entries:
+                    weight_map[entry.name] = file.name
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
             durable.write_json(self.working / "model.safetensors.index.json", index)
         super().finish(source)
+
+
+def _item_bytes(entry: TensorEntry) -> int:
+    return entry.torch_dtype.itemsize
 
 
 def export_model(
@@ -101,16 +113,19 @@ def export_model(
     """Write a model that is spread over all ranks; each writes its own files. Collective.
 
     Config, tokenizer and template are those of `source`. Returns the bytes of weights written.
-    Raises SetupError when the disk is full, MismatchError as `shard_files.read_back` does."""
+    Raises SetupError when the disk is full, MismatchError where other bytes are read back."""
     rank = dist.get_rank()
     world = dist.get_world_size()
     working = durable.working_directory(directory)
     on_rank_0(empty_directory, working)
-    target = HFTarget(working, [e.parameter.entries(e.dtype) for e in model.entries], shard_bytes)
-    order = _interleaved(target.files, world)
-    tensors = model.stream(
-        [model.entries[unit] for _, unit in order], [number % world for number, _ in order]
-    )
+    units = [entry.parameter.entries(entry.dtype) for entry in model.entries]
+    target = HFTarget(working, units, shard_bytes)
+    entries = []
+    receivers = []
+    for number, unit in _interleaved(target.files, world):
+        entries.append(model.entries[unit])
+        receivers.append(number % world)
+    tensors = model.stream(entries, receivers)
     for file in target.files[rank::world]:
         target.write(file, islice(tensors, len(file.entries)))
     for _ in tensors:  # ranks that have all of theirs still take part in the gathers
@@ -120,14 +135,15 @@ def export_model(
     on_rank_0(target.finish, source)
     shard_files.read_back(target, directory)
     on_rank_0(durable.commit, working, directory)
-    return sum(file.num_bytes for file in target.files)
+    return target.num_bytes
 
 
-def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> list[tuple[int, int]]:
-    """(file, unit): `world` files grow together, so that no rank waits for another's file."""
-    order = sorted(
-        (number // world, place, number, unit)
-        for number, file in enumerate(files)
-        for place, unit in enumerate(file.units)
-    )
-    return [(number, unit) for _, _, number, unit in order]
+def _interleaved(files: Sequence[shard_files.ShardFile], world: int) -> Iterator[tuple[int, int]]:
+    """Yield file number and unit so that `world` files grow together: no rank waits for another's
+    file."""
+    for first in range(0, len(files), world):
+        growing = [file.units for file in files[first : first + world]]
+        for units in zip_longest(*growing):
+            for number, unit in enumerate(units, first):
+                if unit is not None:  # this file has fewer units
+                    yield number, unit

@@ -24,14 +24,16 @@ Shape = tuple[int, ...]
 
 
 def scale_name(name: str) -> str:
+    """Name the tensor with the block scales of the fp8 tensor `name`."""
     return name + "_scale_inv"
 
 
 def dequantise(
     weight: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """float8_e4m3fn [rows, columns] times fp32 [ceil(rows / 128), ceil(columns / 128)], rounded
-    once, one row of blocks at a time. ValueError for other shapes."""
+    """Multiply float8_e4m3fn [rows, columns] by fp32 [ceil(rows / 128), ceil(columns / 128)].
+
+    Rounds to `dtype` once, one row of blocks at a time. Raises ValueError for other shapes."""
     rows, columns = weight.shape
     wanted = (-(-rows // BLOCK), -(-columns // BLOCK))
     if tuple(scale_inv.shape) != wanted:
@@ -47,9 +49,10 @@ def dequantise(
 
 
 class HFReader:
-    """What the index names (or the single file holds), read in slices.
+    """The tensors of a Hugging Face checkpoint: what its index names, or its single file holds.
 
-    Raises CheckpointError: no safetensors, a shard is missing, or a file is truncated."""
+    Files are mapped and read in slices. Raises CheckpointError where there are no safetensors, a
+    shard is missing, or a file is truncated."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -59,8 +62,10 @@ class HFReader:
         if index.exists():
             with explained("unreadable index", directory):
                 self.files = dict(json.loads(index.read_text())["weight_map"])
-            if missing := {f for f in self.files.values() if not (directory / f).exists()}:
-                raise CheckpointError(f"missing shards: {sorted(missing)}", where=str(directory))
+            shards = sorted(set(self.files.values()))
+            missing = [shard for shard in shards if not (directory / shard).exists()]
+            if missing:
+                raise CheckpointError(f"missing shards: {missing}", where=str(directory))
         elif (directory / "model.safetensors").exists():
             self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
@@ -71,8 +76,12 @@ class HFReader:
             )
 
     def names(self) -> set[str]:
-        """Without the scales of block-quantised tensors."""
-        return set(self.files) - {scale_name(name) for name in self.files}
+        """Name all tensors, without the scales of block-quantised ones."""
+        return self.files.keys() - set(map(scale_name, self.files))
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shapes of all tensors by name, in the order of names."""
+        return {name: self.shape(name) for name in sorted(self.names())}
 
     def check_index(self) -> None:
         """Open every file. Raises CheckpointError where one holds other tensors than named."""
@@ -80,7 +89,8 @@ class HFReader:
         for name, file in self.files.items():
             named[file].add(name)
         for file, wanted in sorted(named.items()):
-            if other := sorted(wanted.symmetric_difference(self._open(file).keys())):
+            other = sorted(wanted.symmetric_difference(self._open(file).keys()))
+            if other:
                 raise CheckpointError(
                     f"{file} and the index disagree about {other[:3]}",
                     where=str(self.directory),
@@ -88,10 +98,13 @@ class HFReader:
                 )
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises CheckpointError where it is missing."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the tensor as `rows` gives it. Raises CheckpointError for one that is no weight."""
+        """Return the dtype of the tensor as `rows` gives it.
+
+        Raises CheckpointError for one that is no weight."""
         stored = self._slice(name).get_dtype()
         if scale_name(name) in self.files and stored == "F8_E4M3":
             return torch.bfloat16
@@ -104,10 +117,13 @@ class HFReader:
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> torch.Tensor:
+        """Read a whole tensor, as `rows` does."""
         return self.rows(name, 0, self.shape(name)[0])
 
     def rows(self, name: str, start: int, end: int) -> torch.Tensor:
-        """`tensor[start:end]`: a view of the mapped file, except of a dequantised tensor."""
+        """Read `tensor[start:end]`: a view of the mapped file, except of a dequantised tensor.
+
+        Raises CheckpointError where it is missing, unreadable or no weight."""
         dtype = self.dtype(name)
         if scale_name(name) not in self.files:
             rows: torch.Tensor = self._slice(name)[start:end]
@@ -147,21 +163,28 @@ class HFReader:
 class HFSource:
     """A Hugging Face checkpoint as the parameters of a model.
 
-    Raises CheckpointError for other tensors or shapes than the model's. With `carry`, also what the
-    checkpoint has and Megatron's model has not (`carried_names`)."""
+    With `carry`, also what the checkpoint has and Megatron's model has not (`carried_names`).
+    Raises CheckpointError for other tensors or shapes than the model's."""
 
     def __init__(self, parameters: Sequence[Parameter], directory: Path, *, carry: bool = True):
         self.reader = reader = HFReader(directory)
         reader.check_index()
-        found = {name: reader.shape(name) for name in sorted(reader.names())}
-        carried = {n: found.pop(n) for n in sorted(carried_names(read_config(directory), found))}
-        refuse_unfit(directory, found, {name: shape for p in parameters for name, shape in p.hf})
-        self.parameters = [*parameters, *(carried_parameter(*c) for c in carried.items() if carry)]
+        found = reader.shapes()
+        wanted: dict[str, Shape] = {}
+        for parameter in parameters:
+            wanted.update(parameter.hf)
+        self.parameters = list(parameters)
+        for name in sorted(carried_names(read_config(directory), found)):
+            shape = found.pop(name)
+            if carry:
+                self.parameters.append(carried_parameter(name, shape))
+        refuse_unfit(directory, found, wanted)
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        found = {self.reader.dtype(name) for name, _ in parameter.hf}
+        """Return the one dtype of a parameter's tensors. Raises CheckpointError for several."""
+        names = [name for name, _ in parameter.hf]
+        found = set(map(self.reader.dtype, names))
         if len(found) > 1:
-            names = [name for name, _ in parameter.hf]
             raise CheckpointError(
                 f"{names} are one parameter in Megatron, but have dtypes {sorted(map(str, found))}",
                 remedy="choose one with --dtype",
@@ -170,9 +193,12 @@ class HFSource:
         return found.pop()
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, self.reader.tensor(name)) for name, _ in parameter.hf)
+        """Yield names and tensors of a parameter; views of the mapped file where they can be."""
+        for name, _ in parameter.hf:
+            yield name, self.reader.tensor(name)
 
     def prefetch(self, parameter: Parameter) -> None:
+        """Let the disk read the tensors of a parameter before `tensors` asks for them."""
         for name, _ in parameter.hf:
             self.reader.prefetch(name)
 
@@ -184,22 +210,26 @@ def refuse_unfit(
     model: str = "config.json",
     remedy: str = "is config.json of this checkpoint?",
 ) -> None:
-    """Raises CheckpointError with all differences between a checkpoint and a model."""
-    other = [
-        f"{name}: {found[name]}, the model has {shape}"
-        for name, shape in wanted.items()
-        if found.get(name, shape) != shape
-    ]
+    """Compare names and shapes of a checkpoint's tensors, `found`, with those of a model.
+
+    Raises CheckpointError that lists all differences."""
+    other = []
+    for name, shape in wanted.items():
+        if name in found and found[name] != shape:
+            other.append(f"{name}: {found[name]}, the model has {shape}")
     lines = []
     for what, names in (
         ("missing", wanted.keys() - found.keys()),
         ("of another shape", other),
         ("without a place in the model", found.keys() - wanted.keys()),
     ):
-        if names:
-            listed = [f"    {name}" for name in sorted(names)]
-            lines += [f"  {len(names)} {what}:", *listed[:_LISTED]]
-            lines += ["    ..."] * (len(names) > _LISTED)
+        if not names:
+            continue
+        lines.append(f"  {len(names)} {what}:")
+        for name in sorted(names)[:_LISTED]:
+            lines.append(f"    {name}")
+        if len(names) > _LISTED:
+            lines.append("    ...")
     if lines:
         raise CheckpointError(
             "\n".join([f"the tensors are not those of {model}:", *lines]),
@@ -210,20 +240,23 @@ def refuse_unfit(
 
 @torch.no_grad()
 def import_weights(model: ShardedModel, directory: Path) -> None:
-    """Fill every parameter; each rank copies the rows and columns that it holds. Collective."""
+    """Fill every parameter; each rank copies the rows and columns that it holds. Collective.
+
+    Raises CheckpointError where the checkpoint is of another model or cannot be read."""
     reader = HFSource([entry.parameter for entry in model.entries], directory).reader
     for part in model.shards:
         parameter = model.map.parameter(part.name, part.full_shape)
-        parts = part.size if part.dim == 0 else 1
-        merged = parameter.merge(
-            [_held(reader, name, shape[0], part) for name, shape in parameter.hf], parts
-        )
+        held = [_held(reader, name, shape[0], part) for name, shape in parameter.hf]
+        row_parts = 1
+        if part.dim == 0:
+            row_parts = part.size
+        merged = parameter.merge(held, row_parts)
         part.tensor[: len(merged)] = merged
         part.tensor[len(merged) :] = 0  # padding of the vocabulary
 
 
 def _held(reader: HFReader, name: str, rows: int, part: Shard) -> torch.Tensor:
-    """What this rank holds of a tensor; a view of the mapped file."""
+    """Read what this rank holds of a tensor; a view of the mapped file."""
     if part.dim == 1:
         return reader.tensor(name).chunk(part.size, 1)[part.rank]
     count = -(-rows // part.size)  # padding is at the end

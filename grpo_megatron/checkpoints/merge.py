@@ -1,6 +1,6 @@
 """A weighted mean of Hugging Face checkpoints of one shape, tensor by tensor."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from grpo_megatron.checkpoints import durable
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.checkpoints.hf_import import HFReader, refuse_unfit
-from grpo_megatron.checkpoints.shard_files import DEFAULT_SHARD_BYTES
+from grpo_megatron.checkpoints.shard_files import DEFAULT_SHARD_BYTES, NamedTensors
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.files import empty_directory
 from grpo_megatron.weights.transfer_plan import TensorEntry
@@ -21,35 +21,48 @@ def merge_checkpoints(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write `sum_i w_i * checkpoint_i / sum_i w_i`, computed in float64, as `dtype` (default: that
-    of the first); config and tokenizer are the first's. CheckpointError where tensors differ in
-    name or shape, MismatchError where something else is read back than was written."""
+    of the first); config and tokenizer are the first's.
+
+    Raises CheckpointError where tensors differ in name or shape, MismatchError where something else
+    is read back than was written."""
     readers = {HFReader(path): weight / sum(weights.values()) for path, weight in weights.items()}
-    (source, *paths), (first, *_) = weights, readers
-    shapes, *others = ({name: r.shape(name) for name in sorted(r.names())} for r in readers)
-    for path, found in zip(paths, others, strict=True):
-        refuse_unfit(path, found, shapes, f"the model in {source}", "merge models of one shape")
-    kinds = {name: dtype or str(first.dtype(name)).removeprefix("torch.") for name in shapes}
+    first = next(iter(readers))
+    shapes = first.shapes()
+    for reader in readers:
+        if reader is not first:
+            refuse_unfit(
+                reader.directory,
+                reader.shapes(),
+                shapes,
+                f"the model in {first.directory}",
+                "merge models of one shape",
+            )
+    entries = []
+    for name, shape in shapes.items():
+        kind = dtype or str(first.dtype(name)).removeprefix("torch.")
+        entries.append(TensorEntry(name, kind, shape))
     working = empty_directory(durable.working_directory(directory))
-    target = HFTarget(
-        working,
-        [[TensorEntry(name, kinds[name], first.shape(name), 0)] for name in shapes],
-        shard_bytes,
-    )
-
-    def mean(name: str) -> torch.Tensor:
-        total = torch.zeros(first.shape(name), dtype=torch.float64)
-        for reader, weight in readers.items():
-            total += weight * reader.tensor(name).double()
-        return total.to(getattr(torch, kinds[name]))
-
+    target = HFTarget(working, [[entry] for entry in entries], shard_bytes)
     for file in target.files:
-        target.write(file, ((entry.name, mean(entry.name)) for entry in file.entries))
+        target.write(file, _means(readers, file.entries))
     target.wait()
-    target.finish(source)
-    if bad := [name for file in target.files for name in target.read_back(file)]:
+    target.finish(first.directory)
+    bad = []
+    for file in target.files:
+        bad += target.read_back(file)
+    if bad:
         raise MismatchError(
             f"{len(bad)} tensors were read back as something else than was "
             f"written, for example {bad[:3]}",
             where=str(directory),
         )
     durable.commit(working, directory)
+
+
+def _means(readers: Mapping[HFReader, float], entries: Sequence[TensorEntry]) -> NamedTensors:
+    """Yield names and weighted means of the tensors `entries`; weights sum to 1."""
+    for entry in entries:
+        total = torch.zeros(entry.shape, dtype=torch.float64)
+        for reader, weight in readers.items():
+            total += weight * reader.tensor(entry.name).double()
+        yield entry.name, total.to(entry.torch_dtype)

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,13 @@ class ShardFile:
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
+        """Bytes of the tensors, without what the format adds."""
+        return total_bytes(self.entries)
+
+
+def total_bytes(entries: Iterable[TensorEntry]) -> int:
+    """Add up the bytes of several tensors."""
+    return sum(entry.num_bytes for entry in entries)
 
 
 class OutputFile(ABC):
@@ -55,11 +60,14 @@ class OutputFile(ABC):
 
     @abstractmethod
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor, which is contiguous and on the CPU."""
+        """Write a tensor, which is contiguous and on the CPU.
+
+        Raises SetupError when the disk is full."""
 
     def start_writing(self, begin: int) -> int:
-        """Let the kernel begin to write what lies after byte `begin` to the disk, without waiting
-        for it. Returns the byte at which the next write goes."""
+        """Let the kernel begin to write what lies after byte `begin` to the disk.
+
+        Does not wait for it. Returns the byte at which the next write goes."""
         self.file.flush()
         end = self.file.tell()
         # on dirty pages this only starts their writing, so that the last sync is short
@@ -67,7 +75,9 @@ class OutputFile(ABC):
         return end
 
     def close(self) -> None:
-        """Sync, then drop from the page cache: reading it back reads the disk."""
+        """Sync, then drop from the page cache: reading it back reads the disk.
+
+        Raises SetupError when the disk is full."""
         with disk_errors(self.path), self.file as file:
             file.flush()
             os.fsync(file.fileno())
@@ -87,22 +97,29 @@ class Target(ABC):
         self.working = working
         self._pool = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
-        groups = grouped((sum(e.num_bytes for e in entries) for entries in units), shard_bytes)
-        names = [self.pattern.format(number=n + 1, count=len(groups)) for n in range(len(groups))]
-        if self.single and len(groups) == 1:
-            names = [self.single]
-        self.files = [
-            ShardFile(name, tuple(group), tuple(e for unit in group for e in units[unit]))
-            for name, group in zip(names, groups, strict=True)
-        ]
+        groups = grouped(map(total_bytes, units), shard_bytes)
+        self.files: list[ShardFile] = []
+        for number, group in enumerate(groups, 1):
+            name = self.pattern.format(number=number, count=len(groups))
+            if self.single and len(groups) == 1:
+                name = self.single
+            entries: list[TensorEntry] = []
+            for unit in group:
+                entries += units[unit]
+            self.files.append(ShardFile(name, tuple(group), tuple(entries)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors of all files."""
+        return sum(file.num_bytes for file in self.files)
 
     @abstractmethod
     def open(self, file: ShardFile) -> OutputFile:
-        """Make an empty file."""
+        """Make an empty file. Raises SetupError when the disk is full."""
 
     @abstractmethod
     def read(self, file: ShardFile) -> NamedTensors:
-        """The tensors of a written file, from the disk."""
+        """Read the tensors of a written file from the disk, under Hugging Face names."""
 
     def write(
         self,
@@ -110,7 +127,10 @@ class Target(ABC):
         tensors: NamedTensors,
         report: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
-        """One file, reporting bytes. It is synced and recorded while the next one is written."""
+        """Write one file of `tensors`; `report` takes the bytes of each.
+
+        The file is synced and recorded while the next one is written: `wait` for the last. Raises
+        SetupError when the disk is full."""
         out = self.open(file)
         digests: dict[str, str] = {}
         for name, tensor in tensors:
@@ -126,12 +146,14 @@ class Target(ABC):
         write_json(self._record(file), {"tensors": digests, "items": out.items})
 
     def wait(self) -> None:
-        """Until the last file is on the disk; raises what kept it from there."""
+        """Wait until the last file is on the disk; raise what kept it from there."""
         if self._last is not None:
             self._last.result()
 
     def finish(self, source: Path) -> None:
-        """Once all files are there: what makes them one checkpoint. On one rank."""
+        """Write what makes all files one checkpoint: digests, and the side files of `source`.
+
+        Call on one rank, once all files are there."""
         digests: dict[str, str] = {}
         for file in self.files:
             record = self.record(file)
@@ -141,19 +163,32 @@ class Target(ABC):
         copy_side_files(source, self.working)
 
     def read_back(self, file: ShardFile) -> list[str]:
-        """Names of tensors that are not on the disk as they were given. If there are any, the file
-        no longer counts as finished and is written again."""
+        """Name the tensors that are not on the disk as they were given.
+
+        If there are any, the file no longer counts as finished and is written again."""
         found = {name: digest_tensor(tensor) for name, tensor in self.read(file)}
-        recorded = (self.record(file) or {"tensors": {}})["tensors"]
-        bad = sorted(e.name for e in file.entries if found.get(e.name) != recorded.get(e.name, ""))
+        recorded: dict[str, str] = {}
+        record = self.record(file)
+        if record is not None:
+            recorded = record["tensors"]
+        bad = []
+        for entry in file.entries:
+            is_as_given = entry.name in recorded and found.get(entry.name) == recorded[entry.name]
+            if not is_as_given:
+                bad.append(entry.name)
         if bad:
             self._record(file).unlink(missing_ok=True)
-        return bad
+        return sorted(bad)
 
     def record(self, file: ShardFile) -> dict[str, Any] | None:
-        """Of a finished file: `tensors`, digests by Hugging Face name, and `items`."""
+        """Read what is recorded of a finished file; None of one that is not finished.
+
+        `tensors` are digests by Hugging Face name, `items` what the format needs."""
         path = self._record(file)
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        recorded: dict[str, Any] = json.loads(path.read_text())
+        return recorded
 
     def _record(self, file: ShardFile) -> Path:
         return self.working / PROGRESS / f"{file.name}.json"
@@ -162,7 +197,9 @@ class Target(ABC):
 def read_back(
     target: Target, final: Path, report: Callable[[int], object] = lambda num_bytes: None
 ) -> None:
-    """Each rank reads another one's files: on two machines that shows what never left one.
+    """Read every file once more, each rank those of another one; `report` takes their bytes.
+
+    On two machines that shows what never left one.
 
     Raises MismatchError where any rank read something else. Collective."""
     rank = (dist.get_rank() + 1) % dist.get_world_size()
@@ -170,7 +207,10 @@ def read_back(
     for file in target.files[rank :: dist.get_world_size()]:
         bad += target.read_back(file)
         report(file.num_bytes)
-    if names := list(chain.from_iterable(all_gathered(bad))):
+    names: list[str] = []
+    for bad_there in all_gathered(bad):
+        names += bad_there
+    if names:
         raise MismatchError(
             f"{len(names)} tensors were read back as something else than was "
             f"written, for example {names[:3]}",
@@ -180,15 +220,17 @@ def read_back(
 
 
 def read_ahead(items: Sequence[Any], prefetch: Callable[[Any], None]) -> Iterator[Any]:
-    """The items, while the disk already reads the next ones."""
+    """Yield the items, while the disk already reads those that `prefetch` was called with."""
+    num_asked = 0
     for index, item in enumerate(items):
         if index % _AHEAD == 0:
-            for later in items[index + _AHEAD if index else 0 : index + 2 * _AHEAD]:
+            for later in items[num_asked : index + 2 * _AHEAD]:
                 prefetch(later)
+            num_asked = index + 2 * _AHEAD
         yield item
 
 
 def will_need(path: Path, start: int, count: int) -> None:
-    """Let the kernel read a part of a file into its cache."""
+    """Let the kernel read `count` bytes of a file into its cache, from byte `start` on."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_WILLNEED)

@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from grpo_megatron.weights.parameters import CARRIED, VOCABULARY, Parameter, car
 from grpo_megatron.weights.transfer_plan import as_bytes
 
 _OBJECTS = "objects.distcp"
+_Region = tuple[str, torch.Size, torch.Size]
+"""Key, offsets and sizes of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,89 +47,95 @@ class ParameterTable:
     objects: tuple[str, ...]  # keys of extra states, which hold nothing
 
     def pieces_of(self, parameter: Parameter) -> tuple[Piece, ...]:
+        """Return where the rows of a parameter are, in order; a carried one is a tensor itself."""
+        if parameter.name in self.pieces:
+            return self.pieces[parameter.name]
         shape = parameter.shape
-        return self.pieces.get(parameter.name) or (
-            Piece(parameter.name, (0,) * len(shape), shape, shape),
-        )  # a carried one
+        return (Piece(parameter.name, (0,) * len(shape), shape, shape),)
 
 
 def is_torch_dist(directory: Path) -> bool:
-    """Whether `directory` is a checkpoint of ours with distributed weights."""
+    """Tell whether `directory` is a checkpoint of ours with distributed weights."""
     return (directory / "weights" / ".metadata").exists()
 
 
 class MegatronSource:
     """A distributed checkpoint, of a run or converted, as the parameters of its model.
 
-    Raises CheckpointError when it is none, damaged, or of another model."""
+    With `carry`, also the tensors that Megatron's model has no parameter for. Raises
+    CheckpointError when it is none, damaged, or of another model."""
 
     def __init__(self, table: ParameterTable, directory: Path, *, carry: bool = True):
         self.table = table
         self.directory = directory / "weights"
         with durable.explained("not a distributed checkpoint", self.directory):
             self.metadata = FileSystemReader(self.directory).read_metadata()
-        self.stored = {
-            key: found
-            for key, found in self.metadata.state_dict_metadata.items()
-            if isinstance(found, dcp.TensorStorageMetadata)
-        }
-        self._whole = {
-            (key, chunk.offsets, chunk.sizes): [chunk]
-            for key, found in self.stored.items()
-            for chunk in found.chunks
-        }
-        found = {
-            key: tuple(tensor.size)
-            for key, tensor in self.stored.items()
-            if not key.startswith("optimizer.")
-        }
-        carried = {key: found.pop(key) for key in sorted(found) if key.startswith(CARRIED)}
-        wanted = {
-            piece.key: piece.global_shape
-            for p in table.parameters
-            for piece in table.pieces[p.name]
-        }
+        self.stored: dict[str, dcp.TensorStorageMetadata] = {}
+        self._chunks: dict[_Region, dcp.ChunkStorageMetadata] = {}
+        for key, stored in self.metadata.state_dict_metadata.items():
+            if isinstance(stored, dcp.TensorStorageMetadata):
+                self.stored[key] = stored
+                for chunk in stored.chunks:
+                    self._chunks[key, chunk.offsets, chunk.sizes] = chunk
+        self.parameters = list(table.parameters)
+        found: dict[str, hf_import.Shape] = {}
+        for key in sorted(self.stored):
+            shape = tuple(self.stored[key].size)
+            if key.startswith("optimizer."):
+                continue
+            if not key.startswith(CARRIED):
+                found[key] = shape
+            elif carry:
+                self.parameters.append(carried_parameter(key.removeprefix(CARRIED), shape))
+        self._refuse_unfit(directory, found)
+
+    def _refuse_unfit(self, directory: Path, found: dict[str, hf_import.Shape]) -> None:
+        wanted: dict[str, hf_import.Shape] = {}
+        for parameter in self.table.parameters:
+            for piece in self.table.pieces[parameter.name]:
+                wanted[piece.key] = piece.global_shape
         for key in VOCABULARY:  # the layout that saved it may have padded them
             if key in wanted and key in found and found[key][0] > wanted[key][0]:
                 found[key] = (wanted[key][0], *found[key][1:])
         hf_import.refuse_unfit(directory, found, wanted)
-        self.parameters = [
-            *table.parameters,
-            *(
-                carried_parameter(key.removeprefix(CARRIED), shape)
-                for key, shape in carried.items()
-                if carry
-            ),
-        ]
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        return self.stored[self.table.pieces_of(parameter)[0].key].properties.dtype
+        """Return the dtype in which a parameter is stored."""
+        first = self.table.pieces_of(parameter)[0]
+        return self.stored[first.key].properties.dtype
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-        regions = [
-            self._region(piece).reshape(-1, *parameter.shape[1:])
-            for piece in self.table.pieces_of(parameter)
-        ]
-        full = torch.cat(regions) if len(regions) > 1 else regions[0]
-        return zip((name for name, _ in parameter.hf), parameter.split(full), strict=True)
+        """Yield the Hugging Face names and tensors of a parameter, without padding.
+
+        Raises CheckpointError where a part of it is missing or unreadable."""
+        regions = []
+        for piece in self.table.pieces_of(parameter):
+            regions.append(self._region(piece).reshape(-1, *parameter.shape[1:]))
+        full = regions[0]
+        if len(regions) > 1:
+            full = torch.cat(regions)
+        for (name, _), tensor in zip(parameter.hf, parameter.split(full), strict=True):
+            yield name, tensor
 
     def prefetch(self, parameter: Parameter) -> None:
+        """Let the disk read a parameter before `tensors` asks for it."""
         for piece in self.table.pieces_of(parameter):
-            if at := self.metadata.storage_data.get(dcp.MetadataIndex(piece.key, piece.offset)):
-                shard_files.will_need(self.directory / at.relative_path, at.offset, at.length)
+            place = self.metadata.storage_data.get(dcp.MetadataIndex(piece.key, piece.offset))
+            if place is not None:
+                path = self.directory / place.relative_path
+                shard_files.will_need(path, place.offset, place.length)
 
     def _region(self, piece: Piece) -> torch.Tensor:
+        """Read a region of a global tensor, put together of the chunks that it overlaps."""
+        chunks = self.stored[piece.key].chunks
+        exact = self._chunks.get((piece.key, torch.Size(piece.offset), torch.Size(piece.sizes)))
+        if exact is not None:
+            chunks = [exact]
         out: torch.Tensor | None = None
         filled = 0
-        exact = self._whole.get((piece.key, torch.Size(piece.offset), torch.Size(piece.sizes)))
-        for chunk in exact or self.stored[piece.key].chunks:
-            bounds = [
-                (max(a, b), min(a + m, b + n))
-                for a, m, b, n in zip(
-                    piece.offset, piece.sizes, chunk.offsets, chunk.sizes, strict=True
-                )
-            ]
-            if any(low >= high for low, high in bounds):
+        for chunk in chunks:
+            bounds = _overlap(piece, chunk)
+            if bounds is None:
                 continue
             part = self._chunk(piece.key, chunk)[_slices(bounds, chunk.offsets)]
             if tuple(part.shape) == piece.sizes:
@@ -152,8 +159,26 @@ class MegatronSource:
         return tensor
 
 
+def _overlap(piece: Piece, chunk: dcp.ChunkStorageMetadata) -> list[tuple[int, int]] | None:
+    """Return begin and end by dimension of what both have of the global tensor; None: nothing."""
+    bounds = []
+    for piece_begin, piece_size, chunk_begin, chunk_size in zip(
+        piece.offset, piece.sizes, chunk.offsets, chunk.sizes, strict=True
+    ):
+        begin = max(piece_begin, chunk_begin)
+        end = min(piece_begin + piece_size, chunk_begin + chunk_size)
+        if begin >= end:
+            return None
+        bounds.append((begin, end))
+    return bounds
+
+
 def _slices(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(low - o, high - o) for (low, high), o in zip(bounds, origin, strict=True))
+    """Return the index of `bounds` in a tensor whose first element is at `origin`."""
+    slices = []
+    for (begin, end), start in zip(bounds, origin, strict=True):
+        slices.append(slice(begin - start, end - start))
+    return tuple(slices)
 
 
 class DistcpFile(shard_files.OutputFile):
@@ -167,14 +192,15 @@ class DistcpFile(shard_files.OutputFile):
         self._held: list[torch.Tensor] = []
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the next tensor, in the order of the parameters' Hugging Face tensors."""
         self._held.append(tensor)
         if len(self._held) == len(self._parameters[0].hf):
             parameter = self._parameters.pop(0)
             rows = parameter.merge(self._held).contiguous().flatten()
             self._held = []
             pieces = self._table.pieces_of(parameter)
-            parts = rows.split([math.prod(piece.sizes) for piece in pieces])
-            for piece, part in zip(pieces, parts, strict=True):
+            sizes = [math.prod(piece.sizes) for piece in pieces]
+            for piece, part in zip(pieces, rows.split(sizes), strict=True):
                 self._save(piece, part.view(piece.sizes))
 
     def _save(self, piece: Piece, tensor: torch.Tensor) -> None:
@@ -208,22 +234,23 @@ class MegatronTarget(shard_files.Target):
         self.parameters = parameters
 
     def open(self, file: shard_files.ShardFile) -> DistcpFile:
-        return DistcpFile(
-            self.working / "weights" / file.name,
-            [self.parameters[unit] for unit in file.units],
-            self.table,
-        )
+        """Make an empty file for the parameters of its units."""
+        return DistcpFile(self.working / "weights" / file.name, self._held_by(file), self.table)
+
+    def _held_by(self, file: shard_files.ShardFile) -> list[Parameter]:
+        return [self.parameters[unit] for unit in file.units]
 
     @cached_property
     def _source(self) -> MegatronSource:
         return MegatronSource(self.table, self.working)
 
     def read(self, file: shard_files.ShardFile) -> shard_files.NamedTensors:
-        return chain.from_iterable(
-            self._source.tensors(self.parameters[unit]) for unit in file.units
-        )
+        """Yield Hugging Face names and tensors of a written file; after `finish`."""
+        for parameter in self._held_by(file):
+            yield from self._source.tensors(parameter)
 
     def finish(self, source: Path) -> None:
+        """Write the metadata, what `Target.finish` writes, and the mark that all is there."""
         items = {}
         for file in self.files:
             record = self.record(file)
@@ -237,7 +264,7 @@ class MegatronTarget(shard_files.Target):
 def _write_metadata(
     directory: Path, objects: Sequence[str], items: Mapping[str, list[Any]]
 ) -> None:
-    """What makes the files one checkpoint. items: of every `DistcpFile`, by file name."""
+    """Write what makes the files one checkpoint. items: of every `DistcpFile`, by file name."""
     known: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, described in items.items():
