@@ -187,9 +187,13 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
 
 def _group_size(config: RunConfig) -> int:
     """The smallest that the objective allows."""
-    if PRESETS[config.objective.preset].group_size is not None:
+    objective = config.objective
+    if PRESETS[objective.preset].group_size is not None:
         return config.batch.num_samples_per_prompt
-    return max(_MAX_GROUP_SIZE, config.objective.passk_k)
+    smallest = max(_MAX_GROUP_SIZE, objective.passk_k)
+    if objective.subset != "none":
+        smallest = max(smallest, 2 * objective.subset_size)
+    return smallest
 
 
 def _layout(config: RunConfig, changes: _Changes) -> None:
