@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.batch import Groups, SampleBatch
-from grpo_megatron.algorithms.step_terms import Lengths
-from grpo_megatron.algorithms.terms import Update
+from grpo_megatron.algorithms.aggregation import Lengths
+from grpo_megatron.algorithms.batch import ClipInputs, SampleBatch
+from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
 
 
@@ -29,12 +29,13 @@ def above_median(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tens
     return advantages
 
 
-def tanh_clip(o: ObjectiveConfig, u: Update) -> Tensor:
+def tanh_clip(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`h tanh((r - 1) / h) A`, h the clip distance: the gradient of `r A` on policy, which fades
-    smoothly instead of being cut. [n], to be maximised; the gradient flows through `u.log_ratio`.
-    """
-    ratio = u.log_ratio.exp()
-    return u.high * torch.tanh((ratio - 1) / u.high) * u.advantages
+    smoothly instead of being cut. [n], to be maximised.
+
+    The gradient flows through `inputs.log_ratio`."""
+    ratio = inputs.log_ratio.exp()
+    return inputs.high * torch.tanh((ratio - 1) / inputs.high) * inputs.advantages
 
 
 def root_length(o: ObjectiveConfig, lengths: Lengths) -> np.ndarray:

@@ -24,9 +24,9 @@ import torch
 import grpo_megatron.trainer.megatron.platform  # noqa: F401  isort: skip
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of, select
+from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.stats import Stats
-from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
@@ -118,19 +118,19 @@ def update(
     advantages = advantages_of(objective, batch)
     # 6. The weight of every token, which holds the denominators of the whole step.
     constant_length = config.objective.aggregation_length or config.rollout.max_new_tokens
-    terms = step_terms(objective, batch, advantages, rows, constant_length)
+    constants = loss_constants(objective, batch, advantages, rows, constant_length)
 
     # 7. The loss of one micro-batch. output: fp32 [2, n], log-probs and entropies of its n tokens.
     def loss_of(microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
         logprobs, entropies = output[:2].unbind(0)
-        view = terms.loss_batch(
+        loss_batch = constants.loss_batch(
             torch.from_numpy(microbatch.table_rows),
-            logprobs,
-            old=logprobs.detach(),  # on policy: the ratio is 1, its gradient is not 0
-            rollout=microbatch.rollout_logprobs,
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach(),  # on policy: the ratio is 1, its gradient is not 0
+            rollout_logprobs=microbatch.rollout_logprobs,
             entropies=entropies,
         )
-        return policy_loss(objective, view)
+        return policy_loss(objective, loss_batch)
 
     # 8. Forward and backward over all micro-batches, clipping, Adam.
     prepared = prepare(config.trainer, table, rows.numpy())

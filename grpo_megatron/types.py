@@ -1,11 +1,70 @@
-"""One record per arrow of the data flow. Shape legend: T_p prompt tokens, T completion tokens,
-K experts per token, G samples per prompt.
+"""All records between a prompt and an optimizer step, with an example; here are those of a prompt.
 
-`Problem -> Prompt -> RolloutGroup -> ScoredGroup -> SampleTable (batching.store)`"""
+    record        is                                     made by           defined in
+    Prompt        a question in tokens                   load_splits       here
+    RolloutGroup  all completions of a prompt            RolloutWorker     here
+    ScoredGroup   a group with its rewards               RewardPool        here
+    SampleTable   samples of a step, on disk             record_step       batching.store
+    SampleBatch   samples of a step, for the objective   sample_batch      algorithms.batch
+    Advantages    what multiplies their gradients        advantages_of     algorithms.batch
+    LossConstants advantages and weights of an update    loss_constants    algorithms.batch
+    UpdateBatch   micro-batches of an update, by rank    prepare           trainer.steps.microbatch
+    MicroBatch    packed tokens, as the model sees them  build_microbatch  trainer.steps.microbatch
+    LossBatch     policy tokens, as the loss sees them   LossConstants     algorithms.batch
+    ClipInputs    ratios, as a clip sees them            policy_loss       algorithms.batch
+    Stats         metrics of the loss, to be added up    policy_loss       algorithms.stats
+
+The controller makes the first four; every trainer rank reads the table and makes the rest. A step
+has one optimizer step ("update") or several, and the gradients of all micro-batches and ranks add
+up to those of the update.
+
+One prompt with two completions (G = 2), trained on policy with the preset `grpo`. "85" is right,
+"7" is wrong; token 1 ends an answer. The prompt has T_p = 6 tokens, the completions T = 3 and 2.
+As a step, these are N = 2 samples; as a micro-batch S = 2 samples with n = 5 policy tokens:
+
+    Prompt.text                    "37+48="
+    Prompt.token_ids               [5, 9, 12, 6, 10, 13]                   # [T_p]
+    Completion.text                ["85", "7"]
+    Completion.token_ids           [[10, 7, 1], [9, 1]]                    # [T] each
+    Completion.logprobs            [[-0.1, -0.2, -0.3], [-0.4, -0.5]]      # [T] each
+    ScoredGroup.rewards            [1.0, 0.0]                              # [G]
+
+    SampleTable.group              [0, 0]                                  # [N]
+    SampleTable.update             [0, 0]                                  # [N]
+    SampleTable.reward             [1.0, 0.0]                              # [N]
+    SampleTable.prompt_lengths     [6, 6]                                  # [N]
+    SampleTable.completion_lengths [3, 2]                                  # [N]
+
+    SampleBatch.rewards            [1.0, 0.0]                              # [N]
+    SampleBatch.group_ids          [0, 0]                                  # [N]
+    SampleBatch.token_counts       [3, 2]                                  # [N], sums to n
+    Advantages.values              [0.707, -0.707]                         # [N], (R - mean) / std
+    LossConstants.weights          [0.167, 0.25]                           # [N], 1 / (N T)
+
+    MicroBatch.lengths             [9, 8]                                  # [S], T_p + T
+    MicroBatch.tokens              [5, 9, 12, 6, 10, 13, 10, 7, 1, 5, 9, 12, 6, 10, 13, 9, 1]
+    MicroBatch.rows                [5, 6, 7, 14, 15]                       # [n], before the target
+    MicroBatch.targets             [10, 7, 1, 9, 1]                        # [n], policy tokens
+    MicroBatch.sample              [0, 0, 0, 1, 1]                         # [n]
+    MicroBatch.rollout_logprobs    [-0.1, -0.2, -0.3, -0.4, -0.5]          # [n], of the engine
+
+    LossBatch.logprobs             [-0.1, -0.2, -0.3, -0.4, -0.5]          # [n], of the model
+    LossBatch.advantages           [0.707, 0.707, 0.707, -0.707, -0.707]   # [n]
+    LossBatch.weights              [0.167, 0.167, 0.167, 0.25, 0.25]       # [n]
+    ClipInputs.log_ratio           [0.0, 0.0, 0.0, 0.0, 0.0]               # [n], on policy
+    ClipInputs.low                 0.2
+    ClipInputs.high                0.2
+
+    loss.value                     0.0                                     # sum of weight * -A * r
+    loss.gradient                  [-0.118, -0.118, -0.118, 0.177, 0.177]  # [n], by the log-probs
+
+`tests/test_worked_example.py` computes every line of it. Further shapes: K experts per token, Q
+groups, D domains."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -50,12 +109,14 @@ class SamplingMask:
 
     @property
     def sizes(self) -> np.ndarray:
-        """int64 [T]"""
+        """How many ids are left for each token, int64 [T]; 0: not known."""
         return np.diff(self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
+    """One answer of the policy to a prompt, as the engine sampled it."""
+
     token_ids: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T], processed (after temperature)
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gaps
@@ -74,6 +135,7 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
+        """Whether it ended because no more tokens were allowed."""
         return self.finish_reason == "length"
 
 
@@ -87,14 +149,11 @@ class RolloutGroup:
 
     def by_context(self) -> list["RolloutGroup"]:
         """In parts: neighbours with the same `context`, which ends the prompt of their part."""
-        return [
-            RolloutGroup(
-                replace(self.prompt, token_ids=self.prompt.token_ids + context),
-                tuple(run),
-                self.replica,
-            )
-            for context, run in groupby(self.completions, lambda c: c.context)
-        ]
+        parts = []
+        for context, completions in groupby(self.completions, attrgetter("context")):
+            prompt = replace(self.prompt, token_ids=self.prompt.token_ids + context)
+            parts.append(RolloutGroup(prompt, tuple(completions), self.replica))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

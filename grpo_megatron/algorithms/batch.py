@@ -1,27 +1,30 @@
-"""Samples of one rollout batch, as estimators see them, and statistics within groups.
+"""The tensors of an objective, from recorded samples to the loss of a micro-batch.
 
-Shape legend: N samples in Q groups and D domains; n policy tokens of all samples, flat, sample
-after sample; `token_counts` sums to n. Ties are broken by `sample_ids`: no order matters."""
+`SampleBatch -> Advantages -> LossConstants -> LossBatch -> ClipInputs`; `grpo_megatron.types` shows
+the whole chain with an example.
+
+Shape legend: N samples in Q groups and D domains; S of them in a micro-batch; n policy tokens of
+these samples, flat, sample after sample; `token_counts` sums to n."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
 CHUNK_TOKENS = 65_536
 """Token-level estimators work on whole groups of about this many tokens at a time."""
-ZERO_VARIANCE = 1e-8
-"""Groups whose rewards differ by no more have no signal (a test on rewards, not on deviations)."""
+
+
+# --- samples of a step
 
 
 @dataclass(frozen=True)
 class Events:
-    """Rewards inside samples: steps of a solution, or turns of an agent."""
+    """Rewards inside samples: steps of a solution, or turns of an agent. K of them."""
 
     sample: Tensor  # int64 [K]
     end: Tensor  # int64 [K], last policy token of the step or turn
@@ -29,7 +32,9 @@ class Events:
     state: Tensor | None = None  # int64 [K], equal numbers: the same environment state
 
     def __getitem__(self, which: Tensor) -> Events:
-        state = None if self.state is None else self.state[which]
+        state = self.state
+        if state is not None:
+            state = state[which]
         return Events(self.sample[which], self.end[which], self.reward[which], state)
 
 
@@ -44,7 +49,8 @@ class DroppedRewards:
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """Rewards, lengths and, where an estimator needs them, token columns."""
+    """All samples of a recorded step: rewards, lengths and, where an estimator needs them, token
+    columns. Advantages are computed from it, on every rank alike."""
 
     rewards: Tensor  # float64 [N]; NaN: unscorable
     group_ids: Tensor  # int64 [N], 0..Q-1
@@ -64,10 +70,7 @@ class SampleBatch:
     def __len__(self) -> int:
         return len(self.rewards)
 
-    @cached_property
-    def offsets(self) -> Tensor:
-        """int64 [N+1], first token of every sample."""
-        return torch.cat([self.token_counts.new_zeros(1), self.token_counts.cumsum(0)])
+    # --- samples
 
     @cached_property
     def valid(self) -> Tensor:
@@ -81,58 +84,76 @@ class SampleBatch:
             return self.correct
         return self.rewards >= threshold
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.offsets[-1])
-
-    def spread(self, values: Tensor) -> Tensor:
-        """[N] -> [n]."""
-        return values.repeat_interleave(self.token_counts)
-
     def scopes(self, kind: str) -> Tensor:
         """int64 [N]: the domain if `kind` is "domain", else 0 for all, which couples domains."""
-        return self.domains if kind == "domain" else torch.zeros_like(self.domains)
+        if kind == "domain":
+            return self.domains
+        return torch.zeros_like(self.domains)
+
+    def without_truncated(self, truncated: Tensor, how: str) -> SampleBatch:
+        """Overlong filter: leave truncated samples out of the loss, with "drop" out of the
+        statistics too. truncated: bool [N]; how: `objective.overlong`."""
+        if how == "none":
+            return self
+        trained = self.trained & ~truncated
+        if how != "drop":
+            return replace(self, trained=trained)
+        rewards = torch.where(truncated, torch.nan, self.rewards)
+        return replace(self, trained=trained, rewards=rewards)
+
+    # --- their tokens
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int64 [N+1], first token of every sample."""
+        return torch.cat([self.token_counts.new_zeros(1), self.token_counts.cumsum(0)])
+
+    @property
+    def num_tokens(self) -> int:
+        """n, the policy tokens of all samples."""
+        return int(self.offsets[-1])
 
     def positions(self) -> Tensor:
-        """int64 [n], 0..T_i-1."""
-        return torch.arange(self.num_tokens, device=self.offsets.device) - self.spread(
-            self.offsets[:-1]
-        )
+        """Place of every token in its sample, from the start: int64 [n], 0..T_i-1."""
+        every_token = torch.arange(self.num_tokens, device=self.offsets.device)
+        return every_token - self.to_tokens(self.offsets[:-1])
 
     def positions_from_end(self) -> Tensor:
-        """int64 [n], T_i-1..0."""
-        return self.spread(self.token_counts) - 1 - self.positions()
+        """Place of every token in its sample, from the end: int64 [n], T_i-1..0."""
+        return self.to_tokens(self.token_counts) - 1 - self.positions()
+
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """Give every token the value of its sample, [N] -> [n]."""
+        return values.repeat_interleave(self.token_counts)
 
     def sums(self, values: Tensor) -> Tensor:
-        """[n] -> [N], the sum of every sample's tokens."""
+        """The sum of every sample's tokens, [n] -> [N]."""
         if not len(self):
             return values.new_zeros(0)
         return torch.segment_reduce(values, "sum", lengths=self.token_counts, unsafe=True)
 
     def means(self, values: Tensor) -> Tensor:
-        """[n] -> [N], the mean of every sample's tokens; 0 for an empty one."""
+        """The mean of every sample's tokens, [n] -> [N]; 0 for an empty one."""
         return self.sums(values) / self.token_counts.clamp(min=1)
 
     def flat_index(self, rows: Tensor) -> Tensor:
         """Positions in the flat columns of the tokens of `rows` (int64), in their order."""
         counts = self.token_counts[rows]
         starts = self.offsets[rows] - (counts.cumsum(0) - counts)
-        return torch.arange(int(counts.sum()), device=counts.device) + starts.repeat_interleave(
-            counts
-        )
+        every_token = torch.arange(int(counts.sum()), device=counts.device)
+        return every_token + starts.repeat_interleave(counts)
 
-    def without_truncated(self, truncated: Tensor, how: str) -> SampleBatch:
-        """Overlong filter. truncated: bool [N]; how: `objective.overlong`."""
-        if how == "none":
-            return self
-        rewards = torch.where(truncated, torch.nan, self.rewards) if how == "drop" else self.rewards
-        return replace(self, trained=self.trained & ~truncated, rewards=rewards)
+    # --- parts of the batch
 
     def subset(self, rows: Tensor) -> SampleBatch:
         """The samples `rows` (int64), with token columns in float64 and groups renumbered."""
         _, group_ids = torch.unique(self.group_ids[rows], return_inverse=True)
-        correct = None if self.correct is None else self.correct[rows]
-        events = None if self.events is None else _events_of(self.events, rows, len(self))
+        correct = self.correct
+        if correct is not None:
+            correct = correct[rows]
+        events = self.events
+        if events is not None:
+            events = _events_of(events, rows, len(self))
         return replace(
             self,
             rewards=self.rewards[rows],
@@ -156,75 +177,127 @@ class SampleBatch:
         columns = {}
         for name, column in self.tokens.items():
             values = column[index]
-            columns[name] = values.double() if values.is_floating_point() else values
+            if values.is_floating_point():
+                values = values.double()
+            columns[name] = values
         return columns
 
     def group_chunks(self) -> Iterator[Tensor]:
         """Rows (int64) of whole groups, about `CHUNK_TOKENS` tokens at a time."""
         order = torch.argsort(self.group_ids, stable=True)
-        sizes = torch.bincount(self.group_ids, self.token_counts).long()
-        chunks = ((sizes.cumsum(0) - sizes) // CHUNK_TOKENS)[self.group_ids[order]]
+        group_tokens = torch.bincount(self.group_ids, self.token_counts).long()
+        first_tokens = group_tokens.cumsum(0) - group_tokens
+        chunks = (first_tokens // CHUNK_TOKENS)[self.group_ids[order]]
         _, counts = torch.unique_consecutive(chunks, return_counts=True)
         yield from order.split(counts.tolist())
 
 
-class Groups:
-    """Statistics of sample values within groups or scopes, broadcast back to the samples ([N]).
-    `ids`, int64 [N], names the group of each; only samples with `valid` count."""
+def _rows_of(columns: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    return {name: values[rows] for name, values in columns.items()}
 
-    def __init__(self, ids: Tensor, valid: Tensor):
-        self.ids = ids
-        self.valid = valid
-        self.size = int(ids.max()) + 1 if len(ids) else 0
-        self.count = self.sum(valid.double())
 
-    def sum(self, values: Tensor) -> Tensor:
-        counted = torch.where(self.valid, values, 0.0)
-        return counted.new_zeros(self.size).index_add(0, self.ids, counted)[self.ids]
+def _events_of(events: Events, rows: Tensor, num_samples: int) -> Events:
+    """The events of the samples `rows` (int64), with samples renumbered as `rows` has them."""
+    new_number = torch.full((num_samples,), -1, dtype=torch.int64)
+    new_number[rows] = torch.arange(len(rows))
+    inside = events[new_number[events.sample] >= 0]
+    return replace(inside, sample=new_number[inside.sample])
 
-    def mean(self, values: Tensor) -> Tensor:
-        return self.sum(values) / self.count.clamp(min=1)
 
-    def centred(self, values: Tensor) -> Tensor:
-        """`x - mean`; exactly 0 where invalid and where the group has no spread."""
-        live = self.valid & (self.spread(values) > ZERO_VARIANCE)
-        return torch.where(live, values - self.mean(values), 0.0)
+# --- what is fixed before the first micro-batch of an optimizer step
 
-    def standardised(self, values: Tensor, kind: str, eps: float) -> Tensor:
-        """`(x - mean) / (std + eps)`, 0 where `centred` is 0."""
-        centred = self.centred(values)
-        std = self.std(values, kind) + eps
-        return torch.where(centred == 0, 0.0, centred / torch.where(std > 0, std, 1.0))
 
-    def std(self, values: Tensor, kind: str) -> Tensor:
-        """`kind`: sample (n-1) or population (n); 0 where it is undefined."""
-        squares = self.sum(torch.where(self.valid, values - self.mean(values), 0.0) ** 2)
-        return (squares / (self.count - int(kind == "sample")).clamp(min=1)).sqrt()
+@dataclass(frozen=True)
+class Advantages:
+    """What multiplies the policy gradient of every sample or token; 0 where nothing counts."""
 
-    def spread(self, values: Tensor) -> Tensor:
-        """max - min; 0 for a group without valid samples."""
-        return torch.nan_to_num(self.max(values) - self.min(values), nan=0.0, neginf=0.0)
+    values: Tensor  # [N], or [n] where they differ within samples
+    per_token: bool
 
-    def max(self, values: Tensor) -> Tensor:
-        start = values.new_full((self.size,), -torch.inf)
-        counted = torch.where(self.valid, values, -torch.inf)
-        return start.scatter_reduce(0, self.ids, counted, "amax")[self.ids]
 
-    def min(self, values: Tensor) -> Tensor:
-        return -self.max(-values)
+@dataclass(frozen=True)
+class LossConstants:
+    """Constants of the loss of one optimizer step, for the samples of the whole batch.
 
-    def rank(self, keys: Tensor, sample_ids: Tensor) -> Tensor:
-        """Place by ascending key within the group, int64 [N]; ties by sample id, invalid last."""
-        order = torch.from_numpy(np.lexsort((sample_ids, keys, ~self.valid, self.ids)))
-        sizes = torch.bincount(self.ids, minlength=self.size)
-        places = torch.arange(len(order)) - (sizes.cumsum(0) - sizes)[self.ids[order]]
-        return torch.empty_like(places).scatter(0, order, places)
+    Made by `aggregation.loss_constants` before the first micro-batch, because weights hold the
+    denominators of the whole step."""
+
+    batch: SampleBatch
+    advantages: Advantages
+    weights: Tensor  # float64 [N], of each token of the sample; 0 for samples that are not trained
+    weight_slopes: Tensor | None  # float64 [N], by the exponent of lambda_grpo
+    turns: Tensor | None  # int32 [n], see `estimators.turn_index`
+    preference: Tensor | None = None  # float64 [2, N]: coefficient of the margin, loss
+
+    def loss_batch(
+        self,
+        rows: Tensor,
+        *,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        entropies: Tensor,
+        ref_logprobs: Tensor | None = None,
+        untruncated_logprobs: Tensor | None = None,
+        replayed_masks: Mapping[str, Tensor] | None = None,
+    ) -> LossBatch:
+        """Join these constants with what a pass computed of the samples `rows` (int64 [S]).
+
+        All columns are [n] of these samples; without `untruncated_logprobs`, `logprobs` are those.
+        replayed_masks: bool by name, of all tokens of the whole batch."""
+        device = logprobs.device
+        counts = self.batch.token_counts[rows]
+        device_counts = counts.to(device)
+        index = self.batch.flat_index(rows)
+
+        def to_tokens(values: Tensor) -> Tensor:
+            return values[rows].to(logprobs).repeat_interleave(device_counts)
+
+        if self.advantages.per_token:
+            advantages = self.advantages.values[index].to(logprobs)
+        else:
+            advantages = to_tokens(self.advantages.values)
+        weight_slopes = None
+        if self.weight_slopes is not None:
+            weight_slopes = to_tokens(self.weight_slopes)
+        turn = None
+        if self.turns is not None:
+            _, turn = torch.unique_consecutive(self.turns[index], return_inverse=True)
+            turn = turn.to(device)
+        preference = None
+        if self.preference is not None:
+            preference = self.preference[:, rows].to(logprobs)
+        masks = None
+        if replayed_masks is not None:
+            masks = {name: mask[index].to(device) for name, mask in replayed_masks.items()}
+        if untruncated_logprobs is None:
+            untruncated_logprobs = logprobs
+        return LossBatch(
+            logprobs=logprobs,
+            old_logprobs=old_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            entropies=entropies,
+            advantages=advantages,
+            weights=to_tokens(self.weights),
+            sample=torch.arange(len(rows)).repeat_interleave(counts).to(device),
+            token_counts=device_counts,
+            domain=self.batch.domains[rows].to(device),
+            untruncated_logprobs=untruncated_logprobs,
+            ref_logprobs=ref_logprobs,
+            turn=turn,
+            weight_slopes=weight_slopes,
+            preference=preference,
+            replayed_masks=masks,
+        )
+
+
+# --- a micro-batch
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What an objective may look at: n policy tokens of the S samples in one micro-batch, flat,
-    prompt and padding left out; log-probs at the sampling temperature. All on one device."""
+    """What the loss may look at: n policy tokens of the S samples in one micro-batch, flat, prompt
+    and padding left out; log-probs at the sampling temperature. All on one device."""
 
     logprobs: Tensor  # [n] with gradient
     old_logprobs: Tensor  # [n] proximal policy
@@ -240,36 +313,18 @@ class LossBatch:
     turn: Tensor | None = None  # int64 [n], 0..: the turn of each token (GAGPO)
     weight_slopes: Tensor | None = None  # [n], by the exponent of lambda_grpo
     preference: Tensor | None = None  # [2, S]: coefficient of the margin, loss
-    decisions: Mapping[str, Tensor] | None = None
-    """Who was clipped or rejected, bool [n] by name: followed, as rounding may decide otherwise."""
+    replayed_masks: Mapping[str, Tensor] | None = None
+    """Who was clipped or rejected when the step was first trained, bool [n] by name; the loss
+    follows them, as rounding may decide otherwise."""
 
 
-def suffix_sums(values: Tensor, batch: SampleBatch) -> Tensor:
-    """[n] -> [n]: sum over the tokens of the same sample from each token on."""
-    running = values.cumsum(0)
-    ends = torch.cat([running.new_zeros(1), running])[batch.offsets[1:]]
-    return batch.spread(ends) - running + values
+@dataclass(frozen=True)
+class ClipInputs:
+    """What a clip computes the surrogate from. Clip distances are numbers, or [n] where domains
+    have their own."""
 
-
-def by_groups(batch: SampleBatch, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-    """Call `function` on whole groups, about CHUNK_TOKENS tokens at a time, and put the results
-    together. `function(part, *columns)` gets a sub-batch, with token columns in float64, and the
-    rows of `columns` ([N] each) for its samples; it returns [n of part]. Returns [n] in the order
-    of `batch`, in the dtype of its first floating token column; fp32 where it has none."""
-    floats = [c.dtype for c in batch.tokens.values() if c.is_floating_point()]
-    out = torch.empty(batch.num_tokens, dtype=(*floats, torch.float32)[0])
-    for rows in batch.group_chunks():
-        own = [column[rows] for column in columns]
-        out[batch.flat_index(rows)] = function(batch.subset(rows), *own).to(out.dtype)
-    return out
-
-
-def _rows_of(columns: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    return {name: values[rows] for name, values in columns.items()}
-
-
-def _events_of(events: Events, rows: Tensor, num_samples: int) -> Events:
-    new = torch.full((num_samples,), -1, dtype=torch.int64)
-    new[rows] = torch.arange(len(rows))
-    inside = events[new[events.sample] >= 0]
-    return replace(inside, sample=new[inside.sample])
+    log_ratio: Tensor  # [n] with gradient, at the level of the ratio
+    advantages: Tensor  # [n]
+    logprobs: Tensor  # [n] with gradient
+    low: float | Tensor
+    high: float | Tensor

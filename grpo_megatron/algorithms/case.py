@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
 from pathlib import Path
@@ -14,8 +14,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.advantages.pipeline import Advantages
-from grpo_megatron.algorithms.batch import DroppedRewards, Events, SampleBatch
+from grpo_megatron.algorithms.batch import Advantages, DroppedRewards, Events, SampleBatch
 from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import DataError, raised_as
@@ -56,9 +55,11 @@ def _number(value: Any, *, null: bool = False, infinite: bool = False) -> float:
         raise ValueError(f"is {value!r}, not a number")
     if value != value and not null:
         raise ValueError("is NaN", "null and NaN are for rewards (unscorable) only")
-    endless = value in (math.inf, -math.inf)
-    if abs(value) > _LARGEST and not (endless and infinite):
-        raise ValueError("is infinite" if endless else "is too large")
+    if abs(value) == math.inf:
+        if not infinite:
+            raise ValueError("is infinite")
+    elif abs(value) > _LARGEST:
+        raise ValueError("is too large")
     return float(value)
 
 
@@ -97,6 +98,13 @@ class _Turn(_Step):
     state: Any
 
 
+def _advantages_kind(rows: Any) -> str:
+    """Whether advantages are given by sample or by token."""
+    if isinstance(rows, list) and any(isinstance(row, list) for row in rows):
+        return "tokens"
+    return "samples"
+
+
 class _Document(pydantic.BaseModel):
     """The fields of a case. Ragged lists have one list per sample, one value per token."""
 
@@ -113,13 +121,7 @@ class _Document(pydantic.BaseModel):
         Annotated[
             Annotated[list[Number], pydantic.Tag("samples")]
             | Annotated[list[list[Number]], pydantic.Tag("tokens")],
-            pydantic.Discriminator(
-                lambda rows: (
-                    "tokens"
-                    if isinstance(rows, list) and any(isinstance(row, list) for row in rows)
-                    else "samples"
-                )
-            ),
+            pydantic.Discriminator(_advantages_kind),
         ]
         | None
     ) = None
@@ -147,7 +149,7 @@ _RAGGED = (
 
 
 def read_case(path: Path) -> Case:
-    """Raises DataError naming file, field and index."""
+    """Read and check a case. Raises DataError naming file, field and index."""
     with raised_as(DataError, "cannot read the case as JSON", (OSError, ValueError), where=path):
         document = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict):
@@ -156,106 +158,151 @@ def read_case(path: Path) -> Case:
 
 
 def parse_case(document: Mapping[str, Any], *, where: str = "case") -> Case:
-    """Check a case and lay its ragged lists flat."""
+    """Check a case and lay its ragged lists flat. Raises DataError naming field and index."""
     try:
         given = _Document.model_validate(document)
         _check_lengths(given)
         return _case(given)
     except pydantic.ValidationError as error:
-        told = _told(error.errors()[0])
+        message, remedy = _explained(error.errors()[0])
     except ValueError as error:
-        told = error.args
-    raise DataError(told[0], where=where, remedy=(*told, None)[1])
+        message, remedy = _with_remedy(error)
+    raise DataError(message, where=where, remedy=remedy)
 
 
-def _told(error: Mapping[str, Any]) -> tuple[str, ...]:
+def _explained(error: Mapping[str, Any]) -> tuple[str, str | None]:
     """What pydantic found, as place and fault, and perhaps the remedy."""
-    place = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}"
-        for part in error["loc"]
-        if part not in ("samples", "tokens")
-    )[1:]
+    place = _place(error["loc"])
     if error["type"] == "value_error":
-        what, *remedy = error["ctx"]["error"].args
-        return f"{place} {what}", *remedy
-    remedy = ()
+        what, remedy = _with_remedy(error["ctx"]["error"])
+        return f"{place} {what}", remedy
+    what = _WORDS.get(error["type"], error["msg"]).format(**error)
     if error["type"] == "extra_forbidden":
-        remedy = (did_you_mean(place, _Document.model_fields),)
-    return f"{place} {_WORDS.get(error['type'], error['msg']).format(**error)}", *remedy
+        return f"{place} {what}", did_you_mean(place, _Document.model_fields)
+    return f"{place} {what}", None
+
+
+def _with_remedy(error: ValueError) -> tuple[str, str | None]:
+    """The message of an error of this module, and its remedy if it has one."""
+    if len(error.args) > 1:
+        return error.args[0], error.args[1]
+    return error.args[0], None
+
+
+def _place(location: Sequence[int | str]) -> str:
+    """Where in the document, for example `steps[0][1].reward`."""
+    place = ""
+    for part in location:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part not in ("samples", "tokens"):  # kinds of advantages, which nobody wrote
+            place += f".{part}"
+    return place.removeprefix(".")
 
 
 def _check_lengths(given: _Document) -> None:
+    """Raise ValueError where a list has not one entry per sample, or not one per token."""
     counts = [len(row) for row in given.logprobs]
-    per_sample = {name: values for name, values in given if isinstance(values, list)}
-    per_sample |= {f"components.{name}": values for name, values in given.components.items()}
-    for name, values in per_sample.items():
+    for name, values in _per_sample(given):
         if len(values) != len(counts):
             raise ValueError(
                 f"{name} has {len(values)} entries, logprobs has {len(counts)}",
                 "one entry per sample",
             )
-        if name in _RAGGED or (name == "advantages" and isinstance(values[0], list)):
-            for i, (row, count) in enumerate(zip(values, counts, strict=True)):
-                if len(row) != count:
-                    raise ValueError(
-                        f"{name}[{i}] has {len(row)} tokens, logprobs[{i}] has {count}"
-                    )
+        is_per_token = name in _RAGGED or (name == "advantages" and isinstance(values[0], list))
+        if not is_per_token:
+            continue
+        for i, (row, count) in enumerate(zip(values, counts, strict=True)):
+            if len(row) != count:
+                raise ValueError(f"{name}[{i}] has {len(row)} tokens, logprobs[{i}] has {count}")
+
+
+def _per_sample(given: _Document) -> Iterator[tuple[str, list[Any]]]:
+    """All lists with one entry per sample, by the name that the document has for them."""
+    for name, values in given:
+        if isinstance(values, list):
+            yield name, values
+    for name, values in given.components.items():
+        yield f"components.{name}", values
 
 
 def _case(given: _Document) -> Case:
     size = len(given.logprobs)
     mask = _mask(given)
-    columns = {}
-    for name in ("logprobs", *_RAGGED[:-1]):
-        rows = getattr(given, name)
-        if rows:
-            dtype = torch.int64 if name == "token_ids" else torch.float64
-            columns[name] = _flat(rows, mask, dtype)
-    columns.setdefault("old_logprobs", columns["logprobs"])
-    columns.setdefault("rollout_logprobs", columns["old_logprobs"])
+    columns = _columns(given, mask)
     names, domains = _labels("domains", given.domains, size)
     _, groups = _labels("group_ids", given.group_ids, size)
-    of_group: dict[int, int] = {}
-    for i, (group, domain) in enumerate(zip(groups.tolist(), domains.tolist(), strict=True)):
-        if of_group.setdefault(group, domain) != domain:
-            raise ValueError(
-                f"domains[{i}] differs from the domain of its group",
-                "a group has one prompt, hence one domain",
-            )
+    _check_domains(groups, domains)
     ids = given.sample_ids or range(size)
     if len(set(ids)) < size:
         raise ValueError("sample_ids are not unique")
     rewards, components, weights = _rewards(given, size)
+    correct = None
+    if given.correct is not None:
+        correct = torch.tensor(given.correct, dtype=torch.bool)
+    of_old_policy = dict(columns)
+    del of_old_policy["logprobs"]
+    del of_old_policy["rollout_logprobs"]
     batch = SampleBatch(
-        rewards,
-        groups,
-        torch.tensor([sum(row) for row in mask]),
-        torch.tensor(ids),
-        domains,
-        torch.ones(size, dtype=torch.bool),
-        components,
-        weights,
+        rewards=rewards,
+        group_ids=groups,
+        token_counts=torch.tensor([sum(row) for row in mask]),
+        sample_ids=torch.tensor(ids),
+        domains=domains,
+        trained=torch.ones(size, dtype=torch.bool),
+        components=components,
+        component_weights=weights,
+        correct=correct,
+        tokens=of_old_policy,
         events=_events(given, mask),
-        correct=None if given.correct is None else torch.tensor(given.correct, dtype=torch.bool),
         dropped=_dropped(given, names),
-        tokens={n: c for n, c in columns.items() if n not in ("logprobs", "rollout_logprobs")},
     )
     return Case(
-        batch,
-        names,
-        columns,
-        mask,
-        torch.tensor(given.truncated or [False] * size),
-        _given_advantages(given, mask),
-        _state(given, names),
+        batch=batch,
+        domains=names,
+        columns=columns,
+        mask=mask,
+        truncated=torch.tensor(given.truncated or [False] * size, dtype=torch.bool),
+        advantages=_given_advantages(given, mask),
+        state=_state(given, names),
     )
+
+
+def _columns(given: _Document, mask: Sequence[Sequence[bool]]) -> dict[str, Tensor]:
+    """Values of policy tokens by name, [n]; what is not given is that of the current policy."""
+    columns = {}
+    for name in ("logprobs", *_RAGGED[:-1]):
+        rows = getattr(given, name)
+        if not rows:
+            continue
+        dtype = torch.float64
+        if name == "token_ids":
+            dtype = torch.int64
+        columns[name] = _flat(rows, mask, dtype)
+    columns.setdefault("old_logprobs", columns["logprobs"])
+    columns.setdefault("rollout_logprobs", columns["old_logprobs"])
+    return columns
+
+
+def _check_domains(groups: Tensor, domains: Tensor) -> None:
+    """Raise ValueError where samples of a group have different domains. Both: int64 [N]."""
+    domain_of: dict[int, int] = {}
+    for i, (group, domain) in enumerate(zip(groups.tolist(), domains.tolist(), strict=True)):
+        if domain_of.setdefault(group, domain) != domain:
+            raise ValueError(
+                f"domains[{i}] differs from the domain of its group",
+                "a group has one prompt, hence one domain",
+            )
 
 
 def _mask(given: _Document) -> list[list[bool]]:
     """Which of all tokens are policy tokens."""
-    if given.loss_mask:
-        return [[bool(flag) for flag in row] for row in given.loss_mask]
-    return [[True] * len(row) for row in given.logprobs]
+    if given.loss_mask is None:
+        return [[True] * len(row) for row in given.logprobs]
+    mask = []
+    for row in given.loss_mask:
+        mask.append([bool(flag) for flag in row])
+    return mask
 
 
 def _flat(
@@ -315,18 +362,22 @@ def _domain_number(field: str, domain: str, domains: Sequence[str]) -> int:
 
 def _rewards(given: _Document, size: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Rewards, components and their weights, float64 [N] each."""
-    if stray := [name for name in given.component_weights if name not in given.components]:
-        raise ValueError(f"component_weights.{stray[0]} belongs to no component")
-    components = {name: _double(values) for name, values in given.components.items()}
-    weights = {
-        name: _double([given.component_weights.get(name, 1.0)] * size) for name in components
-    }
+    for name in given.component_weights:
+        if name not in given.components:
+            raise ValueError(f"component_weights.{name} belongs to no component")
+    components = {}
+    weights = {}
+    for name, values in given.components.items():
+        components[name] = _double(values)
+        weights[name] = _double([given.component_weights.get(name, 1.0)] * size)
     if given.rewards is not None:
         return _double(given.rewards), components, weights
     if not components and given.advantages is None:
         raise ValueError("rewards is missing", "give rewards, components or advantages")
-    parts = [torch.nan_to_num(values) * weights[name] for name, values in components.items()]
-    return sum(parts, torch.zeros(size).double()), components, weights
+    rewards = torch.zeros(size).double()
+    for name in components:
+        rewards = rewards + torch.nan_to_num(components[name]) * weights[name]
+    return rewards, components, weights
 
 
 def _labels(
@@ -352,27 +403,40 @@ def _events(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
     """Rewards inside samples, at policy tokens."""
     if given.steps is not None and given.turns is not None:
         raise ValueError("turns and steps exclude each other")
-    name = "steps" if given.turns is None else "turns"
-    rows: Sequence[Sequence[_Step]] | None = given.steps
-    if given.turns is not None:
-        rows = given.turns
-    if rows is None:
+    if given.steps is not None:
+        return _placed("steps", given.steps, mask)
+    if given.turns is None:
         return None
-    places: list[tuple[int, int]] = []  # sample, last policy token
+    events = _placed("turns", given.turns, mask)
+    places = set(zip(events.sample.tolist(), events.end.tolist(), strict=True))
+    if len(places) < len(events.sample):
+        raise ValueError("turns has two turns that end with the same policy token")
+    number_of: dict[str, int] = {}
+    states = []
+    for turn in chain(*given.turns):
+        states.append(number_of.setdefault(str(turn.state), len(number_of)))
+    return replace(events, state=torch.tensor(states, dtype=torch.int64))
+
+
+def _placed(name: str, rows: Sequence[Sequence[_Step]], mask: Sequence[Sequence[bool]]) -> Events:
+    """Steps or turns by sample; where they end is counted in policy tokens. No states.
+
+    Raises ValueError where one ends outside of its sample or before its first policy token."""
+    samples = []
+    ends = []
+    rewards = []
     for i, row in enumerate(rows):
         for k, event in enumerate(row):
             if not 0 <= event.end < len(mask[i]):
                 raise ValueError(f"{name}[{i}][{k}] ends at token {event.end} of {len(mask[i])}")
-            places.append((i, sum(mask[i][: event.end + 1]) - 1))
-            if places[-1][1] < 0:
+            num_policy_tokens = sum(mask[i][: event.end + 1])
+            if num_policy_tokens == 0:
                 raise ValueError(f"{name}[{i}][{k}] has no policy token")
-    if name == "turns" and len(set(places)) < len(places):
-        raise ValueError("turns has two turns that end with the same policy token")
-    sample, end = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-    reward = _double([event.reward for event in chain(*rows)])
-    if given.turns is None:
-        return Events(sample, end, reward)
-    states = [str(turn.state) for turn in chain(*given.turns)]
-    number_of = {state: number for number, state in enumerate(dict.fromkeys(states))}
-    state = torch.tensor([number_of[name] for name in states], dtype=torch.int64)
-    return Events(sample, end, reward, state)
+            samples.append(i)
+            ends.append(num_policy_tokens - 1)
+            rewards.append(event.reward)
+    return Events(
+        sample=torch.tensor(samples, dtype=torch.int64),
+        end=torch.tensor(ends, dtype=torch.int64),
+        reward=_double(rewards),
+    )

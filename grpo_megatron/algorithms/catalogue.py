@@ -10,17 +10,21 @@ from typing import Any
 import jinja2
 
 from grpo_megatron.algorithms.advantages.after import SHAPINGS
-from grpo_megatron.algorithms.advantages.before import GROUP_SUBSETS, REWARD_SHAPINGS, adaptive
+from grpo_megatron.algorithms.advantages.before import (
+    GROUP_SUBSETS,
+    REWARD_SHAPINGS,
+    adaptive_subset,
+)
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
+from grpo_megatron.algorithms.aggregation import AGGREGATIONS
 from grpo_megatron.algorithms.ratios import MISMATCH, RATIOS
-from grpo_megatron.algorithms.step_terms import AGGREGATIONS
 from grpo_megatron.algorithms.terms import CLIPS, KL
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 from grpo_megatron.config.problems import as_toml
 
 AXES: dict[str, dict[str, Callable[..., Any]]] = {
     "reward_shaping": REWARD_SHAPINGS,
-    "subset": {**GROUP_SUBSETS, "adaptive": adaptive},
+    "subset": {**GROUP_SUBSETS, "adaptive": adaptive_subset},
     "advantage": ESTIMATORS,
     "shaping": SHAPINGS,
     "ratio": RATIOS,

@@ -4,11 +4,13 @@
 place of a name. Such a function has the signature of the registered ones:
 
     advantage    (o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> float64 [N]
-    clip         (o: ObjectiveConfig, u: Update) -> [n], to be maximised, with gradient
+    clip         (o: ObjectiveConfig, inputs: ClipInputs) -> [n], to be maximised, with gradient
     aggregation  (o: ObjectiveConfig, lengths: Lengths) -> float64 [N], a weight per token
 
-N samples with n policy tokens. It must give the same numbers on every rank and for every split
-into micro-batches: no state, no randomness, no order of samples."""
+N samples with n policy tokens. `SampleBatch` and `ClipInputs` are in `algorithms.batch`, `Groups`
+in `algorithms.groups`, `Lengths` in `algorithms.aggregation`. A function must give the same numbers
+on every rank and for every split into micro-batches: no state, no randomness, no order of samples.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

@@ -1,5 +1,6 @@
 """An objective on a small batch, by the functions that the trainer calls, in float64."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,17 +8,18 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.advantages import pipeline
-from grpo_megatron.algorithms.advantages.pipeline import Advantages
-from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.aggregation import loss_constants, with_preference
+from grpo_megatron.algorithms.batch import Advantages, SampleBatch
 from grpo_megatron.algorithms.case import Case
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.ratios import calibrated_delta, log_ratio
 from grpo_megatron.algorithms.stats import Stats, derived
-from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.errors import DataError
 
 
 class Evaluation(NamedTuple):
+    """An objective on a batch, as one optimizer step."""
+
     loss: float
     gradient: Tensor  # [n], by the current log-probs
     advantages: Advantages
@@ -34,34 +36,39 @@ def evaluate(
     constant_length: int | None = None,
 ) -> Evaluation:
     """Loss and gradient of all samples as one optimizer step, in micro-batches of the rows `parts`.
-    columns, [n]: logprobs, old_logprobs, rollout_logprobs; if needed ref_logprobs, entropies."""
+
+    columns, [n]: logprobs, old_logprobs, rollout_logprobs; if needed ref_logprobs, entropies.
+    advantages: instead of those of the objective; constant_length: tokens that
+    `aggregation = "constant"` divides by, the longest sample's if not given. Raises DataError where
+    the objective needs a column that is missing."""
     _require_columns(objective, batch, {*columns, *batch.tokens}, given=advantages is not None)
     logprobs = columns["logprobs"]
     advantages = advantages or pipeline.advantages_of(objective, batch)
     rows = pipeline.select(objective, batch).nonzero()[:, 0]
-    longest = int(batch.token_counts.max()) if len(batch) else 1
-    terms = step_terms(objective, batch, advantages, rows, constant_length or max(longest, 1))
+    if not constant_length:
+        constant_length = max([1, *batch.token_counts.tolist()])
+    constants = loss_constants(objective, batch, advantages, rows, constant_length)
     if objective.config.preference_weight > 0:
         margins = batch.sums(log_ratio(logprobs, columns["ref_logprobs"]))
-        terms = terms.with_margins(objective, margins)
+        constants = with_preference(constants, objective, margins)
     gradient = torch.zeros_like(logprobs)
     stats = Stats()
     loss = 0.0
-    for part in [torch.arange(len(batch))] if parts is None else parts:
+    if parts is None:
+        parts = [torch.arange(len(batch))]
+    for part in parts:
         index = batch.flat_index(part)
         local = {name: column[index] for name, column in columns.items()}
         leaf = local["logprobs"].clone().requires_grad_()
-        piece, found = policy_loss(
-            objective,
-            terms.loss_batch(
-                part,
-                leaf,
-                local["old_logprobs"],
-                local["rollout_logprobs"],
-                local.get("entropies", torch.zeros_like(leaf)),
-                local.get("ref_logprobs"),
-            ),
+        loss_batch = constants.loss_batch(
+            part,
+            logprobs=leaf,
+            old_logprobs=local["old_logprobs"],
+            rollout_logprobs=local["rollout_logprobs"],
+            entropies=local.get("entropies", torch.zeros_like(leaf)),
+            ref_logprobs=local.get("ref_logprobs"),
         )
+        piece, found = policy_loss(objective, loss_batch)
         if piece.requires_grad:
             (of_part,) = torch.autograd.grad(piece, [leaf])
             gradient[index] = of_part
@@ -71,7 +78,7 @@ def evaluate(
 
 
 def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
-    """What `objective eval` prints."""
+    """What `objective eval` prints: loss, its gradient by log-probs, advantages, metrics."""
     batch = case.batch.without_truncated(case.truncated, objective.config.overlong)
     found = evaluate(
         objective,
@@ -84,13 +91,19 @@ def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
     for domain, distances in found.stats.samples.items():
         metrics[f"opsm/calibrated_delta@{domain}"] = calibrated_delta(distances)
     metrics |= batch_metrics(objective, batch, found.advantages)
-    values = found.advantages.values
-    per_token = found.advantages.per_token
+    advantages: list[Any] = found.advantages.values.tolist()
+    if found.advantages.per_token:
+        advantages = _ragged(found.advantages.values, case)
+    numbers: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        numbers[name] = value
+        if math.isnan(value):  # of which JSON has no word
+            numbers[name] = None
     return {
         "loss": found.loss,
         "grad_logprobs": _ragged(found.gradient, case),
-        "advantages": _ragged(values, case) if per_token else values.tolist(),
-        "metrics": {n: value if value == value else None for n, value in metrics.items()},
+        "advantages": advantages,
+        "metrics": numbers,
     }
 
 
@@ -98,13 +111,16 @@ def batch_metrics(
     objective: Objective, batch: SampleBatch, advantages: Advantages
 ) -> dict[str, float]:
     """Counts and advantages of the whole batch, and by domain where there are several."""
-    per_sample = (
-        batch.means(advantages.values) if advantages.per_token else advantages.values
-    ).double()
+    per_sample = advantages.values
+    if advantages.per_token:
+        per_sample = batch.means(per_sample)
+    per_sample = per_sample.double()
     trained = pipeline.select(objective, batch)
 
     def of(rows: Tensor) -> dict[str, float]:
-        values = per_sample[rows] if rows.any() else torch.zeros(1)
+        values = per_sample[rows]
+        if not len(values):
+            values = torch.zeros(1)
         return {
             "advantage/mean": float(values.mean()),
             "advantage/std": float(values.std(correction=0)),
@@ -115,8 +131,11 @@ def batch_metrics(
         }
 
     metrics = of(torch.ones(len(batch), dtype=torch.bool))
-    for number, name in enumerate(objective.domains if len(objective.domains) > 1 else ()):
-        metrics |= {f"{key}@{name}": value for key, value in of(batch.domains == number).items()}
+    if len(objective.domains) == 1:
+        return metrics
+    for number, name in enumerate(objective.domains):
+        for key, value in of(batch.domains == number).items():
+            metrics[f"{key}@{name}"] = value
     return metrics
 
 
@@ -133,7 +152,8 @@ def _require_columns(
         needed.add("ref_logprobs")
     if any(objective.by_domain("entropy_weight")):
         needed.add("entropies")
-    if missing := sorted(needed - there):
+    missing = sorted(needed - there)
+    if missing:
         raise DataError(
             f"{missing[0]} is missing",
             where="case",
@@ -146,8 +166,9 @@ def _ragged(values: Tensor, case: Case) -> list[list[float]]:
     numbers = iter(values.tolist())
     rows = []
     for mask in case.mask:
-        row = []
-        for is_policy_token in mask:
-            row.append(next(numbers) if is_policy_token else 0.0)
+        row = [0.0] * len(mask)
+        for place, is_policy_token in enumerate(mask):
+            if is_policy_token:
+                row[place] = next(numbers)
         rows.append(row)
     return rows

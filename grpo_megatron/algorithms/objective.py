@@ -4,14 +4,13 @@ Shape legend: n policy tokens of the S samples in one micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms import ratios, terms
-from grpo_megatron.algorithms.batch import LossBatch
+from grpo_megatron.algorithms.batch import ClipInputs, LossBatch
 from grpo_megatron.algorithms.custom import function_of, require_shape
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
@@ -25,14 +24,17 @@ class Objective:
     domains: Sequence[str] = ("all",)
     own: Mapping[str, DomainObjective] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
-    """What earlier steps taught, ready for JSON. `lambda`: exponent of lambda_grpo;
+    """What was learned from earlier steps, ready for JSON. `lambda`: exponent of lambda_grpo;
     `opsm_delta@DOMAIN`: calibrated thresholds; `success` and `success@DOMAIN`: success rates of
     earlier groups (`RunningDistribution.state`), for the adaptive subset."""
 
     def by_domain(self, name: str) -> list[Any]:
-        """The value of a setting in every domain."""
-        of_domains = [self.config.for_domain(self.own.get(domain)) for domain in self.domains]
-        return [getattr(config, name) for config in of_domains]
+        """The value of a setting in every domain, in their order."""
+        values = []
+        for domain in self.domains:
+            config = self.config.for_domain(self.own.get(domain))
+            values.append(getattr(config, name))
+        return values
 
     def value(self, name: str, batch: LossBatch) -> float | Tensor:
         """A number where all domains agree, else [n]."""
@@ -66,33 +68,40 @@ class Objective:
 
 def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     """Loss of one micro-batch, a scalar with gradient, and its metrics. The weights hold the global
-    denominators (`step_terms`): losses of all micro-batches and ranks add up to the step's."""
+    denominators (`aggregation`): losses of all micro-batches and ranks add up to the step's.
+
+    Raises ConfigError where a custom clip cannot be imported or returns another shape than [n]."""
     o = objective.config
     batch, infinite = _without_infinite(batch)
-    old_logprobs = batch.rollout_logprobs if o.proximal == "rollout" else batch.old_logprobs
-    tokens = terms.Update(
-        ratios.bounded(batch.logprobs - old_logprobs),
-        batch.advantages,
-        batch.logprobs,
-        objective.value("clip_low", batch),
-        objective.value("clip_high", batch),
+    old_logprobs = batch.old_logprobs
+    if o.proximal == "rollout":
+        old_logprobs = batch.rollout_logprobs
+    of_tokens = ClipInputs(
+        log_ratio=ratios.bounded(batch.logprobs - old_logprobs),
+        advantages=batch.advantages,
+        logprobs=batch.logprobs,
+        low=objective.value("clip_low", batch),
+        high=objective.value("clip_high", batch),
     )
-    update = replace(tokens, log_ratio=_log_ratio(o, tokens, batch))
-    clipped = terms.clip_status(o, tokens if o.clip == "gmpo" else update)
+    log_diff = of_tokens.log_ratio
+    inputs = replace(of_tokens, log_ratio=_log_ratio(o, of_tokens, batch))
+    clipped = terms.clip_status(o, inputs)
+    if o.clip == "gmpo":  # it clips tokens, before their mean
+        clipped = terms.clip_status(o, of_tokens)
     meter = MetricRecorder(batch.domain[batch.sample], batch.domain, objective.domains)
     factor, rejected = _off_policy_factor(objective, batch, meter.stats)
 
-    losses = -_surrogate(o, update, batch, clipped)
+    losses = -_surrogate(o, inputs, batch, clipped)
     if factor is not None:
         losses = losses * factor
     if objective.weighs_kl and o.kl in terms.KL:
-        divergence = terms.KL[o.kl](batch.untruncated_logprobs, _reference(batch), tokens.log_ratio)
+        divergence = terms.KL[o.kl](batch.untruncated_logprobs, _reference(batch), log_diff)
         losses = losses + objective.value("kl_beta", batch) * divergence
     entropy_weight = objective.value("entropy_weight", batch)
     if isinstance(entropy_weight, Tensor) or entropy_weight != 0:
         losses = losses - entropy_weight * batch.entropies
     if o.llds_weight > 0:
-        displaced = terms.llds(tokens.log_ratio, batch.advantages, batch.sample, batch.token_counts)
+        displaced = terms.llds(log_diff, batch.advantages, batch.sample, batch.token_counts)
         losses = losses + o.llds_weight * displaced
     weighted = batch.weights * losses
     loss = weighted.sum()
@@ -102,33 +111,33 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     measure(
         meter,
         batch,
-        update.log_ratio.detach().exp(),
-        tokens.log_ratio.detach(),
+        inputs.log_ratio.detach().exp(),
+        log_diff.detach(),
         clipped=clipped,
         rejected=rejected,
         infinite=infinite,
         factor=factor,
     )
     meter.stats.mean("loss/abs_terms", weighted.abs().sum(), 0.0, "sum")
-    meter.stats.decisions = {**clipped, **rejected}
-    if batch.decisions is not None:
-        meter.mean("replay/decisions_changed", _decided_otherwise(batch, meter.stats.decisions))
+    meter.stats.masks = {**clipped, **rejected}
+    if batch.replayed_masks is not None:
+        changed = _masked_otherwise(batch, batch.replayed_masks, meter.stats.masks)
+        meter.mean("replay/decisions_changed", changed)
     if batch.weight_slopes is not None:
         meter.stats.mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
     return loss, meter.stats
 
 
 def _surrogate(
-    o: ObjectiveConfig, update: terms.Update, batch: LossBatch, clipped: Mapping[str, Tensor]
+    o: ObjectiveConfig, inputs: ClipInputs, batch: LossBatch, clipped: Mapping[str, Tensor]
 ) -> Tensor:
     """What is maximised, [n]; clipped as recorded where the step is replayed."""
-    term: Tensor = function_of("clip", o.clip, terms.CLIPS)(o, update)
-    require_shape(o.clip, term.shape, update.log_ratio.shape)
-    if batch.decisions is None or o.clip not in ("ppo", "upper"):
+    term: Tensor = function_of("clip", o.clip, terms.CLIPS)(o, inputs)
+    require_shape(o.clip, term.shape, inputs.log_ratio.shape)
+    if batch.replayed_masks is None or o.clip not in ("ppo", "upper"):
         return term
-    was_clipped = terms.clipped_as(batch.decisions, clipped)
-    unclipped = update.log_ratio.exp() * batch.advantages
-    return torch.where(was_clipped, term.detach(), unclipped)
+    was_clipped = terms.clipped_as(batch.replayed_masks, clipped)
+    return torch.where(was_clipped, term.detach(), terms.unclipped(o, inputs))
 
 
 def _preference_loss(batch: LossBatch, preference: Tensor) -> Tensor:
@@ -146,22 +155,25 @@ def _reference(batch: LossBatch) -> Tensor:
     return batch.ref_logprobs
 
 
-def _decided_otherwise(batch: LossBatch, decisions: Mapping[str, Tensor]) -> Tensor:
+def _masked_otherwise(
+    batch: LossBatch, recorded: Mapping[str, Tensor], masks: Mapping[str, Tensor]
+) -> Tensor:
     """Tokens that would be clipped or rejected otherwise than they were recorded, bool [n]."""
-    recorded = batch.decisions or {}
     changed = torch.zeros_like(batch.logprobs, dtype=torch.bool)
-    for name, now in decisions.items():
+    for name, now in masks.items():
         changed = changed | (now != recorded.get(name, now))
     return changed
 
 
-def _log_ratio(o: ObjectiveConfig, tokens: terms.Update, batch: LossBatch) -> Tensor:
-    log_diff = tokens.log_ratio
+def _log_ratio(o: ObjectiveConfig, of_tokens: ClipInputs, batch: LossBatch) -> Tensor:
+    """The logarithm of the update ratio at its level, with gradient, [n]."""
+    log_diff = of_tokens.log_ratio
     if o.clip == "gmpo":
-        log_diff = terms.gmpo_clip(tokens)
-        if batch.decisions is not None:
-            followed = terms.clipped_as(batch.decisions, terms.clip_status(o, tokens))
-            log_diff = torch.where(followed, log_diff.detach(), tokens.log_ratio)
+        log_diff = terms.gmpo_clip(of_tokens)
+        if batch.replayed_masks is not None:
+            status = terms.clip_status(o, of_tokens)
+            was_clipped = terms.clipped_as(batch.replayed_masks, status)
+            log_diff = torch.where(was_clipped, log_diff.detach(), of_tokens.log_ratio)
     if o.ratio == "turn_geo" and batch.turn is not None:
         return ratios.RATIOS[o.ratio](log_diff, batch.turn, torch.bincount(batch.turn))
     return ratios.RATIOS[o.ratio](log_diff, batch.sample, batch.token_counts)
@@ -174,52 +186,55 @@ def _off_policy_factor(
 
     `stats` keeps the distances by sample of domains whose threshold is still to be calibrated."""
     o = objective.config
-    decisions = batch.decisions or {}
+    replayed = batch.replayed_masks or {}
     factor: Tensor | None = None
     masks: dict[str, Tensor] = {}
     if o.mismatch != "none":
-        log_rho = ratios.bounded(batch.old_logprobs.detach() - batch.rollout_logprobs)
-        weigh = partial(
-            ratios.MISMATCH[o.mismatch],
-            log_rho=log_rho,
-            sample=batch.sample,
-            counts=batch.token_counts,
-        )
-        factor = weigh(o)
+        factor = _mismatch_factor(o, batch)
         masks["mismatch"] = factor == 0
-        if "mismatch" in decisions:
-            free = weigh(o.model_copy(update={"mismatch_min": 0.0, "mismatch_max": torch.inf}))
-            at_bound = masks["mismatch"] & ~decisions["mismatch"]
-            factor = torch.where(at_bound, free, factor).masked_fill(decisions["mismatch"], 0.0)
+        if "mismatch" in replayed:
+            unbounded = o.model_copy(update={"mismatch_min": 0.0, "mismatch_max": torch.inf})
+            was_kept = masks["mismatch"] & ~replayed["mismatch"]
+            factor = torch.where(was_kept, _mismatch_factor(unbounded, batch), factor)
+            factor = factor.masked_fill(replayed["mismatch"], 0.0)
     if o.off_policy_mask == "opsm":
-        # staleness and mismatch at once, [S] (DeepSeek-V3.2, arXiv:2512.02556)
-        distance = ratios.segment_mean(
-            batch.rollout_logprobs - batch.logprobs.detach(), batch.sample, batch.token_counts
-        )
-        deltas = objective.deltas()
-        for number, (name, delta) in enumerate(zip(objective.domains, deltas, strict=True)):
-            if delta is None:
-                stats.samples[name] = distance[batch.domain == number].double()
-        bound = _at_tokens([torch.inf if delta is None else delta for delta in deltas], batch)
-        masks["opsm"] = (batch.advantages < 0) & (distance[batch.sample] > bound)
-        keep = (~decisions.get("opsm", masks["opsm"])).to(batch.logprobs.dtype)
+        masks["opsm"] = _opsm_mask(objective, batch, stats)
+        keep = (~replayed.get("opsm", masks["opsm"])).to(batch.logprobs.dtype)
         factor = keep if factor is None else factor * keep
     return factor, masks
+
+
+def _mismatch_factor(o: ObjectiveConfig, batch: LossBatch) -> Tensor:
+    """Correction for the mismatch of trainer and engine, detached, [n]."""
+    log_rho = ratios.bounded(batch.old_logprobs.detach() - batch.rollout_logprobs)
+    return ratios.MISMATCH[o.mismatch](o, log_rho, batch.sample, batch.token_counts)
+
+
+def _opsm_mask(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:
+    """Tokens of samples with negative advantage that the policy has left too far behind: staleness
+    and mismatch at once (DeepSeek-V3.2, arXiv:2512.02556). bool [n]"""
+    distance = ratios.segment_mean(
+        batch.rollout_logprobs - batch.logprobs.detach(), batch.sample, batch.token_counts
+    )
+    bounds = []
+    for number, delta in enumerate(objective.deltas()):
+        if delta is None:  # not calibrated yet: nobody is rejected
+            stats.samples[objective.domains[number]] = distance[batch.domain == number].double()
+            delta = torch.inf
+        bounds.append(delta)
+    return (batch.advantages < 0) & (distance[batch.sample] > _at_tokens(bounds, batch))
 
 
 def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
     """Tokens with an infinite log-prob, left out, bool [n]. NaN stays: the trainer stops at it."""
     columns = {
-        name: column
-        for name in (
-            "logprobs",
-            "old_logprobs",
-            "rollout_logprobs",
-            "untruncated_logprobs",
-            "ref_logprobs",
-        )
-        if (column := getattr(batch, name)) is not None
+        "logprobs": batch.logprobs,
+        "old_logprobs": batch.old_logprobs,
+        "rollout_logprobs": batch.rollout_logprobs,
+        "untruncated_logprobs": batch.untruncated_logprobs,
     }
+    if batch.ref_logprobs is not None:
+        columns["ref_logprobs"] = batch.ref_logprobs
     infinite = torch.stack([torch.isinf(column.detach()) for column in columns.values()]).any(0)
     if not bool(infinite.any()):
         return batch, infinite
@@ -231,6 +246,7 @@ def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
 
 
 def _at_tokens(values: Sequence[float], batch: LossBatch) -> float | Tensor:
+    """A number where all domains have the same, else each token's own, [n]."""
     if all(value == values[0] for value in values):
         return values[0]
     return batch.logprobs.new_tensor(values)[batch.domain][batch.sample]

@@ -5,9 +5,12 @@ Shape legend: n policy tokens of S samples, flat; `segment` int64 [n] in 0..S-1 
 the turn) of each token; `counts` int64 [S]; `rho = pi_old / pi_engine`: trainer against engine,
 plus the version lag. All return [n]."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 
 CALIBRATION_QUANTILE = 0.99
@@ -15,42 +18,47 @@ CALIBRATION_FACTOR = 5.0
 CALIBRATION_RANGE = (0.01, 0.5)
 MAX_LOG_RATIO = 20.0  # exp stays finite in fp32; the gradient beyond is zero
 
+RATIOS: Registry[Callable[[Tensor, Tensor, Tensor], Tensor]] = Registry()
+"""`(log_diff, segment, counts) -> [n]`, the logarithm of the ratio; log_diff: [n] of tokens."""
+MISMATCH: Registry[Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]] = Registry()
+"""`(objective, log_rho, sample, counts) -> [n]`, detached, by which the surrogate is multiplied."""
 
-def token(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+
+@RATIOS.register("token")
+def token_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`r_t = pi_theta / pi_old` of each token (PPO, GRPO)."""
     return log_diff
 
 
-def sequence_geo(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+@RATIOS.register("sequence_geo")
+def sequence_geo_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`s_i = exp((1/T_i) sum_t log r_t)`: length-normalised, GSPO (arXiv:2507.18071 eq. 7)."""
     return bounded(segment_mean(log_diff, segment, counts))[segment]
 
 
-def turn_geo(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+@RATIOS.register("turn_geo")
+def turn_geo_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """As sequence_geo over the tokens of one action (GAGPO); `segment` holds turns."""
-    return sequence_geo(log_diff, segment, counts)
+    return sequence_geo_ratio(log_diff, segment, counts)
 
 
-def sequence_token(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+@RATIOS.register("sequence_token")
+def sequence_token_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """GSPO-token: the value of sequence_geo, the gradient of each token's own log-prob."""
     value = bounded(segment_mean(log_diff.detach(), segment, counts))[segment]
     return value + log_diff - log_diff.detach()
 
 
-def sequence_product(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+@RATIOS.register("sequence_product")
+def sequence_product_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`prod_t r_t`: the trajectory ratio (TIC-GRPO, arXiv:2508.02833)."""
     return bounded(segment_sum(log_diff, segment, counts))[segment]
 
 
-def sequence_mean(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+@RATIOS.register("sequence_mean")
+def sequence_mean_ratio(log_diff: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     """`(1/T_i) sum_t r_t`: mean of the token ratios (GRPO-S, arXiv:2508.04349)."""
     return segment_mean(log_diff.exp(), segment, counts).clamp(min=1e-9).log()[segment]
-
-
-RATIOS = {
-    f.__name__: f
-    for f in (token, sequence_geo, turn_geo, sequence_token, sequence_product, sequence_mean)
-}
 
 
 def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
@@ -60,34 +68,40 @@ def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
 
 
 def bounded(values: Tensor) -> Tensor:
-    """Keep `exp` finite."""
+    """Keep `exp` of these finite: clamp to `MAX_LOG_RATIO` on both sides."""
     return values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def segment_sum(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """Sum of the tokens of each segment, [n] -> [S]."""
     return values.new_zeros(len(counts)).index_add(0, segment, values)
 
 
 def segment_mean(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
+    """Mean of the tokens of each segment, [n] -> [S]; 0 for an empty one."""
     return segment_sum(values, segment, counts) / counts.clamp(min=1)
 
 
+@MISMATCH.register("tis")
 def tis(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`min(rho_t, mismatch_max)`: truncated importance sampling per token."""
     return log_rho.exp().clamp(max=o.mismatch_max)
 
 
+@MISMATCH.register("tis_sequence")
 def tis_sequence(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`min(prod_t rho_t, mismatch_max)`: high variance for long samples."""
     return bounded(segment_sum(log_rho, sample, counts)).exp().clamp(max=o.mismatch_max)[sample]
 
 
+@MISMATCH.register("mis_sequence")
 def mis_sequence(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`prod rho` where it is at most mismatch_max, else 0: long samples are mostly masked."""
     product = bounded(segment_sum(log_rho, sample, counts)).exp()
     return torch.where(product <= o.mismatch_max, product, 0.0)[sample]
 
 
+@MISMATCH.register("geometric_mask")
 def geometric_mask(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`rho_t` in samples whose geometric mean of rho is within [mismatch_min, mismatch_max]."""
     mean = bounded(segment_mean(log_rho, sample, counts)).exp()
@@ -95,13 +109,11 @@ def geometric_mask(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: 
     return torch.where(keep[sample], log_rho.exp(), 0.0)
 
 
+@MISMATCH.register("icepop")
 def icepop(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
     """`rho_t` where it is within [mismatch_min, mismatch_max], else 0 (IcePop)."""
     rho = log_rho.exp()
     return torch.where((rho >= o.mismatch_min) & (rho <= o.mismatch_max), rho, 0.0)
-
-
-MISMATCH = {f.__name__: f for f in (tis, tis_sequence, mis_sequence, geometric_mask, icepop)}
 
 
 def calibrated_delta(distances: Tensor) -> float:

@@ -16,47 +16,64 @@ from grpo_megatron.algorithms.ratios import bounded, segment_sum
 
 @dataclass
 class Stats:
-    """Sums and maxima by name. `means[name]` is a tensor [2]: (sum, count)."""
+    """Metrics of a micro-batch, of a rank or of a step, by name."""
 
     means: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors float64 [2]: (sum, count)."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     samples: dict[str, Tensor] = field(default_factory=dict)
     """Values that are kept one by one, [S] each."""
     units: dict[str, str] = field(default_factory=dict)
     """What a metric is normalised by: tokens, samples, weight, or sum and max for neither."""
-    decisions: dict[str, Tensor] = field(default_factory=dict)
+    masks: dict[str, Tensor] = field(default_factory=dict)
     """Which tokens were clipped or rejected, bool [n] of this micro-batch; never added up."""
 
     def mean(self, name: str, total: Tensor, count: Tensor | float, unit: str = "tokens") -> None:
+        """Set a mean by its sum and what it is divided by, both scalars; unit "sum": a plain sum,
+        whose count means nothing."""
         total = total.detach().double()
         count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-        self.means[name], self.units[name] = torch.stack([total, count]), unit
+        self.means[name] = torch.stack([total, count])
+        self.units[name] = unit
 
     def maximum(self, name: str, values: Tensor) -> None:
+        """Set a maximum, of `values` of any shape; minus infinity of none."""
         values = values.detach().double()
-        self.maxima[name] = values.max() if values.numel() else values.new_tensor(-torch.inf)
+        if values.numel():
+            self.maxima[name] = values.max()
+        else:
+            self.maxima[name] = values.new_tensor(-torch.inf)
         self.units[name] = "max"
 
     def add(self, other: Self) -> None:
+        """Take in the metrics of another micro-batch, rank or update; masks stay as they are."""
         self.units |= other.units
-        for mine, theirs, join in (
-            (self.means, other.means, torch.add),
-            (self.maxima, other.maxima, torch.maximum),
-            (self.samples, other.samples, lambda *both: torch.cat(both)),
-        ):
-            for name, value in theirs.items():
-                mine[name] = join(mine[name], value) if name in mine else value
+        for name, sum_and_count in other.means.items():
+            if name in self.means:
+                sum_and_count = self.means[name] + sum_and_count
+            self.means[name] = sum_and_count
+        for name, largest in other.maxima.items():
+            if name in self.maxima:
+                largest = torch.maximum(self.maxima[name], largest)
+            self.maxima[name] = largest
+        for name, values in other.samples.items():
+            if name in self.samples:
+                values = torch.cat([self.samples[name], values])
+            self.samples[name] = values
 
     def result(self) -> dict[str, float]:
-        """Sums (unit "sum") as they are; what nothing was counted for is left out."""
-        out = {
-            name: float(total if self.units.get(name) == "sum" else total / count)
-            for name, (total, count) in self.means.items()
-            if count > 0 or self.units.get(name) == "sum"
-        }
-        return out | {
-            name: float(value) for name, value in self.maxima.items() if value > -torch.inf
-        }
+        """Numbers by name: means, sums (unit "sum") as they are, maxima; what nothing was counted
+        for is left out."""
+        numbers = {}
+        for name, (total, count) in self.means.items():
+            if self.units.get(name) == "sum":
+                numbers[name] = float(total)
+            elif count > 0:
+                numbers[name] = float(total / count)
+        for name, value in self.maxima.items():
+            if value > -torch.inf:
+                numbers[name] = float(value)
+        return numbers
 
 
 class MetricRecorder:
@@ -66,15 +83,19 @@ class MetricRecorder:
     def __init__(self, token_domain: Tensor | None, sample_domain: Tensor, domains: Sequence[str]):
         self.stats = Stats()
         self._domain = {"tokens": token_domain, "samples": sample_domain}
-        self._domains = domains if len(domains) > 1 else ()
+        self._domains: Sequence[str] = ()
+        if len(domains) > 1:
+            self._domains = domains
 
     def mean(
         self, name: str, values: Tensor, unit: str = "tokens", where: Tensor | None = None
     ) -> None:
         """Mean of `values` ([n] or [S] by unit), of those with `where` only."""
         values = values.detach().double()
-        counts = torch.ones_like(values) if where is None else where.double()
-        values = values if where is None else torch.where(where, values, 0.0)
+        counts = torch.ones_like(values)
+        if where is not None:
+            counts = where.double()
+            values = torch.where(where, values, 0.0)
         self.stats.mean(name, values.sum(), counts.sum(), unit)
         domain = self._domain[unit]
         for number, label in enumerate(self._domains):
@@ -82,6 +103,7 @@ class MetricRecorder:
             self.stats.mean(f"{name}@{label}", values[here].sum(), counts[here].sum(), unit)
 
     def maximum(self, name: str, values: Tensor) -> None:
+        """Maximum of `values`, [n]."""
         self.stats.maximum(name, values)
         for number, label in enumerate(self._domains):
             self.stats.maximum(f"{name}@{label}", values[self._domain["tokens"] == number])
@@ -98,15 +120,17 @@ def measure(
     infinite: Tensor,
     factor: Tensor | None,
 ) -> None:
-    """Fill `meter`. ratio, log_diff, factor of the surrogate term: [n], detached; masks: bool."""
+    """Fill `meter` with what is known of every token beside its loss.
+
+    ratio, log_diff (of tokens), factor of the surrogate term: [n], detached; clipped, rejected:
+    bool [n] by cause; infinite: bool [n], tokens with an infinite log-prob."""
+    for side, mask in clipped.items():
+        _measure_mask(meter, f"clip/{side}", mask, batch)
     if clipped:
-        clipped = {**clipped, "region": torch.stack(list(clipped.values())).any(0)}
-    causes = {f"clip/{side}": mask for side, mask in clipped.items()}
-    causes |= {f"rejected/{cause}": mask for cause, mask in rejected.items()}
-    for name, mask in causes.items():
-        meter.mean(f"{name}_fraction", mask)
-        of_samples = segment_sum(mask.float(), batch.sample, batch.token_counts) > 0
-        meter.mean(f"{name}_sample_fraction", of_samples, "samples")
+        anywhere = torch.stack(list(clipped.values())).any(0)
+        _measure_mask(meter, "clip/region", anywhere, batch)
+    for cause, mask in rejected.items():
+        _measure_mask(meter, f"rejected/{cause}", mask, batch)
     meter.mean("ratio/mean", ratio)
     meter.maximum("ratio/max", ratio)
     meter.mean("policy/entropy", batch.entropies)
@@ -122,6 +146,13 @@ def measure(
     meter.mean("policy/logprob_negative", logprobs, where=batch.advantages < 0)
     if batch.ref_logprobs is not None:
         measure_kl(meter, "reference", batch.untruncated_logprobs.detach(), batch.ref_logprobs)
+
+
+def _measure_mask(meter: MetricRecorder, name: str, mask: Tensor, batch: LossBatch) -> None:
+    """The share of tokens under a mask, bool [n], and of samples with such a token."""
+    meter.mean(f"{name}_fraction", mask)
+    of_samples = segment_sum(mask.float(), batch.sample, batch.token_counts) > 0
+    meter.mean(f"{name}_sample_fraction", of_samples, "samples")
 
 
 def measure_kl(meter: MetricRecorder, area: str, logprobs: Tensor, other: Tensor) -> None:
@@ -142,11 +173,16 @@ def measure_move(meter: MetricRecorder, area: str, log_diff: Tensor, advantages:
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
-    """Effective sample sizes `(sum w)^2 / (n sum w^2)` from the means of w and of w^2."""
-    for name in [n for n in metrics if n.partition("@")[0].endswith("/square")]:
+    """Put effective sample sizes `(sum w)^2 / (n sum w^2)` in the place of the means of w^2."""
+    for name in list(metrics):
+        if not name.partition("@")[0].endswith("/square"):
+            continue
         mean = metrics[name.replace("/square", "/mean")]
         square = metrics.pop(name)
-        metrics[name.replace("/square", "/ess_fraction")] = mean**2 / square if square > 0 else 0.0
+        fraction = 0.0
+        if square > 0:
+            fraction = mean**2 / square
+        metrics[name.replace("/square", "/ess_fraction")] = fraction
     return metrics
 
 

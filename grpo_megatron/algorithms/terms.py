@@ -5,107 +5,123 @@ The KL estimators are per token, with gradient; the effect of a token on later p
 out. `d = log pi_ref - log pi_theta`, over the whole vocabulary also where sampling truncates;
 `log_diff = log pi_theta - log pi_old`, over what could be sampled."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.batch import ZERO_VARIANCE, Groups, SampleBatch
+from grpo_megatron.algorithms.batch import ClipInputs, SampleBatch
+from grpo_megatron.algorithms.groups import ZERO_VARIANCE, Groups
 from grpo_megatron.algorithms.ratios import bounded, segment_sum
+from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 
-
-@dataclass(frozen=True)
-class Update:
-    """What a term is made of. Clip distances are numbers, or [n] where domains have their own."""
-
-    log_ratio: Tensor  # [n] with gradient, at the level of the ratio
-    advantages: Tensor  # [n]
-    logprobs: Tensor  # [n] with gradient
-    low: float | Tensor
-    high: float | Tensor
+CLIPS: Registry[Callable[[ObjectiveConfig, ClipInputs], Tensor]] = Registry()
+"""Surrogates: `(objective, inputs) -> [n]`, to be maximised."""
+KL: Registry[Callable[[Tensor, Tensor, Tensor], Tensor]] = Registry()
+"""Estimators of the KL to the reference: `(logprobs, ref_logprobs, log_diff) -> [n]`."""
 
 
-def ppo(o: ObjectiveConfig, u: Update) -> Tensor:
+@CLIPS.register("ppo")
+def ppo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`min(r A, clip(r, 1 - low, 1 + high) A)` (PPO, arXiv:1707.06347; asymmetric: DAPO,
     arXiv:2503.14476). dual_clip c: for A < 0 at least `c A` (arXiv:1912.09729)."""
-    ratio = u.log_ratio.exp()
-    clipped = ratio.clamp(min=1.0 - u.low).clamp(max=1.0 + u.high)
-    term = torch.minimum(ratio * u.advantages, clipped * u.advantages)
+    ratio = inputs.log_ratio.exp()
+    clipped = ratio.clamp(min=1.0 - inputs.low).clamp(max=1.0 + inputs.high)
+    advantages = inputs.advantages
+    term = torch.minimum(ratio * advantages, clipped * advantages)
     if o.dual_clip is None:
         return term
-    return torch.where(u.advantages < 0, torch.maximum(term, o.dual_clip * u.advantages), term)
+    lowest = o.dual_clip * advantages
+    return torch.where(advantages < 0, torch.maximum(term, lowest), term)
 
 
-def upper(o: ObjectiveConfig, u: Update) -> Tensor:
+@CLIPS.register("upper")
+def clipped_above(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`min(r, 1 + high) A`: clipped above only, for both signs (TIC-GRPO, arXiv:2508.02833)."""
-    return u.log_ratio.exp().clamp(max=1.0 + u.high) * u.advantages
+    return inputs.log_ratio.exp().clamp(max=1.0 + inputs.high) * inputs.advantages
 
 
-def gmpo(o: ObjectiveConfig, u: Update) -> Tensor:
+@CLIPS.register("gmpo")
+def gmpo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`exp(mean_t clip(log r_t)) A`: tokens are clipped before their mean (`gmpo_clip`), one side
     only, by the sign of A; nothing is clipped after it (GMPO, arXiv:2507.20673)."""
-    return u.log_ratio.exp() * u.advantages
+    return inputs.log_ratio.exp() * inputs.advantages
 
 
-def cispo(o: ObjectiveConfig, u: Update) -> Tensor:
+@CLIPS.register("cispo")
+def cispo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """CISPO (arXiv:2506.13585), no gradient cut: `sg(clip(r, ratio_min, ratio_max)) A log pi`."""
-    return u.log_ratio.detach().exp().clamp(o.ratio_min, o.ratio_max) * u.advantages * u.logprobs
+    weight = inputs.log_ratio.detach().exp().clamp(o.ratio_min, o.ratio_max)
+    return weight * inputs.advantages * inputs.logprobs
 
 
-def sapo(o: ObjectiveConfig, u: Update) -> Tensor:
+@CLIPS.register("sapo")
+def sapo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`(4 / tau) sigmoid(tau (r - 1)) A`, tau by the sign of A (SAPO, arXiv:2511.20347)."""
-    positive = u.log_ratio.new_tensor(o.sapo_tau_positive)
-    tau = torch.where(u.advantages > 0, positive, o.sapo_tau_negative)
-    return 4 / tau * torch.sigmoid(tau * (u.log_ratio.exp() - 1)) * u.advantages
+    positive = inputs.log_ratio.new_tensor(o.sapo_tau_positive)
+    tau = torch.where(inputs.advantages > 0, positive, o.sapo_tau_negative)
+    return 4 / tau * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1)) * inputs.advantages
 
 
-def none(o: ObjectiveConfig, u: Update) -> Tensor:
+@CLIPS.register("none")
+def unclipped(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`r A`."""
-    return u.log_ratio.exp() * u.advantages
+    return inputs.log_ratio.exp() * inputs.advantages
 
 
-CLIPS = {f.__name__: f for f in (ppo, upper, gmpo, cispo, sapo, none)}
-
-
-def gmpo_clip(u: Update) -> Tensor:
+def gmpo_clip(inputs: ClipInputs) -> Tensor:
     """`log r_t` at most `high` where A > 0, at least `-low` where A < 0."""
-    below = torch.where(u.advantages < 0, u.log_ratio.clamp(min=-u.low), u.log_ratio)
-    return torch.where(u.advantages > 0, u.log_ratio.clamp(max=u.high), below)
+    log_ratio = inputs.log_ratio
+    not_too_low = log_ratio.clamp(min=-inputs.low)
+    not_too_high = log_ratio.clamp(max=inputs.high)
+    of_negative = torch.where(inputs.advantages < 0, not_too_low, log_ratio)
+    return torch.where(inputs.advantages > 0, not_too_high, of_negative)
 
 
-def clip_status(o: ObjectiveConfig, u: Update) -> dict[str, Tensor]:
+def clip_status(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
     """Where the clip removes the gradient (cispo: bounds the weight), bool [n] by name.
 
-    A token with A = 0 has no clip status. For gmpo, `u.log_ratio` is that of tokens."""
-    up = u.advantages > 0
-    down = u.advantages < 0
-    log_ratio = u.log_ratio.detach()
+    Names are "low", "high" and "dual"; nothing for a clip without a status. A token with A = 0 has
+    none. For gmpo, `inputs.log_ratio` is that of tokens."""
+    positive = inputs.advantages > 0
+    negative = inputs.advantages < 0
+    has_sign = positive | negative
+    log_ratio = inputs.log_ratio.detach()
     if o.clip == "gmpo":
-        return {"low": down & (log_ratio < -u.low), "high": up & (log_ratio > u.high)}
+        return {
+            "low": negative & (log_ratio < -inputs.low),
+            "high": positive & (log_ratio > inputs.high),
+        }
     ratio = log_ratio.exp()
     if o.clip == "cispo":
-        live = up | down
-        return {"low": live & (ratio < o.ratio_min), "high": live & (ratio > o.ratio_max)}
+        return {"low": has_sign & (ratio < o.ratio_min), "high": has_sign & (ratio > o.ratio_max)}
     if o.clip == "upper":
-        return {"high": (up | down) & (ratio > 1 + u.high)}
+        return {"high": has_sign & (ratio > 1 + inputs.high)}
     if o.clip == "ppo":
-        found = {"low": down & (ratio < 1 - u.low), "high": up & (ratio > 1 + u.high)}
-        return found if o.dual_clip is None else {**found, "dual": down & (ratio > o.dual_clip)}
+        masks = {
+            "low": negative & (ratio < 1 - inputs.low),
+            "high": positive & (ratio > 1 + inputs.high),
+        }
+        if o.dual_clip is not None:
+            masks["dual"] = negative & (ratio > o.dual_clip)
+        return masks
     return {}
 
 
-def clipped_as(decisions: Mapping[str, Tensor], status: Mapping[str, Tensor]) -> Tensor:
+def clipped_as(recorded: Mapping[str, Tensor], status: Mapping[str, Tensor]) -> Tensor:
     """Who was clipped on any side, as recorded, else by the present `status`. bool [n]"""
-    return torch.stack([decisions.get(side, now) for side, now in status.items()]).any(0)
+    of_sides = [recorded.get(side, now) for side, now in status.items()]
+    return torch.stack(of_sides).any(0)
 
 
+@KL.register("k2")
 def k2(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
     """`d^2 / 2`: its gradient is the exact token-level one on policy."""
     return bounded(ref - logprobs) ** 2 / 2
 
 
+@KL.register("k3")
 def k3(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
     """`e^d - d - 1` (Schulman): an unbiased value, but the gradient of KL(reference || policy);
     unbounded where the policy has become much less likely (GRPO, arXiv:2402.03300)."""
@@ -113,13 +129,11 @@ def k3(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
     return torch.expm1(d) - d
 
 
+@KL.register("is_k3")
 def is_k3(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
     """`r k3`, with the gradient through the token ratio r: the exact token-level gradient, also
     off policy, bounded as the policy's probability vanishes (DeepSeek-V3.2, arXiv:2512.02556)."""
     return log_diff.exp() * k3(logprobs, ref, log_diff)
-
-
-KL = {f.__name__: f for f in (k2, k3, is_k3)}
 
 
 def llds(log_diff: Tensor, advantages: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
@@ -140,9 +154,9 @@ def preference_coefficients(
 
     Fixed coefficients, since both may lie in different micro-batches: exact at these weights."""
     groups = Groups(batch.group_ids, batch.valid & batch.trained)
-    live = groups.valid & (groups.spread(rewards) > ZERO_VARIANCE)
-    best = live & (groups.rank(-rewards, batch.sample_ids) == 0)
-    worst = live & (groups.rank(rewards, batch.sample_ids) == 0)
+    has_signal = groups.valid & (groups.spread(rewards) > ZERO_VARIANCE)
+    best = has_signal & (groups.rank(-rewards, batch.sample_ids) == 0)
+    worst = has_signal & (groups.rank(rewards, batch.sample_ids) == 0)
     scopes = Groups(batch.scopes(o.denominator), torch.ones_like(best))
     pairs = scopes.sum(best.double()).clamp(min=1)
     sign = best.double() - worst.double()

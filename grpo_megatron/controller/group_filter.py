@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from grpo_megatron.algorithms.advantages.signal import carries_signal
-from grpo_megatron.algorithms.batch import ZERO_VARIANCE, Events, SampleBatch
+from grpo_megatron.algorithms.batch import Events, SampleBatch
+from grpo_megatron.algorithms.groups import ZERO_VARIANCE
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rewards.code_tests import extract
 from grpo_megatron.types import ScoredGroup

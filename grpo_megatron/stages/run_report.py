@@ -126,7 +126,7 @@ def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dic
     advantages = advantages_of(objective_of(config, {}), batch)
     by_token = advantages.values
     if not advantages.per_token:
-        by_token = batch.spread(by_token)
+        by_token = batch.to_tokens(by_token)
 
     rows_of_groups = [np.flatnonzero(table.group == group) for group in np.unique(table.group)]
     groups = []

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of, needed_columns
+from grpo_megatron.algorithms.aggregation import loss_constants, with_preference
 from grpo_megatron.algorithms.case import parse_case, read_case
 from grpo_megatron.algorithms.objective import Objective
-from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.config.loader import load_objective
 from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.errors import ConfigError, DataError
@@ -105,7 +105,7 @@ def test_the_overlong_filter(how, not_trained, advantage):
     found = evaluated(
         "dr_grpo",
         [f"overlong={how}", "aggregation=token_mean"],
-        **variant(truncated=[False, True, False, False]),
+        **variant(truncated=[0, 1, 0, 0]),
     )
     assert found["metrics"]["batch/not_trained"] == not_trained
     assert (found["advantages"][0] > 0) == advantage
@@ -162,8 +162,10 @@ def test_the_preference_loss_is_of_the_samples_of_its_step():
     config, _ = load_objective("grpo", ["preference_weight=1.0"])
     objective = Objective(config, parsed.domains)
     advantages = advantages_of(objective, parsed.batch)
-    terms = step_terms(objective, parsed.batch, advantages, torch.tensor([0, 1]), 8)
-    slope, value = terms.with_margins(objective, torch.zeros(4).double()).preference
+    rows = torch.tensor([0, 1])
+    constants = loss_constants(objective, parsed.batch, advantages, rows, 8)
+    constants = with_preference(constants, objective, torch.zeros(4).double())
+    slope, value = constants.preference
     assert slope.tolist() == [-0.05, 0.05, 0, 0]
     assert value.tolist() == [pytest.approx(math.log(2)), 0, 0, 0]
     alone = evaluated("gfpo", ["subset_size=1"], **BASE)

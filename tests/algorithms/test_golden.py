@@ -9,8 +9,8 @@ import pytest
 
 from grpo_megatron.algorithms.advantages.after import conflict_weights
 from grpo_megatron.algorithms.advantages.estimators import shaped_rewards
+from grpo_megatron.algorithms.aggregation import Lengths, lambda_grpo, token_weights
 from grpo_megatron.algorithms.case import parse_case
-from grpo_megatron.algorithms.step_terms import Lengths, lambda_grpo, token_weights
 from grpo_megatron.config.objective import ObjectiveConfig
 from tests.algorithms.evaluation import advantages, evaluated, same
 from tests.algorithms.golden import GOLDEN

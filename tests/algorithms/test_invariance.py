@@ -193,7 +193,7 @@ def test_settings_of_a_domain_hold_for_its_samples(name):
     mixed = evaluate(
         Objective(config, parsed.domains, own), parsed.batch, parsed.columns, constant_length=8
     ).gradient
-    tokens = parsed.batch.spread(parsed.batch.domains)
+    tokens = parsed.batch.to_tokens(parsed.batch.domains)
     for number, text in enumerate(values.values()):
         single, _ = load_objective(
             name, [*SETTINGS.get(name, ()), "denominator=domain", text], parsed.domains

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_megatron.algorithms.objective import LossBatch, Objective, policy_loss
+from grpo_megatron.algorithms.batch import LossBatch
+from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.config.loader import load_objective
 
 COLUMNS = ("logprobs", "old_logprobs", "rollout_logprobs", "untruncated_logprobs", "ref_logprobs")

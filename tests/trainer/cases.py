@@ -12,8 +12,8 @@ import torch.distributed as dist
 from msgspec.structs import asdict
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
+from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.objective import policy_loss
-from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.run import DistillationConfig, RoutingConfig, RunConfig
@@ -23,9 +23,8 @@ from grpo_megatron.trainer.megatron import platform
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.requests import TrainReport
-from grpo_megatron.trainer.steps.microbatch import build_microbatch
+from grpo_megatron.trainer.steps.microbatch import UpdateBatch, build_microbatch
 from grpo_megatron.trainer.steps.optimizer_step import (
-    PreparedBatch,
     logprob_pass,
     prepare,
     train_step,
@@ -239,7 +238,7 @@ def token_logprobs(
     return np.concatenate([by_row[row] for row in sorted(by_row)])
 
 
-def _by_row(policy: Policy, batch: PreparedBatch) -> dict[int, np.ndarray]:
+def _by_row(policy: Policy, batch: UpdateBatch) -> dict[int, np.ndarray]:
     """This rank's log-probs by table row."""
     by_row: dict[int, np.ndarray] = {}
     for microbatch, logprobs in zip(batch.microbatches, logprob_pass(policy, batch), strict=True):
@@ -280,18 +279,18 @@ def loss_of(setup: Setup, samples: str):
     config, table = setup.config(preset="grpo"), SampleTable(Path(samples))
     objective, batch = objective_of(config, {}), sample_batch(config, table)
     rows = torch.arange(len(table))
-    terms = step_terms(objective, batch, advantages_of(objective, batch), rows, 20)
+    constants = loss_constants(objective, batch, advantages_of(objective, batch), rows, 20)
 
     def loss(microbatch, output):
         logprobs, entropies = output.unbind(0)
         return policy_loss(
             objective,
-            terms.loss_batch(
+            constants.loss_batch(
                 torch.from_numpy(microbatch.table_rows),
-                logprobs,
-                logprobs.detach(),
-                microbatch.rollout_logprobs,
-                entropies,
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach(),
+                rollout_logprobs=microbatch.rollout_logprobs,
+                entropies=entropies,
             ),
         )
 

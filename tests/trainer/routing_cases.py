@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
+from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.stats import Stats
-from grpo_megatron.algorithms.step_terms import step_terms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.errors import DataError
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.megatron import policy as policy_module
 from grpo_megatron.trainer.routing.route_source import RouteSource
-from grpo_megatron.trainer.steps.optimizer_step import Update, logprob_pass, prepare, train_step
+from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare, train_step
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
@@ -185,14 +185,14 @@ def _gradients(
         update={"routing": setup.routing(routing)}
     )
     objective, rollouts = objective_of(config, {}), sample_batch(config, table)
-    terms = step_terms(
+    constants = loss_constants(
         objective, rollouts, advantages_of(objective, rollouts), torch.arange(len(table)), 20
     )
-    batch = prepare(setup.layout, table, np.arange(len(table)))
+    update = prepare(setup.layout, table, np.arange(len(table)))
     source = RouteSource(config, policy.replay, table)
-    update = Update(torch.arange(len(table)), batch, routes=source.from_store(batch))
+    update.routes = source.from_store(update)
     update.old_routing = source.old_pass(update.routes)
-    logprob_pass(policy, batch, update.old_routing)
+    logprob_pass(policy, update, update.old_routing)
     for tap in policy.replay.taps:
         noise = torch.randn(tap._router.weight.shape, generator=generator)
         tap._router.weight.data.add_(0.1 * noise)
@@ -203,8 +203,8 @@ def _gradients(
 
     def once() -> tuple[float, float]:
         """The loss, and by how much clipping divided the gradients."""
-        run = source.training_pass(update, terms)
-        found = train_step(policy, batch, of_logprobs, run).result()
+        run = source.training_pass(update, constants)
+        found = train_step(policy, update, of_logprobs, run).result()
         return found["loss/value"] + run.keep_loss, max(found["grad/norm"], 1.0)
 
     found = []

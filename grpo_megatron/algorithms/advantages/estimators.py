@@ -1,25 +1,36 @@
-"""Estimators: `(objective, batch, groups) -> float64 [N]` or `[n]`. Rewards are after shaping;
-`groups` holds the groups with the samples that count."""
+"""Advantage estimators. Rewards are after shaping; `groups` has the samples that count.
 
+Shape legend: N samples, n policy tokens of all of them, flat."""
+
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.batch import Events, Groups, SampleBatch, by_groups, suffix_sums
+from grpo_megatron.algorithms.batch import Events, SampleBatch
+from grpo_megatron.algorithms.groups import Groups, by_groups, suffix_sums
+from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.errors import DataError
 
 MIN_ENTROPY = 1e-6
+"""Nats. Smaller entropies count as this much where they are divided by."""
+
+ESTIMATORS: Registry[Callable[[ObjectiveConfig, SampleBatch, Groups], Tensor]] = Registry()
+"""`(objective, batch, groups) -> float64 [N]`, or `[n]` where tokens of a sample differ
+(`config.objective.TOKEN_LEVEL`)."""
 
 
-def reward(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+@ESTIMATORS.register("reward")
+def plain_reward(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = R_i`, no baseline (REINFORCE++, arXiv:2501.03262, whitens it afterwards)."""
     return torch.where(groups.valid, batch.rewards, 0.0)
 
 
-def group(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+@ESTIMATORS.register("group")
+def group_relative(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = (R_i - mean) / (std + eps)`, the mean over the group.
 
     std none: 1 (Dr. GRPO, arXiv:2503.20783); group: of the group (GRPO, arXiv:2402.03300);
@@ -47,26 +58,30 @@ def _raw_std(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     valid = groups.valid
     scopes = batch.scopes(o.statistics_scope)
     if batch.dropped is not None:
-        by_domain = o.statistics_scope == "domain"
-        dropped = batch.dropped.domains if by_domain else 0 * batch.dropped.domains
+        dropped = batch.dropped.domains
+        if o.statistics_scope != "domain":
+            dropped = torch.zeros_like(dropped)
         rewards = torch.cat([rewards, batch.dropped.rewards])
         valid = torch.cat([valid, torch.ones_like(dropped, dtype=torch.bool)])
         scopes = torch.cat([scopes, dropped])
     return Groups(scopes, valid).std(rewards, o.std_kind)[: len(batch)]
 
 
+@ESTIMATORS.register("rloo")
 def rloo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = R_i - mean of the others = G / (G - 1) (R_i - mean)` (RLOO, arXiv:2402.14740)."""
     return groups.centred(batch.rewards) * groups.count / (groups.count - 1).clamp(min=1)
 
 
+@ESTIMATORS.register("maxrl")
 def maxrl(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = (R_i - mean) / (mean + eps)`, for rewards of at least 0 (MaxRL)."""
     mean = groups.mean(batch.rewards) + o.advantage_eps
     return torch.where(mean > 0, groups.centred(batch.rewards) / mean, 0.0)
 
 
-def components(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+@ESTIMATORS.register("components")
+def standardised_components(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = sum_k w_k (R_ik - mean_k) / (std_k + eps)`: every reward component standardised.
 
     MO-GRPO (arXiv:2509.22047) with weights 1; GDPO (arXiv:2601.05242) whitens the sum over the
@@ -79,6 +94,7 @@ def components(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor
     return total
 
 
+@ESTIMATORS.register("best_minus_second")
 def best_minus_second(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Only the best sample of a group gets `R_max - R_second` (ties: 0)."""
     best = groups.valid & (groups.rank(-batch.rewards, batch.sample_ids) == 0)
@@ -87,6 +103,7 @@ def best_minus_second(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) ->
     return torch.where(best & (rest.count > 0), gap, 0.0)
 
 
+@ESTIMATORS.register("passk")
 def passk(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Analytic pass@k advantage (Chen et al., arXiv:2508.10751), n0 wrong of N samples:
 
@@ -100,6 +117,7 @@ def passk(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return torch.where((std > 1e-12) & (n >= o.passk_k), value, 0.0)
 
 
+@ESTIMATORS.register("pkpo")
 def pkpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """PKPO (arXiv:2505.15201): a right sample earns `k/N`, a wrong one `k/N rho(N-1, c, k-1)`,
     with `rho(n, c, k) = 1 - C(n-c,k)/C(n,k)`, c right; less the leave-one-out baseline, the
@@ -107,7 +125,8 @@ def pkpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     right, wrong, n = _counts(o, batch, groups)
     num_right = n - wrong
     share = o.passk_k / n.clamp(min=1)
-    value = torch.where(right, share, share * (1 - _choose_ratio(wrong - 1, n - 1, o.passk_k - 1)))
+    of_wrong = share * (1 - _choose_ratio(wrong - 1, n - 1, o.passk_k - 1))
+    value = torch.where(right, share, of_wrong)
     if o.pkpo_baseline:
         wrong_others = (n - 1) - (num_right - right.double())
         value = value - share * (1 - _choose_ratio(wrong_others, n - 1, o.passk_k))
@@ -115,6 +134,7 @@ def pkpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return torch.where(groups.valid & (n >= o.passk_k), value, 0.0)
 
 
+@ESTIMATORS.register("gtpo_entropy")
 def gtpo_entropy(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Right samples alive at t: `a1 + a2 d_t H_it / sum_k H_kt`, d_t their number; wrong ones:
     `-(a1 + a2 h_t (1/H_jt) / sum_k 1/H_kt)`. Each pool of a group standardised over its tokens
@@ -128,17 +148,20 @@ def gtpo_entropy(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tens
     return by_groups(replace(batch, rewards=counted), of_groups)
 
 
+@ESTIMATORS.register("grpo_s")
 def grpo_s(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """As gtpo_entropy with every sample's mean entropy in place of its tokens'. [N]"""
     entropy = batch.means(batch.tokens["entropies"]).double().clamp(min=MIN_ENTROPY)
     right = batch.is_correct(o.correct_threshold)
     pools = groups.ids * 2 + right
     shaped = _shape(o, entropy, right, Groups(pools, groups.valid))
-    ids = groups.ids if o.gtpo_pool == "joint" else pools
-    return Groups(ids, groups.valid).standardised(shaped, o.std_kind, o.advantage_eps)
+    if o.gtpo_pool == "joint":
+        pools = groups.ids
+    return Groups(pools, groups.valid).standardised(shaped, o.std_kind, o.advantage_eps)
 
 
-def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+@ESTIMATORS.register("process")
+def process_supervision(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Process supervision (DeepSeekMath, arXiv:2402.03300): all step rewards of a group are
     standardised together; a token's advantage is the sum over the steps that end at it or later.
 
@@ -150,44 +173,29 @@ def process(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return _credit(batch, events, pool.standardised(events.reward, o.std_kind, o.advantage_eps))
 
 
+@ESTIMATORS.register("gagpo")
 def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """GAGPO (arXiv:2605.13217): `V(s)` is the mean return-to-go of the group's visits to s;
     `delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`, `A_t = sum_l (gamma lambda)^l delta_{t+l}`,
     standardised over the turns of the group. All tokens of a turn share its advantage.
 
     A state seen once is its own value: its advantage comes from later turns only."""
-    events = _turns(batch)
-    events = events[torch.from_numpy(np.lexsort((events.end, events.sample)))]
-    last = torch.diff(events.sample, append=events.sample.new_tensor([-1])) != 0  # of its sample
-    returns = _discounted(events.reward, last, o.gagpo_gamma)
-    of_group = groups.ids[events.sample]
-    valid = groups.valid[events.sample]
-    assert events.state is not None  # turns have one
-    _, visit = torch.unique(torch.stack((of_group, events.state)), dim=1, return_inverse=True)
+    turns = _turns(batch)
+    in_order = np.lexsort((turns.end, turns.sample))
+    turns = turns[torch.from_numpy(in_order)]
+    is_last = torch.diff(turns.sample, append=turns.sample.new_tensor([-1])) != 0  # of its sample
+    returns = _discounted(turns.reward, is_last, o.gagpo_gamma)
+    of_group = groups.ids[turns.sample]
+    valid = groups.valid[turns.sample]
+    assert turns.state is not None  # turns have one
+    _, visit = torch.unique(torch.stack((of_group, turns.state)), dim=1, return_inverse=True)
     value = Groups(visit, valid).mean(returns)
-    delta = events.reward + o.gagpo_gamma * torch.where(last, 0.0, value.roll(-1)) - value
-    advantage = _discounted(delta, last, o.gagpo_gamma * o.gagpo_lambda)
+    next_value = torch.where(is_last, 0.0, value.roll(-1))
+    delta = turns.reward + o.gagpo_gamma * next_value - value
+    advantage = _discounted(delta, is_last, o.gagpo_gamma * o.gagpo_lambda)
     values = Groups(of_group, valid).standardised(advantage, o.std_kind, o.advantage_eps)
-    return _credit(batch, events, values - torch.where(last, 0.0, values.roll(-1)))
-
-
-ESTIMATORS = {
-    f.__name__: f
-    for f in (
-        gtpo_entropy,
-        grpo_s,
-        reward,
-        group,
-        rloo,
-        maxrl,
-        components,
-        best_minus_second,
-        passk,
-        pkpo,
-        process,
-        gagpo,
-    )
-}
+    next_values = torch.where(is_last, 0.0, values.roll(-1))
+    return _credit(batch, turns, values - next_values)
 
 
 def _counts(
@@ -208,21 +216,27 @@ def _choose_ratio(top: Tensor, bottom: Tensor, k: int) -> Tensor:
 
 
 def shaped_rewards(o: ObjectiveConfig, part: SampleBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Shaped token rewards [n], the pool of every token (int64), and whether it counts."""
+    """Shaped token rewards [n], the pool of every token (int64), and whether it counts (bool)."""
     right = part.is_correct(o.correct_threshold)
     pools = part.group_ids * 2 + right
-    positions = part.positions()
-    longest = int(part.token_counts.max()) if len(part) else 0
-    counts = part.spread(part.valid)
-    alive = Groups(part.spread(pools) * longest + positions, counts)
-    shaped = _shape(o, part.tokens["entropies"].clamp(min=MIN_ENTROPY), part.spread(right), alive)
-    return shaped, part.spread(part.group_ids if o.gtpo_pool == "joint" else pools), counts
+    longest = 0
+    if len(part):
+        longest = int(part.token_counts.max())
+    counts = part.to_tokens(part.valid)
+    at_same_place = part.to_tokens(pools) * longest + part.positions()
+    entropies = part.tokens["entropies"].clamp(min=MIN_ENTROPY)
+    shaped = _shape(o, entropies, part.to_tokens(right), Groups(at_same_place, counts))
+    if o.gtpo_pool == "joint":
+        pools = part.group_ids
+    return shaped, part.to_tokens(pools), counts
 
 
 def _shape(o: ObjectiveConfig, entropy: Tensor, right: Tensor, pool: Groups) -> Tensor:
+    """GTPO's reward by entropy within a pool of right or of wrong ones; [n], or [N] by samples."""
     measure = torch.where(right, entropy, 1 / entropy)
     portion = pool.count * measure / pool.sum(measure).clamp(min=1e-300)
-    return torch.where(right, 1.0, -1.0) * (o.gtpo_alpha1 + o.gtpo_alpha2 * portion)
+    sign = torch.where(right, 1.0, -1.0)
+    return sign * (o.gtpo_alpha1 + o.gtpo_alpha2 * portion)
 
 
 def turn_index(batch: SampleBatch) -> Tensor:
@@ -263,7 +277,7 @@ def _credit(batch: SampleBatch, events: Events, values: Tensor) -> Tensor:
 
 
 def _discounted(values: Tensor, last: Tensor, factor: float) -> Tensor:
-    """Backward discounted sums that restart after every `last`."""
+    """Backward discounted sums that restart after every `last`, [K]."""
     backwards = []
     running = 0.0
     for value, is_last in zip(values.flip(0).tolist(), last.flip(0).tolist(), strict=True):

@@ -1,7 +1,7 @@
 """Rewards to advantages, in the order: shaping, subset, estimator, KL, whitening, reweighting."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from grpo_megatron.algorithms.advantages.after import SHAPINGS, whiten
 from grpo_megatron.algorithms.advantages.before import (
     GROUP_SUBSETS,
     REWARD_SHAPINGS,
-    adaptive,
-    success,
+    adaptive_subset,
+    mean_rewards,
 )
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
-from grpo_megatron.algorithms.batch import Groups, SampleBatch, by_groups, suffix_sums
+from grpo_megatron.algorithms.batch import Advantages, SampleBatch
 from grpo_megatron.algorithms.custom import columns_of, function_of, is_custom, require_shape
+from grpo_megatron.algorithms.groups import Groups, by_groups, suffix_sums
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
@@ -31,19 +32,13 @@ _NEEDS = {
 """Token columns that estimators and shapings read."""
 
 
-@dataclass(frozen=True)
-class Advantages:
-    """0 for samples that do not count."""
-
-    values: Tensor  # [N], or [n] where they differ within samples
-    per_token: bool
-
-
 def needed_columns(o: ObjectiveConfig, *, weighs_kl: bool) -> frozenset[str]:
     """Token columns that advantages are made of. weighs_kl: see `Objective`."""
-    of_kl = {"old_logprobs", "ref_logprobs"} if o.kl == "reward_k1" and weighs_kl else ()
-    of_advantage = _NEEDS.get(o.advantage, columns_of(o.advantage))
-    return frozenset().union(of_advantage, _NEEDS.get(o.shaping, ()), of_kl)
+    needed = set(_NEEDS.get(o.advantage, columns_of(o.advantage)))
+    needed.update(_NEEDS.get(o.shaping, ()))
+    if o.kl == "reward_k1" and weighs_kl:
+        needed.update(("old_logprobs", "ref_logprobs"))
+    return frozenset(needed)
 
 
 def select(objective: Objective, batch: SampleBatch) -> Tensor:
@@ -67,7 +62,10 @@ def state_after(objective: Objective, batch: SampleBatch) -> dict[str, Any]:
 
 def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     """Advantages of a whole rollout batch, without gradient, by the steps of this module; 0 for
-    samples without a reward or outside of the subset. DataError: steps or turns are missing."""
+    samples without a reward or outside of the subset.
+
+    Raises DataError: steps or turns are missing; ConfigError: a custom function cannot be imported
+    or returns another shape than [N]."""
     o = objective.config
     batch, groups = _rewarded(objective, batch)
     estimator = function_of("advantage", o.advantage, ESTIMATORS)
@@ -78,14 +76,18 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     if o.kl == "reward_k1" and objective.weighs_kl:
         by_domain = torch.tensor(objective.by_domain("kl_beta"), dtype=torch.float64)
         future = _future_kl(batch, torch.where(groups.valid, by_domain[batch.domains], 0.0))
-        values = (values if per_token else batch.spread(values.to(future.dtype))) - future
-        per_token = True
+        if not per_token:
+            values = batch.to_tokens(values.to(future.dtype))
+            per_token = True
+        values = values - future
     if o.whiten != "none":
         values = whiten(o, batch, values, groups.valid, per_token=per_token)
     if o.shaping != "none":
         values = SHAPINGS[o.shaping](o, batch, groups, values)
         per_token = o.shaping in TOKEN_SHAPINGS
-    valid = batch.spread(groups.valid) if per_token else groups.valid
+    valid = groups.valid
+    if per_token:
+        valid = batch.to_tokens(valid)
     return Advantages(torch.where(valid, values, 0.0), per_token)
 
 
@@ -97,7 +99,7 @@ def _rewarded(objective: Objective, batch: SampleBatch) -> tuple[SampleBatch, Gr
         return batch, groups
     if o.subset == "adaptive":
         seen = _success_so_far(objective, batch, groups)
-        chosen = adaptive(o, batch, groups, list(seen.values()))
+        chosen = adaptive_subset(o, batch, groups, list(seen.values()))
     else:
         chosen = GROUP_SUBSETS[o.subset](o, batch, groups)
     return batch, Groups(batch.group_ids, chosen)
@@ -119,7 +121,7 @@ def _success_so_far(
     if objective.config.statistics_scope == "domain":
         keys = [f"success@{domain}" for domain in objective.domains]
     found = {}
-    of_scopes = success(objective.config, batch, groups, len(keys))
+    of_scopes = mean_rewards(objective.config, batch, groups, len(keys))
     for key, of_groups in zip(keys, of_scopes, strict=True):
         earlier = RunningDistribution.from_state(objective.state.get(key, []))
         found[key] = earlier.with_values(of_groups.numpy())
@@ -132,6 +134,6 @@ def _future_kl(batch: SampleBatch, betas: Tensor) -> Tensor:
     def of_groups(part: SampleBatch, beta: Tensor) -> Tensor:
         k1 = part.tokens["old_logprobs"] - part.tokens["ref_logprobs"]
         k1 = torch.where(torch.isfinite(k1), k1, 0.0)
-        return part.spread(beta) * suffix_sums(k1, part)
+        return part.to_tokens(beta) * suffix_sums(k1, part)
 
     return by_groups(batch, of_groups, betas)

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from grpo_megatron.algorithms.advantages.before import GROUP_SUBSETS, REWARD_SHAPINGS
 from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
-from grpo_megatron.algorithms.batch import Groups, SampleBatch
+from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.custom import is_custom
+from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
 
 _BASELINE_OF_THE_BATCH = ("reward",)
@@ -58,6 +59,6 @@ def _possible_rewards(o: ObjectiveConfig, group: SampleBatch) -> list[Tensor]:
         return [shape(o, group, groups)]
     possible = []
     for fraction in (0.0, 1.0):  # not, or among the groups that pay for length
-        decided = o.model_copy(update={"length_switch_fraction": fraction})
-        possible.append(shape(decided, group, groups))
+        with_fraction = o.model_copy(update={"length_switch_fraction": fraction})
+        possible.append(shape(with_fraction, group, groups))
     return possible

@@ -21,8 +21,8 @@ from grpo_megatron.trainer.megatron.model_config import transformer_config
 from grpo_megatron.trainer.megatron.platform import device
 from grpo_megatron.trainer.megatron.policy import Policy, build_models
 from grpo_megatron.trainer.routing.router_replay import RouteReplay
-from grpo_megatron.trainer.steps.microbatch import build_microbatch
-from grpo_megatron.trainer.steps.optimizer_step import PreparedBatch, logprob_pass
+from grpo_megatron.trainer.steps.microbatch import UpdateBatch, build_microbatch
+from grpo_megatron.trainer.steps.optimizer_step import logprob_pass
 from grpo_megatron.weights.gather import all_gathered
 
 TOLERANCE = 1e-3
@@ -116,5 +116,5 @@ def _by_megatron(
         build_microbatch(i, table, row, device=device(), pad_to=parts)
         for i in range(layout.pipeline_parallel_size)
     )
-    found = logprob_pass(policy, PreparedBatch(many, len(ids)))[0][0]
+    found = logprob_pass(policy, UpdateBatch(torch.from_numpy(row), many, len(ids)))[0][0]
     return found.cpu() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None

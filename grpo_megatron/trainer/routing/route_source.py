@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.step_terms import StepTerms
+from grpo_megatron.algorithms.batch import LossConstants
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
@@ -15,8 +15,7 @@ from grpo_megatron.routing.shape import RouteStatus
 from grpo_megatron.trainer.megatron.process_groups import summed
 from grpo_megatron.trainer.routing import router_replay
 from grpo_megatron.trainer.routing.router_replay import RouteReplay, Routes, RoutingPass, local_part
-from grpo_megatron.trainer.steps.microbatch import MicroBatch
-from grpo_megatron.trainer.steps.optimizer_step import PreparedBatch, Update
+from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.weights.gather import all_gathered
 
 
@@ -47,7 +46,7 @@ class RouteSource:
         has_loss = settings.keep_loss != "none" or settings.balance_weight > 0
         return has_loss and settings.replay == "r2"
 
-    def from_store(self, batch: PreparedBatch) -> list[Routes] | None:
+    def from_store(self, batch: UpdateBatch) -> list[Routes] | None:
         """The engine's routes of this rank's tokens and layers; None where none are recorded.
 
         Raises DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks."""
@@ -93,7 +92,7 @@ class RouteSource:
                 remedy="delete the step to sample it anew, or set routing.on_missing=live",
             )
 
-    def finish(self, run: RoutingPass | None, batch: PreparedBatch) -> None:
+    def finish(self, run: RoutingPass | None, batch: UpdateBatch) -> None:
         """Measure a finished pass. Collective."""
         if run is not None:
             self._measured.append(self._replay.finish(run, batch.microbatches))
@@ -126,7 +125,7 @@ class RouteSource:
             measure=True,
         )
 
-    def training_pass(self, update: Update, terms: StepTerms) -> RoutingPass | None:
+    def training_pass(self, update: UpdateBatch, constants: LossConstants) -> RoutingPass | None:
         """A pass with gradients."""
         if not self.active:
             return None
@@ -142,10 +141,10 @@ class RouteSource:
             compared["update"] = recorded
         if is_first_pass and update.routes is not None:
             compared["rollout"] = update.routes
-        keep = self._keep(update, replayed, terms)
+        keep = self._keep(update, replayed, constants)
         return RoutingPass(replayed=replayed, compared=compared, measure=is_first_pass, keep=keep)
 
-    def margin_pass(self, update: Update) -> RoutingPass | None:
+    def margin_pass(self, update: UpdateBatch) -> RoutingPass | None:
         """A look at the current weights with the routes of training, nothing measured."""
         if not self.active or self.settings.replay == "none":
             return None
@@ -153,13 +152,13 @@ class RouteSource:
             return RoutingPass(replayed=update.routes)
         return RoutingPass(replayed=self._recorded(update))
 
-    def _recorded(self, update: Update) -> list[Routes] | None:
+    def _recorded(self, update: UpdateBatch) -> list[Routes] | None:
         """The live choices of the old-policy pass, for all tokens."""
         if update.old_routing is None:
             return None
         num_layers = len(self._replay.taps)
         found = []
-        for microbatch in update.batch.microbatches:
+        for microbatch in update.microbatches:
             size = local_part(microbatch.tokens[0]).numel()
             ids = torch.empty(
                 num_layers, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype
@@ -171,29 +170,28 @@ class RouteSource:
         return found
 
     def _keep(
-        self, update: Update, replayed: Sequence[Routes] | None, terms: StepTerms
+        self, update: UpdateBatch, replayed: Sequence[Routes] | None, constants: LossConstants
     ) -> router_replay.KeepTerms | None:
         settings = self.settings
-        batch = update.batch
         if settings.keep_loss == "none" and settings.balance_weight == 0:
             return None
         by_domain = self._keep_weights()
         weights = []
-        for microbatch in batch.microbatches:
+        for microbatch in update.microbatches:
             rows = torch.from_numpy(microbatch.table_rows)
-            of_sample = terms.weights[rows] * by_domain[terms.batch.domains[rows]]
+            of_sample = constants.weights[rows] * by_domain[constants.batch.domains[rows]]
             at_tokens = torch.zeros(microbatch.num_tokens)
             at_tokens[microbatch.rows.cpu()] = of_sample[microbatch.sample.cpu()].float()
             weights.append(local_part(at_tokens))
         balance = None
         if settings.balance_weight > 0:
             assert replayed is not None  # rule routing_replay
-            balance = self._balance(batch, replayed)
+            balance = self._balance(update, replayed)
         old_log_probs: Mapping[tuple[int, int], Tensor] = {}
         if update.old_routing is not None:
             old_log_probs = update.old_routing.recorded_log_probs
         return router_replay.KeepTerms(
-            settings.keep_loss, weights, old_log_probs, balance, batch.loss_scale
+            settings.keep_loss, weights, old_log_probs, balance, update.loss_scale
         )
 
     def _keep_weights(self) -> Tensor:
@@ -204,7 +202,7 @@ class RouteSource:
             weights.append(self.settings.keep_weight if own is None else own)
         return torch.tensor(weights, dtype=torch.float64)
 
-    def _balance(self, batch: PreparedBatch, replayed: Sequence[Routes]) -> Tensor:
+    def _balance(self, batch: UpdateBatch, replayed: Sequence[Routes]) -> Tensor:
         """Coefficients of the balance loss in this rank's layers, fp32 [R, E]. Collective."""
         replay = self._replay
         chosen = []

@@ -1,6 +1,6 @@
 """One optimizer step on recorded samples, and the passes that only look at log-probs.
 
-The loss of a step is a sum over tokens with weights fixed beforehand (`algorithms.step_terms`).
+The loss of a step is a sum over tokens with weights fixed beforehand (`algorithms.aggregation`).
 Megatron's schedule divides by the number of micro-batches and data parallelism averages, so the
 sum is multiplied by both: the split cannot change the result.
 
@@ -27,8 +27,8 @@ from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer.megatron.platform import device
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.trainer.megatron.process_groups import summed
-from grpo_megatron.trainer.routing.router_replay import RouteReplay, Routes, RoutingPass
-from grpo_megatron.trainer.steps.microbatch import MicroBatch, build_microbatch
+from grpo_megatron.trainer.routing.router_replay import RouteReplay, RoutingPass
+from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch, build_microbatch
 from grpo_megatron.weights.gather import all_gathered
 
 
@@ -40,44 +40,20 @@ class LossFunction(Protocol):
         metrics. output: what `PolicyModel` computed, [2 or 3, n]."""
 
 
-@dataclass(frozen=True)
-class PreparedBatch:
-    """This rank's micro-batches of one optimizer step."""
-
-    microbatches: tuple[MicroBatch, ...]
-    num_tokens: int
-    """Prompt and policy tokens of all ranks."""
-
-    @property
-    def loss_scale(self) -> float:
-        """Undoes the averages over micro-batches (Megatron) and over data parallelism."""
-        num_replicas = int(parallel_state.get_data_parallel_world_size())
-        return float(len(self.microbatches) * num_replicas)
-
-
-@dataclass
-class Update:
-    """One optimizer step: its samples, and what earlier passes found on them."""
-
-    rows: torch.Tensor
-    """int64: the samples in its loss."""
-    batch: PreparedBatch
-    old: list[torch.Tensor] | None = None
-    """Of each micro-batch what the old policy computed, fp32 [2 or 3, n]; None: the current policy
-    is the old one."""
-    ref: list[torch.Tensor] | None = None
-    """Of each micro-batch the reference's log-probs, fp32 [n]."""
-    routes: list[Routes] | None = None
-    """The engine's, of each micro-batch."""
-    old_routing: RoutingPass | None = None
-    """What the routers did in the old policy's pass."""
-
-
-def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> PreparedBatch:
-    """Plan and pack the samples `rows` (int64) for this rank.
+def prepare(
+    layout: TrainerConfig,
+    table: SampleTable,
+    rows: np.ndarray,
+    trained: np.ndarray | None = None,
+) -> UpdateBatch:
+    """Plan and pack the samples `rows` (int64) for this rank; those in the loss are `trained`
+    (int64, some of `rows`), or all.
 
     Every data-parallel rank gets equally many micro-batches, and as many as virtual pipeline
-    stages need: a multiple of the pipeline's size."""
+    stages need: a multiple of the pipeline's size. Raises DataError where a sample is longer than a
+    micro-batch."""
+    if trained is None:
+        trained = rows
     lengths = (table.prompt_lengths + table.completion_lengths)[rows]
     multiple_of = 1
     if layout.virtual_pipeline_parallel_size:
@@ -99,12 +75,14 @@ def prepare(layout: TrainerConfig, table: SampleTable, rows: np.ndarray) -> Prep
             device=device(),
         )
         microbatches.append(microbatch)
-    return PreparedBatch(tuple(microbatches), int(lengths.sum()))
+    return UpdateBatch(torch.from_numpy(trained), microbatches, int(lengths.sum()))
 
 
 def untruncated(output: torch.Tensor) -> torch.Tensor:
     """Return the log-probs over the whole vocabulary, fp32 [n], of what the model computed."""
-    return output[2] if len(output) > 2 else output[0]
+    if len(output) > 2:
+        return output[2]
+    return output[0]
 
 
 # --- a training step
@@ -112,7 +90,7 @@ def untruncated(output: torch.Tensor) -> torch.Tensor:
 
 def train_step(
     policy: Policy,
-    batch: PreparedBatch,
+    batch: UpdateBatch,
     loss_function: LossFunction,
     routing: RoutingPass | None = None,
 ) -> Stats:
@@ -125,7 +103,7 @@ def train_step(
 
 def compute_gradients(
     policy: Policy,
-    batch: PreparedBatch,
+    batch: UpdateBatch,
     loss_function: LossFunction,
     routing: RoutingPass | None = None,
 ) -> Stats:
@@ -169,7 +147,7 @@ def _require_finite(what: str, value: float) -> None:
 
 
 def logprob_pass(
-    policy: Policy, batch: PreparedBatch, routing: RoutingPass | None = None
+    policy: Policy, batch: UpdateBatch, routing: RoutingPass | None = None
 ) -> list[torch.Tensor]:
     """Compute log-probs and entropies of the policy tokens, without gradients.
 
@@ -222,7 +200,7 @@ class _CollectOutput:
 
 def _run_schedule(
     policy: Policy,
-    batch: PreparedBatch,
+    batch: UpdateBatch,
     on_output: _OnOutput,
     routing: RoutingPass | None,
     *,
@@ -321,21 +299,22 @@ def _to_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _to_tensors(numbers: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Numbers or lists of them as tensors, float64."""
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
 
 
 def gather_tokens(
     batch: SampleBatch,
-    prepared: Sequence[PreparedBatch],
+    updates: Sequence[UpdateBatch],
     values: Sequence[Sequence[torch.Tensor]],
 ) -> torch.Tensor:
     """Bring values of policy tokens together: fp32 [n] in the table's order, on every rank.
 
-    values: of each prepared batch and each of its micro-batches, [n of it]. Collective."""
+    values: of each update and each of its micro-batches, [n of it]. Collective."""
     flat = torch.zeros(batch.num_tokens)
     if is_output_rank():
-        for part, found in zip(prepared, values, strict=True):
-            for microbatch, tokens in zip(part.microbatches, found, strict=True):
+        for update, of_update in zip(updates, values, strict=True):
+            for microbatch, tokens in zip(update.microbatches, of_update, strict=True):
                 index = batch.flat_index(torch.from_numpy(microbatch.table_rows))
                 flat[index] = tokens.cpu()
     return summed(flat)

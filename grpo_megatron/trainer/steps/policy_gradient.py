@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from grpo_megatron.algorithms.batch import LossConstants
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.stats import Stats
-from grpo_megatron.algorithms.step_terms import StepTerms
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.checks import logprob_check
 from grpo_megatron.trainer.steps.microbatch import MicroBatch
-from grpo_megatron.trainer.steps.optimizer_step import Update, untruncated
+from grpo_megatron.trainer.steps.optimizer_step import untruncated
 
 MaskRecord = tuple[np.ndarray, dict[str, np.ndarray]]
 """Of one micro-batch: table rows, int64 [S], and who was clipped or rejected, bool [n] by name."""
@@ -29,8 +29,7 @@ class PolicyGradientLoss:
         config: RunConfig,
         objective: Objective,
         table: SampleTable,
-        update: Update,
-        terms: StepTerms,
+        constants: LossConstants,
         *,
         replayed_masks: Mapping[str, torch.Tensor] | None,
         compare_engines: bool,
@@ -38,8 +37,7 @@ class PolicyGradientLoss:
         self.config = config
         self.objective = objective
         self.table = table
-        self.update = update
-        self.terms = terms
+        self.constants = constants
         self.replayed_masks = replayed_masks
         self.compare_engines = compare_engines
         self.recorded_masks: list[MaskRecord] = []
@@ -47,19 +45,18 @@ class PolicyGradientLoss:
     def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
         """Return the micro-batch's loss and metrics. output: fp32 [2 or 3, n]."""
         logprobs, entropies = output[:2].unbind(0)
-        old_logprobs = self._old_logprobs(microbatch, logprobs)
-        ref_logprobs = None
-        if self.update.ref is not None:
-            ref_logprobs = self.update.ref[microbatch.index]
-        batch = self.terms.loss_batch(
+        old_logprobs = microbatch.old_logprobs
+        if old_logprobs is None:
+            old_logprobs = logprobs.detach()
+        batch = self.constants.loss_batch(
             torch.from_numpy(microbatch.table_rows),
-            logprobs,
-            old_logprobs,
-            microbatch.rollout_logprobs,
-            entropies,
-            ref_logprobs,
-            untruncated(output),
-            self.replayed_masks,
+            logprobs=logprobs,
+            old_logprobs=old_logprobs,
+            rollout_logprobs=microbatch.rollout_logprobs,
+            entropies=entropies,
+            ref_logprobs=microbatch.ref_logprobs,
+            untruncated_logprobs=untruncated(output),
+            replayed_masks=self.replayed_masks,
         )
         loss, stats = policy_loss(self.objective, batch)
         if self.compare_engines:
@@ -68,12 +65,6 @@ class PolicyGradientLoss:
                 self.config, self.table, microbatch.table_rows, differences
             )
             stats.add(compared)
-        masks = {name: flags.cpu().numpy() for name, flags in stats.decisions.items()}
+        masks = {name: mask.cpu().numpy() for name, mask in stats.masks.items()}
         self.recorded_masks.append((microbatch.table_rows, masks))
         return loss, stats
-
-    def _old_logprobs(self, microbatch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
-        """Those of the old policy's pass; without one, the current policy is the old one."""
-        if self.update.old is None:
-            return logprobs.detach()
-        return self.update.old[microbatch.index][0]

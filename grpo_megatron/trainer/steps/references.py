@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_megatron.algorithms.advantages.pipeline import Advantages
-from grpo_megatron.algorithms.batch import SampleBatch
+from grpo_megatron.algorithms.batch import Advantages, SampleBatch
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure_kl, measure_move
 from grpo_megatron.batching.store import SampleTable
@@ -21,7 +20,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA
 from grpo_megatron.trainer.megatron.policy import Policy, state_tensors
 from grpo_megatron.trainer.steps import optimizer_step
-from grpo_megatron.trainer.steps.microbatch import MicroBatch
+from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.recorded_batch import objective_of
 
 START = "start"
@@ -109,7 +108,7 @@ class References:
     def logprobs(
         self,
         policy: Policy,
-        batches: Sequence[optimizer_step.PreparedBatch],
+        batches: Sequence[UpdateBatch],
         objective: Objective,
         domains: np.ndarray,
     ) -> list[list[torch.Tensor]]:
@@ -130,7 +129,7 @@ class References:
         return found
 
     def _passes_under(
-        self, policy: Policy, batches: Sequence[optimizer_step.PreparedBatch], name: str
+        self, policy: Policy, batches: Sequence[UpdateBatch], name: str
     ) -> list[list[torch.Tensor]]:
         """Log-probs under one reference, fp32 [n] by batch and micro-batch."""
         passes = []
@@ -148,7 +147,7 @@ class References:
 
 
 def _take_over(
-    batch: optimizer_step.PreparedBatch,
+    batch: UpdateBatch,
     so_far: list[torch.Tensor],
     of_this: list[torch.Tensor],
     uses: np.ndarray,

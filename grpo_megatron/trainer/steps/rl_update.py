@@ -5,7 +5,7 @@ trainer knows (entropies, old and reference log-probs). Every rank gets the same
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,14 +14,14 @@ from megatron.core import parallel_state
 
 from grpo_megatron.algorithms import evaluate, ratios
 from grpo_megatron.algorithms.advantages.pipeline import (
-    Advantages,
     advantages_of,
     needed_columns,
     select,
     state_after,
 )
+from grpo_megatron.algorithms.aggregation import loss_constants, with_preference
+from grpo_megatron.algorithms.batch import Advantages, LossConstants
 from grpo_megatron.algorithms.stats import Stats, derived
-from grpo_megatron.algorithms.step_terms import StepTerms, step_terms
 from grpo_megatron.batching.store import SampleTable, read_decisions, write_decisions
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import MismatchError
@@ -30,6 +30,7 @@ from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.steps import optimizer_step
+from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.policy_gradient import MaskRecord, PolicyGradientLoss
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 from grpo_megatron.trainer.steps.references import PolicyDriftMonitor, References
@@ -71,7 +72,7 @@ class Training:
         """Optimizer steps of the recorded step, also those without a sample to train."""
         return int(self.table.update.max(initial=-1)) + 1
 
-    def _plan(self) -> list[optimizer_step.Update]:
+    def _plan(self) -> list[UpdateBatch]:
         """Optimizer steps that have samples to train; the others are skipped."""
         trained = select(self.objective, self.batch).numpy()
         updates = []
@@ -82,9 +83,9 @@ class Training:
                 continue
             # advantages may need tokens of samples that have no loss
             computed = all_rows if self.needs else rows
-            batch = optimizer_step.prepare(self.config.trainer, self.table, computed)
-            routes = self.source.from_store(batch)
-            updates.append(optimizer_step.Update(torch.from_numpy(rows), batch, routes=routes))
+            update = optimizer_step.prepare(self.config.trainer, self.table, computed, rows)
+            update.routes = self.source.from_store(update)
+            updates.append(update)
         return updates
 
     def run(self, first_update: int, num_updates: int) -> TrainReport:
@@ -111,7 +112,7 @@ class Training:
         for number, update in enumerate(self.updates):
             rate = self.config.optimizer.rate(first_update + number, num_updates)
             self.policy.set_learning_rate(rate)
-            stats = self._train(update, self._terms(update, advantages))
+            stats = self._train(update, self._constants(update, advantages))
             self._learn(stats)
             rates.append(rate)
             by_update.append(stats)
@@ -128,7 +129,7 @@ class Training:
             updates=len(self.updates),
             losses=losses,
             grad_norms=grad_norms,
-            tokens=sum(update.batch.num_tokens for update in self.updates),
+            tokens=sum(update.num_tokens for update in self.updates),
             old_logprobs_s=old_logprobs_s,
             train_s=time.perf_counter() - self.started,
         )
@@ -141,18 +142,24 @@ class Training:
         advantages_need_it = bool(self.needs & {"old_logprobs", "entropies"})
         if advantages_need_it or self.source.needs_old_pass or not on_policy:
             for update in self.updates:
-                update.old_routing = self.source.old_pass(update.routes)
-                update.old = optimizer_step.logprob_pass(
-                    self.policy, update.batch, update.old_routing
-                )
-                self.source.finish(update.old_routing, update.batch)
+                self._old_pass(update)
         if self.objective.wants_reference:
-            batches = [update.batch for update in self.updates]
             found = self.references.logprobs(
-                self.policy, batches, self.objective, self.table.domain
+                self.policy, self.updates, self.objective, self.table.domain
             )
-            for update, ref in zip(self.updates, found, strict=True):
-                update.ref = ref
+            for update, of_update in zip(self.updates, found, strict=True):
+                for microbatch, logprobs in zip(update.microbatches, of_update, strict=True):
+                    microbatch.ref_logprobs = logprobs
+
+    def _old_pass(self, update: UpdateBatch) -> None:
+        """Let the old policy, which the weights still are, look at the update's tokens."""
+        update.old_routing = self.source.old_pass(update.routes)
+        outputs = optimizer_step.logprob_pass(self.policy, update, update.old_routing)
+        self.source.finish(update.old_routing, update)
+        for microbatch, output in zip(update.microbatches, outputs, strict=True):
+            microbatch.old_logprobs = output[0]
+            microbatch.old_untruncated_logprobs = optimizer_step.untruncated(output)
+            microbatch.old_entropies = output[1]
 
     def _token_columns(self) -> dict[str, torch.Tensor]:
         """What advantages are computed from: fp32 [n] of the whole batch, equal on all ranks."""
@@ -160,28 +167,19 @@ class Training:
         if "token_ids" in self.needs:
             columns["token_ids"] = torch.from_numpy(self.table.all_completion_ids()).long()
         if "old_logprobs" in self.needs:
-            old = []
-            for outputs in self._old():
-                old.append([optimizer_step.untruncated(output) for output in outputs])
-            columns["old_logprobs"] = self._gathered(old)
+            columns["old_logprobs"] = self._gathered(_old_untruncated)
         if "entropies" in self.needs:
-            entropies = [[found[1] for found in passed] for passed in self._old()]
-            columns["entropies"] = self._gathered(entropies)
+            columns["entropies"] = self._gathered(_old_entropies)
         if "ref_logprobs" in self.needs:
-            columns["ref_logprobs"] = self._gathered([_reference(u) for u in self.updates])
+            columns["ref_logprobs"] = self._gathered(_reference)
         return columns
 
-    def _old(self) -> list[list[torch.Tensor]]:
-        """What the old policy computed, by update and micro-batch; its pass was run."""
-        found = []
+    def _gathered(self, column: Callable[[MicroBatch], torch.Tensor]) -> torch.Tensor:
+        """A column of all micro-batches, fp32 [n] in the table's order, on every rank."""
+        values = []
         for update in self.updates:
-            assert update.old is not None
-            found.append(update.old)
-        return found
-
-    def _gathered(self, values: list[list[torch.Tensor]]) -> torch.Tensor:
-        batches = [update.batch for update in self.updates]
-        return optimizer_step.gather_tokens(self.batch, batches, values)
+            values.append([column(microbatch) for microbatch in update.microbatches])
+        return optimizer_step.gather_tokens(self.batch, self.updates, values)
 
     def _shuffled(self, advantages: Advantages) -> Advantages:
         """The negative control: every sample gets another one's advantage."""
@@ -197,34 +195,35 @@ class Training:
 
     # --- one optimizer step
 
-    def _terms(self, update: optimizer_step.Update, advantages: Advantages) -> StepTerms:
+    def _constants(self, update: UpdateBatch, advantages: Advantages) -> LossConstants:
         """What is fixed before the first micro-batch."""
         constant_length = self.config.objective.aggregation_length
         if constant_length is None:
             constant_length = self.config.rollout.max_new_tokens
-        terms = step_terms(self.objective, self.batch, advantages, update.rows, constant_length)
+        constants = loss_constants(
+            self.objective, self.batch, advantages, update.rows, constant_length
+        )
         if self.config.objective.preference_weight > 0:
-            terms = terms.with_margins(self.objective, self._margins(update))
-        return terms
+            constants = with_preference(constants, self.objective, self._margins(update))
+        return constants
 
-    def _train(self, update: optimizer_step.Update, terms: StepTerms) -> Stats:
+    def _train(self, update: UpdateBatch, constants: LossConstants) -> Stats:
         """Take one optimizer step."""
-        routing = self.source.training_pass(update, terms)
+        routing = self.source.training_pass(update, constants)
         sampled_by_these_weights = not self.table.manifest.stale
         loss = PolicyGradientLoss(
             self.config,
             self.objective,
             self.table,
-            update,
-            terms,
+            constants,
             replayed_masks=self.replayed_masks,
             compare_engines=self.config.can_verify_from_samples and sampled_by_these_weights,
         )
-        stats = optimizer_step.compute_gradients(self.policy, update.batch, loss, routing)
+        stats = optimizer_step.compute_gradients(self.policy, update, loss, routing)
         self._require_agreement(stats)
         stats = optimizer_step.apply_gradients(self.policy, stats)
         self.recorded_masks += loss.recorded_masks
-        self.source.finish(routing, update.batch)
+        self.source.finish(routing, update)
         return stats
 
     def _require_agreement(self, stats: Stats) -> None:
@@ -237,14 +236,15 @@ class Training:
                 remedy=logprob_check.REMEDY,
             )
 
-    def _margins(self, update: optimizer_step.Update) -> torch.Tensor:
+    def _margins(self, update: UpdateBatch) -> torch.Tensor:
         """`sum_t log pi_theta - log pi_ref` of every sample at the current weights, float64 [N]."""
         routing = self.source.margin_pass(update)
-        now = optimizer_step.logprob_pass(self.policy, update.batch, routing)
+        outputs = optimizer_step.logprob_pass(self.policy, update, routing)
         of_tokens = []
-        for output, reference in zip(now, _reference(update), strict=True):
-            of_tokens.append(ratios.log_ratio(optimizer_step.untruncated(output), reference))
-        gathered = optimizer_step.gather_tokens(self.batch, [update.batch], [of_tokens])
+        for microbatch, output in zip(update.microbatches, outputs, strict=True):
+            logprobs = optimizer_step.untruncated(output)
+            of_tokens.append(ratios.log_ratio(logprobs, _reference(microbatch)))
+        gathered = optimizer_step.gather_tokens(self.batch, [update], [of_tokens])
         return self.batch.sums(gathered).double()
 
     def _learn(self, stats: Stats) -> None:
@@ -290,10 +290,22 @@ class Training:
         return metrics
 
 
-def _reference(update: optimizer_step.Update) -> list[torch.Tensor]:
+def _old_untruncated(microbatch: MicroBatch) -> torch.Tensor:
+    """The old policy's log-probs over the whole vocabulary; its pass was run."""
+    assert microbatch.old_untruncated_logprobs is not None
+    return microbatch.old_untruncated_logprobs
+
+
+def _old_entropies(microbatch: MicroBatch) -> torch.Tensor:
+    """The old policy's entropies; its pass was run."""
+    assert microbatch.old_entropies is not None
+    return microbatch.old_entropies
+
+
+def _reference(microbatch: MicroBatch) -> torch.Tensor:
     """The reference's log-probs, which the objective wants and a pass has found."""
-    assert update.ref is not None
-    return update.ref
+    assert microbatch.ref_logprobs is not None
+    return microbatch.ref_logprobs
 
 
 def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:

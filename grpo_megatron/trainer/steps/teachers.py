@@ -18,8 +18,8 @@ from grpo_megatron.config.run import DistillationConfig, RunConfig, TeacherConfi
 from grpo_megatron.errors import DataError
 from grpo_megatron.trainer.megatron.policy import Policy, state_tensors
 from grpo_megatron.trainer.megatron.policy_model import PolicyModel
-from grpo_megatron.trainer.steps.microbatch import MicroBatch
-from grpo_megatron.trainer.steps.optimizer_step import PreparedBatch, logprob_pass, untruncated
+from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
+from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, untruncated
 from grpo_megatron.trainer.vocab_parallel.divergence import (
     DivergenceSettings,
     TeacherTokens,
@@ -39,22 +39,22 @@ class Teachers:
         self._load = load
         self._files: dict[Path, np.memmap] = {}
 
-    def look_at(
-        self, policy: Policy, batch: PreparedBatch, table: SampleTable, rows: np.ndarray
-    ) -> None:
-        """Put into every micro-batch of the update that trains `rows` what the teachers of its
-        samples' domains think of its tokens. The policy is as before afterwards. Collective."""
+    def look_at(self, policy: Policy, update: UpdateBatch, table: SampleTable) -> None:
+        """Put into every micro-batch what the teachers of its samples' domains think of its tokens.
+
+        The policy is as before afterwards. Collective. Raises DataError where the step lacks what a
+        served teacher answered."""
         students: list[torch.Tensor] | None = None
         for number, teacher in enumerate(self.settings.teachers):
             taught = np.isin(table.domain, self._domains_of(teacher))
             if teacher.url:
-                self._recall(policy.models[-1], batch, table, number, taught)
-            elif taught[rows].any():  # the same answer on every rank
+                self._recall(policy.models[-1], update, table, number, taught)
+            elif taught[update.rows.numpy()].any():  # the same answer on every rank
                 if students is None:
                     students = [t.to("cpu", copy=True) for t in state_tensors(policy)]
                 assert teacher.path is not None  # rule teacher_source
                 self._put_in_place(policy, teacher.path)
-                self._ask(policy, batch, teacher, taught)
+                self._ask(policy, update, teacher, taught)
         if students is not None:
             _fill(policy, students)
 
@@ -92,7 +92,7 @@ class Teachers:
     def _recall(
         self,
         model: PolicyModel,
-        batch: PreparedBatch,
+        batch: UpdateBatch,
         table: SampleTable,
         number: int,
         taught: np.ndarray,
@@ -128,7 +128,7 @@ class Teachers:
             microbatch.teachers.append(answers)
 
     def _ask(
-        self, policy: Policy, batch: PreparedBatch, teacher: TeacherConfig, taught: np.ndarray
+        self, policy: Policy, batch: UpdateBatch, teacher: TeacherConfig, taught: np.ndarray
     ) -> None:
         """What the teacher whose weights are in place computes of the taught tokens."""
         mode = self.settings.mode

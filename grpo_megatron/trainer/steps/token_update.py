@@ -17,7 +17,6 @@ from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.steps.microbatch import MicroBatch
 from grpo_megatron.trainer.steps.optimizer_step import (
-    Update,
     losses_and_norms,
     prepare,
     train_step,
@@ -71,20 +70,20 @@ def train_tokens(
     source = RouteSource(config, policy.replay, table)
     for number in range(int(table.update.max(initial=-1)) + 1):
         rows = np.flatnonzero(table.update == number)
-        batch = prepare(config.trainer, table, rows)
+        update = prepare(config.trainer, table, rows)
         if teachers is not None:
-            teachers.look_at(policy, batch, table, rows)
-        routes = source.from_store(batch) if table.route_shapes else None
-        update = Update(torch.from_numpy(rows), batch, routes=routes)
+            teachers.look_at(policy, update, table)
+        if table.route_shapes:
+            update.routes = source.from_store(update)
         num_completion_tokens = int(table.completion_lengths[rows].sum())
         weight = 1.0 / max(num_completion_tokens, 1)
         loss = TokenLoss(config, table, weight, distils=teachers is not None)
         rate = optimizer.rate(first_update + number, num_updates)
         policy.set_learning_rate(rate)
-        stats = train_step(policy, batch, loss, source.margin_pass(update))
+        stats = train_step(policy, update, loss, source.margin_pass(update))
         by_update.append(stats)
         total.add(stats)
-        num_tokens += batch.num_tokens
+        num_tokens += update.num_tokens
     losses, grad_norms = losses_and_norms(by_update)
     return TrainReport(
         metrics={**total.result(), **source.metrics(), "optimizer/lr": rate},
