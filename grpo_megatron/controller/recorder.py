@@ -133,7 +133,7 @@ def prune_store(store: Path, starts: Sequence[int], keep: int) -> None:
     newest of `starts` (ascending), and the first `keep` after each of the others."""
     if not starts:
         return
-    for recorded, path in _steps_of(store):
+    for recorded, path in steps_in(store):
         before = [start for start in starts if start <= recorded]
         since_the_newest = bool(before) and before[-1] == starts[-1]
         soon_after_one = bool(before) and recorded < before[-1] + keep
@@ -146,13 +146,13 @@ def drop_disconnected(store: Path, step: int) -> None:
     sampled anew, and what was recorded later came from another policy."""
     while is_recorded(store / f"step_{step:06d}"):
         step += 1
-    for recorded, path in _steps_of(store):
+    for recorded, path in steps_in(store):
         if recorded > step:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _steps_of(store: Path) -> list[tuple[int, Path]]:
-    """Step and directory of what is recorded; not what is still being written."""
+def steps_in(store: Path) -> list[tuple[int, Path]]:
+    """List step and directory of what is recorded, not of what was never finished."""
     found = []
     for path in store.glob("step_*"):
         number = path.name.removeprefix("step_")

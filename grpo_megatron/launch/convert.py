@@ -37,26 +37,19 @@ def convert(job: dict[str, Any], num_ranks: int) -> None:
 
 def _ranks(job: Path, num_ranks: int) -> list[ChildProcess]:
     """On the CPU, whatever the machine has: bytes are moved, not computed with."""
-    return [
-        ChildProcess(
-            f"rank-{rank}",
-            [
-                sys.executable,
-                "-m",
-                "grpo_megatron.trainer.convert",
-                str(job),
-                str(job.with_name("store")),
-            ],
-            job.with_name(f"rank-{rank}.log"),
-            QUIET | rank_variables(rank, num_ranks) | {"CUDA_VISIBLE_DEVICES": ""},
-            piped=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    store = job.with_name("store")
+    command = [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job), str(store)]
+    ranks = []
+    for rank in range(num_ranks):
+        log = job.with_name(f"rank-{rank}.log")
+        env = QUIET | rank_variables(rank, num_ranks) | {"CUDA_VISIBLE_DEVICES": ""}
+        ranks.append(ChildProcess(f"rank-{rank}", command, log, env, piped=True))
+    return ranks
 
 
 @contextmanager
 def _claimed(target: str | None) -> Iterator[None]:
+    """Hold the lock of the directory in which `target` is made; None: nothing is written."""
     if target is None:
         yield
         return
@@ -71,6 +64,7 @@ def _claimed(target: str | None) -> Iterator[None]:
 
 
 def _watch(ranks: list[ChildProcess], screen: "_Screen") -> None:
+    """Show what ranks print until all have ended; TrainerError where one fails."""
     pipes = {rank.output: rank for rank in ranks}
     buffers = dict.fromkeys(pipes, b"")
     while pipes:
@@ -101,11 +95,12 @@ class _Screen:
         self._tasks: dict[str, tuple[progress.TaskID, int]] = {}
 
     def show(self, message: dict[str, Any]) -> None:
+        """Show a rank's message; raises the error that it may be."""
         match message:
             case {"error": _}:
                 raise_reply(message)
             case {"phase": phase, "total": total}:
-                self._tasks[phase] = self.bar.add_task(phase, total=total), total
+                self._tasks[phase] = (self.bar.add_task(phase, total=total), total)
             case {"phase": phase, "bytes": count} if phase in self._tasks:
                 self.bar.advance(self._tasks[phase][0], count)
             case {"phase": phase, "seconds": seconds}:

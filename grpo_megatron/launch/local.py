@@ -1,4 +1,4 @@
-"""`train` and `resume`: take the run directory, then supervise the run's roles."""
+"""`train` and `resume`: take the run directory, then start and watch the run's roles."""
 
 import os
 import shutil
@@ -19,7 +19,8 @@ from grpo_megatron.rundir import RunDir
 
 
 def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = False) -> int:
-    """Returns the exit code. ConfigError where the run exists, unless told to `overwrite` it."""
+    """Run a recipe; returns the exit code. ConfigError where the run exists, unless told to
+    `overwrite` it."""
     run_dir = RunDir(resolved.run_path)
     refuse_missing(resolved.config)
     run_dir.refuse_existing(overwrite=overwrite)
@@ -27,9 +28,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     refuse_unbound_rewards(resolved.config)
     refuse_unreadable_problems(resolved.config)
     with run_lock(run_dir):
-        for path in run_dir.root.iterdir():  # what an earlier run of this name left
-            if path != run_dir.lock:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _remove_earlier_run(run_dir)
         return _run(resolved, run_dir, in_job)
 
 
@@ -37,8 +36,20 @@ def resume(path: Path, overrides: list[str], *, in_job: bool = False) -> int:
     """Continue a run from its newest complete checkpoint; returns the exit code."""
     run_dir = RunDir(path)
     with run_lock(run_dir):
-        refuse_missing((resolved := resolve_run(run_dir.config, overrides)).config)
+        resolved = resolve_run(run_dir.config, overrides)
+        refuse_missing(resolved.config)
         return _run(resolved, run_dir, in_job)
+
+
+def _remove_earlier_run(run_dir: RunDir) -> None:
+    """Remove what an earlier run of this name left, but for the lock, which is held."""
+    for path in run_dir.root.iterdir():
+        if path == run_dir.lock:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _run(resolved: ResolvedConfig, run_dir: RunDir, in_job: bool) -> int:

@@ -18,7 +18,7 @@ from grpo_megatron.trainer.requests import MeasureLogprobGaps
 def report_mismatch(
     path: Path, step: int | None, overrides: Sequence[str], page: Path | None, *, by_layer: bool
 ) -> Iterator[str]:
-    """Lines of a table; writes the page with heat maps too."""
+    """Yield the lines of a table; writes the page with heat maps too."""
     run_dir = RunDir(path)
     step = choose_step(run_dir, step)
     yield f"log-prob gap of step {step} of {path}: engine - trainer with live routing"
@@ -46,12 +46,16 @@ async def _measure(
     notes = []
 
     async def columns(weights_of: int, flags: Sequence[str], layers: bool) -> tuple:
+        """Log-probs by routing, their metrics, the recipe with `flags`."""
         async with offline_trainer(run_dir, flags, f"mismatch-{step}") as trainer:
             await trainer.go_to(weights_of)
             to = trainer.scratch.root / "gaps.safetensors"
             request = MeasureLogprobGaps(directory=trainer.store(step), to=to, by_layer=layers)
             metrics = await trainer.call(request)
-            return ({n: np.array(v) for n, v in read_columns(to).items()}, metrics, trainer.config)
+            logprobs = {}
+            for name, values in read_columns(to).items():
+                logprobs[name] = np.array(values)  # the file goes with the trainer
+            return (logprobs, metrics, trainer.config)
 
     run, metrics, config = await columns(step, overrides, by_layer)
     if not table.route_shapes:
@@ -62,14 +66,16 @@ async def _measure(
     precise = None
     flags = [*overrides, f"trainer.precision={config.rollout.dtype}"]
     if config.rollout.dtype != config.trainer.precision:
-        precise = (await columns(step, flags, False))[0]
-    versions = {int(v) for row in range(len(table)) for v in np.unique(table.versions(row))}
+        precise, _, _ = await columns(step, flags, False)
+    versions: set[int] = set()
+    for row in range(len(table)):
+        versions.update(np.unique(table.versions(row)).tolist())
     sampled_by = None
     version = max(versions, default=step)
     if versions not in ({step}, set()):
         there = {*recorded_steps(run_dir), *complete_steps(run_dir.checkpoints)}
         if len(versions) == 1 and version in there:
-            sampled_by = (await columns(version, flags, False))[0]
+            sampled_by, _, _ = await columns(version, flags, False)
         else:
             notes.append(
                 f"sampled by weight versions {sorted(versions)}, whose checkpoints are "

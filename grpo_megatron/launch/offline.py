@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_megatron.batching.manifest import read_manifest
+from grpo_megatron.batching.manifest import is_recorded, read_manifest
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.loader import read_resolved, write_resolved
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.controller.recorder import starting_steps
+from grpo_megatron.controller.recorder import starting_steps, steps_in
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.errors import DataError, TrainerError
 from grpo_megatron.launch.processes import ChildProcess, stop_all
@@ -30,8 +30,9 @@ from grpo_megatron.trainer.requests import (
 
 
 def recorded_steps(run_dir: RunDir) -> list[int]:
-    """Steps in the store that can be computed again: every step from a start on is there."""
-    stored = {int(p.parent.name[5:]) for p in run_dir.store.glob("step_*/manifest.json")}
+    """List the steps in the store that can be computed again: every step from a start on is
+    there."""
+    stored = {step for step, directory in steps_in(run_dir.store) if is_recorded(directory)}
     if not stored or not run_dir.config.exists():
         return []
     found = set()
@@ -44,7 +45,7 @@ def recorded_steps(run_dir: RunDir) -> list[int]:
 
 
 def choose_step(run_dir: RunDir, step: int | None) -> int:
-    """`step`, by default the newest; DataError where it cannot be computed again."""
+    """Return `step`, by default the newest; DataError where it cannot be computed again."""
     steps = recorded_steps(run_dir)
     if not steps:
         raise DataError(
@@ -56,9 +57,11 @@ def choose_step(run_dir: RunDir, step: int | None) -> int:
         return steps[-1]
     if step not in steps:
         near = min(steps, key=lambda s: abs(s - step))
-        shown = ", ".join(map(str, steps if len(steps) < 9 else [*steps[:4], "…", *steps[-4:]]))
+        shown = [str(known) for known in steps]
+        if len(shown) >= 9:
+            shown = [*shown[:4], "…", *shown[-4:]]
         raise DataError(
-            f"step {step} cannot be computed again; these can: {shown}",
+            f"step {step} cannot be computed again; these can: {', '.join(shown)}",
             where=str(run_dir.root),
             remedy=f"take {run_dir.root}@{near}",
         )
@@ -76,16 +79,23 @@ class OfflineTrainer:
     link: TrainerLink
 
     async def call(self, request: Request[Answer]) -> Answer:
-        """Raises TrainerError with the log's last lines when a rank dies."""
+        """Have the ranks execute `request`.
+
+        Raises TrainerError with the log's last lines when a rank dies."""
         answer = asyncio.ensure_future(self.link.call(request))
         try:
-            while not (await asyncio.wait([answer], timeout=0.2))[0]:
-                for child in self.children:
-                    if child.exit_code:
-                        raise TrainerError(str(child.end()), where=str(child.log))
-            return answer.result()
+            while True:
+                done, _ = await asyncio.wait([answer], timeout=0.2)
+                if done:
+                    return answer.result()
+                self._raise_if_died()
         finally:
             answer.cancel()
+
+    def _raise_if_died(self) -> None:
+        for child in self.children:
+            if child.exit_code:
+                raise TrainerError(str(child.end()), where=str(child.log))
 
     async def train_again(self, step: int, state: RunState) -> TrainReport:
         """Train a recorded step with the decisions that were recorded."""
@@ -99,7 +109,7 @@ class OfflineTrainer:
         return await self.call(request)
 
     async def go_to(self, step: int) -> RunState:
-        """Weights, optimizer and references as they were before `step`."""
+        """Bring weights, optimizer and references to where they were before `step`."""
         starts = starting_steps(self.config, self.run_dir)
         start = max(known for known in starts if known <= step)
         state = await self._start_at(start)
@@ -122,6 +132,7 @@ class OfflineTrainer:
         return RunState(step=0, updates=0, sampler={}, heldout_before=math.nan, seconds=0.0)
 
     def store(self, step: int) -> Path:
+        """Absolute path of a recorded step of the run."""
         return self.run_dir.step_store(step).absolute()
 
 

@@ -46,17 +46,23 @@ class ChildProcess:
 
     def start(self) -> None:
         """Start it. It is killed when the supervisor dies, even by SIGKILL (piped: SIGTERM)."""
-        number = signal.SIGTERM if self.piped else signal.SIGKILL  # vLLM loses one while it starts
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
+            stdin: int = subprocess.DEVNULL
+            stdout: int = log.fileno()
+            at_death = signal.SIGKILL  # vLLM loses a SIGTERM while it starts
+            if self.piped:
+                stdin = subprocess.PIPE
+                stdout = subprocess.PIPE
+                at_death = signal.SIGTERM
             self.process = subprocess.Popen(
                 self.argv,
+                stdin=stdin,
+                stdout=stdout,
                 stderr=log,
                 start_new_session=True,
-                stdin=subprocess.PIPE if self.piped else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if self.piped else log,
                 env={**os.environ, **self.env},
-                preexec_fn=partial(die_with_parent, os.getpid(), number),
+                preexec_fn=partial(die_with_parent, os.getpid(), at_death),
             )
         self.pidfd = os.pidfd_open(self.process.pid)
 
@@ -74,6 +80,7 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
+        """Whether it was started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
     @property
@@ -95,6 +102,7 @@ class ChildProcess:
         return False
 
     def end(self) -> End:
+        """Say how it ended; it has."""
         return End(self.name, self.exit_code or 0, self.log)
 
     def tell(self, line: str) -> None:
@@ -110,16 +118,17 @@ def wait_readable(
 ) -> list[int]:
     """Wait until a child ends, one of `files` is readable or the time is up; returns which of
     `files` are readable. That a child has ended is for the caller to see (`alive`)."""
-    ready, *_ = select.select([child.pidfd for child in children] + list(files), [], [], timeout_s)
+    pidfds = [child.pidfd for child in children]
+    ready, *_ = select.select([*pidfds, *files], [], [], timeout_s)
     return [fd for fd in ready if fd in files]
 
 
 def stop_all(children: Sequence[ChildProcess], grace_s: float = 5.0) -> None:
-    """TERM to every group, KILL to what is left after `grace_s`; also to orphans of the dead."""
+    """Send TERM to every group, KILL to what is left after `grace_s`, orphans of the dead too."""
     for child in children:
         child.signal_group(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while any(c.signal_group(0) for c in children) and time.monotonic() < deadline:
+    while any(child.signal_group(0) for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
         for child in children:
             child.exit_code  # noqa: B018  (reaps it)

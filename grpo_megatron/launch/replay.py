@@ -16,20 +16,18 @@ _OTHER_EACH_TIME = ("time/", "throughput/", "trainer/", "canary/", "evaluation/"
 
 
 def replay_step(path: Path, step: int | None, overrides: Sequence[str]) -> Iterator[str]:
-    """Lines of a table; MismatchError where loss or gradient norm are not reproduced."""
+    """Yield the lines of a table.
+
+    Raises MismatchError where loss or gradient norm are not reproduced; DataError where the step
+    cannot be computed again, or its training was not recorded."""
     run_dir = RunDir(path)
     step = choose_step(run_dir, step)
-    recorded = next((m for m in read_metrics(run_dir.metrics) if m["step"] == step), None)
-    if recorded is None:
-        raise DataError(
-            f"metrics.jsonl has no step {step}",
-            where=str(run_dir.metrics),
-            remedy="the step was sampled, but its training was not recorded",
-        )
+    recorded = _metrics_of(run_dir, step)
     yield f"replaying step {step} of {path}"
     found, precision = asyncio.run(_replay(run_dir, step, overrides))
     yield from compare(recorded, found)
-    if problems := disagreements(recorded, found, TOLERANCE[precision]):
+    problems = disagreements(recorded, found, TOLERANCE[precision])
+    if problems:
         raise MismatchError(
             "; ".join(problems),
             where=f"{path}@{step}",
@@ -37,6 +35,17 @@ def replay_step(path: Path, step: int | None, overrides: Sequence[str]) -> Itera
             "metrics above, the first that differs is nearest the cause",
         )
     yield f"the step is reproduced (tolerance {TOLERANCE[precision]:g})"
+
+
+def _metrics_of(run_dir: RunDir, step: int) -> Mapping[str, Any]:
+    for record in read_metrics(run_dir.metrics):
+        if record["step"] == step:
+            return record
+    raise DataError(
+        f"metrics.jsonl has no step {step}",
+        where=str(run_dir.metrics),
+        remedy="the step was sampled, but its training was not recorded",
+    )
 
 
 async def _replay(
@@ -49,8 +58,11 @@ async def _replay(
 
 
 def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator[str]:
-    """A line per metric that both have; per-layer ones only where they differ."""
-    names = [n for n in found if n in recorded and not n.startswith(_OTHER_EACH_TIME)]
+    """Yield a line per metric that both have; per-layer ones only where they differ."""
+    names = []
+    for name in found:
+        if name in recorded and not name.startswith(_OTHER_EACH_TIME):
+            names.append(name)
     width = max(map(len, names), default=0)
     for name in names:
         before = recorded[name]
@@ -60,22 +72,24 @@ def compare(recorded: Mapping[str, Any], found: Mapping[str, float]) -> Iterator
             yield f"  {name:<{width}}  {before:>14.8g}  {now:>14.8g}  {change:>9.2g}"
     changed = found.get("replay/decisions_changed", 0.0)
     yield f"  tokens on the other side of a clip or mask bound now: {changed:.3%}, held as recorded"
-    flips = {
-        n.rpartition("_")[2]: v
-        for n, v in found.items()
-        if n.startswith("routing/rollout_token_flip_rate/") and v > 0
-    }
+    flips = []
+    for name, rate in found.items():
+        if name.startswith("routing/rollout_token_flip_rate/") and rate > 0:
+            layer = name.rpartition("_")[2]
+            flips.append(f"layer {layer} {rate:.3%}")
     if flips:
-        where = ", ".join(f"layer {layer} {rate:.3%}" for layer, rate in flips.items())
+        where = ", ".join(flips)
         yield f"  tokens that the live router would send elsewhere now: {where}"
 
 
 def disagreements(
     recorded: Mapping[str, Any], found: Mapping[str, float], tolerance: float
 ) -> list[str]:
-    out = []
+    """Say what of loss and gradient norm differs by more than `tolerance`, relative to the sum of
+    the loss's absolute terms and to the norm itself; empty where nothing does."""
+    problems = []
     for name, scale in (("loss/value", "loss/abs_terms"), ("grad/norm", "grad/norm")):
         size = abs(recorded.get(scale, recorded[name]))
         if not abs(found[name] - recorded[name]) <= tolerance * size:
-            out.append(f"{name} was {recorded[name]:.8g}, is {found[name]:.8g}")
-    return out
+            problems.append(f"{name} was {recorded[name]:.8g}, is {found[name]:.8g}")
+    return problems

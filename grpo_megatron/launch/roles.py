@@ -10,43 +10,45 @@ from grpo_megatron.rundir import RunDir
 TRAINER = "grpo_megatron.trainer.main"
 CONTROLLER = "grpo_megatron.controller.main"
 REPLICA = "grpo_megatron.rollout.replica"
-# PYTHONWARNINGS: hundreds of lines about absent CUDA packages would bury a rank's last words
 # glibc keeps what a rank frees: giving it back cost a small model 5000 page faults a step
-_KEEP = {
+_KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+# PYTHONWARNINGS: hundreds of lines about absent CUDA packages would hide a rank's last words
 QUIET = {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 
 
 class LocalProcesses:
+    """Makes the processes of a run on this machine; the supervisor starts them."""
+
     def __init__(self, config: RunConfig, run_dir: RunDir):
         self.config = config
         self.run_dir = run_dir
 
     def trainers(self) -> list[ChildProcess]:
+        """One process a rank."""
         layout = self.config.trainer
-        return [
-            self._child(
-                f"trainer-{rank}",
-                TRAINER,
-                env=rank_variables(rank, layout.num_ranks, layout.num_threads),
-            )
-            for rank in range(layout.num_ranks)
-        ]
+        ranks = []
+        for rank in range(layout.num_ranks):
+            env = rank_variables(rank, layout.num_ranks, layout.num_threads)
+            ranks.append(self._child(f"trainer-{rank}", TRAINER, env=env))
+        return ranks
 
     def replicas(self) -> list[ChildProcess]:
-        return [
-            self._child(f"rollout-{index}", REPLICA, str(index))
-            for index in range(self.config.rollout.num_replicas)
-        ]
+        """One process a vLLM server."""
+        servers = []
+        for index in range(self.config.rollout.num_replicas):
+            servers.append(self._child(f"rollout-{index}", REPLICA, str(index)))
+        return servers
 
     def controller(self) -> ChildProcess:
         """Its standard output carries display messages, see `controller.display`."""
         return self._child("controller", CONTROLLER, env={"OMP_NUM_THREADS": "1"}, piped=True)
 
     def stop(self, children: list[ChildProcess]) -> None:
+        """End all of them, see `stop_all`."""
         stop_all(children)
 
     def _child(
@@ -63,7 +65,7 @@ class LocalProcesses:
 
 
 def rank_variables(rank: int, world: int, num_threads: int | None = None) -> dict[str, str]:
-    """What torchrun would set."""
+    """Return the variables that torchrun would set for one rank."""
     return thread_limit(world, num_threads) | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -72,5 +74,7 @@ def rank_variables(rank: int, world: int, num_threads: int | None = None) -> dic
 
 
 def thread_limit(num_processes: int, num_threads: int | None) -> dict[str, str]:
+    """Return variables that give a rank `num_threads`, by default its share of the cores among
+    `num_processes`, and that keep freed memory with it."""
     share = max((os.cpu_count() or 1) // num_processes, 1)
-    return _KEEP | {"OMP_NUM_THREADS": str(num_threads or share)}
+    return _KEEP_FREED_MEMORY | {"OMP_NUM_THREADS": str(num_threads or share)}

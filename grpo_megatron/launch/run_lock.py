@@ -33,10 +33,10 @@ def run_lock(run_dir: RunDir) -> Iterator[None]:
                 remedy="wait for it, or stop it",
             )
         file.truncate(0)
-        file.write(
-            f"process {os.getpid()} on {os.uname().nodename}"
-            + (f", Slurm job {job}" if job else "")
-        )
+        holder = f"process {os.getpid()} on {os.uname().nodename}"
+        if job:
+            holder += f", Slurm job {job}"
+        file.write(holder)
         file.flush()
         yield
         file.truncate(0)

@@ -27,39 +27,40 @@ _SETTINGS = (
     "NOTICE_S",
     "MAX_RESTARTS",
     "SBATCH_FLAGS",
-    *(f"GRPO_MEGATRON_{name}" for name in ("INTERFACE", "PYTHON", "ENTER", "SRUN_FLAGS")),
+    "GRPO_MEGATRON_INTERFACE",
+    "GRPO_MEGATRON_PYTHON",
+    "GRPO_MEGATRON_ENTER",
+    "GRPO_MEGATRON_SRUN_FLAGS",
+)
+_ACTIVE_STATES = (
+    "PENDING",
+    "CONFIGURING",
+    "RUNNING",
+    "SUSPENDED",
+    "COMPLETING",
+    "REQUEUED",
 )
 
 
 def render(resolved: ResolvedConfig, site: str) -> str:
+    """Return the batch script of a run, as `render_job`."""
     placement = resolved.config.placement
-    return render_job(
-        resolved.run_path,
-        site,
-        (placement.trainer_nodes, placement.rollout_nodes, placement.gpus_per_node),
-    )
+    sizes = (placement.trainer_nodes, placement.rollout_nodes, placement.gpus_per_node)
+    return render_job(resolved.run_path, site, sizes)
 
 
 def render_job(
     directory: Path, site: str, sizes: tuple[int, int, int], arguments: Sequence[str] = ()
 ) -> str:
-    """See `slurm/render.sh`. ConfigError: `site`, a file or a shipped one's name, is no good."""
-    folder = assets.root() / "slurm"
-    shipped = folder / "sites"
-    path = next((p for p in (Path(site), shipped / f"{site}.env") if p.is_file()), None)
-    if path is None:
-        known = sorted(p.stem for p in shipped.glob("*.env"))
-        near = nearest(site, known)
-        raise ConfigError(
-            f"no site {site!r}" + (f", did you mean {near[0]!r}?" if near else ""),
-            where="--site",
-            remedy="give the path of your own file; examples in "
-            f"{assets.display(shipped)}: {', '.join(known)}",
-        )
+    """Return the batch script of a job in `directory`, see `slurm/render.sh`. sizes: nodes that
+    train, nodes that generate, GPUs a node; arguments: of the command, if it is not `train`.
+
+    Raises ConfigError: `site`, a file or a shipped one's name, is no good."""
+    path = _site_file(site)
     _refuse_mistyped(path)
     words = (path.resolve(), directory.resolve(), directory.name, *sizes, *arguments)
     done = subprocess.run(
-        ["bash", folder / "render.sh", *map(str, words)],
+        ["bash", assets.root() / "slurm" / "render.sh", *map(str, words)],
         capture_output=True,
         text=True,
         check=False,
@@ -75,13 +76,33 @@ def render_job(
     return done.stdout
 
 
+def _site_file(site: str) -> Path:
+    """A file of the user's, or else the shipped one of that name. ConfigError: there is neither."""
+    shipped = assets.root() / "slurm" / "sites"
+    for path in (Path(site), shipped / f"{site}.env"):
+        if path.is_file():
+            return path
+    known = sorted(file.stem for file in shipped.glob("*.env"))
+    problem = f"no site {site!r}"
+    near = nearest(site, known)
+    if near:
+        problem += f", did you mean {near[0]!r}?"
+    raise ConfigError(
+        problem,
+        where="--site",
+        remedy="give the path of your own file; examples in "
+        f"{assets.display(shipped)}: {', '.join(known)}",
+    )
+
+
 def _refuse_mistyped(site: Path) -> None:
     """ConfigError for a name that is nearly that of a setting, which the file lacks."""
     with raised_as(ConfigError, "not UTF-8", UnicodeDecodeError, where=site):
         text = site.read_text(encoding="utf-8")
     found = set(re.findall(r"(?m)^(?:export )?(\w{4,})=", text))
     for name in sorted(found.difference(_SETTINGS)):
-        if near := nearest(name, set(_SETTINGS) - found, cutoff=0.88):
+        near = nearest(name, set(_SETTINGS) - found, cutoff=0.88)
+        if near:
             raise ConfigError(
                 f"{name} is no setting, did you mean {near[0]}?",
                 where=assets.display(site),
@@ -123,10 +144,9 @@ def resume(path: Path, overrides: Sequence[str]) -> str:
     if overrides:
         old = read_resolved(run_dir.config).config
         resolved = resolve_run(run_dir.config, overrides)
-        if any(
-            getattr(old, key) != getattr(resolved.config, key)
-            for key in ("name", "runs_dir", "placement")
-        ):
+        new = resolved.config
+        is_in_place = new.name == old.name and new.runs_dir == old.runs_dir
+        if not is_in_place or new.placement != old.placement:
             raise ConfigError(
                 "a resumed job keeps name, runs_dir and placement",
                 where="overrides",
@@ -138,7 +158,8 @@ def resume(path: Path, overrides: Sequence[str]) -> str:
 
 def refuse_active(run_dir: RunDir) -> None:
     """RunLockedError where the run's job has not ended."""
-    if job := active_job(run_dir):
+    job = active_job(run_dir)
+    if job is not None:
         raise RunLockedError(
             f"{run_dir.root} is being written by Slurm job {job}",
             where=str(run_dir.slurm / "job"),
@@ -147,11 +168,15 @@ def refuse_active(run_dir: RunDir) -> None:
 
 
 def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
-    """Submit the kept script, after the jobs `after`; its id. ConfigError: Slurm refuses it."""
+    """Submit the kept script, after the jobs `after`; returns the job's id.
+
+    Raises ConfigError: Slurm refuses it."""
     script = str(run_dir.slurm / "train.sbatch")
-    flags = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"]
+    flags = ["--parsable"]
+    if after:
+        flags += [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"]
     try:
-        job = slurm("sbatch", "--parsable", *(flags if after else ()), script).partition(";")[0]
+        job = slurm("sbatch", *flags, script).partition(";")[0]
     except SetupError as error:
         if error.where == "PATH":
             raise
@@ -165,75 +190,88 @@ def submit_again(run_dir: RunDir, after: Sequence[str] = ()) -> str:
 
 
 def job_of(run_dir: RunDir) -> str | None:
+    """Return the id of the run's newest job; None where it never had one."""
     file = run_dir.slurm / "job"
-    return file.read_text().strip() if file.exists() else None
+    if not file.exists():
+        return None
+    return file.read_text().strip()
 
 
 def active_job(run_dir: RunDir) -> str | None:
+    """Return the id of the run's job; None where it has ended, or never was."""
     job = job_of(run_dir)
-    return job if job and is_active(job) else None
+    if not job or not is_active(job):
+        return None
+    return job
 
 
 def is_active(job: str) -> bool:
     """Whether Slurm still has the job to run, to end or to start again."""
-    return state_of(job).get("JobState") in (
-        "PENDING",
-        "CONFIGURING",
-        "RUNNING",
-        "SUSPENDED",
-        "COMPLETING",
-        "REQUEUED",
-    )
+    return state_of(job).get("JobState") in _ACTIVE_STATES
 
 
 def state_of(job: str) -> dict[str, str]:
-    """What Slurm says of a job (JobState, Reason, Restarts, …); {} if it has forgotten it.
+    """Ask Slurm about a job (JobState, Reason, Restarts, …); {} if it has forgotten it.
     SetupError where Slurm does not answer: the job may well be running."""
     try:
-        words = slurm("scontrol", "--oneliner", "show", "job", job).partition("\n")[0].split()
+        answer = slurm("scontrol", "--oneliner", "show", "job", job)
     except SetupError as error:
         if error.where != "PATH" and "Invalid job id" not in error.message:
             raise
         return {}
-    return dict(word.split("=", 1) for word in words if "=" in word)
+    state = {}
+    for word in answer.partition("\n")[0].split():
+        key, is_setting, value = word.partition("=")
+        if is_setting:
+            state[key] = value
+    return state
 
 
 def status_line(path: Path) -> str:
-    """One line about a run: its steps, its job, what happened last."""
+    """Return one line about a run: its steps, its job, what happened last."""
     run_dir = RunDir(path)
-    steps = len(read_metrics(run_dir.metrics)) if run_dir.metrics.exists() else 0
-    last = ["nothing yet", *(event["kind"] for event in read_events(run_dir.events))][-1]
-    words = ["no job"]
-    if job := job_of(run_dir):
-        state = state_of(job)
-        words = [
-            f"job {job}",
-            state.get("JobState", "unknown to Slurm"),
-            *(
-                f"{key.lower()} {state[key]}"
-                for key in ("Reason", "Restarts", "RunTime")
-                if state.get(key, "None") != "None"
-            ),
-        ]
-    return (
-        f"{path}  step {steps}/{read_resolved(run_dir.config).config.num_steps}  "
-        f"{' '.join(words)}  last event: {last}"
-    )
+    num_done = 0
+    if run_dir.metrics.exists():
+        num_done = len(read_metrics(run_dir.metrics))
+    num_steps = read_resolved(run_dir.config).config.num_steps
+    last_event = "nothing yet"
+    for event in read_events(run_dir.events):
+        last_event = event["kind"]
+    job = _job_words(job_of(run_dir))
+    return f"{path}  step {num_done}/{num_steps}  {job}  last event: {last_event}"
+
+
+def _job_words(job: str | None) -> str:
+    if not job:
+        return "no job"
+    state = state_of(job)
+    words = [f"job {job}", state.get("JobState", "unknown to Slurm")]
+    for key in ("Reason", "Restarts", "RunTime"):
+        value = state.get(key, "None")
+        if value != "None":
+            words.append(f"{key.lower()} {value}")
+    return " ".join(words)
 
 
 def cancel(path: Path, *, now: bool) -> str:
-    """End a run's job, with a checkpoint unless `now`; returns the job's id."""
-    if (job := active_job(RunDir(path))) is None:
+    """End a run's job, with a checkpoint unless `now`; returns the job's id.
+
+    Raises ConfigError where no job of the run waits or runs."""
+    job = active_job(RunDir(path))
+    if job is None:
         raise ConfigError(
             "no job of this run waits or runs", where=str(path), remedy="grpo-megatron status"
         )
-    running = state_of(job)["JobState"] == "RUNNING"
-    slurm("scancel", *(["--batch", "--signal=INT"] if running and not now else []), job)
+    flags = []
+    is_running = state_of(job)["JobState"] == "RUNNING"
+    if is_running and not now:
+        flags = ["--batch", "--signal=INT"]
+    slurm("scancel", *flags, job)
     return job
 
 
 def slurm(*command: str) -> str:
-    """Output of a Slurm command; SetupError with its message."""
+    """Return the output of a Slurm command; SetupError with its message."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -45,14 +45,21 @@ class Step(ChildProcess):
 
 
 class SlurmSteps:
+    """Makes the steps of a run in this job's allocation, as `LocalProcesses` does its processes.
+
+    Raises SetupError: the job has another number of nodes than the recipe, or they do not all see
+    the run directory."""
+
     def __init__(self, config: RunConfig, run_dir: RunDir):
         self.config = config
         self.run_dir = run_dir
         self.placement = config.placement
-        names = [f"SLURM_JOB_NODELIST{suffix}" for suffix in ("_HET_GROUP_0", "_HET_GROUP_1", "")]
-        self.components = [_nodes(os.environ[name]) for name in names if name in os.environ][:2]
-        self.nodes = [node for component in self.components for node in component]
-        if len(self.nodes) != (wanted := self.placement.num_nodes):
+        self.components = _components()
+        self.nodes: list[str] = []
+        for component in self.components:
+            self.nodes += component
+        wanted = self.placement.num_nodes
+        if len(self.nodes) != wanted:
             raise SetupError(
                 f"the job has {len(self.nodes)} nodes, the recipe is for "
                 f"{self.placement.trainer_nodes} that train and "
@@ -63,32 +70,37 @@ class SlurmSteps:
         self.check()
 
     def check(self) -> None:
-        """SetupError with the nodes that do not see the run's directory, but none or another."""
-        canary = self.run_dir.endpoints / "canary"
-        canary.touch()
+        """Have every node read a file that this one writes into the run directory.
+
+        Raises SetupError with the nodes that see none, or another directory."""
+        shared_file = self.run_dir.endpoints / "canary"
+        shared_file.touch()
         for nodes in self.components:
             done = subprocess.run(
-                [*self._srun(nodes, 1, "--job-name=canary"), "cat", str(canary)],
+                [*self._srun(nodes, 1, "--job-name=canary"), "cat", str(shared_file)],
                 text=True,
                 check=False,
                 capture_output=True,
             )
-            if done.returncode:
-                blind = sorted(set(re.findall(r"error: (\S+): tasks? ", done.stderr)))
-                if not (said := re.findall("^.*cat: (.*)", done.stderr, re.MULTILINE)):
-                    raise SetupError(
-                        f"srun starts no step: {done.stderr.strip()[-500:]}",
-                        where=" ".join(done.args),
-                        remedy="look at the flags of job and site",
-                    )
+            if done.returncode == 0:
+                continue
+            blind = sorted(set(re.findall(r"error: (\S+): tasks? ", done.stderr)))
+            said = re.findall("^.*cat: (.*)", done.stderr, re.MULTILINE)
+            if not said:
                 raise SetupError(
-                    f"{', '.join(blind) or 'a node'} cannot read what another wrote: {said[0]}",
-                    where=str(self.run_dir.root),
-                    remedy="set runs_dir to a file system that all nodes share; "
-                    "containers must mount it",
+                    f"srun starts no step: {done.stderr.strip()[-500:]}",
+                    where=" ".join(done.args),
+                    remedy="look at the flags of job and site",
                 )
+            raise SetupError(
+                f"{', '.join(blind) or 'a node'} cannot read what another wrote: {said[0]}",
+                where=str(self.run_dir.root),
+                remedy="set runs_dir to a file system that all nodes share; "
+                "containers must mount it",
+            )
 
     def trainers(self) -> list[ChildProcess]:
+        """One step for all ranks."""
         layout = self.config.trainer
         nodes = self.nodes[: self.placement.trainer_nodes]
         per_node = layout.num_ranks // len(nodes)
@@ -126,6 +138,7 @@ class SlurmSteps:
         return steps
 
     def controller(self) -> ChildProcess:
+        """On the first node that trains; its standard output comes through srun."""
         return self._step(
             "controller",
             CONTROLLER,
@@ -160,13 +173,16 @@ class SlurmSteps:
         piped: bool = False,
     ) -> Step:
         logs = self.run_dir.logs
-        plain = str(self.run_dir.logs).replace("%", "%%")
+        logged = "output"
+        if piped:
+            logged = "error"
+        plain = str(logs).replace("%", "%%")
         srun = self._srun(
             nodes,
             tasks_per_node,
             f"--job-name={name}",
             "--open-mode=append",
-            f"--{'error' if piped else 'output'}={plain}/{log}",
+            f"--{logged}={plain}/{log}",
         )
         python = os.environ.get("GRPO_MEGATRON_PYTHON", sys.executable)
         argv = [
@@ -205,8 +221,19 @@ class SlurmSteps:
         ]
 
 
+def _components() -> list[list[str]]:
+    """Nodes of the job; of a heterogeneous one those of each of its first two parts."""
+    parts = []
+    for suffix in ("_HET_GROUP_0", "_HET_GROUP_1", ""):
+        compressed = os.environ.get(f"SLURM_JOB_NODELIST{suffix}")
+        if compressed is not None:
+            parts.append(_nodes(compressed))
+    return parts[:2]
+
+
 def _nodes(compressed: str) -> list[str]:
     """`node[1-3]` spelled out."""
-    return subprocess.run(
+    done = subprocess.run(
         ["scontrol", "show", "hostnames", compressed], check=True, text=True, stdout=subprocess.PIPE
-    ).stdout.split()
+    )
+    return done.stdout.split()

@@ -31,13 +31,18 @@ class Supervisor:
         self._words = {"failure": "", "result": ""}  # the controller's last
 
     def run(self) -> int:
+        """Start all processes and watch them until the controller ends; returns the exit code.
+
+        Raises TrainerError, EngineError and what the controller says, where one of them fails."""
         self._prepare_model()
-        self.replicas, self.trainers = self.roles.replicas(), self.roles.trainers()
+        self.replicas = self.roles.replicas()
+        self.trainers = self.roles.trainers()
         self.controller = self.roles.controller()
         self.children = [*self.replicas, *self.trainers, self.controller]
         self._reported_dead: set[str] = set()
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        handlers = {n: signal.signal(n, self._interrupt) for n in numbers}
+        handlers = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            handlers[number] = signal.signal(number, self._interrupt)
         try:
             for child in self.children:
                 child.start()
@@ -78,9 +83,14 @@ class Supervisor:
 
     def _watched(self) -> list[ChildProcess]:
         """Children whose end would be news."""
-        trainers = [t for t in self.trainers if t.exit_code != 0]  # 0: told to stop
-        replicas = [r for r in self.replicas if r.name not in self._reported_dead]
-        return [self.controller, *trainers, *replicas]
+        watched = [self.controller]
+        for trainer in self.trainers:
+            if trainer.exit_code != 0:  # 0: told to stop
+                watched.append(trainer)
+        for replica in self.replicas:
+            if replica.name not in self._reported_dead:
+                watched.append(replica)
+        return watched
 
     def _controller_ended(self) -> int:
         code = self.controller.exit_code or 0
@@ -124,8 +134,10 @@ class Supervisor:
     def _read_messages(self, fd: int) -> None:
         """Display messages of the controller: one JSON object a line."""
         with contextlib.suppress(BlockingIOError):
-            while block := os.read(fd, 1 << 16):
+            block = os.read(fd, 1 << 16)
+            while block:
                 self._buffer += block
+                block = os.read(fd, 1 << 16)
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             try:

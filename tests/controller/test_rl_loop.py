@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grpo_megatron.controller.recorder import steps_in
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.launch.offline import recorded_steps
 from tests.controller.cases import recipe
@@ -280,6 +281,17 @@ def test_samples_that_disagree_are_kept_aside_and_sampled_anew(tmp_path):
     again = make(tmp_path, num_steps=3)
     again.run()
     assert [step for step, _ in again.sampled] == [1, 2] and again.checked == [0]
+
+
+def test_what_was_never_finished_is_no_recorded_step(tmp_path):
+    """A kill between the manifest and the directory's final name."""
+    loop = make(tmp_path, num_steps=1)
+    loop.run()
+    unfinished = loop.run_dir.store / "step_000001.tmp"
+    unfinished.mkdir()
+    (unfinished / "manifest.json").write_text("{}")
+    assert [step for step, _ in steps_in(loop.run_dir.store)] == [0]
+    assert recorded_steps(loop.run_dir) == []  # there is no recipe to compute it with
 
 
 def test_which_recorded_samples_are_of_the_weights_that_train_them(tmp_path):
