@@ -10,8 +10,8 @@ from grpo_megatron import gloo_device
 from grpo_megatron.errors import SetupError
 
 TESTED = "0.32."
-_FIXES = ("engine_orphans", "whole_outputs")
-_CPU_FIXES = (
+_FIXES: tuple[str, ...] = ("engine_orphans", "whole_outputs")
+_CPU_FIXES: tuple[str, ...] = (
     "cpu_eager_layers",
     "cpu_latent_attention",
     "cpu_latent_norm",
@@ -24,6 +24,9 @@ _CPU_FIXES = (
 
 @cache
 def register() -> None:
+    """Apply the fixes to this process, and tell vLLM of the weight-transfer backend; once.
+
+    Raises SetupError for another version of vLLM than the fixes are for."""
     require_supported_vllm()
     gloo_device.apply()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -32,11 +35,15 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         "gloo", f"{__name__}.gloo_engine", "GlooWeightTransferEngine"
     )
-    for name in (*_FIXES, *(_CPU_FIXES if current_platform.is_cpu() else ())):
+    fixes = _FIXES
+    if current_platform.is_cpu():
+        fixes += _CPU_FIXES
+    for name in fixes:
         import_module(f"{__name__}.{name}").apply()
 
 
 def require_supported_vllm() -> None:
+    """Raise SetupError where vLLM is of another version than the fixes were tested with."""
     from vllm.version import __version__
 
     if not __version__.startswith(TESTED):

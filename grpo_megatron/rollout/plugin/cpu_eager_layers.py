@@ -4,14 +4,23 @@ Gap (vLLM 0.32.0): without compilation a decode step of a small model on a CPU i
 RMSNorm runs as seven operations though there are kernels for it (vllm_c.py), attention passes the
 dispatcher twice (attention.py:548), a plain expert layer ten functions (moe_runner.py)."""
 
+from __future__ import annotations
+
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.layernorm import RMSNorm
 
 _NORM_MULTIPLE = 8  # elements in a vector of the kernel; a latent may have any number
 
 
 def apply() -> None:
+    """Shorten the ways of RMSNorm, attention and plain experts to their kernels."""
     _norm_by_kernel()
     _attention_without_dispatcher()
     _plain_experts_directly()
@@ -20,7 +29,9 @@ def apply() -> None:
 def _norm_by_kernel() -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    def forward_cpu(self, x, residual=None):
+    def forward_cpu(
+        self: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         weight = self.weight.data
         if (
             type(self) is not RMSNorm
@@ -29,7 +40,8 @@ def _norm_by_kernel() -> None:
             or self.variance_size_override is not None
             or x.size(-1) % _NORM_MULTIPLE
         ):
-            return self.forward_native(x, residual)
+            by_torch: torch.Tensor = self.forward_native(x, residual)
+            return by_torch
         if residual is None:
             x = x.contiguous()  # the kernel takes no strides
             out = torch.empty_like(x)
@@ -46,7 +58,7 @@ def _attention_without_dispatcher() -> None:
 
     original = Attention.__init__
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self: Attention, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.use_direct_call = True  # a custom op is of use to a compiler only
 
@@ -59,9 +71,12 @@ def _plain_experts_directly() -> None:
 
     original = MoERunner.forward
 
-    def forward(self, hidden_states, *args, **kwargs):
+    def forward(
+        self: MoERunner, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if not _is_plain(self):
-            return original(self, hidden_states, *args, **kwargs)
+            by_runner: torch.Tensor = original(self, hidden_states, *args, **kwargs)
+            return by_runner
         layer = self.routed_experts
         router = self.router
         kernel = layer.quant_method.moe_kernel.fused_experts
@@ -86,8 +101,8 @@ def _plain_experts_directly() -> None:
 
 
 @cache
-def _is_plain(runner) -> bool:
-    """Whether gate, top-k and one kernel are all there is to this layer; decided once."""
+def _is_plain(runner: MoERunner) -> bool:
+    """Tell whether gate, top-k and one kernel are all there is to this layer; decided once."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner

@@ -6,12 +6,26 @@ only (v1/attention/backends/mla/cpu_mla.py). Prefix caching is switched off (pla
 and expert routes are refused without it, though cached prefixes are read by plain torch operations
 that a CPU has (mla_attention.py, mla/prefill/cpu_sdpa.py)."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention.mla_attention import (
+        MLACommonBackend,
+        MLACommonMetadata,
+    )
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 KERNEL_SIZES = (512, 64)  # kv_lora_rank, qk_rope_head_dim
 
 
 def apply() -> None:
+    """Let latent attention take any size, and keep prefix caching where it was asked for."""
     _allow_other_sizes()
     _decode_other_sizes()
     _keep_prefix_caching()
@@ -20,7 +34,7 @@ def apply() -> None:
 def _allow_other_sizes() -> None:
     from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 
-    def get_supported_head_sizes(cls) -> list[int]:
+    def get_supported_head_sizes(cls: type[MLACommonBackend]) -> list[int]:
         return []  # any
 
     MLACommonBackend.get_supported_head_sizes = classmethod(get_supported_head_sizes)
@@ -31,9 +45,17 @@ def _decode_other_sizes() -> None:
 
     original = CPUMLAImpl.forward_mqa
 
-    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+    def forward_mqa(
+        self: CPUMLAImpl,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if (self.kv_lora_rank, self.qk_rope_head_dim) == KERNEL_SIZES:
-            return original(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            by_kernel: tuple[torch.Tensor, torch.Tensor | None]
+            by_kernel = original(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            return by_kernel
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         decode = attn_metadata.decode
@@ -78,7 +100,7 @@ def _keep_prefix_caching() -> None:
 
     original = CpuPlatform.check_and_update_config.__func__
 
-    def check_and_update_config(cls, vllm_config) -> None:
+    def check_and_update_config(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
         wanted = vllm_config.cache_config.enable_prefix_caching
         original(cls, vllm_config)
         vllm_config.cache_config.enable_prefix_caching = wanted

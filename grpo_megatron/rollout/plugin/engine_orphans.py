@@ -5,19 +5,21 @@ parent, so that after its `kill -9` the engine core stays, with the model's memo
 
 import functools
 import os
+from typing import Any
 
 from grpo_megatron.orphans import die_with_parent
 
 
 def apply() -> None:
+    """Ask the kernel, in every engine core, to end it with the process that started it."""
     from vllm.v1.engine.core import EngineCoreProc
 
     original = EngineCoreProc.run_engine_core
 
     # The name must stay: a spawned engine core finds this function by its qualified name.
     @functools.wraps(original)
-    def run_engine_core(*args, **kwargs):
+    def run_engine_core(*args: Any, **kwargs: Any) -> None:
         die_with_parent(os.getppid())
-        return original(*args, **kwargs)
+        original(*args, **kwargs)
 
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)

@@ -15,7 +15,7 @@ from grpo_megatron.weights.transfer_plan import TransferPlan
 
 
 @dataclass
-class GlooInitInfo(base.WeightTransferInitInfo):
+class GlooInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]  # of a base without types
     """Body of `/init_weight_transfer_engine`."""
 
     senders: list[tuple[str, int]]
@@ -25,26 +25,29 @@ class GlooInitInfo(base.WeightTransferInitInfo):
 
 
 @dataclass
-class GlooUpdateInfo(base.WeightTransferUpdateInfo):
+class GlooUpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
     """Body of `/update_weights`."""
 
     plan: dict[str, Any]
     publish: int
 
 
-class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+class GlooWeightTransferEngine(
+    base.WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]  # type: ignore[misc]  # as above
+):
     """Receives a publish bucket by bucket and loads it layer by layer."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.received: dict[str, str] = {}  # digest of every tensor of the last publish
         self.failure = ""  # of the transfer, see `_noting`
         self._receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the groups of all senders; what goes wrong is in `failure`."""
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver = None
@@ -58,12 +61,14 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
             )
 
     def start_weight_update(self) -> None:
+        """Let the model's layers wait for weights of a new publish."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.received = {}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """Take all buckets of a publish; `received` has the digests, `failure` what went wrong."""
         plan = msgspec.convert(update_info.plan, TransferPlan)
         with self._noting():
             if self._receiver is None:
@@ -84,9 +89,11 @@ class GlooWeightTransferEngine(base.WeightTransferEngine[GlooInitInfo, GlooUpdat
             self.failure = error.message
 
     def finish_weight_update(self) -> None:
+        """Process the layers that are not finished by their last tensor."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
+        """Leave the groups."""
         self._receiver = None

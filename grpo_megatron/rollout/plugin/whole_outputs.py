@@ -4,12 +4,28 @@ vLLM 0.32.0 (v1/engine/core.py:1603) sends every token to the API server, also f
 asked for the final answer only: two process switches and a loop over all requests per step. Here
 it collects until a request ends, a weight version is set, or requests are aborted."""
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.request import Request
+
+    Held = dict[str, tuple[int, list[EngineCoreOutput]]]
+    """By request: its client, and its outputs so far."""
+    StepResult = tuple[dict[int, EngineCoreOutputs], bool]
+    """Messages by client, and whether the model was executed."""
+
 
 def apply() -> None:
+    """Let the engine core hold the outputs of requests whose client wants them at the end."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for name in ("step", "step_with_batch_queue"):
@@ -19,9 +35,11 @@ def apply() -> None:
     EngineCoreProc.abort_requests = _forgetting(EngineCore.abort_requests)
 
 
-def _holding(step):
+def _holding(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
+    """Wrap a step of the engine core: what may be held is not sent."""
+
     @functools.wraps(step)
-    def holding(self):
+    def holding(self: EngineCoreProc) -> StepResult:
         outputs, executed = step(self)
         sent = {}
         for client, message in (outputs or {}).items():
@@ -38,8 +56,8 @@ def _holding(step):
     return holding
 
 
-def _whole_or_none(core, output):
-    """Of the end of a request all that was held of it; None of a part that is held."""
+def _whole_or_none(core: EngineCoreProc, output: EngineCoreOutput) -> EngineCoreOutput | None:
+    """Return all that was held of a request at its end; None for a part that is held."""
     held = _held(core)
     if output.finish_reason is not None:
         _, parts = held.pop(output.request_id, (0, []))
@@ -57,7 +75,7 @@ def _whole_or_none(core, output):
     return None
 
 
-def _wants_end_only(request) -> bool:
+def _wants_end_only(request: Request) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     params = request.sampling_params
@@ -69,32 +87,54 @@ def _wants_end_only(request) -> bool:
     )
 
 
-def _joined(parts: list):
-    """One output with the tokens of all; the others' remaining fields are those of a whole."""
+def _joined(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """Join all outputs of a request in the last one, whose remaining fields are a whole's."""
     first = parts[0]
     whole = parts[-1]
-    whole.new_token_ids = [token for part in parts for token in part.new_token_ids]
+    token_ids: list[int] = []
+    tables = []
+    routes = []
+    events: list[Any] = []
+    for part in parts:
+        token_ids += part.new_token_ids
+        if part.new_logprobs is not None:
+            tables.append(part.new_logprobs)
+        if part.routed_experts is not None:
+            routes.append(part.routed_experts)
+        events += part.events or ()
+    whole.new_token_ids = token_ids
     if first.new_logprobs is not None:
-        tables = [part.new_logprobs for part in parts if part.new_logprobs is not None]
-        # a step has as many columns as the request in it that wants most log-probs
-        width = min(table.logprobs.shape[1] for table in tables)
-        ids = np.concatenate([table.logprob_token_ids[:, :width] for table in tables])
-        logprobs = np.concatenate([table.logprobs[:, :width] for table in tables])
-        ranks = np.concatenate([table.sampled_token_ranks for table in tables])
-        whole.new_logprobs = first.new_logprobs._make([ids, logprobs, ranks, None])
-    routes = [part.routed_experts for part in parts if part.routed_experts is not None]
+        whole.new_logprobs = _joined_logprobs(tables)
     whole.routed_experts = None
     if routes:
         whole.routed_experts = np.concatenate(routes)
-    whole.events = [event for part in parts for event in part.events or ()] or None
+    whole.events = events or None
     for name in ("prefill_stats", "new_prompt_logprobs_tensors", "prompt_token_id_logprobs"):
         setattr(whole, name, getattr(first, name))  # of the prompt
     return whole
 
 
-def _releasing(method):
+def _joined_logprobs(tables: list[LogprobsLists]) -> LogprobsLists:
+    """Join the log-probs of consecutive steps, [tokens, columns] each.
+
+    A step has as many columns as the request in it that wants most log-probs: the fewest stay."""
+    width = min(table.logprobs.shape[1] for table in tables)
+    ids = []
+    logprobs = []
+    ranks = []
+    for table in tables:
+        ids.append(table.logprob_token_ids[:, :width])
+        logprobs.append(table.logprobs[:, :width])
+        ranks.append(table.sampled_token_ranks)
+    columns = [np.concatenate(column) for column in (ids, logprobs, ranks)]
+    return tables[0]._make([*columns, None])
+
+
+def _releasing(method: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method of the engine core: everything held is sent first."""
+
     @functools.wraps(method)
-    def releasing(self, *args, **kwargs):
+    def releasing(self: EngineCoreProc, *args: Any, **kwargs: Any) -> None:
         from vllm.v1.engine import EngineCoreOutputs
 
         held = _held(self)
@@ -104,21 +144,23 @@ def _releasing(method):
             )
             self.output_queue.put_nowait((client, message))
         held.clear()
-        return method(self, *args, **kwargs)
+        method(self, *args, **kwargs)
 
     return releasing
 
 
-def _forgetting(abort_requests):
+def _forgetting(abort_requests: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the method that aborts requests: what is held of them is dropped."""
+
     @functools.wraps(abort_requests)
-    def forgetting(self, request_ids):
+    def forgetting(self: EngineCoreProc, request_ids: list[str]) -> None:
         for request_id in request_ids:
             _held(self).pop(request_id, None)
-        return abort_requests(self, request_ids)
+        abort_requests(self, request_ids)
 
     return forgetting
 
 
-def _held(core) -> dict[str, tuple[int, list]]:
-    """By request: its client, and its outputs so far."""
-    return core.__dict__.setdefault("_grpo_megatron_held", {})
+def _held(core: EngineCoreProc) -> Held:
+    held: Held = core.__dict__.setdefault("_grpo_megatron_held", {})
+    return held

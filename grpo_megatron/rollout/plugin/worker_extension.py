@@ -1,5 +1,6 @@
 """Methods that `/collective_rpc` reaches in every engine worker (`--worker-extension-cls`)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,8 +9,14 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 class WorkerExtension:
+    """Base class that vLLM gives to its workers; the attributes are the worker's own."""
+
+    weight_transfer_engine: Any  # GlooWeightTransferEngine
+    vllm_config: Any  # VllmConfig
+    reload_weights: Callable[..., None]
+
     def update_report(self) -> dict[str, Any]:
-        """What came of the last update: `digests` by name, `failure` of the transfer, if any."""
+        """Tell what came of the last update: `digests` by name, `failure` of the transfer."""
         engine = self.weight_transfer_engine
         return {"digests": engine.received, "failure": engine.failure}
 
@@ -22,11 +29,12 @@ class WorkerExtension:
         self.reload_weights(weights_path=path)
 
     def abandon_update(self) -> None:
-        """After a broken-off update vLLM 0.32 refuses the next one, or finishes layers early."""
+        """Forget a broken-off update: vLLM 0.32 refuses the next one, or finishes layers early."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         self._weight_update_active = False
-        for info in map(get_layerwise_info, self.weight_transfer_engine.model.modules()):
+        for layer in self.weight_transfer_engine.model.modules():
+            info = get_layerwise_info(layer)
             if info.can_load():
                 info.load_numel = 0
                 info.loaded_weights.clear()
