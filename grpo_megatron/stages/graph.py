@@ -28,6 +28,9 @@ _OUTPUTS = {"rejection_sample": "a data set", "eval": "only numbers"}
 
 
 class Stage(Strict):
+    """One table of `[stages]`: a recipe with what it takes from other stages, a merge of their
+    checkpoints, or an export of one (docs/stages.md)."""
+
     recipe: str | None = None
     settings: tuple[str, ...] = ()
     inputs: dict[str, str] = {}
@@ -51,11 +54,17 @@ class Stage(Strict):
     @property
     def parents(self) -> list[str]:
         """Stages that it waits for: its sources and those that its gates compare it with."""
-        against = [str(gate.against) for gate in map(parse_gate, self.gates) if gate.against]
-        return list(dict.fromkeys([*self.sources, *against]))
+        parents = self.sources
+        for text in self.gates:
+            gate = parse_gate(text)
+            if gate.against and str(gate.against) not in parents:
+                parents.append(str(gate.against))
+        return parents
 
 
 class GraphFile(Strict):
+    """The whole file. `settings` are overrides of every recipe in it."""
+
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     runs_dir: Path = Path("runs")
     settings: tuple[str, ...] = ()
@@ -71,14 +80,15 @@ class Graph:
 
     @property
     def root(self) -> Path:
+        """Directory of the graph, with a run directory for each stage."""
         return self.table.runs_dir / self.table.name
 
     @cached_property
     def order(self) -> list[str]:
         """Every stage after those that it builds on; ConfigError where two wait for each other."""
-        sorter = graphlib.TopologicalSorter(
-            {name: stage.parents for name, stage in self.table.stages.items()}
-        )
+        sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
+        for name, stage in self.table.stages.items():
+            sorter.add(name, *stage.parents)
         try:
             return list(sorter.static_order())
         except graphlib.CycleError as error:
@@ -101,6 +111,7 @@ class Graph:
         return levels
 
     def run_dir(self, name: str) -> RunDir:
+        """Where a stage runs."""
         return RunDir(self.root / name)
 
     @cached_property
@@ -114,6 +125,7 @@ class Graph:
         return self._configs[name]
 
     def kind(self, name: str) -> str:
+        """Kind of a stage's run (`rl`, `sft`, …), else `merge` or `export`."""
         stage = self.table.stages[name]
         if stage.recipe is not None:
             return self._config(name).kind
@@ -133,6 +145,7 @@ class Graph:
         return tuple(parse_gate(text).below(self.root.absolute()).text for text in gates)
 
     def output(self, name: str) -> Path:
+        """Absolute path of what a stage makes: a data set, or a checkpoint's directory."""
         run_dir = self.run_dir(name)
         if self.kind(name) == "rejection_sample":
             return run_dir.dataset.absolute()
@@ -166,9 +179,8 @@ class Graph:
         flags = [*self.table.settings, *stage.settings]
         if "model.path" in stage.inputs:
             flags.append("model.preset=null")
-        flags += [
-            f"{key}={as_toml(str(self.output(parent)))}" for key, parent in stage.inputs.items()
-        ]
+        for key, parent in stage.inputs.items():
+            flags.append(f"{key}={as_toml(str(self.output(parent)))}")
         if stage.gates:
             flags.append(f"gates={as_toml(list(self._below(stage.gates)))}")
         return [*flags, f"runs_dir={as_toml(str(self.root))}", f"name={as_toml(name)}"]

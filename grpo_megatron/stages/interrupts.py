@@ -27,7 +27,9 @@ class InterruptForwarder:
     def installed(self) -> Iterator[None]:
         """Handle both signals inside the block, also where a shell started this process with
         SIGINT ignored, as it does with background jobs."""
-        before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        before = {}
+        for number in _SIGNALS:
+            before[number] = signal.signal(number, self._handle)
         try:
             yield
         finally:
@@ -46,7 +48,9 @@ class InterruptForwarder:
             code = process.wait()
         finally:
             self._process = None
-        return INTERRUPTED_EXIT_CODE if code == -signal.SIGINT else code
+        if code == -signal.SIGINT:
+            return INTERRUPTED_EXIT_CODE
+        return code
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._process is not None:

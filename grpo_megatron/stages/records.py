@@ -16,6 +16,8 @@ from grpo_megatron.stages.graph import Graph
 
 
 class State(StrEnum):
+    """How far a stage is, by what it is called on the screen."""
+
     WAITING = "waiting"  # for other stages
     READY = "ready"
     PARTIAL = "begun"  # with the same inputs as now: it can go on
@@ -32,14 +34,16 @@ class Records:
         self._fingerprints: dict[str, str] = {}
 
     def state(self, name: str) -> State:
-        graph = self.graph
+        """Say how far a stage is, which depends on its parents too."""
         if self.unfinished_parents(name):
             return State.WAITING
         if not self.is_unchanged(name):
             return State.READY
-        if not graph.run_dir(name).result.exists():
+        if not self.graph.run_dir(name).result.exists():
             return State.PARTIAL
-        return State.GATED if self.closed_gates(name) else State.DONE
+        if self.closed_gates(name):
+            return State.GATED
+        return State.DONE
 
     def unfinished_parents(self, name: str) -> list[str]:
         """Stages that it waits for and that are not done."""
@@ -52,14 +56,18 @@ class Records:
         return file.exists() and file.read_text() == self.fingerprint(name)
 
     def begin(self, name: str) -> None:
+        """Record what a stage begins with; the result that it may have is gone."""
         self.graph.run_dir(name).result.unlink(missing_ok=True)  # no longer of this fingerprint
         self.directory.root.mkdir(parents=True, exist_ok=True)
         write_atomically(self.directory.root / name, self.fingerprint(name))
 
     def result(self, name: str) -> dict[str, Any]:
-        """Empty before the stage's end."""
+        """Return the values of `result.json`; empty before the stage's end."""
         file = self.graph.run_dir(name).result
-        return json.loads(file.read_text()) if file.exists() else {}
+        if not file.exists():
+            return {}
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result
 
     def closed_gates(self, name: str) -> list[str]:
         """Gates that a stage misses, with what was seen; none before its end."""
@@ -92,9 +100,11 @@ class Records:
             )
             made = {graph.output(parent) for parent in stage.inputs.values()}
             known["preset"] = config.model.preset and load_preset(config.model.preset).hf
-            known["files"] = {
-                str(path): _stamp(path) for path in config.input_paths if path not in made
-            }
+            files = {}
+            for path in config.input_paths:
+                if path not in made:
+                    files[str(path)] = _stamp(path)
+            known["files"] = files
         text = json.dumps(known, sort_keys=True).encode()
         self._fingerprints[name] = hashlib.sha256(text).hexdigest()
         return self._fingerprints[name]
@@ -102,10 +112,12 @@ class Records:
 
 @cache
 def _code() -> str:
-    """Of the library's source and data."""
+    """Fingerprint of the library's source and data."""
     digest = hashlib.sha256()
     package = Path(grpo_megatron.__file__).parent
-    for file in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".toml", ".txt")):
+    for file in sorted(package.rglob("*")):
+        if file.suffix not in (".py", ".toml", ".txt"):
+            continue
         digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
 
@@ -118,4 +130,8 @@ def _stamp(path: Path) -> list[Any]:
         files = [path]
     else:
         files = []
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    stamps = []
+    for file in files:
+        about = file.stat()
+        stamps.append([file.name, about.st_size, about.st_mtime_ns])
+    return stamps

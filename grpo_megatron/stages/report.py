@@ -21,7 +21,10 @@ _ASSETS = jinja2.Environment(
 
 
 def write_report(target: str, to: Path | None = None) -> Path:
-    """One page without references to others, of a run directory, or of a graph's file or name."""
+    """Write one page without references to others, of a run directory, or of a graph's file or
+    name, to `to`, by default beside what it shows; returns its path.
+
+    Raises ConfigError: `target` is neither, or the page cannot be written."""
     run_dir = RunDir(Path(target))
     graph = None
     runs = [run_dir]
@@ -53,12 +56,15 @@ def _stages(graph: Graph) -> dict[str, Any]:
     for name, stage in graph.table.stages.items():
         state = records.state(name)
         has_ended = state in (State.DONE, State.GATED)
+        closed: list[str] = []
+        if has_ended:
+            closed = records.closed_gates(name)
         found[name] = {
             "kind": graph.kind(name),
             "state": state,
             "parents": stage.parents,
             "gates": graph.gates(name),
-            "closed": records.closed_gates(name) if has_ended else [],
+            "closed": closed,
             "result": records.result(name),
         }
     return found

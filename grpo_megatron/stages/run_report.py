@@ -30,15 +30,20 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def report_run(run_dir: RunDir) -> dict[str, Any]:
-    """Everything that the page shows of a run, as JSON values; `notes` says what could not be
-    computed."""
+    """Collect everything that the page shows of a run, as JSON values; `notes` says what could not
+    be computed."""
     config = read_resolved(run_dir.config).config
-    steps = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    steps: list[dict[str, Any]] = []
+    if run_dir.metrics.exists():
+        steps = read_metrics(run_dir.metrics)
+    result = {}
+    if run_dir.result.exists():
+        result = json.loads(run_dir.result.read_text())
     every = len(steps) // CURVE_POINTS + 1
     found: dict[str, Any] = {
         "name": run_dir.root.resolve().name,
         "config": config.model_dump(mode="json"),
-        "result": json.loads(run_dir.result.read_text()) if run_dir.result.exists() else {},
+        "result": result,
         "events": [event["kind"] for event in read_events(run_dir.events)],
         "metrics": _curves(_thinned(steps, every)),
         "every": every,
@@ -74,7 +79,10 @@ def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     names: dict[str, None] = {}  # ordered
     for row in rows:
         names.update(dict.fromkeys(row))
-    return {name: [row.get(name, "") for row in rows] for name in names}
+    columns = {}
+    for name in names:
+        columns[name] = [row.get(name, "") for row in rows]
+    return columns
 
 
 def _shown_samples(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -128,9 +136,11 @@ def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dic
     if not advantages.per_token:
         by_token = batch.to_tokens(by_token)
 
-    rows_of_groups = [np.flatnonzero(table.group == group) for group in np.unique(table.group)]
+    rows_of_groups = []
     groups = []
-    for rows in rows_of_groups:
+    for group in np.unique(table.group):
+        rows = np.flatnonzero(table.group == group)
+        rows_of_groups.append(rows)
         domain = int(table.domain[rows[0]])
         groups.append((domain, table.reward[rows].tolist()))
 

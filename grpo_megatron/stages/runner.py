@@ -5,7 +5,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 from grpo_megatron.errors import (
@@ -31,10 +30,11 @@ def run_graph(graph: Graph, say: Callable[[str], object], only: str | None = Non
     Returns the exit code of the first that failed. Raises RunLockedError where another process
     runs the graph."""
     interrupts = InterruptForwarder()
-    # of a single stage, the run's own lock is enough
-    lock = nullcontext() if only else run_lock(Records(graph).directory)
-    with interrupts.installed(), lock:
-        return _run_stages(graph, [only] if only else graph.order, say, interrupts)
+    with interrupts.installed():
+        if only:  # the run's own lock is enough
+            return _run_stages(graph, [only], say, interrupts)
+        with run_lock(Records(graph).directory):
+            return _run_stages(graph, graph.order, say, interrupts)
 
 
 def _run_stages(
@@ -80,10 +80,14 @@ def _run_stage(
     records.begin(name)
     if graph.table.stages[name].recipe is None:
         return _merge(graph, name)
-    how = "--resume-if-exists" if resume else "--overwrite"
-    train = [sys.executable, "-m", "grpo_megatron.cli.main", "train"]
+    command = [sys.executable, "-m", "grpo_megatron.cli.main", "train"]
+    command += graph.recipe_arguments(name)
+    if resume:
+        command.append("--resume-if-exists")
+    else:
+        command.append("--overwrite")
     return interrupts.run(
-        [*train, *graph.recipe_arguments(name), how],
+        command,
         preexec_fn=partial(die_with_parent, os.getpid()),
     )
 
@@ -104,15 +108,19 @@ def _merge(graph: Graph, name: str) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     write_atomically(run_dir.result, f'{{"seconds": {time.monotonic() - started:.1f}}}')
-    return GateError.exit_code if Records(graph).closed_gates(name) else 0
+    if Records(graph).closed_gates(name):
+        return GateError.exit_code
+    return 0
 
 
 def submit_graph(
     graph: Graph, site: str, say: Callable[[str], object], *, check_rewards: bool = False
 ) -> dict[str, str]:
-    """One job a stage that is not done, after its parents' jobs; returns job ids by stage. Jobs of
-    stages that build on a failed one are cancelled by Slurm. Errors as by `slurm.submit`;
-    RewardError, before any job, where `check_rewards` and a stage's rewards cannot be called."""
+    """Submit a job for each stage that is not done, after its parents' jobs; returns job ids by
+    stage. Jobs of stages that build on a failed one are cancelled by Slurm.
+
+    Errors as by `slurm.submit`; RewardError, before any job, where `check_rewards` and a stage's
+    rewards cannot be called."""
     records = Records(graph)
     jobs: dict[str, str] = {}
     stopped: set[str] = set()
