@@ -46,16 +46,16 @@ from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.rollout.publish import WeightPublisher
-from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.megatron.policy import Policy, build_policy
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.model_sender import ModelSender
 from grpo_megatron.trainer.steps.microbatch import MicroBatch
 from grpo_megatron.trainer.steps.optimizer_step import prepare, train_step
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
-from grpo_megatron.trainer.weight_publisher import WeightPublisher as WeightSource
 from grpo_megatron.weights.transfer import listening_store
 from grpo_megatron.weights.transfer_plan import TransferPlan
 
@@ -184,8 +184,8 @@ async def running_engine(config: RunConfig, run_dir: RunDir) -> AsyncIterator[En
 class WeightsToEngine:
     """Both ends of a publish: who sends, and who tells the engine to receive."""
 
-    source: WeightSource
-    target: WeightPublisher
+    source: ModelSender
+    target: EngineControl
     plan: TransferPlan
 
     async def publish(self, version: int) -> None:
@@ -196,8 +196,8 @@ class WeightsToEngine:
 
 
 async def connect(config: RunConfig, policy: Policy, engine: EngineClient) -> WeightsToEngine:
-    source = WeightSource(policy.sharded, config.publish)
-    target = WeightPublisher([engine])
+    source = ModelSender(policy.sharded, config.publish)
+    target = EngineControl([engine])
     opened = source.open(await target.num_workers())
     await target.prepare(opened.senders, lambda: asyncio.to_thread(source.join))
     return WeightsToEngine(source, target, opened.plan)

@@ -18,6 +18,7 @@ from grpo_megatron.trainer.checks.logprob_diff import logprob_gaps
 from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
 from grpo_megatron.trainer.megatron.policy import build_policy
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
+from grpo_megatron.trainer.model_sender import ModelSender
 from grpo_megatron.trainer.requests import (
     AnyRequest,
     CompareLogprobs,
@@ -42,7 +43,6 @@ from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from grpo_megatron.trainer.steps.teachers import Teachers
 from grpo_megatron.trainer.steps.token_update import train_tokens
-from grpo_megatron.trainer.weight_publisher import WeightPublisher
 
 
 class TrainerService:
@@ -59,7 +59,7 @@ class TrainerService:
             config.routing.router_policy,
             temperature,
         )
-        self.publisher = WeightPublisher(self.policy.sharded, config.publish)
+        self.model_sender = ModelSender(self.policy.sharded, config.publish)
         self.load_hf(model_path)
         self.references = References(config)
         if self.references.wanted:
@@ -93,11 +93,11 @@ class TrainerService:
             case ExportModel(directory=directory):
                 return hf_export.export_model(self.policy.sharded, directory, self.model_path)
             case OpenTransfer(num_workers=num_workers):
-                return self.publisher.open(num_workers)
+                return self.model_sender.open(num_workers)
             case JoinTransfer():
-                return self.publisher.join()
+                return self.model_sender.join()
             case SendWeights(version=version):
-                return self.publisher.send(version)
+                return self.model_sender.send(version)
             case Stop():  # whoever reads requests ends with this one
                 return None
 

@@ -45,7 +45,7 @@ def reply(values: dict[str, Any]) -> dict[str, Any]:
 
 def flip_a_bit(sender: int) -> None:
     """The next bucket of `sender` changes after its digests were taken."""
-    mine = _service.publisher.sender
+    mine = _service.model_sender.sender
     if mine is None or mine.index != sender:
         return
     pack = mine._pack
@@ -61,7 +61,7 @@ def flip_a_bit(sender: int) -> None:
 
 def slow_down(seconds: float) -> None:
     """Every bucket of this rank's sender takes longer."""
-    mine = _service.publisher.sender
+    mine = _service.model_sender.sender
     if mine is not None:
         pack = mine._pack
         mine._pack = lambda *arguments: (time.sleep(seconds), pack(*arguments))[1]
@@ -69,9 +69,9 @@ def slow_down(seconds: float) -> None:
 
 def routes() -> list[tuple[str, int, tuple[int, ...]]]:
     """Of every Megatron tensor in sending order: name, the rank that sends, ranks that hold."""
-    publisher = _service.publisher
+    model_sender = _service.model_sender
     return [
         (entry.parameter.name, sender, entry.holders)
-        for sender, part in publisher.parts.items()
+        for sender, part in model_sender.parts.items()
         for entry in part
     ]

@@ -1,4 +1,4 @@
-"""The trainer's side of weight publishing: gather each tensor, stream it from its sender.
+"""The trainer's side of a publish: gather each tensor, stream it from its sender.
 
 Senders are spread over the world. Each streams the tensors it holds itself, so an expert's
 weights need not pass through rank 0; what no sender holds travels to one point to point."""
@@ -19,7 +19,7 @@ _MIN_BUCKETS = 2
 _MIN_BUCKET_BYTES = 1 << 20
 
 
-class WeightPublisher:
+class ModelSender:
     """Streams the model of all ranks under Hugging Face names. Every method is collective."""
 
     def __init__(self, model: ShardedModel, config: PublishConfig):
