@@ -13,7 +13,7 @@ from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.algorithms.groups import ZERO_VARIANCE
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rewards.code_tests import extract
-from grpo_megatron.types import ScoredGroup
+from grpo_megatron.types import Completion, ScoredGroup
 
 _BOXED = re.compile(
     r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\})*)\}"
@@ -43,9 +43,10 @@ class GroupFilter:
         [reward] = [r for r in domain.rewards if r.component == domain.accuracy_component]
         answers = []
         for completion in group.group.completions:
-            text = extract(completion.text, reward.arguments.get("answer_tag")) or ""
-            boxed = _BOXED.findall(text)
-            answer = boxed[-1] if boxed else text
+            answer = extract(completion.text, reward.arguments.get("answer_tag")) or ""
+            boxed = _BOXED.findall(answer)
+            if boxed:
+                answer = boxed[-1]
             answers.append(answer.strip())
         return answers
 
@@ -54,9 +55,9 @@ class GroupFilter:
         if self._overlong != "drop":
             return group
         cut = _truncated(group)
-        components = {
-            name: np.where(cut, np.nan, values) for name, values in group.components.items()
-        }
+        components = {}
+        for name, values in group.components.items():
+            components[name] = np.where(cut, np.nan, values)
         return replace(group, components=components, rewards=np.where(cut, np.nan, group.rewards))
 
     def keeps(self, group: ScoredGroup) -> bool:
@@ -85,10 +86,13 @@ class GroupFilter:
         pass_at_1 is the mean success rate of a prompt, pass_at_group the fraction of prompts with a
         correct completion. What cannot be told (nothing correct, nothing scored) is left out."""
         of_groups = [self.correct(group) for group in groups]
-        scored = [correct for correct in of_groups if not np.isnan(correct).all()]
-        rates = np.array([np.nanmean(correct) for correct in scored])
+        success_rates = []
+        for correct in of_groups:
+            if not np.isnan(correct).all():
+                success_rates.append(np.nanmean(correct))
+        rates = np.array(success_rates)
         correct = np.concatenate(of_groups)
-        lengths = np.array([len(c.token_ids) for g in groups for c in g.group.completions], float)
+        lengths = _lengths(_completions(groups))
         lengths_correct = lengths[correct == 1]
         lengths_incorrect = lengths[correct == 0]
         metrics: dict[str, float] = {}
@@ -125,7 +129,9 @@ def not_older(groups: Sequence[ScoredGroup], version: int) -> list[ScoredGroup]:
 
 def _oldest_version(group: ScoredGroup, default: int) -> int:
     """Of the weights that sampled a token of the group; `default` for a group without tokens."""
-    versions = [span.version for c in group.group.completions for span in c.versions]
+    versions = []
+    for completion in group.group.completions:
+        versions += [span.version for span in completion.versions]
     return min(versions, default=default)
 
 
@@ -179,7 +185,21 @@ def _step_events(group: ScoredGroup) -> Events | None:
     )
 
 
+def _completions(groups: Sequence[ScoredGroup]) -> list[Completion]:
+    """One group after the other."""
+    completions: list[Completion] = []
+    for group in groups:
+        completions += group.group.completions
+    return completions
+
+
+def _lengths(completions: Sequence[Completion]) -> np.ndarray:
+    """Tokens of each, float64 [N]."""
+    return np.array([len(completion.token_ids) for completion in completions], float)
+
+
 def _truncated(group: ScoredGroup) -> np.ndarray:
+    """bool [G]."""
     return np.array([completion.truncated for completion in group.group.completions])
 
 
@@ -205,13 +225,18 @@ def staleness(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         for completion in group.group.completions:
             for span in completion.versions:
                 tokens[step - span.version] += span.end - span.start
-    return {f"staleness/{lag}": n / tokens.total() for lag, n in sorted(tokens.items())}
+    metrics = {}
+    for lag, count in sorted(tokens.items()):
+        metrics[f"staleness/{lag}"] = count / tokens.total()
+    return metrics
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    completions = [c for group in groups for c in group.group.completions]
-    rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
-    lengths = np.array([len(c.token_ids) for c in completions], float)
+    """Rewards, lengths and sizes of what was sampled; means and deviations are over samples."""
+    completions = _completions(groups)
+    rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
+    lengths = _lengths(completions)
+    prompt_lengths = [len(group.group.prompt.token_ids) for group in groups]
     mean, std = _mean_std(rewards)
     metrics = {
         "reward/mean": mean,
@@ -220,19 +245,22 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(),
         "response/truncated_fraction": np.mean([c.truncated for c in completions]),
-        "prompt/length_mean": np.mean([len(g.group.prompt.token_ids) for g in groups]),
+        "prompt/length_mean": np.mean(prompt_lengths),
         "batch/num_samples": len(rewards),
         "batch/num_tokens": lengths.sum(),
-        "group/all_equal_fraction": np.mean([all_equal(g.rewards) for g in groups]),
+        "group/all_equal_fraction": np.mean([all_equal(group.rewards) for group in groups]),
     }
-    kept = [c.kept.sizes for c in completions if c.kept is not None]
+    kept = [completion.kept.sizes for completion in completions if completion.kept is not None]
     if kept:
         sizes = np.concatenate(kept)  # 0: the set is not known
         metrics["sampling_mask/size_mean"], _ = _mean_std(sizes[sizes > 0])
         metrics["sampling_mask/missing"] = (sizes == 0).sum()
-    for name in dict.fromkeys(name for g in groups for name in g.components):
-        values = [group.components[name] for group in groups if name in group.components]
-        metrics[f"reward/{name}/mean"], _ = _mean_std(np.concatenate(values))
+    of_components: dict[str, list[np.ndarray]] = {}
+    for group in groups:
+        for name, values in group.components.items():
+            of_components.setdefault(name, []).append(values)
+    for name, parts in of_components.items():
+        metrics[f"reward/{name}/mean"], _ = _mean_std(np.concatenate(parts))
     return {name: float(value) for name, value in metrics.items()}
 
 
