@@ -10,6 +10,7 @@ import typer
 import grpo_megatron
 from grpo_megatron.cli import (
     convert_commands,
+    data_commands,
     inspect_commands,
     rehearse_command,
     run_commands,
@@ -41,6 +42,7 @@ for _command in (
     app.command()(_command)
 app.add_typer(inspect_commands.config_app, name="config")
 app.add_typer(convert_commands.app, name="convert")
+app.add_typer(data_commands.app, name="data")
 app.add_typer(inspect_commands.objective_app, name="objective")
 app.add_typer(stages_commands.app, name="stages")
 

@@ -37,18 +37,17 @@ class PromptRenderer:
         self._is_chat = domain.template == CHAT
         self._chat_template = chat_template
         self._keeps_system = False  # not known yet
-        template = domain.template
-        if self._is_chat:
-            template = domain.question_template
-        self._template = PromptTemplate(template, where=self._where)
-        if self._is_chat and chat_template is None:
+        if not self._is_chat:
+            self._template = PromptTemplate(domain.template, where=self._where)
+            return
+        if chat_template is None:
             raise DataError(
                 "the model's tokenizer has no chat template",
                 where=f'{self._where}, template = "chat"',
                 remedy="put chat_template.jinja of an instruct model beside its tokenizer.json, or "
                 "set template to a text with {question}",
             )
-        if self._is_chat and domain.system_prompt is not None:
+        if domain.system_prompt is not None:
             self._require_system_messages()
 
     def render(self, problem: Problem) -> RenderedPrompt:
@@ -56,7 +55,7 @@ class PromptRenderer:
         if not self._is_chat:
             text = self._template.render(problem.question, problem.metadata)
             return RenderedPrompt(text, problem.answer, problem.metadata)
-        messages = self.messages(problem)
+        messages = messages_of(problem, self._domain)
         if any(message["role"] == "system" for message in messages):
             self._require_system_messages()
         assert self._chat_template is not None  # or __init__ had raised
@@ -66,17 +65,6 @@ class PromptRenderer:
             )
         metadata = {**problem.metadata, MESSAGES: messages}
         return RenderedPrompt(text + self._domain.assistant_prefix, problem.answer, metadata)
-
-    def messages(self, problem: Problem) -> list[Message]:
-        """What the chat template is given for a problem."""
-        conversation = problem.metadata.get(MESSAGES)
-        if conversation is None:
-            question = self._template.render(problem.question, problem.metadata)
-            conversation = [{"role": "user", "content": question}]
-        system_prompt = self._domain.system_prompt
-        if system_prompt is not None and conversation[0]["role"] != "system":
-            return [{"role": "system", "content": system_prompt}, *conversation]
-        return list(conversation)
 
     def _require_system_messages(self) -> None:
         if self._keeps_system:
@@ -96,6 +84,19 @@ class PromptRenderer:
         except DataError as error:
             error.where = f"{self._where}: {error.where}"
             raise
+
+
+def messages_of(problem: Problem, domain: DomainConfig) -> list[Message]:
+    """What the chat template is given for a problem."""
+    conversation = problem.metadata.get(MESSAGES)
+    if conversation is None:
+        template = PromptTemplate(domain.question_template, where=f"[[domains]] {domain.name}")
+        question = template.render(problem.question, problem.metadata)
+        conversation = [{"role": "user", "content": question}]
+    system_prompt = domain.system_prompt
+    if system_prompt is not None and conversation[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *conversation]
+    return list(conversation)
 
 
 @contextmanager

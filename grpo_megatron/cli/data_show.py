@@ -1,0 +1,244 @@
+"""What `data show` prints: prompts of every domain, and its rewards' verdict on the answers."""
+
+import asyncio
+import dis
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.config.templates import CHAT
+from grpo_megatron.data.chat_template import ChatTemplate
+from grpo_megatron.data.conversation import MESSAGES
+from grpo_megatron.data.dataset_answers import end_of_turn
+from grpo_megatron.data.prompt_text import PromptRenderer, messages_of, tokenizer_directory
+from grpo_megatron.data.prompts import tokenised
+from grpo_megatron.data.sources import iterate_problems
+from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
+from grpo_megatron.rewards.pool import Component, RewardPool, components_of
+from grpo_megatron.types import Completion, Problem, Prompt, RolloutGroup, VersionSpan
+
+Say = Callable[[str], None]
+
+_NUM_PROMPTS = 3
+_NUM_IDS = 8
+"""Ids shown of each end of a prompt."""
+_LONGEST_TEXT = 4000
+_OF_COMPLETIONS = ("num_tokens", "truncated", "token_ids")
+_NOT_JUDGED = "cannot be judged without a completion"
+
+
+def show_domains(config: RunConfig, run_model: Path, say: Say) -> None:
+    """Print the first prompts of every domain. Without the model's tokenizer they are text only.
+
+    Raises DataError and RewardError as a run would when it starts.
+
+    run_model: where a run of this recipe has its model, if it made one."""
+    with tokenizer_directory(config.model) as directory:
+        if config.model.path is None and run_model.is_dir():
+            directory = run_model
+        tokenizer = None
+        if directory is not None:
+            tokenizer = load_tokenizer(directory)
+        else:
+            say(f"{_absent_model(config)}: prompts are shown as text only")
+            say("")
+        for domain in config.domains:
+            _show_domain(domain, config, tokenizer, say)
+
+
+def _absent_model(config: RunConfig) -> str:
+    if config.model.path is not None:
+        return f"the model {config.model.path} is not on this machine"
+    return f"the recipe has the preset {config.model.preset}, and no model.path of its checkpoint"
+
+
+def _show_domain(
+    domain: DomainConfig, config: RunConfig, tokenizer: TextTokenizer | None, say: Say
+) -> None:
+    problems = list(islice(iterate_problems(domain, config.seed), _NUM_PROMPTS))
+    say(f"domain {domain.name}, from {domain.path or domain.dataset}")
+    if tokenizer is None:
+        prompts = _text_only(domain, problems)
+    else:
+        prompts = tokenised(domain, problems, tokenizer)
+        if domain.template == CHAT:
+            _show_chat_template(domain, prompts[0], tokenizer, say)
+    components = components_of(domain, config.max_new_tokens_of(domain.name))
+    verdicts = asyncio.run(_verdicts(domain, components, prompts, config.data.reward_timeout_s))
+    longest = config.rollout.max_model_len - config.max_new_tokens_of(domain.name)
+    for number, (prompt, verdict) in enumerate(zip(prompts, verdicts, strict=True), start=1):
+        say("")
+        say(f"prompt {number}")
+        _show_text(prompt.text, say)
+        if tokenizer is not None:
+            _show_tokens(prompt.token_ids, tokenizer, longest, say)
+        say(f"answer: {_shortened(prompt.answer, 200)}")
+        for name, words in verdict.items():
+            say(f"reward {name} of the answer: {words}")
+    say("")
+
+
+# --- prompts
+
+
+def _text_only(domain: DomainConfig, problems: Sequence[Problem]) -> list[Prompt]:
+    """By a plain template; of a chat template that is not there, the messages that it would get."""
+    prompts = []
+    for problem in problems:
+        if domain.template == CHAT:
+            messages = messages_of(problem, domain)
+            text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        else:
+            text = PromptRenderer(domain, None).render(problem).text
+        prompts.append(Prompt("", domain.name, text, (), problem.answer, problem.metadata))
+    return prompts
+
+
+def _show_chat_template(
+    domain: DomainConfig, prompt: Prompt, tokenizer: TextTokenizer, say: Say
+) -> None:
+    template = tokenizer.chat_template
+    assert template is not None  # the prompt was rendered by it
+    say(f"chat template: {template.where}")
+    if not _has_generation_prompt(domain, template, prompt):
+        say("note: it writes no generation prompt, so that the answer has to begin its own turn")
+    end = end_of_turn(domain, tokenizer)
+    say(f"an answer ends with: {' '.join(map(tokenizer.token_text, end))}")
+    if end[-1] not in tokenizer.stop_token_ids:
+        say(
+            "note: that is no end of a completion; add it to eos_token_id of "
+            "generation_config.json, or engines sample beyond it"
+        )
+
+
+def _has_generation_prompt(domain: DomainConfig, template: ChatTemplate, prompt: Prompt) -> bool:
+    return template.writes_generation_prompt(
+        prompt.metadata[MESSAGES], domain.template_arguments, day=domain.template_date
+    )
+
+
+def _show_text(text: str, say: Say) -> None:
+    for line in _shortened(text, _LONGEST_TEXT).split("\n"):
+        say(f"  | {line}")
+
+
+def _shortened(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    left_out = len(text) - 2 * half
+    return f"{text[:half]} … {left_out:,} characters … {text[-half:]}"
+
+
+def _show_tokens(ids: Sequence[int], tokenizer: TextTokenizer, longest: int, say: Say) -> None:
+    shown = " ".join(map(str, ids))
+    if len(ids) > 2 * _NUM_IDS:
+        first = " ".join(map(str, ids[:_NUM_IDS]))
+        last = " ".join(map(str, ids[-_NUM_IDS:]))
+        shown = f"{first} … {last}"
+    say(f"{len(ids)} tokens: {shown}")
+    special: Counter[str] = Counter()
+    special_ids = tokenizer.special_token_ids
+    for token in ids:
+        if token in special_ids:
+            special[tokenizer.token_text(token)] += 1
+    counted = ", ".join(f"{text} ({count})" for text, count in special.items())
+    say(f"special tokens: {counted or 'none'}")
+    if len(ids) > longest:
+        say(f"note: a run drops it: {longest} tokens leave room for max_new_tokens")
+
+
+# --- rewards
+
+
+async def _verdicts(
+    domain: DomainConfig,
+    components: Sequence[Component],
+    prompts: Sequence[Prompt],
+    timeout_s: float,
+) -> list[dict[str, str]]:
+    """What each reward says where the completion is the reference answer, by component, of every
+    prompt."""
+    judging = []
+    for reward, component in zip(domain.rewards, components, strict=True):
+        if _judges_answers(component):
+            judging.append(reward)
+    verdicts = [dict.fromkeys((c.name for c in components), _NOT_JUDGED) for _ in prompts]
+    if not judging:
+        return verdicts
+    tags = {reward.component: reward.arguments.get("answer_tag") for reward in judging}
+    alone = domain.model_copy(update={"rewards": tuple(judging), "accuracy": None})
+    async with RewardPool([alone], timeout_s=timeout_s) as pool:
+        for prompt, verdict in zip(prompts, verdicts, strict=True):
+            if _is_specification(prompt.answer):
+                continue
+            verdict.update(await _judge(pool, prompt, tags))
+    return verdicts
+
+
+async def _judge(
+    pool: RewardPool, prompt: Prompt, tags: Mapping[str, str | None]
+) -> dict[str, str]:
+    """The components' values of the answer, within their tags: alone, and in a box as of MATH."""
+    completions = []
+    for tag in tags.values():
+        completions.append(_completion(_tagged(prompt.answer, tag)))
+        completions.append(_completion(_tagged(f"$\\boxed{{{prompt.answer}}}$", tag)))
+    [scored] = await pool.score([RolloutGroup(prompt, tuple(completions), 0)])
+    words = {}
+    for number, name in enumerate(tags):
+        alone = float(scored.components[name][2 * number])
+        boxed = float(scored.components[name][2 * number + 1])
+        words[name] = f"{alone:g}"
+        if math.isnan(alone):
+            words[name] = "none: it cannot score this answer"
+        elif boxed > alone:
+            words[name] = f"{boxed:g}, as \\boxed{{…}}"
+    return words
+
+
+def _judges_answers(component: Component) -> bool:
+    """Whether a reward compares the completion with the answer, by itself: not one that looks at
+    the completion alone or asks a server."""
+    reward = component.reward
+    needs_a_completion = any(name in reward.context for name in _OF_COMPLETIONS)
+    return not (needs_a_completion or reward.is_async) and _reads_answer(reward.function)
+
+
+def _reads_answer(function: Callable[..., object]) -> bool:
+    """Whether a function's code uses its second argument; True where its code cannot be seen."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_argcount < 2:
+        return True
+    name = code.co_varnames[1]
+    if name in code.co_cellvars:  # an inner function has it
+        return True
+    used = (instruction.argval for instruction in dis.get_instructions(code))
+    return any(value == name or (isinstance(value, tuple) and name in value) for value in used)
+
+
+def _is_specification(answer: str) -> bool:
+    """Whether the answer is a table for the reward, such as tests of programs, and nothing that a
+    policy would write."""
+    try:
+        return isinstance(json.loads(answer), dict)
+    except ValueError:
+        return False
+
+
+def _tagged(answer: str, tag: str | None) -> str:
+    if tag is None:
+        return answer
+    return f"<{tag}>{answer}</{tag}>"
+
+
+def _completion(text: str) -> Completion:
+    return Completion(
+        np.zeros(0, np.int32), np.zeros(0, np.float32), (VersionSpan(0, 0, 0),), "stop", text
+    )

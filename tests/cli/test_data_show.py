@@ -1,0 +1,215 @@
+"""`data show`: what a recipe's prompts are, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from grpo_megatron.cli.data_show import _reads_answer
+from grpo_megatron.cli.main import main
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.data.tiny_model import write_tiny_model
+from grpo_megatron.rewards import functions
+from tests.data.chat_templates import TEMPLATES, write_tokenizer
+
+REWARDS = "grpo_megatron.rewards.functions"
+RECIPE = """
+name = "shown"
+[model]
+path = "model"
+[[domains]]
+name = "sums"
+source = "file"
+path = "rows.jsonl"
+template = "chat"
+rewards = [{{ function = "{rewards}:exact_match" }}]
+[rollout]
+max_model_len = 600
+{more}
+"""
+USER = {"role": "user", "content": "What is 2 + 3?"}
+ROWS = [{"messages": [USER], "answer": "5"}, {"question": "2 + 4?", "answer": "6"}]
+
+
+@pytest.fixture
+def show(tmp_path, monkeypatch, capsys):
+    """Write a model with a chat template, rows and a recipe, and show them: (exit code, text)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def shown(*settings, template="qwen", rows=ROWS, more=""):
+        if template is not None:
+            write_tokenizer(tmp_path / "model", template)
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "recipe.toml").write_text(RECIPE.format(rewards=REWARDS, more=more))
+        code = main(["data", "show", "recipe.toml", *settings])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return shown
+
+
+def test_a_prompt_is_shown_as_text_and_tokens(show):
+    code, text = show("domains.0.system_prompt=Be brief.")
+    assert code == 0
+    assert re.search("chat template: .*/model/chat_template.jinja\n", text)
+    assert "an answer ends with: <|im_end|>" in text
+    assert "  | <|im_start|>system\n  | Be brief.<|im_end|>\n" in text
+    assert "  | What is 2 + 3?<|im_end|>\n  | <|im_start|>assistant\n" in text
+    assert "special tokens: <|im_start|> (3), <|im_end|> (2)" in text
+    assert " tokens: 2" in text and " … " in text
+    assert "prompt 2" in text and "2 + 4?" in text
+    assert text.count("reward exact_match of the answer: 1") == 2
+    assert "note:" not in text
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "drops_system"])
+def test_every_template_is_shown(show, template):
+    code, text = show(template=template)
+    assert code == 0
+    assert "What is 2 + 3?" in text
+    assert ("writes no generation prompt" in text) == (template == "no_generation_prompt")
+
+
+def test_what_a_template_drops_is_an_error_of_data(show):
+    code, text = show("domains.0.system_prompt=Be brief.", template="drops_system")
+    assert code == 4
+    assert "drops the system message" in text
+    assert "[[domains]] sums" in text
+    assert "remedy" in text
+
+
+def test_an_end_that_engines_do_not_know_is_told(show, tmp_path):
+    show()
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    settings["eos_token"] = "<|eot_id|>"
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    code, text = show(template=None)
+    assert code == 0
+    assert "add it to eos_token_id" in text
+
+
+def test_without_the_model_there_is_text_only(show):
+    code, text = show("domains.0.system_prompt=Be brief.", template=None)
+    assert code == 0
+    assert "is not on this machine" in text
+    assert "  | system: Be brief.\n  | user: What is 2 + 3?\n" in text
+    assert "tokens:" not in text
+    assert "reward exact_match of the answer: 1" in text
+    code, text = show("domains.0.template={question}", template=None, rows=ROWS[1:])
+    assert code == 0
+    assert "  | 2 + 4?\n" in text
+
+
+def test_a_run_shows_its_own_model(tmp_path, capsys):
+    write_tiny_model(tmp_path / "demo" / "model", load_preset("tiny-qwen3-moe"))
+    assert main(["data", "show", "demo/gspo-moe-cpu", f"runs_dir={tmp_path}", "name=demo"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("reward exact_match of the answer: 1") == 3
+    assert "special tokens: none" in text
+
+
+def test_long_prompts_are_told(show):
+    code, text = show("rollout.max_model_len=20", "rollout.max_new_tokens=4")
+    assert code == 0
+    assert "a run drops it: 16 tokens leave room" in text
+
+
+# --- rewards
+
+
+def test_each_component_says_what_it_can_of_the_answer(show):
+    rewards = [
+        f'{{function="{REWARDS}:math_verify", arguments={{answer_tag="answer"}}}}',
+        f'{{function="{REWARDS}:numeric_match"}}',
+        f'{{function="{REWARDS}:format_tags"}}',
+        f'{{function="{REWARDS}:soft_overlong", arguments={{buffer=4}}}}',
+    ]
+    rows = [{"question": "2 + 4?", "answer": "6"}, {"question": "What?", "answer": "no number"}]
+    code, text = show(f"domains.0.rewards=[{', '.join(rewards)}]", rows=rows)
+    assert code == 0
+    first, second = text.split("prompt 2")
+    assert "reward math_verify of the answer: 1" in first
+    assert "reward numeric_match of the answer: 1" in first
+    for name in ("format_tags", "soft_overlong"):
+        assert f"reward {name} of the answer: cannot be judged without a completion" in first
+    assert "reward numeric_match of the answer: none: it cannot score this answer" in second
+
+
+def test_tests_of_programs_are_no_answers(show, tmp_path):
+    (tmp_path / "own_reward.py").write_text("def tests(completion, answer): return len(answer)\n")
+    rows = [{"question": "Write it.", "answer": '{"inputs": ["1"], "outputs": ["2"]}'}]
+    code, text = show('domains.0.rewards=[{function="own_reward:tests"}]', rows=rows)
+    assert code == 0
+    assert "reward tests of the answer: cannot be judged without a completion" in text
+
+
+def test_a_reward_that_is_not_there_is_an_error_of_rewards(show):
+    code, text = show(f'domains.0.rewards=[{{function="{REWARDS}:exact_mach"}}]')
+    assert code == 10
+    assert "did you mean 'exact_match'" in text
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (functions.exact_match, True),
+        (functions.math_verify, True),
+        (functions.format_tags, False),
+        (functions.language_consistency, False),
+        (functions.repetition, False),
+        (lambda completion, answer: [answer for _ in completion], True),
+        (max, True),
+    ],
+)
+def test_rewards_that_read_the_answer(function, reads):
+    assert _reads_answer(function) == reads
+
+
+# --- benchmarks as they are published
+
+
+@pytest.mark.parametrize(
+    ("row", "shown", "reward"),
+    [
+        (
+            {"problem": "Find $x$.", "level": "1", "type": "A", "solution": "$\\boxed{(1,2)}$"},
+            "answer: (1,2)",
+            "math_verify",
+        ),
+        ({"problem": "Find it.", "answer": 204}, "answer: 204", "numeric_match"),
+        (
+            {
+                "Question": "Which?",
+                "Correct Answer": "yes",
+                "Incorrect Answer 1": "no",
+                "Incorrect Answer 2": "never",
+                "Incorrect Answer 3": "maybe",
+            },
+            ") never",
+            "exact_match",
+        ),
+    ],
+)
+def test_benchmarks_are_judged_right(show, row, shown, reward):
+    code, text = show(f'domains.0.rewards=[{{function="{REWARDS}:{reward}"}}]', rows=[row])
+    assert code == 0
+    assert shown in text
+    assert f"reward {reward} of the answer: 1" in text
+
+
+def test_missing_fields_are_told_with_file_and_row(show):
+    code, text = show(rows=[*ROWS, {"task": "3 + 3?", "answer": "6"}])
+    assert code == 4
+    assert "no field 'question'; the row has: task, answer" in text
+    assert "rows.jsonl:3" in text
+    assert "set prompt_field" in text
+
+
+def test_the_command_does_not_import_torch():
+    program = "import sys, grpo_megatron.cli.data_show; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
