@@ -55,8 +55,11 @@ def tokenised(
 ) -> list[Prompt]:
     """Prompts of `problems` in their order, by the domain's template."""
     renderer = PromptRenderer(domain, tokenizer.chat_template)
-    rendered = [renderer.render(problem) for problem in problems]
-    texts = [prompt.text for prompt in rendered]
+    rendered = []
+    texts = []
+    for problem in problems:
+        rendered.append(renderer.render(problem))
+        texts.append(rendered[-1].text)
     token_ids = tokenizer.encode_batch(texts, where=f"[[domains]] {domain.name}")
     prompts = []
     for (text, answer, metadata), ids in zip(rendered, token_ids, strict=True):

@@ -49,7 +49,7 @@ def _of_first_kind(folder: Path) -> list[Path]:
     for suffix in _READERS:
         files = []
         for file in sorted(folder.rglob(f"*{suffix}")):
-            is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+            is_hidden = "/." in f"/{file.relative_to(folder).as_posix()}"
             if not is_hidden and file.is_file():
                 files.append(file)
         if files:
@@ -65,7 +65,7 @@ def _of_split(folder: Path, files: Sequence[Path], split: str | None) -> list[Pa
     by_split: dict[str | None, list[Path]] = defaultdict(list)
     for file in files:
         by_split[_split_of(file.relative_to(folder))].append(file)
-    names = ", ".join(str(name) for name in by_split if name is not None) or "none"
+    names = ", ".join(filter(None, by_split)) or "none"
     if split is not None:
         if split not in by_split:
             raise DataError(

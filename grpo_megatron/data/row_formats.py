@@ -253,8 +253,11 @@ def _program_tests(cases: Sequence[Mapping[str, Any]], details: Any) -> str:
     if not cases:
         raise ValueError("there are none")
     if cases[0].get("testtype") != "functional":
-        inputs = [case["input"] for case in cases]
-        outputs = [case["output"] for case in cases]
+        inputs = []
+        outputs = []
+        for case in cases:
+            inputs.append(case["input"])
+            outputs.append(case["output"])
         return json.dumps({"inputs": inputs, "outputs": outputs})
     if isinstance(details, str):
         details = json.loads(details)

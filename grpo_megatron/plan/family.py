@@ -41,7 +41,10 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.default,
             self.fixed,
         )
-        return {name.split(".")[0] for part in parts for name in part}
+        names: set[str] = set()
+        for part in parts:
+            names.update(name.split(".")[0] for name in part)
+        return names
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
