@@ -42,7 +42,8 @@ def special_tokens_of(config: RunConfig) -> list[str]:
     """Control tokens that the recipe's templates write, as `<|im_start|>`."""
     found: list[str] = []
     for domain in config.domains:
-        found += _SPECIAL_TOKEN.findall(domain.template)
+        for text in (domain.template, domain.question_template, domain.assistant_prefix):
+            found += _SPECIAL_TOKEN.findall(text)
     return list(dict.fromkeys(found))
 
 

@@ -221,16 +221,33 @@ def _number(text: str) -> Fraction | None:
         return None
 
 
+_OPERATORS = ("=", "^", "+", "*", " - ")
+_LETTER_ALONE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+"""A variable, or the letter of a choice: no word, unit of two letters or LaTeX command."""
+
+
 @lru_cache(maxsize=4096)
 def _parsed_gold(answer: str) -> list[Any]:
     from math_verify import parse
 
-    # Without its environment "\frac{1}{2}" would be read as the number 1, and "(1, 2)" not at all.
-    bare_latex = "\\" in answer or answer.strip().startswith(("(", "[", "{"))
-    if bare_latex and "$" not in answer and "\\boxed" not in answer:
+    if _is_bare_latex(answer):
         answer = f"${answer}$"
     parsed: list[Any] = parse(answer, parsing_timeout=_MATH_TIMEOUT_S)
+    if not parsed and _LETTER_ALONE.search(answer) and "$" not in answer:
+        parsed = parse(f"${answer}$", parsing_timeout=_MATH_TIMEOUT_S)
     return parsed
+
+
+def _is_bare_latex(answer: str) -> bool:
+    """Whether an answer is a formula without its environment, of which math_verify would read a
+    number at most: 1 of "\\frac{1}{2}", 2 of "2x + 3", nothing of "(1, 2)"."""
+    has_environment = re.search(r"(?<!\\)\$", answer) is not None or "\\boxed" in answer
+    if has_environment:
+        return False
+    if "\\" in answer or answer.strip().startswith(("(", "[", "{")):
+        return True
+    has_operator = any(operator in answer for operator in _OPERATORS)
+    return has_operator and _LETTER_ALONE.search(answer) is not None
 
 
 @lru_cache(maxsize=128)

@@ -123,9 +123,9 @@ def _code() -> str:
 
 
 def _stamp(path: Path) -> list[Any]:
-    """Names, sizes and times of a file or of a checkpoint's files: 1 TB is not read for this."""
+    """Names, sizes and times of a file, or of all files below a folder; 1 TB is not read."""
     if path.is_dir():
-        files = sorted(path.iterdir())
+        files = sorted(file for file in path.rglob("*") if file.is_file())
     elif path.exists():
         files = [path]
     else:
@@ -133,5 +133,6 @@ def _stamp(path: Path) -> list[Any]:
     stamps = []
     for file in files:
         about = file.stat()
-        stamps.append([file.name, about.st_size, about.st_mtime_ns])
+        name = file.relative_to(path.parent).as_posix()
+        stamps.append([name, about.st_size, about.st_mtime_ns])
     return stamps

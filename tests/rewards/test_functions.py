@@ -91,6 +91,17 @@ def test_every_integer_matches_itself(number):
         ("4", "3", 0),
         ("3", "", NAN),
         ("3", "who knows", NAN),
+        (r"\boxed{x^2}", "x^2", 1),
+        (r"\boxed{x^3}", "x^2", 0),
+        (r"\boxed{2x+3}", "2x+3", 1),
+        (r"\boxed{2}", "2x+3", 0),  # no number is read out of a formula
+        (r"\boxed{p - q}", "p - q", 1),
+        (r"\boxed{5}", r"\$5", 1),
+        (r"\boxed{B}", "B", 1),
+        (r"\boxed{C}", "B", 0),
+        (r"\boxed{5}", "5 m/s", 1),
+        (r"\boxed{5}", "5 apples", 1),
+        (r"\boxed{12}", "12 cm^2", 1),
     ],
 )
 def test_math_verify(completion, answer, score):

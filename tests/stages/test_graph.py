@@ -228,6 +228,10 @@ def test_teachers_and_presets_are_what_a_stage_is_made_from(graph_file, tmp_path
     (tmp_path / "teacher").mkdir()
     (tmp_path / "teacher" / "model.safetensors").write_text("x")
     assert Records(graph).fingerprint("one") != before
+    before = Records(graph).fingerprint("one")
+    (tmp_path / "teacher" / "shards").mkdir()
+    (tmp_path / "teacher" / "shards" / "1.safetensors").write_text("x")
+    assert Records(graph).fingerprint("one") != before
     before = Records(graph).fingerprint("base")
     monkeypatch.setattr(records_module, "load_preset", lambda name: SimpleNamespace(hf={"x": 1}))
     assert Records(graph).fingerprint("base") != before
