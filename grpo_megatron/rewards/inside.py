@@ -32,6 +32,7 @@ class Remote:
         self.number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Have the candidate's process call its object; the arguments must be plain data."""
         return ask("call", self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
