@@ -73,16 +73,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     Raises ConfigError where a custom clip cannot be imported or returns another shape than [n]."""
     o = objective.config
     batch, infinite = _without_infinite(batch)
-    old_logprobs = batch.old_logprobs
-    if o.proximal == "rollout":
-        old_logprobs = batch.rollout_logprobs
-    of_tokens = ClipInputs(
-        log_ratio=ratios.bounded(batch.logprobs - old_logprobs),
-        advantages=batch.advantages,
-        logprobs=batch.logprobs,
-        low=objective.value("clip_low", batch),
-        high=objective.value("clip_high", batch),
-    )
+    of_tokens = _clip_inputs(objective, batch)
     log_diff = of_tokens.log_ratio
     inputs = replace(of_tokens, log_ratio=_log_ratio(o, of_tokens, batch))
     clipped = terms.clip_status(o, inputs)
@@ -94,15 +85,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     losses = -_surrogate(o, inputs, batch, clipped)
     if factor is not None:
         losses = losses * factor
-    if objective.weighs_kl and o.kl in terms.KL:
-        divergence = terms.KL[o.kl](batch.untruncated_logprobs, _reference(batch), log_diff)
-        losses = losses + objective.value("kl_beta", batch) * divergence
-    entropy_weight = objective.value("entropy_weight", batch)
-    if isinstance(entropy_weight, Tensor) or entropy_weight != 0:
-        losses = losses - entropy_weight * batch.entropies
-    if o.llds_weight > 0:
-        displaced = terms.llds(log_diff, batch.advantages, batch.sample, batch.token_counts)
-        losses = losses + o.llds_weight * displaced
+    losses = _regularised(objective, batch, losses, log_diff)
     weighted = batch.weights * losses
     loss = weighted.sum()
     if batch.preference is not None:
@@ -126,6 +109,39 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     if batch.weight_slopes is not None:
         meter.stats.mean("lambda/gradient", (batch.weight_slopes * losses).sum(), 0.0, "sum")
     return loss, meter.stats
+
+
+def _clip_inputs(objective: Objective, batch: LossBatch) -> ClipInputs:
+    """What the clip looks at, with the ratio of each token."""
+    old_logprobs = batch.old_logprobs
+    if objective.config.proximal == "rollout":
+        old_logprobs = batch.rollout_logprobs
+    return ClipInputs(
+        log_ratio=ratios.bounded(batch.logprobs - old_logprobs),
+        advantages=batch.advantages,
+        logprobs=batch.logprobs,
+        low=objective.value("clip_low", batch),
+        high=objective.value("clip_high", batch),
+    )
+
+
+def _regularised(
+    objective: Objective, batch: LossBatch, losses: Tensor, log_diff: Tensor
+) -> Tensor:
+    """Losses with what the policy gradient knows nothing of: KL, entropy, LLDS. All [n].
+
+    log_diff: `log pi_theta - log pi_old` of each token."""
+    o = objective.config
+    if objective.weighs_kl and o.kl in terms.KL:
+        divergence = terms.KL[o.kl](batch.untruncated_logprobs, _reference(batch), log_diff)
+        losses = losses + objective.value("kl_beta", batch) * divergence
+    entropy_weight = objective.value("entropy_weight", batch)
+    if isinstance(entropy_weight, Tensor) or entropy_weight != 0:
+        losses = losses - entropy_weight * batch.entropies
+    if o.llds_weight > 0:
+        displaced = terms.llds(log_diff, batch.advantages, batch.sample, batch.token_counts)
+        losses = losses + o.llds_weight * displaced
+    return losses
 
 
 def _surrogate(

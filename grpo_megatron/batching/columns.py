@@ -14,7 +14,8 @@ from grpo_megatron.files import open_atomically
 
 def write_columns(path: Path, columns: dict[str, np.ndarray]) -> str:
     """Write `columns` durably and atomically; returns the file's checksum."""
-    payload = save({name: np.ascontiguousarray(array) for name, array in columns.items()})
+    contiguous = {name: np.ascontiguousarray(array) for name, array in columns.items()}
+    payload = save(contiguous)
     with open_atomically(path) as file:
         file.write(payload)
     return xxhash.xxh3_128_hexdigest(payload)
@@ -22,11 +23,14 @@ def write_columns(path: Path, columns: dict[str, np.ndarray]) -> str:
 
 def read_columns(path: Path) -> dict[str, np.ndarray]:
     """Memory-map every array of a file. Raises DataError when it is truncated or foreign."""
+    columns = {}
     with (
         raised_as(DataError, "unreadable sample file", where=path),
-        safe_open(path, "pt") as file,
-    ):  # for numpy it copies
-        return {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+        safe_open(path, "pt") as file,  # as torch tensors; for numpy it copies
+    ):
+        for name in file.keys():  # noqa: SIM118
+            columns[name] = file.get_tensor(name).numpy()
+    return columns
 
 
 def file_checksum(path: Path) -> str:

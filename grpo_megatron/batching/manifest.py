@@ -66,7 +66,7 @@ class Manifest(StepFacts, frozen=True, kw_only=True):
 
     @property
     def checksums(self) -> dict[str, str]:
-        """By file name."""
+        """Checksum of each file of columns, by its name in the directory."""
         found = {"train.safetensors": self.train_checksum}
         for shard in self.shards:
             found[shard.name] = shard.checksum
@@ -91,7 +91,9 @@ def read_manifest(directory: Path) -> Manifest:
     file = directory / MANIFEST_FILE
     with raised_as(DataError, "not a recorded step", (OSError, ValueError), where=file):
         values = json.loads(file.read_text())
-    found = values.get("format") if isinstance(values, dict) else None
+    found = None
+    if isinstance(values, dict):
+        found = values.get("format")
     if found != FORMAT:
         raise DataError(
             f"sample store format {found!r}, this version reads {FORMAT}",

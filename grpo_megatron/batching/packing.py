@@ -4,6 +4,7 @@ Every rank computes the same plan from the lengths alone, so a recorded step can
 any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length."""
 
 import heapq
+import math
 
 import numpy as np
 
@@ -32,45 +33,53 @@ def plan_microbatches(
             where="trainer.max_tokens_per_microbatch",
             remedy="raise it to at least rollout.max_model_len",
         )
-    order = np.argsort(-lengths, kind="stable")
+    longest_first = np.argsort(-lengths, kind="stable")
+    costs = sample_costs(lengths)
     step = num_ranks * multiple_of
     # fewer do not hold all tokens, and none holds two samples of more than half of it
-    least = max(-(-int(lengths.sum()) // max_tokens), int((2 * lengths > max_tokens).sum()), 1)
-    num_bins = -(-least // step) * step
-    costs = sample_costs(lengths)
-    while (bins := _level(lengths, costs, order, num_bins, max_tokens)) is None:
+    for_all_tokens = math.ceil(int(lengths.sum()) / max_tokens)
+    for_long_samples = int((2 * lengths > max_tokens).sum())
+    fewest = max(for_all_tokens, for_long_samples, 1)
+    num_bins = math.ceil(fewest / step) * step
+    bins = _level(lengths, costs, longest_first, num_bins, max_tokens)
+    while bins is None:
         num_bins += step * max(num_bins // (32 * step), 1)
-    return _deal([(float(costs[rows].sum()), rows) for rows in bins], num_ranks)
+        bins = _level(lengths, costs, longest_first, num_bins, max_tokens)
+    return _deal(bins, costs, num_ranks)
 
 
 def _level(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, num_bins: int, capacity: int
 ) -> list[np.ndarray] | None:
-    """Longest first into the cheapest bin with room; None when some sample finds no room."""
-    heap = [(0.0, b) for b in range(num_bins)]
+    """Samples in `order` into the cheapest bin with room; None when some sample finds no room.
+
+    Returns sample rows by bin, int64, ascending."""
+    cheapest_first = [(0.0, number) for number in range(num_bins)]  # a heap: cost, bin
     used = [0] * num_bins
     rows: list[list[int]] = [[] for _ in range(num_bins)]
     for row in order.tolist():
-        full = []
-        while heap and used[heap[0][1]] + lengths[row] > capacity:
-            full.append(heapq.heappop(heap))
-        if not heap:
+        without_room = []
+        while cheapest_first and used[cheapest_first[0][1]] + lengths[row] > capacity:
+            without_room.append(heapq.heappop(cheapest_first))
+        if not cheapest_first:
             return None
-        cost, b = heapq.heappop(heap)
-        used[b] += int(lengths[row])
-        rows[b].append(row)
-        for entry in (*full, (cost + costs[row], b)):
-            heapq.heappush(heap, entry)
-    return [np.sort(np.array(r, np.int64)) for r in rows]
+        cost, number = heapq.heappop(cheapest_first)
+        used[number] += int(lengths[row])
+        rows[number].append(row)
+        heapq.heappush(cheapest_first, (cost + costs[row], number))
+        for entry in without_room:
+            heapq.heappush(cheapest_first, entry)
+    return [np.sort(np.array(of_bin, np.int64)) for of_bin in rows]
 
 
-def _deal(bins: list[tuple[float, np.ndarray]], num_ranks: int) -> list[list[np.ndarray]]:
-    """Bins (cost, rows) to ranks, equally many each: the most expensive to the least loaded."""
+def _deal(bins: list[np.ndarray], costs: np.ndarray, num_ranks: int) -> list[list[np.ndarray]]:
+    """Bins to ranks, equally many each: the most expensive to the least loaded rank with room."""
+    bin_costs = np.array([float(costs[rows].sum()) for rows in bins])
     ranks: list[list[np.ndarray]] = [[] for _ in range(num_ranks)]
-    load = [0.0] * num_ranks
-    for cost, rows in sorted(bins, key=lambda found: -found[0]):
-        open_ranks = (r for r in range(num_ranks) if len(ranks[r]) < len(bins) // num_ranks)
-        rank = min(open_ranks, key=load.__getitem__)
-        ranks[rank].append(rows)
-        load[rank] += cost
+    load = np.zeros(num_ranks)
+    for number in np.argsort(-bin_costs, kind="stable"):
+        has_room = np.array([len(of_rank) < len(bins) // num_ranks for of_rank in ranks])
+        rank = int(np.where(has_room, load, np.inf).argmin())
+        ranks[rank].append(bins[number])
+        load[rank] += bin_costs[number]
     return ranks

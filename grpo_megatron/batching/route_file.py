@@ -23,41 +23,49 @@ from grpo_megatron.types import Completion, RolloutGroup
 
 BLOCK_BYTES = 1 << 16
 _NO_ROUTE = -1
+_NO_EXCEPTION = np.iinfo(np.int32).max
 
 
 def write_routes(
     path: Path, groups: Sequence[RolloutGroup], shape: RouteShape
 ) -> dict[str, np.ndarray]:
-    """Write a shard's routes durably; returns their columns."""
-    chosen: list[int] = []
+    """Write a shard's routes durably; returns their columns.
+
+    Raises EngineError where the engine's routes are not those of a model of `shape`."""
+    prompt_part: list[int] = []
     checksums: list[int] = []
-
-    def parts() -> Iterator[np.ndarray]:
-        for group in groups:
-            prompts, of_samples = _distinct_prompts(group, shape)
-            chosen.extend(of_samples)
-            yield from prompts
-            start = len(group.prompt.token_ids)
-            for c in group.completions:
-                yield _ids(c, start, start + max(len(c.token_ids) - 1, 0), shape)
-
     with open_atomically(path) as file:
-        for block in _blocks(parts()):
+        for block in _blocks(_parts(groups, shape, prompt_part)):
             file.write(block)
             checksums.append(xxhash.xxh3_64_intdigest(block))
     exceptions = []
-    sample = -1
+    sample = 0
     for group in groups:
         for completion in group.completions:
-            sample += 1
             for span in _exceptions(completion, len(group.prompt.token_ids)):
                 exceptions.append((sample, *span))
+            sample += 1
     columns = {"route_checksums": np.array(checksums, np.uint64)}
-    if any(chosen):
-        columns["route_prompt"] = np.array(chosen, np.int32)
+    if any(prompt_part):
+        columns["route_prompt"] = np.array(prompt_part, np.int32)
     if exceptions:
         columns["route_exceptions"] = np.array(exceptions, np.int32)
     return columns
+
+
+def _parts(
+    groups: Sequence[RolloutGroup], shape: RouteShape, prompt_part: list[int]
+) -> Iterator[np.ndarray]:
+    """The parts of a file in order, [tokens, layers, experts]; which prompt part of its group each
+    sample has is appended to `prompt_part`."""
+    for group in groups:
+        prompts, part_of_sample = _distinct_prompts(group, shape)
+        prompt_part += part_of_sample
+        yield from prompts
+        start = len(group.prompt.token_ids)
+        for completion in group.completions:
+            num_rows = max(len(completion.token_ids) - 1, 0)
+            yield _ids(completion, start, start + num_rows, shape)
 
 
 def _blocks(parts: Iterable[np.ndarray]) -> Iterator[bytes]:
@@ -90,30 +98,42 @@ def _ids(completion: Completion, start: int, end: int, shape: RouteShape) -> np.
 def _distinct_prompts(group: RolloutGroup, shape: RouteShape) -> tuple[list[np.ndarray], list[int]]:
     """The different prompt routes of a group, and which each sample has."""
     parts: list[np.ndarray] = []
-    chosen = []
+    part_of_sample = []
     for completion in group.completions:
         ids = _ids(completion, 0, len(group.prompt.token_ids), shape)
-        found = next((i for i, part in enumerate(parts) if np.array_equal(part, ids)), None)
-        chosen.append(len(parts) if found is None else found)
-        if found is None:
+        number = _place_of(ids, parts)
+        if number == len(parts):
             parts.append(ids)
-    return parts, chosen
+        part_of_sample.append(number)
+    return parts, part_of_sample
+
+
+def _place_of(ids: np.ndarray, parts: Sequence[np.ndarray]) -> int:
+    """Where in `parts` the same ids are; their number where nowhere."""
+    for number, part in enumerate(parts):
+        if np.array_equal(part, ids):
+            return number
+    return len(parts)
 
 
 def _exceptions(completion: Completion, num_prompt: int) -> Iterator[tuple[int, int, int]]:
     """Spans of rows (first, end, version) without a route of the version that used them."""
     num_rows = num_prompt + len(completion.token_ids) - 1
-    used = np.full(num_rows, completion.versions[0].version if completion.versions else 0)
+    sampled_by = np.zeros(num_rows, np.int64)
+    if completion.versions:
+        sampled_by[:] = completion.versions[0].version
     for span in completion.versions:
-        used[num_prompt - 1 + span.start : num_prompt - 1 + span.end] = span.version
-    have = np.full(num_rows, _NO_ROUTE)
-    for span in completion.route_versions if completion.routes is not None else ():
-        have[span.start : span.end] = span.version
-    differs = np.where(have != used, have, np.iinfo(np.int32).max)
-    edges = np.flatnonzero(np.diff(differs, prepend=np.iinfo(np.int32).min))
-    for first, end in zip(edges, [*edges[1:], num_rows], strict=True):
-        if differs[first] != np.iinfo(np.int32).max:
-            yield int(first), int(end), int(differs[first])
+        sampled_by[num_prompt - 1 + span.start : num_prompt - 1 + span.end] = span.version
+    routed_by = np.full(num_rows, _NO_ROUTE)
+    if completion.routes is not None:
+        for span in completion.route_versions:
+            routed_by[span.start : span.end] = span.version
+    exception = np.where(routed_by != sampled_by, routed_by, _NO_EXCEPTION)
+    firsts = np.flatnonzero(np.diff(exception, prepend=np.iinfo(np.int32).min))
+    ends = [*firsts[1:], num_rows]
+    for first, end in zip(firsts, ends, strict=True):
+        if exception[first] != _NO_EXCEPTION:
+            yield int(first), int(end), int(exception[first])
 
 
 class RouteFile:
@@ -124,8 +144,9 @@ class RouteFile:
         self.shape = shape
         self._checksums = columns["route_checksums"]
         self._is_bad: dict[int, bool] = {}  # of the blocks that were looked at
-        size = path.stat().st_size if path.exists() else 0
-        self._bytes = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+        self._bytes = np.empty(0, np.uint8)
+        if path.exists() and path.stat().st_size > 0:  # of nothing there is no memory map
+            self._bytes = np.memmap(path, np.uint8, "r")
         exceptions = columns.get("route_exceptions", np.empty((0, 4), np.int32))
         self._exceptions = exceptions[np.argsort(exceptions[:, 0], kind="stable")]
         self._place(columns)
@@ -150,24 +171,28 @@ class RouteFile:
         """Routes of a sample in some `layers`, which are positions in `shape.layers`.
 
         Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
-        parts = [
-            self._part(self._prompt_start[sample], self._num_prompt[sample], layers),
-            self._part(self._sample_start[sample], self._num_completion[sample], layers),
-        ]
-        ids, status = (np.concatenate(x, 1) for x in zip(*parts, strict=True))
-        status[(status == RouteStatus.OK) & invalid(ids, self.shape.num_experts)] = (
-            RouteStatus.INVALID
+        prompt_ids, prompt_status = self._part(
+            self._prompt_start[sample], self._num_prompt[sample], layers
         )
+        own_ids, own_status = self._part(
+            self._sample_start[sample], self._num_completion[sample], layers
+        )
+        ids = np.concatenate([prompt_ids, own_ids], 1)
+        status = np.concatenate([prompt_status, own_status], 1)
+        is_invalid = (status == RouteStatus.OK) & invalid(ids, self.shape.num_experts)
+        status[is_invalid] = RouteStatus.INVALID
         first, last = np.searchsorted(self._exceptions[:, 0], [sample, sample + 1])
         for _, start, end, version in self._exceptions[first:last]:
-            status[:, start:end] = (
-                RouteStatus.MISSING if version == _NO_ROUTE else RouteStatus.STALE
-            )
+            why = RouteStatus.STALE
+            if version == _NO_ROUTE:
+                why = RouteStatus.MISSING
+            status[:, start:end] = why
         return ids, status
 
     def _part(
         self, start: int, tokens: int, layers: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
+        """As `read`, of the part of `tokens` rows that begins at byte `start`."""
         size = int(self.shape.num_bytes(tokens)) // max(len(self.shape.layers), 1)
         row = self.shape.experts_per_token * self.shape.dtype.itemsize
         ids = np.zeros((len(layers), tokens, self.shape.experts_per_token), self.shape.dtype)
@@ -185,10 +210,14 @@ class RouteFile:
 
     def _bad_blocks(self, begin: int, end: int) -> list[int]:
         """Blocks in a range of bytes whose checksum disagrees; each is read once."""
-        blocks = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)) if end > begin else ()
-        for block in blocks:
+        if end <= begin:
+            return []
+        bad = []
+        for block in range(begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1):
             if block not in self._is_bad:
                 data = self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
                 found = xxhash.xxh3_64_intdigest(data.data)
                 self._is_bad[block] = found != self._checksums[block]
-        return [block for block in blocks if self._is_bad[block]]
+            if self._is_bad[block]:
+                bad.append(block)
+        return bad

@@ -9,6 +9,7 @@
 It is written under `step_000123.tmp` and renamed when complete, so a directory that has its
 final name is whole. It carries samples to the trainer, is the crash log, and can be replayed."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,27 +48,18 @@ def write_shard(
     `group` int32 [N]; weight versions as spans `span_version|start|end` int32 with
     `span_offsets` int64 [N+1]. Of truncated sampling, the ids that were kept: `kept_ids` int32 with
     `kept_offsets` int64 [n+1], by completion token."""
+    prompts: list[Sequence[int]] = []
     completions: list[Completion] = []
     group_of: list[int] = []
     for number, group in enumerate(groups):
+        prompts.append(group.prompt.token_ids)
         completions += group.completions
         group_of += [number] * len(group.completions)
-    spans = [span for completion in completions for span in completion.versions]
-
-    prompts = [group.prompt.token_ids for group in groups]
-    completion_lengths = [len(completion.token_ids) for completion in completions]
-    columns = {
-        "prompt_ids": _concatenate(prompts, np.int32),
-        "prompt_offsets": _offsets([len(prompt) for prompt in prompts]),
-        "completion_ids": _concatenate([c.token_ids for c in completions], np.int32),
-        "rollout_logprobs": _concatenate([c.logprobs for c in completions], np.float32),
-        "completion_offsets": _offsets(completion_lengths),
-        "group": np.array(group_of, np.int32),
-        "span_version": np.array([span.version for span in spans], np.int32),
-        "span_start": np.array([span.start for span in spans], np.int32),
-        "span_end": np.array([span.end for span in spans], np.int32),
-        "span_offsets": _offsets([len(c.versions) for c in completions]),
-    }
+    prompt_ids, prompt_offsets = _ragged(prompts, np.int32)
+    columns = {"prompt_ids": prompt_ids, "prompt_offsets": prompt_offsets}
+    columns |= _completion_columns(completions)
+    columns["group"] = np.array(group_of, np.int32)
+    columns |= _span_columns(completions)
     columns |= _kept_columns(completions)
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape)
@@ -75,19 +67,64 @@ def write_shard(
     return ShardEntry(name=path.name, checksum=checksum, routes=route_shape)
 
 
-def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    if all(c.kept is None for c in completions):
-        return {}
-    kept = [
-        c.kept or SamplingMask(np.empty(0), np.zeros(len(c.token_ids) + 1)) for c in completions
-    ]
+def _completion_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
+    token_ids = []
+    logprobs = []
+    for completion in completions:
+        token_ids.append(completion.token_ids)
+        logprobs.append(completion.logprobs)
+    completion_ids, completion_offsets = _ragged(token_ids, np.int32)
     return {
-        "kept_ids": _concatenate([k.ids for k in kept], np.int32),
-        "kept_offsets": _offsets(_concatenate([k.sizes for k in kept], np.int64)),
+        "completion_ids": completion_ids,
+        "rollout_logprobs": _concatenate(logprobs, np.float32),
+        "completion_offsets": completion_offsets,
     }
 
 
+def _span_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
+    """Which version sampled which tokens."""
+    spans: list[tuple[int, int, int]] = []
+    num_spans = []
+    for completion in completions:
+        num_spans.append(len(completion.versions))
+        for span in completion.versions:
+            spans.append((span.version, span.start, span.end))
+    columns = np.array(spans, np.int32).reshape(-1, 3)
+    return {
+        "span_version": columns[:, 0],
+        "span_start": columns[:, 1],
+        "span_end": columns[:, 2],
+        "span_offsets": _offsets(num_spans),
+    }
+
+
+def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
+    """What truncated sampling left; no columns where nothing is known of any completion."""
+    if all(completion.kept is None for completion in completions):
+        return {}
+    ids = []
+    sizes = []
+    for completion in completions:
+        if completion.kept is None:
+            sizes.append(np.zeros(len(completion.token_ids), np.int64))
+        else:
+            ids.append(completion.kept.ids)
+            sizes.append(completion.kept.sizes)
+    return {
+        "kept_ids": _concatenate(ids, np.int32),
+        "kept_offsets": _offsets(_concatenate(sizes, np.int64)),
+    }
+
+
+def _ragged(
+    parts: Sequence[Sequence[int] | np.ndarray], dtype: DTypeLike
+) -> tuple[np.ndarray, np.ndarray]:
+    """Parts one after another, and their offsets, int64 [number of parts + 1]."""
+    return _concatenate(parts, dtype), _offsets([len(part) for part in parts])
+
+
 def _concatenate(parts: Sequence[ArrayLike], dtype: DTypeLike) -> np.ndarray:
+    """Parts one after another; of no parts an empty array."""
     if not parts:
         return np.empty(0, dtype)
     return np.concatenate([np.asarray(part, dtype) for part in parts])
@@ -101,7 +138,8 @@ def _offsets(lengths: ArrayLike) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One trained sample: where its tokens are, and what the controller decided about it."""
+    """A row of a `SampleTable`: where a sample's tokens are, and what the controller decided about
+    it. The table has a column for every field."""
 
     shard: int
     index: int  # sample index within the shard
@@ -124,22 +162,30 @@ def finish_step(
     facts: StepFacts,
     components: Mapping[str, np.ndarray] | None = None,
     steps: Sequence[tuple[int, int, float]] = (),
-    taught: Mapping[str, np.ndarray] | None = None,
+    teacher_logprobs: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write the training rows and the manifest, then give the directory its final name.
 
     components: rewards by component, float64 [N], NaN where skipped; steps: rewards of single
-    steps, as row, last completion token of the step, reward; taught: by `served_teachers`."""
+    steps, as row, last completion token of the step, reward; teacher_logprobs: by
+    `served_teachers`."""
     working = directory.with_name(directory.name + ".tmp")
     columns: dict[str, np.ndarray] = {}
     for name, dtype in _ROW_COLUMNS.items():
         columns[name] = np.array([getattr(row, name) for row in rows], dtype)
-    columns["step_row"] = np.array([row for row, _, _ in steps], np.int64)
-    columns["step_end"] = np.array([end for _, end, _ in steps], np.int64)
-    columns["step_reward"] = np.array([reward for _, _, reward in steps], np.float64)
+    step_rows = []
+    step_ends = []
+    step_rewards = []
+    for row, end, reward in steps:
+        step_rows.append(row)
+        step_ends.append(end)
+        step_rewards.append(reward)
+    columns["step_row"] = np.array(step_rows, np.int64)
+    columns["step_end"] = np.array(step_ends, np.int64)
+    columns["step_reward"] = np.array(step_rewards, np.float64)
     for name, values in (components or {}).items():
         columns[f"component/{name}"] = values
-    for name, values in (taught or {}).items():
+    for name, values in (teacher_logprobs or {}).items():
         columns[f"taught/{name}"] = values
     train_checksum = write_columns(working / "train.safetensors", columns)
     write_manifest(working, facts, train_checksum, list(shards))
@@ -147,7 +193,12 @@ def finish_step(
 
 
 class SampleTable:
-    """Read access to a finished step. Token arrays stay on disk until they are sliced.
+    """Read access to a finished step of N samples. Token arrays stay on disk until they are sliced.
+
+    Columns, [N] each: `shard`, `index`, `group`, `update`, `reward`, `domain`, `truncated` as in
+    `SampleRow`; `components`, float64 by name. `steps` are rewards of single steps, as rows, last
+    tokens and rewards, [K] each; `teacher_logprobs` what teachers behind servers said of completion
+    tokens, by teacher ("0/ids", "0/logprobs"), [their n, top k].
 
     Raises DataError: the directory is incomplete, of another format, or a checksum disagrees."""
 
@@ -176,26 +227,26 @@ class SampleTable:
             np.array(train["step_reward"]),
         )
         self.components: dict[str, np.ndarray] = {}
-        self.taught: dict[str, np.ndarray] = {}
+        self.teacher_logprobs: dict[str, np.ndarray] = {}
         for column, values in train.items():
             kind, _, name = column.partition("/")
             if kind == "component":
                 self.components[name] = np.array(values)
             elif kind == "taught":
-                self.taught[name] = values  # left on disk
+                self.teacher_logprobs[name] = values  # left on disk
 
     def __len__(self) -> int:
         return len(self.shard)
 
     @cached_property
     def prompt_lengths(self) -> np.ndarray:
-        """int64 [N]."""
-        return self._of_shards(lambda shard: np.diff(shard["prompt_offsets"])[shard["group"]])
+        """Tokens of each sample's prompt, int64 [N]."""
+        return self._of_shards(_prompt_lengths)
 
     @cached_property
     def completion_lengths(self) -> np.ndarray:
-        """int64 [N]."""
-        return self._of_shards(lambda shard: np.diff(shard["completion_offsets"]))
+        """Tokens of each completion, int64 [N]."""
+        return self._of_shards(_completion_lengths)
 
     def _of_shards(self, column: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray:
         """Of every sample what `column` gives for all samples of a shard, int64 [N]."""
@@ -206,7 +257,7 @@ class SampleTable:
         return found
 
     def prompt_ids(self, row: int) -> np.ndarray:
-        """int32 [T_p]."""
+        """Token ids of a sample's prompt, int32 [T_p]."""
         columns = self._shards[self.shard[row]]
         group = columns["group"][self.index[row]]
         start, end = columns["prompt_offsets"][group : group + 2]
@@ -234,7 +285,11 @@ class SampleTable:
 
     def all_completion_ids(self) -> np.ndarray:
         """Completion tokens of all samples, flat, int64 [n]."""
-        return _concatenate([self.completion(row)[0] for row in range(len(self))], np.int64)
+        parts = []
+        for row in range(len(self)):
+            token_ids, _ = self.completion(row)
+            parts.append(token_ids)
+        return _concatenate(parts, np.int64)
 
     def versions(self, row: int) -> np.ndarray:
         """Weight version of every completion token, int32 [T]."""
@@ -254,18 +309,33 @@ class SampleTable:
 
         Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
         file = self._routes[int(self.shard[row])]
-        if file is not None and file.shape == shape:
-            places = [shape.layers.index(layer) for layer in layers]
-            return file.read(int(self.index[row]), places)
-        tokens = int(self.prompt_lengths[row] + self.completion_lengths[row]) - 1
-        why = RouteStatus.MISSING if file is None else RouteStatus.MISSHAPEN
+        why = RouteStatus.MISSING
+        if file is not None:
+            if file.shape == shape:
+                places = [shape.layers.index(layer) for layer in layers]
+                return file.read(int(self.index[row]), places)
+            why = RouteStatus.MISSHAPEN
+        num_rows = int(self.prompt_lengths[row] + self.completion_lengths[row]) - 1
         return (
-            np.zeros((len(layers), tokens, shape.experts_per_token), shape.dtype),
-            np.full((len(layers), tokens), why, np.uint8),
+            np.zeros((len(layers), num_rows, shape.experts_per_token), shape.dtype),
+            np.full((len(layers), num_rows), why, np.uint8),
         )
 
 
+def _prompt_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Tokens of the prompt of every sample of a shard, int64."""
+    of_groups = np.diff(shard["prompt_offsets"])
+    lengths: np.ndarray = of_groups[shard["group"]]
+    return lengths
+
+
+def _completion_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Tokens of every completion of a shard, int64."""
+    return np.diff(shard["completion_offsets"])
+
+
 def _require_checksums(directory: Path, checksums: Mapping[str, str]) -> None:
+    """Raise DataError where a file is missing or is not the one that was written."""
     for name, checksum in checksums.items():
         file = directory / name
         if not file.exists() or file_checksum(file) != checksum:
@@ -291,23 +361,29 @@ def write_decisions(
     num_ranks: int,
     found: Sequence[tuple[np.ndarray, Mapping[str, np.ndarray]]],
 ) -> None:
-    """What a rank decided about each token, to be followed at another layout, where rounding may
-    decide otherwise. found: of every micro-batch, table rows int64 [S], token flags bool [n]."""
+    """Write which tokens a rank clipped or rejected, to be replayed at another layout, where
+    rounding may decide otherwise.
+
+    found: of every micro-batch, table rows int64 [S], and masks bool [n] by name."""
     if rank == 0:  # an earlier attempt may have had more ranks
         for path in directory.glob("decisions-*.safetensors"):
             if int(path.stem.partition("-")[2]) >= num_ranks:
                 path.unlink()
-    of_name: dict[str, list[np.ndarray]] = {}
-    for _, flags in found:
-        for name, values in flags.items():
-            of_name.setdefault(name, []).append(values)
-    columns = {name: np.packbits(np.concatenate(parts)) for name, parts in of_name.items()}
-    columns["rows"] = _concatenate([rows for rows, _ in found], np.int64)
+    rows_of: list[np.ndarray] = []
+    masks_of: dict[str, list[np.ndarray]] = {}
+    for rows, masks in found:
+        rows_of.append(rows)
+        for name, mask in masks.items():
+            masks_of.setdefault(name, []).append(mask)
+    columns = {}
+    for name, parts in masks_of.items():
+        columns[name] = np.packbits(np.concatenate(parts))
+    columns["rows"] = _concatenate(rows_of, np.int64)
     write_columns(directory / f"decisions-{rank}.safetensors", columns)
 
 
 def read_decisions(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Decisions of the whole step in the order of its table, bool [n] by name.
+    """Recorded masks of the whole step in the order of its table, bool [n] by name.
 
     Raises DataError when they belong to another step. lengths: of completions, int64 [N]."""
     starts = _offsets(lengths)
@@ -319,10 +395,10 @@ def read_decisions(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray
             raise DataError("decisions belong to another step", where=str(path))
         index = _concatenate([np.arange(*starts[row : row + 2]) for row in rows], np.int64)
         for name, packed in columns.items():
-            if len(packed) != -(-len(index) // 8):
+            if len(packed) != math.ceil(len(index) / 8):
                 raise DataError(
                     f"{name} has {len(packed)} bytes for {len(index)} tokens", where=str(path)
                 )
-            flags = found.setdefault(name, np.zeros(starts[-1], bool))
-            flags[index] = np.unpackbits(packed, count=len(index)).astype(bool)
+            mask = found.setdefault(name, np.zeros(starts[-1], bool))
+            mask[index] = np.unpackbits(packed, count=len(index)).astype(bool)
     return found

@@ -3,7 +3,6 @@
 Shape legend: n tokens, K experts per token, E experts, L MoE layers of the whole model."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +11,10 @@ AGREEMENT = ("slot_flip_rate", "token_flip_rate", "jaccard")
 
 
 def agreement(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [n]: the share of `a`'s slots that `b` lacks; Jaccard index. a, b: unlike ids [n, K]."""
+    """Compare two routings of the same tokens in one layer.
+
+    a, b: expert ids [n, K], no two the same of a token. Returns fp32 [n]: the share of `a`'s slots
+    that `b` lacks; the Jaccard index of the two sets."""
     common = (a[:, :, None] == b[:, None, :]).any(-1).sum(-1).float()
     size = a.size(-1)
     return 1 - common / size, common / (2 * size - common)
@@ -31,20 +33,29 @@ class RoutingSums:
     ):
         self.layers = layers
         self.comparisons = tuple(comparisons)
-        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
-        self.load, self.entropy = zeros(len(layers), num_experts), zeros(len(layers), 2)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.load = zeros(len(layers), num_experts)
+        """How often each expert was chosen, [L, E]."""
+        self.entropy = zeros(len(layers), 2)
+        """Sum of the routers' entropies, tokens; [L, 2]."""
         self.compared = zeros(len(comparisons), len(layers), 4)
+        """Sums of flipped slots, flipped tokens, Jaccard indices; tokens. [comparisons, L, 4]"""
         self.any_layer = zeros(len(comparisons), 2)
-        """Per comparison: tokens with a flip in any layer, tokens compared."""
+        """Tokens with a flip in any layer, tokens compared; [comparisons, 2]."""
 
     def add_load(self, row: int, chosen: Tensor, entropy: Tensor) -> None:
-        """chosen: [n, K] of real tokens; entropy: [n] of the live router."""
+        """Count what a layer's router did. row: of the layer, here.
+
+        chosen: [n, K] of real tokens; entropy: [n] of the live router."""
         self.load[row] += torch.bincount(chosen.flatten(), minlength=self.load.size(1))
         self.entropy[row, 0] += entropy.sum()
         self.entropy[row, 1] += len(entropy)
 
     def add_comparison(self, name: str, row: int, flips: Tensor, jaccard: Tensor) -> None:
-        """flips, jaccard: what `agreement` found, [n]."""
+        """Count what `agreement` found in a layer. row: of the layer, here; flips, jaccard: [n]."""
         sums = torch.stack([flips, flips > 0, jaccard, torch.ones_like(flips)])
         self.compared[self.comparisons.index(name), row] += sums.double().sum(1)
 
@@ -58,16 +69,15 @@ class RoutingSums:
                 out[f"routing/{name}_any_layer_flip_rate"] = float(tokens[0] / tokens[1])
         self._put(out, "routing/entropy", self.entropy[:, 0], self.entropy[:, 1])
         mean = self.load.mean(1)
-        seen = mean > 0
-        dead = (self.load == 0).sum(1) * seen
-        for name, values, per in (
-            ("load_cv", self.load.std(1, correction=0), mean),
-            ("load_max_ratio", self.load.amax(1), mean),
-            ("dead_experts", dead.double(), seen.double()),
-        ):
-            self._put(out, f"routing/{name}", values, per, by_layer=True)
-        if bool(seen.any()):
-            out["routing/load_max_ratio"] = float((self.load.amax(1) / mean)[seen].max())
+        largest = self.load.amax(1)
+        was_used = mean > 0
+        num_dead = (self.load == 0).sum(1) * was_used
+        deviation = self.load.std(1, correction=0)
+        self._put(out, "routing/load_cv", deviation, mean, by_layer=True)
+        self._put(out, "routing/load_max_ratio", largest, mean, by_layer=True)
+        self._put(out, "routing/dead_experts", num_dead.double(), was_used.double(), by_layer=True)
+        if bool(was_used.any()):
+            out["routing/load_max_ratio"] = float((largest / mean)[was_used].max())
         return out
 
     def _put(
@@ -79,14 +89,16 @@ class RoutingSums:
         *,
         by_layer: bool = False,
     ) -> None:
-        """Of every layer, and of all: the mean over what was counted, or over layers."""
-        seen = counts > 0
-        if not bool(seen.any()):
+        """Put `totals / counts` ([L] both) of every layer into `out`, and that of all together:
+        the mean over what was counted, or over layers. Layers without a count are left out."""
+        has_count = counts > 0
+        if not bool(has_count.any()):
             return
         values = totals / counts.clamp_min(1e-30)
-        out[name] = float(values[seen].mean() if by_layer else totals.sum() / counts.sum())
-        out |= {
-            f"{name}/layer_{layer}": float(value)
-            for layer, value, has in zip(self.layers, values, seen, strict=True)
-            if has
-        }
+        of_all = totals.sum() / counts.sum()
+        if by_layer:
+            of_all = values[has_count].mean()
+        out[name] = float(of_all)
+        for row, layer in enumerate(self.layers):
+            if has_count[row]:
+                out[f"{name}/layer_{layer}"] = float(values[row])

@@ -30,7 +30,10 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+        """The smallest unsigned type that holds every expert id."""
+        if self.num_experts <= 256:
+            return np.dtype(np.uint8)
+        return np.dtype(np.uint16)
 
     def num_bytes(self, tokens: np.ndarray | int) -> np.ndarray | int:
         """Size of the routes of so many tokens."""

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from grpo_megatron.algorithms.catalogue import AXES, describe, markdown
+from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.loader import load_objective
 from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
 
@@ -33,3 +34,11 @@ def test_the_documentation_is_generated():
     """Remedy: python -m grpo_megatron.algorithms.catalogue > docs/objectives.md"""
     path = Path(__file__).parents[2] / "docs" / "objectives.md"
     assert path.read_text(encoding="utf-8") == markdown() + "\n"
+
+
+def test_a_name_is_registered_once():
+    registry = Registry()
+    registry.register("none")(len)
+    with pytest.raises(ValueError, match="none is registered twice"):
+        registry.register("none")(sum)
+    assert registry == {"none": len}

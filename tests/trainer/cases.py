@@ -186,7 +186,7 @@ def distil(
     )
     table, before = SampleTable(Path(samples)), [s.tensor.clone() for s in setup.shards]
     batch = prepare(setup.layout, table, np.arange(len(table)))
-    teachers.look_at(setup.policy, batch, table, np.arange(len(table)))
+    teachers.look_at(setup.policy, batch, table)
     unchanged = all(torch.equal(s.tensor, b) for s, b in zip(setup.shards, before, strict=True))
     report = TrainReport(metrics={}, state={}, updates=0, tokens=0, grad_norms=[0.0])
     for _ in range(repeats):

@@ -100,7 +100,7 @@ def write_samples(
     hf: dict | None = None,
     truncated: bool = False,
     max_tokens: int = 19,
-    taught: dict[str, np.ndarray] | None = None,
+    teacher_logprobs: dict[str, np.ndarray] | None = None,
 ) -> str:
     """Ragged samples with random rewards, plausible behaviour log-probs and, where the model `hf`
     is given, random routes; `truncated`: with random kept sets, some of which are not known."""
@@ -146,5 +146,7 @@ def write_samples(
     ]
     components = {"first": rng.normal(size=len(rows)), "second": rng.normal(size=len(rows))}
     shard = write_shard(working / "rollout-0.safetensors", groups, shape)
-    finish_step(directory, [shard], rows, StepFacts(stale=stale), components, steps, taught)
+    finish_step(
+        directory, [shard], rows, StepFacts(stale=stale), components, steps, teacher_logprobs
+    )
     return str(directory)

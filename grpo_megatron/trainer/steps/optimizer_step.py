@@ -136,6 +136,7 @@ def apply_gradients(policy: Policy, stats: Stats) -> Stats:
 
 
 def _require_finite(what: str, value: float) -> None:
+    """Raise TrainerError for an infinity or what is no number."""
     if not math.isfinite(value):
         raise TrainerError(
             f"the {what} is {value}",
@@ -163,6 +164,8 @@ def logprob_pass(
 
 
 class _OnOutput(Protocol):
+    """Megatron's loss function, with the micro-batch before its output."""
+
     def __call__(
         self, microbatch: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any]]: ...
@@ -209,10 +212,10 @@ def _run_schedule(
     """Run Megatron's pipeline schedule; `on_output` sees what the last stage computed."""
     for chunk in policy.chunks:
         chunk.train(not forward_only)
-    run_schedule = get_forward_backward_func()
+    megatron_schedule = get_forward_backward_func()
     longest = max(microbatch.num_tokens for microbatch in batch.microbatches)
     with policy.replay.during(routing, batch.microbatches):
-        run_schedule(
+        megatron_schedule(
             forward_step_func=_ForwardStep(policy.replay, on_output),
             model=list(policy.chunks),
             data_iterator=[iter(batch.microbatches) for _ in policy.chunks],

@@ -15,22 +15,31 @@ logger = logging.getLogger(__name__)
 
 
 def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
-    """The recipe's objective with what was learned so far."""
-    own = {d.name: d.objective for d in config.domains if d.objective is not None}
-    return Objective(config.objective, tuple(d.name for d in config.domains), own, state)
+    """The recipe's objective with what was learned so far (`Objective.state`)."""
+    own = {}
+    for domain in config.domains:
+        if domain.objective is not None:
+            own[domain.name] = domain.objective
+    return Objective(config.objective, _domain_names(config), own, state)
 
 
 def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
-    """Rewards and lengths of a recorded step, without token columns."""
-    names = [d.name for d in config.domains]
+    """Rewards and lengths of a recorded step, without token columns.
+
+    Raises DataError where the step has other domains than the recipe."""
+    names = _domain_names(config)
     recorded = table.manifest.domains
-    if recorded and recorded != names:
+    if recorded and recorded != list(names):
         raise DataError(
-            f"the step has the domains {recorded}, the recipe {names}",
+            f"the step has the domains {recorded}, the recipe {list(names)}",
             where=str(table.directory),
         )
-    weights = [{r.component: r.weight for r in d.rewards} for d in config.domains]
     domains = torch.from_numpy(table.domain).long()
+    components = {}
+    component_weights = {}
+    for name, values in table.components.items():
+        components[name] = torch.from_numpy(values)
+        component_weights[name] = _component_weights(config, name)[domains]
     batch = SampleBatch(
         rewards=torch.from_numpy(table.reward),
         group_ids=torch.from_numpy(table.group).long(),
@@ -38,16 +47,36 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
         domains=domains,
         sample_ids=torch.arange(len(table)),
         trained=torch.ones(len(table), dtype=torch.bool),
-        components={name: torch.from_numpy(v) for name, v in table.components.items()},
-        component_weights={
-            name: torch.tensor([w.get(name, 0.0) for w in weights], dtype=torch.float64)[domains]
-            for name in table.components
-        },
-        events=Events(*map(torch.from_numpy, table.steps)) if len(table.steps[0]) else None,
+        components=components,
+        component_weights=component_weights,
+        events=_step_events(table),
         correct=_correct(config, table),
         dropped=_dropped(table, names),
     )
     return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)
+
+
+def _domain_names(config: RunConfig) -> tuple[str, ...]:
+    """In the order of the recipe, which is that of domain numbers."""
+    return tuple(domain.name for domain in config.domains)
+
+
+def _component_weights(config: RunConfig, component: str) -> torch.Tensor:
+    """What a component weighs in every domain, float64 [D]; 0 where it is no reward."""
+    weights = torch.zeros(len(config.domains), dtype=torch.float64)
+    for number, domain in enumerate(config.domains):
+        for reward in domain.rewards:
+            if reward.component == component:
+                weights[number] = reward.weight
+    return weights
+
+
+def _step_events(table: SampleTable) -> Events | None:
+    """Rewards of single steps; None where no sample has any."""
+    rows, ends, rewards = table.steps
+    if not len(rows):
+        return None
+    return Events(torch.from_numpy(rows), torch.from_numpy(ends), torch.from_numpy(rewards))
 
 
 def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | None:

@@ -34,9 +34,9 @@ class References:
         self.config = config
         self._weights: dict[str, list[torch.Tensor]] = {}
         self._saved: str | None = None  # directory that holds START as it is now
-        self._name_of_domain = {
-            d.name: str(d.reference) if d.reference else START for d in config.domains
-        }
+        self._name_of_domain: dict[str, str] = {}
+        for domain in config.domains:
+            self._name_of_domain[domain.name] = str(domain.reference or START)
 
     @property
     def wanted(self) -> bool:
@@ -48,7 +48,7 @@ class References:
         return is_measured or objective_of(self.config, {}).wants_reference
 
     def take(self, policy: Policy, name: str = START) -> None:
-        """Make the current weights a reference."""
+        """Make the current weights a reference, as a copy on the host."""
         copies = []
         for tensor in state_tensors(policy):
             host = torch.empty_like(tensor, device="cpu", pin_memory=HAS_CUDA)
@@ -108,38 +108,39 @@ class References:
     def logprobs(
         self,
         policy: Policy,
-        batches: Sequence[UpdateBatch],
+        updates: Sequence[UpdateBatch],
         objective: Objective,
         domains: np.ndarray,
     ) -> list[list[torch.Tensor]]:
         """Compute log-probs of the policy tokens under each domain's own reference.
 
-        domains: int [N], the domain of every sample of the table. Returns fp32 [n] by batch and
+        domains: int [N], the domain of every sample of the table. Returns fp32 [n] by update and
         micro-batch. Collective."""
         reference_of = [self._name_of_domain[domain] for domain in objective.domains]
         found: list[list[torch.Tensor]] = []
         for name in sorted(set(reference_of)):
-            passes = self._passes_under(policy, batches, name)
+            passes = self._passes_under(policy, updates, name)
             if not found:
                 found = passes
                 continue
             uses = np.array([other == name for other in reference_of])
-            for batch, so_far, of_this in zip(batches, found, passes, strict=True):
-                _take_over(batch, so_far, of_this, uses[domains])
+            for update, so_far, of_this in zip(updates, found, passes, strict=True):
+                _take_over(update, so_far, of_this, uses[domains])
         return found
 
     def _passes_under(
-        self, policy: Policy, batches: Sequence[UpdateBatch], name: str
+        self, policy: Policy, updates: Sequence[UpdateBatch], name: str
     ) -> list[list[torch.Tensor]]:
-        """Log-probs under one reference, fp32 [n] by batch and micro-batch."""
+        """Log-probs under one reference, fp32 [n] by update and micro-batch."""
         passes = []
         with self.exchanged(policy, name):
-            for batch in batches:
-                outputs = optimizer_step.logprob_pass(policy, batch)
+            for update in updates:
+                outputs = optimizer_step.logprob_pass(policy, update)
                 passes.append([optimizer_step.untruncated(output) for output in outputs])
         return passes
 
     def _exchange(self, policy: Policy, name: str) -> None:
+        """Swap the policy's weights with the reference's."""
         for tensor, kept in zip(state_tensors(policy), self._weights[name], strict=True):
             aside = tensor.to(kept.device, copy=True)
             tensor.copy_(kept)
@@ -147,13 +148,13 @@ class References:
 
 
 def _take_over(
-    batch: UpdateBatch,
+    update: UpdateBatch,
     so_far: list[torch.Tensor],
     of_this: list[torch.Tensor],
     uses: np.ndarray,
 ) -> None:
     """Replace values in `so_far` by those of this reference. uses: bool [N], whose it is."""
-    for index, microbatch in enumerate(batch.microbatches):
+    for index, microbatch in enumerate(update.microbatches):
         values = of_this[index]
         if not len(values):  # no output on this pipeline stage
             continue
@@ -199,6 +200,7 @@ class PolicyDriftMonitor:
         return optimizer_step.reduce_stats(stats)
 
     def _logprobs(self) -> list[torch.Tensor]:
+        """Of the current policy, fp32 [n] by micro-batch."""
         outputs = optimizer_step.logprob_pass(self._policy, self._batch)
         return [optimizer_step.untruncated(output) for output in outputs]
 
@@ -207,13 +209,11 @@ class PolicyDriftMonitor:
     ) -> Iterator[tuple[MicroBatch, MetricRecorder, torch.Tensor, torch.Tensor]]:
         """Micro-batches that have an output here, a meter for each, and the log-probs, fp32 [n],
         of the policy before the step and those in `found`."""
-        for microbatch, before, values in zip(
-            self._batch.microbatches, self._before, found, strict=True
-        ):
-            if len(values):
-                of_samples = torch.from_numpy(self._table.domain[microbatch.table_rows])
-                of_samples = of_samples.to(values.device)
-                meter = MetricRecorder(
-                    of_samples[microbatch.sample], of_samples, self._objective.domains
-                )
-                yield microbatch, meter, before, values
+        for microbatch in self._batch.microbatches:
+            before = self._before[microbatch.index]
+            values = found[microbatch.index]
+            if not len(values):  # no output on this pipeline stage
+                continue
+            domain = torch.from_numpy(self._table.domain[microbatch.table_rows]).to(values.device)
+            meter = MetricRecorder(domain[microbatch.sample], domain, self._objective.domains)
+            yield microbatch, meter, before, values

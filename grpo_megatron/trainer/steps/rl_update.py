@@ -81,8 +81,9 @@ class Training:
             rows = all_rows[trained[all_rows]]
             if self.table.completion_lengths[rows].sum() == 0:
                 continue
-            # advantages may need tokens of samples that have no loss
-            computed = all_rows if self.needs else rows
+            computed = rows
+            if self.needs:  # advantages may need tokens of samples that have no loss
+                computed = all_rows
             update = optimizer_step.prepare(self.config.trainer, self.table, computed, rows)
             update.routes = self.source.from_store(update)
             updates.append(update)
@@ -102,10 +103,10 @@ class Training:
             advantages = self._shuffled(advantages)
 
         total = Stats()
-        watch = self._watch()
+        drift_monitor = self._drift_monitor()
         reference_is_only_measured = self.references.wanted and not self.objective.wants_reference
-        if watch and reference_is_only_measured:
-            total.add(watch.reference(self.references))
+        if drift_monitor and reference_is_only_measured:
+            total.add(drift_monitor.reference(self.references))
 
         rates = []
         by_update = []
@@ -119,8 +120,8 @@ class Training:
             total.add(stats)
 
         self._write_masks()
-        if watch:
-            total.add(watch.step(self.batch, advantages))
+        if drift_monitor:
+            total.add(drift_monitor.step(self.batch, advantages))
         losses, grad_norms = optimizer_step.losses_and_norms(by_update)
         return TrainReport(
             metrics=self._metrics(total, advantages, rates),
@@ -188,7 +189,8 @@ class Training:
         random.Random(seed).shuffle(order)
         return replace(advantages, values=advantages.values[order])
 
-    def _watch(self) -> PolicyDriftMonitor | None:
+    def _drift_monitor(self) -> PolicyDriftMonitor | None:
+        """Look at a share of the step before it is trained; None where nobody wants to know."""
         if not self.updates or self.config.objective.monitor_share == 0:
             return None
         return PolicyDriftMonitor(self.config, self.policy, self.table, self.objective)
@@ -277,6 +279,7 @@ class Training:
     def _metrics(
         self, total: Stats, advantages: Advantages, rates: list[float]
     ) -> dict[str, float]:
+        """Metrics of the step by name. rates: learning rate of each optimizer step."""
         metrics = derived(total.result())
         skipped = self.num_planned_updates - len(self.updates)
         metrics["batch/skipped_updates"] = float(skipped)

@@ -29,7 +29,9 @@ from grpo_megatron.weights.transfer_plan import as_bytes
 
 
 class Teachers:
-    """`load(path)` reads a checkpoint into the policy's model."""
+    """Asks the teachers of a recipe about the tokens of an update.
+
+    `load(path)` reads a checkpoint into the policy's model."""
 
     def __init__(
         self, config: RunConfig, settings: DistillationConfig, load: Callable[[Path], None]
@@ -46,25 +48,30 @@ class Teachers:
         served teacher answered."""
         students: list[torch.Tensor] | None = None
         for number, teacher in enumerate(self.settings.teachers):
-            taught = np.isin(table.domain, self._domains_of(teacher))
+            has_teacher = np.isin(table.domain, self._domains_of(teacher))
             if teacher.url:
-                self._recall(policy.models[-1], update, table, number, taught)
-            elif taught[update.rows.numpy()].any():  # the same answer on every rank
-                if students is None:
-                    students = [t.to("cpu", copy=True) for t in state_tensors(policy)]
-                assert teacher.path is not None  # rule teacher_source
-                self._put_in_place(policy, teacher.path)
-                self._ask(policy, update, teacher, taught)
+                self._recall(policy.models[-1], update, table, number, has_teacher)
+                continue
+            if not has_teacher[update.rows.numpy()].any():  # the same answer on every rank
+                continue
+            if students is None:
+                students = [tensor.to("cpu", copy=True) for tensor in state_tensors(policy)]
+            assert teacher.path is not None  # rule teacher_source
+            self._put_in_place(policy, teacher.path)
+            self._ask(policy, update, teacher, has_teacher)
         if students is not None:
             _fill(policy, students)
 
     def _domains_of(self, teacher: TeacherConfig) -> list[int]:
         """Numbers of the domains that it teaches; without a list of its own, all."""
-        names = [domain.name for domain in self.config.domains]
-        wanted = teacher.domains or names
-        return [number for number, name in enumerate(names) if name in wanted]
+        numbers = []
+        for number, domain in enumerate(self.config.domains):
+            if not teacher.domains or domain.name in teacher.domains:
+                numbers.append(number)
+        return numbers
 
     def _put_in_place(self, policy: Policy, path: Path) -> None:
+        """Give the policy the weights of a checkpoint; from the second time on, from a file."""
         tensors = state_tensors(policy)
         if path not in self._files:
             self._load(path)
@@ -74,7 +81,8 @@ class Teachers:
                 file.flush()
                 self._files[path] = np.memmap(file, np.uint8, "r+")
             return
-        parts = torch.from_numpy(self._files[path]).split([t.nbytes for t in tensors])
+        sizes = [tensor.nbytes for tensor in tensors]
+        parts = torch.from_numpy(self._files[path]).split(sizes)
         weights = []
         for tensor, part in zip(tensors, parts, strict=True):
             # a part of the file is not aligned for its dtype; a copy is
@@ -82,6 +90,7 @@ class Teachers:
         _fill(policy, weights)
 
     def _kl(self, model: PolicyModel) -> DivergenceSettings:
+        """Which divergence is taken, over which vocabulary."""
         return DivergenceSettings(
             model.real_vocab_size,
             self.settings.temperature or self.config.rollout.temperature,
@@ -92,14 +101,18 @@ class Teachers:
     def _recall(
         self,
         model: PolicyModel,
-        batch: UpdateBatch,
+        update: UpdateBatch,
         table: SampleTable,
         number: int,
-        taught: np.ndarray,
+        has_teacher: np.ndarray,
     ) -> None:
-        """What a served teacher answered, from the store."""
-        starts = np.cumsum([0, *np.where(taught, table.completion_lengths, 0)])
-        if len(table.taught.get(f"{number}/ids", ())) != starts[-1]:
+        """Give the micro-batches what a served teacher answered, from the store.
+
+        has_teacher: bool [N], whose samples it teaches. Raises DataError: it has not answered for
+        all of them."""
+        lengths = np.where(has_teacher, table.completion_lengths, 0)
+        starts = np.cumsum([0, *lengths])
+        if len(table.teacher_logprobs.get(f"{number}/ids", ())) != starts[-1]:
             raise DataError(
                 f"the step has no answers of teacher {number} for its domains",
                 where=str(table.directory),
@@ -107,9 +120,9 @@ class Teachers:
             )
         if not model.post_process:
             return
-        all_ids = table.taught[f"{number}/ids"]
-        all_logprobs = table.taught[f"{number}/logprobs"]
-        for microbatch in batch.microbatches:
+        all_ids = table.teacher_logprobs[f"{number}/ids"]
+        all_logprobs = table.teacher_logprobs[f"{number}/logprobs"]
+        for microbatch in update.microbatches:
             index = _token_index(microbatch, starts)
             ids = torch.from_numpy(all_ids[index])
             logprobs = torch.from_numpy(all_logprobs[index])
@@ -118,9 +131,9 @@ class Teachers:
             tail = 1 - torch.where(known, logprobs.double().exp(), 0).sum(-1)
             device = microbatch.tokens.device
             answers = TeacherTokens(
-                _rows(microbatch, taught),
-                self.settings.teachers[number].weight,
-                self._kl(model),
+                rows=_rows(microbatch, has_teacher),
+                weight=self.settings.teachers[number].weight,
+                settings=self._kl(model),
                 ids=torch.where(known, ids.long(), -1).to(device),
                 logprobs=logprobs.to(device),
                 tail=tail.clamp(min=1e-7).log().float().to(device),
@@ -128,47 +141,53 @@ class Teachers:
             microbatch.teachers.append(answers)
 
     def _ask(
-        self, policy: Policy, batch: UpdateBatch, teacher: TeacherConfig, taught: np.ndarray
+        self, policy: Policy, update: UpdateBatch, teacher: TeacherConfig, has_teacher: np.ndarray
     ) -> None:
-        """What the teacher whose weights are in place computes of the taught tokens."""
+        """Give the micro-batches what the teacher, whose weights are in place, computes.
+
+        has_teacher: bool [N], whose samples it teaches."""
         mode = self.settings.mode
         model = policy.models[-1]
         model.answers_states = mode != "sampled"
-        found = logprob_pass(policy, batch)
+        outputs = logprob_pass(policy, update)
         model.answers_states = False
         if not model.post_process:
             return
         head = model.output_weight().detach().clone()
         group = parallel_state.get_tensor_model_parallel_group()
         kl = self._kl(model)
-        for microbatch, output in zip(batch.microbatches, found, strict=True):
-            rows = _rows(microbatch, taught)
+        for microbatch, output in zip(update.microbatches, outputs, strict=True):
+            rows = _rows(microbatch, has_teacher)
             answers = TeacherTokens(rows, teacher.weight, kl)
             if mode == "sampled":
                 answers = replace(answers, logprobs=untruncated(output)[rows])
+                microbatch.teachers.append(answers)
+                continue
+            states = output.to(head.dtype)[rows]
+            if mode == "full":
+                answers = replace(answers, hidden=states, head=head)
             else:
-                states = output.to(head.dtype)[rows]
-                if mode == "full":
-                    answers = replace(answers, hidden=states, head=head)
-                else:
-                    top_k = self.settings.top_k
-                    ids, logprobs, tail = likeliest(states, head, top_k, group, kl)
-                    answers = replace(answers, ids=ids, logprobs=logprobs, tail=tail)
+                top_k = self.settings.top_k
+                ids, logprobs, tail = likeliest(states, head, top_k, group, kl)
+                answers = replace(answers, ids=ids, logprobs=logprobs, tail=tail)
             microbatch.teachers.append(answers)
 
 
 def _token_index(microbatch: MicroBatch, starts: np.ndarray) -> np.ndarray:
     """Where the micro-batch's tokens are in the columns of a teacher, int64 [n]. starts: [N+1]."""
-    index = [np.arange(starts[row], starts[row + 1]) for row in microbatch.table_rows]
-    return np.concatenate(index) if index else np.empty(0, np.int64)
+    parts = [np.empty(0, np.int64)]
+    for row in microbatch.table_rows:
+        parts.append(np.arange(starts[row], starts[row + 1]))
+    return np.concatenate(parts)
 
 
-def _rows(microbatch: MicroBatch, taught: np.ndarray) -> torch.Tensor:
-    """Policy tokens whose samples are taught, of bool [N]; int64 [m]."""
-    of_samples = torch.from_numpy(taught[microbatch.table_rows]).to(microbatch.sample.device)
+def _rows(microbatch: MicroBatch, has_teacher: np.ndarray) -> torch.Tensor:
+    """Policy tokens of samples that a teacher teaches; int64 [m]."""
+    of_samples = torch.from_numpy(has_teacher[microbatch.table_rows]).to(microbatch.sample.device)
     return of_samples[microbatch.sample].nonzero()[:, 0]
 
 
 def _fill(policy: Policy, tensors: list[torch.Tensor]) -> None:
+    """Copy values into the policy's own tensors."""
     for tensor, value in zip(state_tensors(policy), tensors, strict=True):
         tensor.copy_(value)

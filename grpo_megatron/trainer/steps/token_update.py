@@ -37,7 +37,9 @@ class TokenLoss:
         self.domains = [domain.name for domain in config.domains]
 
     def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
-        """Return the micro-batch's loss and metrics. output: fp32 [2 to 4, n]."""
+        """Return the micro-batch's loss and metrics. output: fp32 [2 to 4, n].
+
+        Raises TrainerError where samples of a distillation have no teacher."""
         if not self.distils:
             return self._likelihood_loss(output)
         domain = torch.from_numpy(self.table.domain[microbatch.table_rows]).to(output.device)
@@ -46,6 +48,7 @@ class TokenLoss:
         return loss, meter.stats
 
     def _likelihood_loss(self, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        """Of the recorded completions, `-log p` of each token by its weight."""
         stats = Stats()
         total_nll = -output[0].sum()
         stats.mean("loss/nll", total_nll, float(output.size(1)))
@@ -103,28 +106,29 @@ def _distillation_loss(
     weight: float,
     meter: MetricRecorder,
 ) -> torch.Tensor:
+    """Divergence of the policy from the micro-batch's teachers, by the weight of its tokens."""
     settings = config.distillation
     if settings is None or not microbatch.teachers:  # the output's last row is another quantity
         raise TrainerError("these samples have no teacher", where="distillation.teachers")
     logprobs, entropies = output[:2].unbind(0)
-    difference = logprobs.detach() - microbatch.rollout_logprobs
-    is_known = torch.isfinite(difference)
+    log_rho = logprobs.detach() - microbatch.rollout_logprobs
+    is_known = torch.isfinite(log_rho)
     meter.mean("policy/entropy", entropies)
     if settings.samples == "policy":
-        meter.mean("mismatch/abs_mean", difference.abs(), where=is_known)
+        meter.mean("mismatch/abs_mean", log_rho.abs(), where=is_known)
     if settings.mode != "sampled":
         divergences = output[-1]
         meter.mean("distillation/kl", divergences)
         return weight * divergences.sum()
     advantages = _teacher_advantages(microbatch, logprobs.detach())
-    ratio = difference.exp()
-    inside = ratio >= config.objective.mismatch_min
-    inside &= ratio <= config.objective.mismatch_max
-    inside &= is_known
+    rho = log_rho.exp()
+    is_inside = rho >= config.objective.mismatch_min
+    is_inside &= rho <= config.objective.mismatch_max
+    is_inside &= is_known
     meter.mean("distillation/kl", -advantages)
-    meter.mean("mismatch/rejected", (~inside).float())
-    weighed = torch.where(inside, ratio * advantages, 0.0)
-    return -weight * (weighed * logprobs).sum()
+    meter.mean("mismatch/rejected", (~is_inside).float())
+    corrected = torch.where(is_inside, rho * advantages, 0.0)
+    return -weight * (corrected * logprobs).sum()
 
 
 def _teacher_advantages(microbatch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:

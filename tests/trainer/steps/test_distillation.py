@@ -314,7 +314,7 @@ def test_layouts(request, alone, moe_model, teachers, two_domains, mode, layout)
 @pytest.fixture(scope="session")
 def with_answers(tmp_path_factory, teachers, two_domains) -> str:
     """The same samples with what two servers would have said; the first knows one word more."""
-    table, taught = SampleTable(Path(two_domains)), {}
+    table, answers = SampleTable(Path(two_domains)), {}
     for number, teacher in enumerate(teachers):
         rows = [row for row in range(len(table)) if number == 0 or table.domain[row] == 1]
         logits = list(reference_logits(teacher, table))
@@ -323,9 +323,10 @@ def with_answers(tmp_path_factory, teachers, two_domains) -> str:
         if number == 0:
             unknown = torch.full_like(best[:, :1], -np.inf)
             best, ids = torch.cat([unknown, best], 1), torch.cat([ids[:, :1] * 0 + 93, ids], 1)
-        taught |= {f"{number}/ids": ids.int().numpy(), f"{number}/logprobs": best.float().numpy()}
+        answers[f"{number}/ids"] = ids.int().numpy()
+        answers[f"{number}/logprobs"] = best.float().numpy()
     return write_samples(
-        tmp_path_factory.mktemp("answers") / "step_000001", num_domains=2, taught=taught
+        tmp_path_factory.mktemp("answers") / "step_000001", num_domains=2, teacher_logprobs=answers
     )
 
 
