@@ -35,7 +35,7 @@ from grpo_megatron.trainer.requests import (
     ExportModel,
     LoadCheckpoint,
     SaveCheckpoint,
-    TakeReference,
+    SnapshotReference,
 )
 
 
@@ -130,7 +130,7 @@ class Run:
             has_ended = await cold_start.run()
             if not has_ended:
                 return None
-        await resources.trainer.call(TakeReference())
+        await resources.trainer.call(SnapshotReference())
         before = float("nan")
         if self.config.trains:
             before = await self._accuracy_before()

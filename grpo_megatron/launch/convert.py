@@ -19,9 +19,11 @@ from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import raise_reply
 
+_WORKER = "grpo_megatron.trainer.conversion_worker"
+
 
 def convert(job: dict[str, Any], num_ranks: int) -> None:
-    """Run `job`, a `trainer.convert.Job`; raises what a rank said, or RunLockedError."""
+    """Run `job`, a `ConversionJob` of `_WORKER`; raises what a rank said, or RunLockedError."""
     screen = _Screen()
     with tempfile.TemporaryDirectory() as folder, _claimed(job["target"]), screen.bar:
         file = Path(folder, "job.json")
@@ -38,7 +40,7 @@ def convert(job: dict[str, Any], num_ranks: int) -> None:
 def _ranks(job: Path, num_ranks: int) -> list[ChildProcess]:
     """On the CPU, whatever the machine has: bytes are moved, not computed with."""
     store = job.with_name("store")
-    command = [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job), str(store)]
+    command = [sys.executable, "-m", _WORKER, str(job), str(store)]
     ranks = []
     for rank in range(num_ranks):
         log = job.with_name(f"rank-{rank}.log")

@@ -12,7 +12,7 @@ from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.launch.offline import choose_step, offline_trainer, recorded_steps
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.gap import GapParts, gap_page, split_gap
-from grpo_megatron.trainer.requests import MeasureLogprobGaps
+from grpo_megatron.trainer.requests import MeasureLogprobDiff
 
 
 def report_mismatch(
@@ -50,7 +50,7 @@ async def _measure(
         async with offline_trainer(run_dir, flags, f"mismatch-{step}") as trainer:
             await trainer.go_to(weights_of)
             to = trainer.scratch.root / "gaps.safetensors"
-            request = MeasureLogprobGaps(directory=trainer.store(step), to=to, by_layer=layers)
+            request = MeasureLogprobDiff(directory=trainer.store(step), to=to, by_layer=layers)
             metrics = await trainer.call(request)
             logprobs = {}
             for name, values in read_columns(to).items():

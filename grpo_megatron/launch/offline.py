@@ -23,7 +23,7 @@ from grpo_megatron.trainer.requests import (
     Answer,
     LoadCheckpoint,
     Request,
-    TakeReference,
+    SnapshotReference,
     Train,
     TrainReport,
 )
@@ -128,7 +128,7 @@ class OfflineTrainer:
             directory = self.run_dir.step_checkpoint(start).absolute()
             return RunState(**await self.call(LoadCheckpoint(directory)))
         # the ranks have read the weights that the run was given
-        await self.call(TakeReference())
+        await self.call(SnapshotReference())
         return RunState(step=0, updates=0, sampler={}, heldout_before=math.nan, seconds=0.0)
 
     def store(self, step: int) -> Path:

@@ -7,7 +7,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch.processes import ChildProcess, stop_all
 from grpo_megatron.rundir import RunDir
 
-TRAINER = "grpo_megatron.trainer.main"
+TRAINER = "grpo_megatron.trainer.trainer_rank"
 CONTROLLER = "grpo_megatron.controller.main"
 REPLICA = "grpo_megatron.rollout.replica"
 # glibc keeps what a rank frees: giving it back cost a small model 5000 page faults a step

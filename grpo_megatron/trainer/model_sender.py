@@ -34,7 +34,9 @@ class ModelSender:
         """Make this publish's plan and listen for `num_workers` engine workers per sender."""
         rank = dist.get_rank()
         num_senders = self.config.num_senders
-        senders = [i * dist.get_world_size() // num_senders for i in range(num_senders)]
+        senders = []  # spread over the ranks, and so over the nodes
+        for index in range(num_senders):
+            senders.append(index * dist.get_world_size() // num_senders)
         self.parts = assign_to_senders(self.model.entries, senders)
         self.plan = self._transfer_plan()
         address = None
@@ -59,7 +61,9 @@ class ModelSender:
         )
 
     def join(self) -> None:
-        """Wait until the engines' workers have joined; TransferError on every rank if not all."""
+        """Wait until the engines' workers have joined.
+
+        Raises TransferError on every rank if not all of them do."""
         failure = ""
         try:
             if self.sender is not None:
@@ -69,8 +73,10 @@ class ModelSender:
         _together(None, failure)
 
     def send(self, version: int) -> dict[str, str]:
-        """Stream everything once; returns digests by Hugging Face name. TransferError, on every
-        rank, where an engine does not take it; the next `open` begins with new groups."""
+        """Stream everything once under weight version `version`.
+
+        Returns digests by Hugging Face name. Raises TransferError, on every rank, where an engine
+        does not take it; the next `open` begins with new groups."""
         own_digests: dict[str, str] = {}
         failure = ""
         for rank, part in self.parts.items():
@@ -92,7 +98,7 @@ class ModelSender:
 
 
 def _together(found: Any, failure: str) -> tuple[Any, ...]:
-    """Every rank's `found`; TransferError on all where one has a `failure`."""
+    """Return every rank's `found`. Raises TransferError on all ranks where one has a `failure`."""
     parts, failures = zip(*all_gathered((found, failure)), strict=True)
     if any(failures):
         raise TransferError(

@@ -14,11 +14,13 @@ from grpo_megatron import errors
 
 
 def encode(message: dict[str, Any]) -> bytes:
+    """Write one message as the line that goes over the wire."""
     return json.dumps(message).encode() + b"\n"
 
 
 def error_reply(error: BaseException) -> dict[str, Any]:
-    """Our own errors keep their class, so that the exit code survives the process boundary."""
+    """Write an error as a reply. Our own keep their class, and so the exit code; others become a
+    TrainerError."""
     if not isinstance(error, errors.GrpoMegatronError):
         error = errors.TrainerError(f"{type(error).__name__}: {error}")
     return {
@@ -32,7 +34,7 @@ def error_reply(error: BaseException) -> dict[str, Any]:
 
 
 def raise_reply(reply: dict[str, Any]) -> Any:
-    """The result of a reply, or its error."""
+    """Return the result of a reply; raise its error, of its class, where it has one."""
     if "error" not in reply:
         return reply["result"]
     error = reply["error"]

@@ -78,7 +78,7 @@ class ResetOptimizer(Request[None], frozen=True, kw_only=True, tag=True):
     cold_start: bool
 
 
-class TakeReference(Request[None], frozen=True, tag=True):
+class SnapshotReference(Request[None], frozen=True, tag=True):
     """RL begins: the policy as it is now is its own reference."""
 
 
@@ -100,7 +100,7 @@ class CompareLogprobs(Request[LogprobComparison], frozen=True, tag=True):
     directory: Path
 
 
-class MeasureLogprobGaps(Request[dict[str, float]], frozen=True, kw_only=True, tag=True):
+class MeasureLogprobDiff(Request[dict[str, float]], frozen=True, kw_only=True, tag=True):
     """Write log-probs of a recorded step under several routings; the answer is their metrics."""
 
     directory: Path
@@ -171,9 +171,9 @@ AnyRequest = (
     Train
     | TrainColdStart
     | ResetOptimizer
-    | TakeReference
+    | SnapshotReference
     | CompareLogprobs
-    | MeasureLogprobGaps
+    | MeasureLogprobDiff
     | SaveCheckpoint
     | LoadCheckpoint
     | FindCorruptFiles
@@ -193,8 +193,9 @@ def answer_type(request: Request[Answer]) -> Any:
 
 
 def to_json_values(message: object) -> Any:
-    """Return a request or an answer as what `json.dumps` takes. Not-a-number stays one, which
-    msgspec's own JSON has no word for."""
+    """Return a request or an answer as what `json.dumps` takes.
+
+    Not-a-number stays one, which msgspec's own JSON has no word for."""
     return msgspec.to_builtins(message, enc_hook=_path_to_text)
 
 

@@ -14,7 +14,7 @@ from grpo_megatron.errors import CheckpointError
 from grpo_megatron.plan.hf_config import computation
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer.checks import logprob_check
-from grpo_megatron.trainer.checks.logprob_diff import logprob_gaps
+from grpo_megatron.trainer.checks.logprob_diff import measure_logprob_diff
 from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
 from grpo_megatron.trainer.megatron.policy import build_policy
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
@@ -27,13 +27,13 @@ from grpo_megatron.trainer.requests import (
     JoinTransfer,
     LoadCheckpoint,
     LogprobComparison,
-    MeasureLogprobGaps,
+    MeasureLogprobDiff,
     OpenTransfer,
     ResetOptimizer,
     SaveCheckpoint,
     SendWeights,
+    SnapshotReference,
     Stop,
-    TakeReference,
     Train,
     TrainColdStart,
     TrainReport,
@@ -46,12 +46,17 @@ from grpo_megatron.trainer.steps.token_update import train_tokens
 
 
 class TrainerService:
-    """The policy, started from a Hugging Face directory, and what the controller may ask of it."""
+    """The policy, started from a Hugging Face directory, and what the controller may ask of it.
+
+    Raises ConfigError or CheckpointError for a directory that is none, or not supported. Every
+    method is collective."""
 
     def __init__(self, config: RunConfig, model_path: Path):
         self.config = config
         self.model_path = model_path
-        temperature = 1.0 if config.kind == "sft" else config.rollout.temperature
+        temperature = 1.0
+        if config.kind != "sft":
+            temperature = config.rollout.temperature
         self.policy = build_policy(
             read_config(model_path),
             config.trainer,
@@ -69,7 +74,7 @@ class TrainerService:
             self.teachers = Teachers(config, config.distillation, self._load_model)
 
     def execute(self, request: AnyRequest) -> Any:
-        """Return the answer of `request`, of the type that its class names. Collective."""
+        """Return the answer of `request`, of the type that its class names."""
         match request:
             case Train():
                 return self.train(request)
@@ -77,13 +82,13 @@ class TrainerService:
                 return self.train_cold_start(directory, first_update)
             case ResetOptimizer(cold_start=cold_start):
                 return self.reset_optimizer(cold_start=cold_start)
-            case TakeReference():
-                return self.take_reference()
+            case SnapshotReference():
+                return self.snapshot_reference()
             case CompareLogprobs(directory=directory):
                 return self.compare_logprobs(directory)
-            case MeasureLogprobGaps(directory=directory, to=to, by_layer=by_layer):
+            case MeasureLogprobDiff(directory=directory, to=to, by_layer=by_layer):
                 table = _table(directory)
-                return logprob_gaps(self.config, self.policy, table, to, by_layer=by_layer)
+                return measure_logprob_diff(self.config, self.policy, table, to, by_layer=by_layer)
             case SaveCheckpoint(directory=directory, state=state):
                 return self.save(directory, state)
             case LoadCheckpoint(directory=directory):
@@ -102,7 +107,9 @@ class TrainerService:
                 return None
 
     def load_hf(self, directory: Path) -> None:
-        """Read a Hugging Face checkpoint; a converted one, or one of a run, serves as well."""
+        """Read a Hugging Face checkpoint; a converted one, or one of a run, serves as well.
+
+        Raises CheckpointError where it is of another model or cannot be read."""
         self._load_model(directory)
         self.policy.optimizer.reload_model_params()  # its fp32 copies follow
 
@@ -119,7 +126,7 @@ class TrainerService:
             hf_import.import_weights(self.policy.sharded, directory)
 
     def train(self, request: Train) -> TrainReport:
-        """Take all optimizer steps of a recorded step (see `Training.run`)."""
+        """Take all optimizer steps of a recorded step; afterwards renew the reference, if due."""
         table = _table(request.directory)
         if self.config.kind == "rl":
             training = Training(
@@ -143,18 +150,19 @@ class TrainerService:
                 self.teachers,
             )
         interval = self.config.objective.reference_interval
-        if interval and self.references.wanted and (table.manifest.step + 1) % interval == 0:
+        is_due = interval > 0 and (table.manifest.step + 1) % interval == 0
+        if is_due and self.references.wanted:
             self.references.refresh(self.policy)
         report.metrics["trainer/peak_memory_gib"] = peak_memory_bytes() / 2**30
         return report
 
-    def take_reference(self) -> None:
-        """RL begins: the policy as it is now is its own reference."""
+    def snapshot_reference(self) -> None:
+        """Let the policy as it is now, when RL begins, be its own reference."""
         if self.references.wanted:
             self.references.take(self.policy)
 
     def train_cold_start(self, directory: Path, first_update: int) -> TrainReport:
-        """One supervised optimizer step per update of the recorded step."""
+        """Take one supervised optimizer step per update of the recorded step."""
         settings = self.config.cold_start
         assert settings is not None  # only a cold start asks for it
         return train_tokens(
@@ -167,17 +175,14 @@ class TrainerService:
         )
 
     def compare_logprobs(self, directory: Path) -> LogprobComparison:
-        """An engine's samples with this policy (see `logprob_check`)."""
+        """Compute an engine's samples with this policy, and compare (see `logprob_check`)."""
         table = SampleTable(directory, verify=False)
         stats = Stats()
         batch = prepare(self.config.trainer, table, np.arange(len(table)))
         for part, output in zip(batch.microbatches, logprob_pass(self.policy, batch), strict=True):
             if output.numel():
-                stats.add(
-                    logprob_check.compare(
-                        self.config, table, part.table_rows, output[0] - part.rollout_logprobs
-                    )
-                )
+                logprob_diff = output[0] - part.rollout_logprobs
+                stats.add(logprob_check.compare(self.config, table, part.table_rows, logprob_diff))
         stats = reduce_stats(stats)
         return LogprobComparison(
             problem=logprob_check.disagreement(self.config, table, stats),
@@ -194,19 +199,22 @@ class TrainerService:
         self.policy.reset_optimizer(settings)
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint, and `state` with it."""
+        """Write a checkpoint, and `state` with it. Raises SetupError when the disk is full."""
         policy = self.policy
         create_adam_state(policy.optimizer)  # it has none before its first step
+        reference = self.references.save(policy, directory)
         distributed.save_checkpoint(
             directory,
             policy.chunks,
             policy.optimizer,
-            {**state, "reference": self.references.save(policy, directory)},
+            {**state, "reference": reference},
             self.model_path,
         )
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Restore what `save` wrote, and return its `state`."""
+        """Restore what `save` wrote, and return its `state`.
+
+        Raises CheckpointError where it is incomplete, or of another model."""
         policy = self.policy
         state = distributed.read_state(directory)
         reference = state.pop("reference", None)
@@ -220,18 +228,18 @@ class TrainerService:
 
 
 def corrupt_files(directory: Path) -> list[str]:
-    """Name the files of a checkpoint that are not as written; where these are whole, those of the
-    reference that it names."""
-    files = [f"{directory.name}/{name}" for name in distributed.corrupt_files(directory)]
-    if files:
-        return files
+    """Name the files of a checkpoint that are not as written, below the checkpoints' directory;
+    where these are whole, those of the reference that it names. Collective."""
+    names = distributed.corrupt_files(directory)
+    if names:
+        return [f"{directory.name}/{name}" for name in names]
     reference = distributed.read_state(directory).get("reference")
     if not reference:
         return []
-    found = distributed.corrupt_files(directory.with_name(reference))
-    return [f"{reference}/{name}" for name in found]
+    names = distributed.corrupt_files(directory.with_name(reference))
+    return [f"{reference}/{name}" for name in names]
 
 
 def _table(directory: Path) -> SampleTable:
-    """A recorded step; one rank verifies it for all."""
+    """Open a recorded step; one rank verifies it for all."""
     return SampleTable(directory, verify=dist.get_rank() == 0)

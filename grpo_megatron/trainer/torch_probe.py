@@ -8,6 +8,7 @@ import torch
 
 
 def main() -> None:
+    """Print version, CUDA version, number of GPUs, and whether gloo and NCCL are built in."""
     facts = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,

@@ -26,13 +26,13 @@ from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import CheckpointError, GrpoMegatronError
-from grpo_megatron.trainer.convert import Job, run
+from grpo_megatron.trainer.conversion_worker import ConversionJob, run
 from grpo_megatron.trainer.megatron.process_groups import RankInfo
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
 from grpo_megatron.trainer.requests import (
     LoadCheckpoint,
     SaveCheckpoint,
-    TakeReference,
+    SnapshotReference,
     Train,
     TrainReport,
 )
@@ -132,7 +132,7 @@ def convert(
     if free_bytes is not None:
         shutil.disk_usage = lambda path: usage(path)._replace(free=free_bytes)
     try:
-        run(msgspec.convert(job, Job), RankInfo.from_environment(), fresh_store())
+        run(msgspec.convert(job, ConversionJob), RankInfo.from_environment(), fresh_store())
     except GrpoMegatronError as error:
         return type(error).__name__, error.exit_code, str(error)
     finally:
@@ -218,7 +218,7 @@ def resume_with_reference(
         trainer_side.execute(SaveCheckpoint(directory=directory(step), state=state))
 
     trainer_side.start(config, model)
-    trainer_side.execute(TakeReference())
+    trainer_side.execute(SnapshotReference())
     trainer_side.execute(training)
     save(1)
     trainer_side.execute(training)

@@ -386,7 +386,7 @@ def test_ranks_that_somebody_else_starts_meet_where_torchrun_says(moe_model, tmp
             port = str(probe.getsockname()[1])
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "grpo_megatron.trainer.convert", str(job)],
+                [sys.executable, "-m", "grpo_megatron.trainer.conversion_worker", str(job)],
                 env=os.environ
                 | {
                     "RANK": str(rank),

@@ -146,7 +146,7 @@ def test_a_crashed_node_costs_no_recorded_step(cluster, whole, node, form):
 def test_a_dead_trainer_fails_the_job(cluster):
     job, run = cluster.submit("no-trainer", "num_steps=5000")
     cluster.wait_for_steps(run, 1, job)
-    runs.kill(processes(run, "trainer.main")[-1])
+    runs.kill(processes(run, "trainer.trainer_rank")[-1])
     state = cluster.wait(job, timeout_s=15)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "6:0")
     assert "ended with exit code 137" in cluster.output(run)

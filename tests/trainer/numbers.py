@@ -32,7 +32,7 @@ from grpo_megatron.trainer.vocab_parallel.divergence import (
     divergence,
     likeliest,
 )
-from grpo_megatron.trainer.vocab_parallel.logprobs import Kept, policy_states, token_logprobs
+from grpo_megatron.trainer.vocab_parallel.logprobs import KeptIds, policy_states, token_logprobs
 from tests.trainer.head_inputs import head_inputs
 from tests.trainer.worker_group import fresh_store
 
@@ -137,7 +137,7 @@ def head(
     if truncated:
         missing = torch.zeros(13, dtype=torch.bool)
         missing[[3, 8]] = True
-        kept = Kept(*inputs["sets"].nonzero(as_tuple=True), missing)
+        kept = KeptIds(*inputs["sets"].nonzero(as_tuple=True), missing)
     states = policy_states(local, inputs["rows"], sequence_parallel=sequence_parallel)
     found = token_logprobs(
         states,

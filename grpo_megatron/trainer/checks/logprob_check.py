@@ -14,16 +14,22 @@ from grpo_megatron.config.run import RunConfig
 REMEDY = "the engine has other weights than it was sent, or another precision"
 
 
-def compare(config: RunConfig, table: SampleTable, rows: np.ndarray, gaps: torch.Tensor) -> Stats:
-    """rows: of a micro-batch. gaps: the trainer's log-probs of their tokens less the engine's."""
+def compare(
+    config: RunConfig, table: SampleTable, rows: np.ndarray, logprob_diff: torch.Tensor
+) -> Stats:
+    """Measure how far trainer and engines are apart, also by engine (for `disagreement`).
+
+    rows: int64 [S], those of a micro-batch in the table; logprob_diff: [n], the trainer's log-probs
+    of their completion tokens less the engine's."""
     stats = Stats()
-    gaps = gaps.detach().abs().double()
+    diff = logprob_diff.detach().abs().double()
     engines = torch.from_numpy(np.repeat(table.shard[rows], table.completion_lengths[rows]))
     for engine in engines.unique().tolist():
-        mine = gaps[(engines == engine).to(gaps.device)].clamp(max=4 * config.canary_tolerance)
-        stats.mean(f"canary/of_{engine}", mine.sum(), len(mine))
-    stats.mean("canary/abs_mean", gaps.sum(), len(gaps))
-    stats.maximum("canary/abs_max", gaps)
+        is_of_engine = (engines == engine).to(diff.device)
+        bounded = diff[is_of_engine].clamp(max=4 * config.canary_tolerance)
+        stats.mean(f"canary/of_{engine}", bounded.sum(), len(bounded))
+    stats.mean("canary/abs_mean", diff.sum(), len(diff))
+    stats.maximum("canary/abs_max", diff)
     return stats
 
 

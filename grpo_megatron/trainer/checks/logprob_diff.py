@@ -24,20 +24,23 @@ from grpo_megatron.trainer.steps.optimizer_step import (
 from grpo_megatron.trainer.steps.recorded_batch import sample_batch
 
 
-def logprob_gaps(
+def measure_logprob_diff(
     config: RunConfig, policy: Policy, table: SampleTable, to: Path, *, by_layer: bool
 ) -> dict[str, Any]:
-    """Passes over all samples at the present weights; collective.
+    """Compute log-probs of all samples at the present weights, and write them to `to`. Collective.
 
-    Writes columns, fp64 [n] over the table's completion tokens: `rollout` (the engine's), `live`
+    Columns are fp64 [n] over the table's completion tokens: `rollout` (the engine's), `live`
     (own routing), `unmasked` (the same without truncation, where there was one), `through_N`
     (engine routes in MoE layers up to number N, each or just the last); `flipped` fp64 [E, L]: uses
-    of an expert by the engine only. Returns routing metrics; without routes nothing of them."""
+    of an expert by the engine only. Returns routing metrics; without routes nothing of them. Raises
+    DataError for routes that cannot be used, where `routing.on_missing` says so."""
     batch = prepare(config.trainer, table, np.arange(len(table)))
     samples = sample_batch(config, table)
     source = RouteSource(config, policy.replay, table)
-    routes = source.from_store(batch) if table.route_shapes else None
-    live_routing = None
+    routes: list[Routes] | None = None
+    live_routing: RoutingPass | None = None
+    if table.route_shapes:
+        routes = source.from_store(batch)
     if routes is not None:
         live_routing = RoutingPass(compared={"rollout": routes}, record=True, measure=True)
 
@@ -59,9 +62,11 @@ def logprob_gaps(
         absent = _absent_experts(routes, live_routing)
         columns["flipped"] = policy.replay.count_experts(absent).T.numpy()
         layers = policy.replay.shape.layers
-        for layer in layers if by_layer else layers[-1:]:
-            routing = RoutingPass(replayed=_routes_up_to(layer, routes, policy.replay.layers))
-            through = logprob_pass(policy, batch, routing)
+        if not by_layer:
+            layers = layers[-1:]
+        for layer in layers:
+            replayed = _routes_up_to(layer, routes, policy.replay.layers)
+            through = logprob_pass(policy, batch, RoutingPass(replayed=replayed))
             columns[f"through_{layer}"] = gathered([output[0] for output in through])
     if dist.get_rank() == 0:
         write_columns(to, columns)
@@ -69,14 +74,15 @@ def logprob_gaps(
 
 
 def _routes_up_to(layer: int, routes: Sequence[Routes], own_layers: Sequence[int]) -> list[Routes]:
-    """The engine's routes in MoE layers up to number `layer`; the live router decides above."""
-    is_below = torch.tensor([number <= layer for number in own_layers], dtype=torch.bool)
+    """Keep the engine's routes in MoE layers up to `layer`; the live router decides above."""
+    is_below = torch.tensor(own_layers) <= layer
     return [Routes(part.ids, part.known & is_below[:, None]) for part in routes]
 
 
 def _absent_experts(routes: Sequence[Routes], run: RoutingPass) -> Iterator[tuple[int, Tensor]]:
-    """By row and micro-batch: what the engine chose and the live router did not."""
+    """Yield, by row and micro-batch, what the engine chose and the live router did not."""
     for (index, row), live in run.recorded.items():
         known = routes[index].known[row]
-        ids = routes[index].ids[row][known]
-        yield row, ids[~(ids[:, :, None] == live[known][:, None, :]).any(-1)]
+        engine_ids = routes[index].ids[row][known]  # [T known, K]
+        is_live_too = (engine_ids[:, :, None] == live[known][:, None, :]).any(-1)
+        yield row, engine_ids[~is_live_too]

@@ -4,8 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from tokenizers import Tokenizer
 
+from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import load_model
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import MismatchError
@@ -35,12 +35,13 @@ _MAX_TOKENS = 64
 
 
 def why_not(hf: dict[str, Any], num_elements: int, layout: TrainerConfig) -> str | None:
-    """Why the comparison cannot be made here; None: it can."""
+    """Say why the comparison cannot be made here; None: it can.
+
+    `num_elements` are those of the model, which Megatron and transformers hold in fp32."""
     if hf.get("quantization_config"):
         return "transformers needs a GPU for block-fp8 weights"
-    copies = max(
-        1, layout.num_ranks // (layout.tensor_parallel_size * layout.pipeline_parallel_size)
-    )
+    ranks_of_a_copy = layout.tensor_parallel_size * layout.pipeline_parallel_size
+    copies = max(1, layout.num_ranks // ranks_of_a_copy)
     needed = num_elements * 4 * copies * 1.2
     free = psutil.virtual_memory().available
     if needed > free:
@@ -55,25 +56,33 @@ def largest_difference(
     layout: TrainerConfig,
     dtype: torch.dtype | None,
 ) -> float:
-    """Max |log-prob difference| of both checkpoints at `layout`; collective. dtype: of rounding."""
+    """Return the largest |log-prob difference| of both checkpoints, in nats. Collective.
+
+    weights: Megatron's files, read at `layout`; dtype: to which weights are rounded first. Raises
+    MismatchError where transformers cannot compute with the checkpoint."""
     ids = _probe_ids(hf, hf_directory)
-    expected = [_by_transformers(hf_directory, ids, dtype) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(expected)
-    found = _by_megatron(hf, weights, layout, ids, dtype)
-    found = next(part for part in all_gathered(found) if part is not None)
-    return float((found - expected[0]).abs().max())
+    box: list[torch.Tensor | None] = [None]
+    if dist.get_rank() == 0:
+        box = [_by_transformers(hf_directory, ids, dtype)]
+    dist.broadcast_object_list(box)
+    [expected] = box
+    parts = all_gathered(_by_megatron(hf, weights, layout, ids, dtype))
+    found = next(part for part in parts if part is not None)
+    return float((found - expected).abs().max())
 
 
 def _probe_ids(hf: dict[str, Any], directory: Path) -> list[int]:
-    """Tokens of the probe text; without a tokenizer, numbers spread over the vocabulary."""
-    ids = [(i * 7919 + 13) % hf["vocab_size"] for i in range(_MAX_TOKENS)]
-    if (directory / "tokenizer.json").exists():
-        text = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(_TEXT).ids
-        ids = text[:_MAX_TOKENS] if len(text) > 1 else ids
-    return ids
+    """Tokenise the probe text; without a tokenizer, spread numbers over the vocabulary."""
+    file = directory / "tokenizer.json"
+    if file.exists():
+        ids: list[int] = Tokenizer.from_file(str(file)).encode(_TEXT).ids
+        if len(ids) > 1:
+            return ids[:_MAX_TOKENS]
+    return [(i * 7919 + 13) % hf["vocab_size"] for i in range(_MAX_TOKENS)]
 
 
 def _by_transformers(directory: Path, ids: list[int], dtype: torch.dtype | None) -> torch.Tensor:
+    """Compute log-probs of all ids but the first, fp32 [len(ids) - 1], in a process of its own."""
     name = str(dtype or torch.float32).removeprefix("torch.")
     module = "grpo_megatron.trainer.checks.transformers_logprobs"
     command = [sys.executable, "-m", module, str(directory), name]
@@ -81,9 +90,9 @@ def _by_transformers(directory: Path, ids: list[int], dtype: torch.dtype | None)
         command, input=json.dumps(ids), capture_output=True, text=True, check=False
     )
     if done.returncode:
+        lines = ["it died", *done.stderr.strip().splitlines()]
         raise MismatchError(
-            "transformers cannot compute with the checkpoint: "
-            + (done.stderr.strip().splitlines() or ["it died"])[-1],
+            f"transformers cannot compute with the checkpoint: {lines[-1]}",
             where=str(directory),
             remedy="convert with --no-probe",
         )
@@ -97,24 +106,41 @@ def _by_megatron(
     ids: list[int],
     dtype: torch.dtype | None,
 ) -> torch.Tensor | None:
-    """On the last pipeline stage, elsewhere None."""
+    """Compute the same on the last pipeline stage; elsewhere None. Collective."""
     config = transformer_config(hf, layout)
     models = build_models(config, hf, layout)
     policy = Policy(hf, config, models, None, RouteReplay(models, config))
     load_model(weights, policy.chunks)
     if dtype is not None:
-        for tensor in (t for model in policy.models for t in model.parameters()):
-            tensor.data.copy_(tensor.data.to(dtype))
-    table = SimpleNamespace(
-        prompt_ids=lambda row: np.array(ids[:1]),
-        kept=lambda row: None,
-        completion=lambda row: (np.array(ids[1:]), np.zeros(len(ids) - 1)),
-    )
+        for model in policy.models:
+            for parameter in model.parameters():
+                parameter.data.copy_(parameter.data.to(dtype))
+    table = cast(SampleTable, _ProbeTable(ids))
     row = np.zeros(1, np.int64)
-    parts = layout.tensor_parallel_size
-    many = tuple(
-        build_microbatch(i, table, row, device=device(), pad_to=parts)
-        for i in range(layout.pipeline_parallel_size)
-    )
-    found = logprob_pass(policy, UpdateBatch(torch.from_numpy(row), many, len(ids)))[0][0]
-    return found.cpu() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
+    microbatches = []
+    for index in range(layout.pipeline_parallel_size):  # the schedule wants one a stage
+        microbatches.append(
+            build_microbatch(index, table, row, device=device(), pad_to=layout.tensor_parallel_size)
+        )
+    batch = UpdateBatch(torch.from_numpy(row), tuple(microbatches), len(ids))
+    logprobs = logprob_pass(policy, batch)[0][0]
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return logprobs.cpu()
+    return None
+
+
+class _ProbeTable:
+    """What `build_microbatch` reads of a recorded step: one sample, its prompt the first token."""
+
+    def __init__(self, ids: list[int]):
+        self._ids = ids
+
+    def prompt_ids(self, row: int) -> np.ndarray:
+        return np.array(self._ids[:1])
+
+    def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        completion = np.array(self._ids[1:])
+        return completion, np.zeros(len(completion))
+
+    def kept(self, row: int) -> None:
+        return None

@@ -1,11 +1,11 @@
 """Every parameter of a model, where Megatron's checkpoints keep it, without making the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its stubs
 from torch.overrides import TorchFunctionMode
 
 from grpo_megatron.checkpoints.distributed import model_state
@@ -19,17 +19,23 @@ from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, 
 class _OnMeta(TorchFunctionMode):
     """Megatron names a device wherever it allocates; `torch.device("meta")` does not reach it."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": "meta"}
-        return function(*args, **kwargs)
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if "device" in options:
+            options["device"] = "meta"
+        return function(*args, **options)
 
 
 def parameter_table(hf: dict[str, Any]) -> ParameterTable:
-    """From a config.json alone. Joins a world of one for a moment.
+    """Make the table from a config.json alone. Joins a world of one for a moment.
 
-    Raises ConfigError: a family or field that is not supported."""
+    Raises ConfigError for a family or field that is not supported."""
     layout = TrainerConfig(precision="float32")
     initialize(layout, RankInfo(0, 0, 1), HashStore())
     config = transformer_config(hf, layout)
@@ -37,15 +43,26 @@ def parameter_table(hf: dict[str, Any]) -> ParameterTable:
     with torch.device("meta"), _OnMeta():
         state = model_state(build_models(config, hf, layout))["model"]
     shutdown()
-    objects = tuple(s.unique_key for s in state.values() if isinstance(s, ShardedObject))
-    weights = {name: s for name, s in state.items() if not isinstance(s, ShardedObject)}
     names = tensor_map(hf, config)
-    parameters = tuple(names.parameter(name, tuple(s.data.shape)) for name, s in weights.items())
-    return ParameterTable(parameters, {n: tuple(_pieces(s)) for n, s in weights.items()}, objects)
+    parameters = []
+    pieces = {}
+    objects = []
+    for name, sharded in state.items():
+        if isinstance(sharded, ShardedObject):
+            objects.append(sharded.unique_key)
+        else:
+            parameters.append(names.parameter(name, tuple(sharded.data.shape)))
+            pieces[name] = tuple(_pieces(sharded))
+    return ParameterTable(tuple(parameters), pieces, tuple(objects))
 
 
 def _pieces(sharded: Any) -> Iterator[Piece]:
-    built = sharded.build() if isinstance(sharded, ShardedTensorFactory) else [sharded]
-    for part in built.values() if isinstance(built, dict) else built:
+    """Yield where Megatron keeps the rows of a `ShardedTensor`, or of a factory of several."""
+    parts: Any = [sharded]
+    if isinstance(sharded, ShardedTensorFactory):
+        parts = sharded.build()
+    if isinstance(parts, dict):
+        parts = parts.values()
+    for part in parts:
         sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         yield Piece(part.key, tuple(part.global_offset), sizes, tuple(part.global_shape))

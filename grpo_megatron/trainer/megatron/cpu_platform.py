@@ -9,16 +9,25 @@ import logging
 import sys
 import warnings
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils._device
 
 CPU = torch.device("cpu")
+_CUDA: Any = torch.cuda
+"""To replace attributes of it by what has other types."""
+_TENSOR: Any = torch.Tensor
+"""Likewise."""
 
 
 @functools.cache
 def install() -> None:
+    """Replace what Megatron calls and a CPU has not, once; nothing where CUDA exists.
+
+    Raises ImportError where Megatron was imported before."""
     if torch.cuda.is_available():
         return
     if "megatron.core.tensor_parallel.random" in sys.modules:
@@ -39,14 +48,14 @@ def install() -> None:
 class _Queue:
     """A CPU has one queue: all streams are the same one, and every event has happened."""
 
-    def __init__(self, *args, **kwargs): ...
+    def __init__(self, *args: Any, **kwargs: Any): ...
 
-    def record(self, *args):
+    def record(self, *args: Any) -> "_Queue":
         return self
 
     wait = query = synchronize = wait_stream = wait_event = record_event = record
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, _Queue)
 
     def __hash__(self) -> int:
@@ -54,10 +63,10 @@ class _Queue:
 
 
 def _replace_streams() -> None:
-    torch.cuda.current_device = lambda: CPU  # tensor_parallel/layers.py:261 and about 50 more
-    torch.cuda.synchronize = lambda *a, **k: None  # p2p_communication.py:398
-    torch.cuda.Stream = torch.cuda.Event = _Queue  # token_dispatcher.py:445
-    torch.cuda.current_stream = lambda *a: _Queue()  # token_dispatcher.py:871
+    _CUDA.current_device = lambda: CPU  # tensor_parallel/layers.py:261 and about 50 more
+    _CUDA.synchronize = lambda *a, **k: None  # p2p_communication.py:398
+    _CUDA.Stream = _CUDA.Event = _Queue  # token_dispatcher.py:445
+    _CUDA.current_stream = lambda *a: _Queue()  # token_dispatcher.py:871
 
 
 def _replace_random_state() -> None:
@@ -65,11 +74,14 @@ def _replace_random_state() -> None:
 
     `_lazy_call` and `manual_seed` do not raise unpatched: they queue the seeding for a CUDA
     initialisation that never comes, which leaves every rank with another stream of numbers."""
-    torch.cuda.default_generators = defaultdict(lambda: torch.default_generator)  # random.py:103
-    torch.cuda._lazy_call = lambda function, **k: function()  # random.py:111
-    torch.cuda.manual_seed = torch.default_generator.manual_seed  # random.py:237,422
-    state = lambda device="cuda": torch.get_rng_state()  # noqa: E731
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = state  # random.py:55,235
+
+    def get_rng_state(device: object = "cuda") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    _CUDA.default_generators = defaultdict(lambda: torch.default_generator)  # random.py:103
+    _CUDA._lazy_call = lambda function, **k: function()  # random.py:111
+    _CUDA.manual_seed = torch.default_generator.manual_seed  # random.py:237,422
+    _CUDA.get_rng_state = _CUDA.random.get_rng_state = get_rng_state  # random.py:55,235
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )  # random.py:280
@@ -83,28 +95,29 @@ def _redirect_device_literals() -> None:
         original = getattr(torch, name)
 
         @functools.wraps(original)
-        def redirected(*args, _original=original, **kwargs):
+        def redirected(*args: Any, _original: Any = original, **kwargs: Any) -> torch.Tensor:
             if str(kwargs.get("device")).startswith("cuda"):
                 kwargs["device"] = CPU
-            return _original(*args, **kwargs)
+            tensor: torch.Tensor = _original(*args, **kwargs)
+            return tensor
 
         setattr(torch, name, redirected)
-    torch.Tensor.cuda = lambda self, *a, **k: self  # language_module.py:244
+    _TENSOR.cuda = lambda self, *a, **k: self  # language_module.py:244
 
 
 def _name_cpu_tensors_as_cuda_for_the_optimizer() -> None:
     """`megatron.core.optimizer`, which alone is answered so, compares `tensor.type()` with
     'torch.cuda.FloatTensor': distrib_optimizer.py:361,420, optimizer.py:671, clip_grads.py:167."""
-    original = torch.Tensor.type
+    original = _TENSOR.type
 
-    def type_(self, *args, **kwargs):
-        result = original(self, *args, **kwargs)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result: Any = original(self, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if not args and not kwargs and caller.startswith("megatron.core.optimizer"):
             result = result.replace("torch.", "torch.cuda.", 1)
         return result
 
-    torch.Tensor.type = type_
+    _TENSOR.type = type_
 
 
 def _split_sizes_as_numpy() -> None:
@@ -113,9 +126,11 @@ def _split_sizes_as_numpy() -> None:
 
     original = dispatcher.maybe_move_tensor_to_cpu
 
-    def move(tensor, as_numpy=False, record_stream=False):
-        tensor = original(tensor, as_numpy, False)
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = original(tensor, as_numpy, False)
+        if as_numpy and torch.is_tensor(moved):
+            return moved.numpy()
+        return moved
 
     dispatcher.maybe_move_tensor_to_cpu = move
 
@@ -127,21 +142,38 @@ def _uneven_collectives() -> None:
     gather_equal = mappings._gather_along_first_dim
     scatter_equal = mappings._reduce_scatter_along_first_dim
 
-    def gather(tensor, group, output_split_sizes=None, use_global_buffer=False):
+    def gather(
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
-            return gather_equal(tensor, group, output_split_sizes, use_global_buffer)
-        sizes = [int(size) for size in output_split_sizes]
+            gathered: torch.Tensor = gather_equal(
+                tensor, group, output_split_sizes, use_global_buffer
+            )
+            return gathered
+        sizes = list(map(int, output_split_sizes))
         out = tensor.new_empty([sum(sizes), *tensor.shape[1:]])
         copies = torch.cat([tensor] * group.size())
         dist.all_to_all_single(out, copies, sizes, [tensor.shape[0]] * group.size(), group=group)
         return out
 
-    def scatter(tensor, group, input_split_sizes=None, use_global_buffer=False):
+    def scatter(
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
-            return scatter_equal(tensor, group, input_split_sizes, use_global_buffer)
-        tensor = tensor.clone()
-        dist.all_reduce(tensor, group=group)
-        return torch.split(tensor, [int(s) for s in input_split_sizes])[group.rank()].clone()
+            scattered: torch.Tensor = scatter_equal(
+                tensor, group, input_split_sizes, use_global_buffer
+            )
+            return scattered
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        parts: tuple[torch.Tensor, ...] = total.split(list(map(int, input_split_sizes)))
+        return parts[group.rank()].clone()
 
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = scatter

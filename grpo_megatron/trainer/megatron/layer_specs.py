@@ -1,9 +1,12 @@
 """Which modules a layer is made of: Transformer Engine's where installed, else torch's own."""
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import transformer_block
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -14,45 +17,58 @@ from grpo_megatron.trainer.megatron.platform import HAS_TRANSFORMER_ENGINE
 class TorchNorm:
     """torch's RMSNorm under sequence parallelism, which WrappedTorchNorm refuses."""
 
-    def __new__(cls, config, hidden_size, eps=1e-5, **_):
+    def __new__(  # type: ignore[misc]  # a class, as specs have it, that makes another's object
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> torch.nn.RMSNorm:
+        """Make the norm. Raises ValueError for other kinds of norm."""
         if config.layernorm_zero_centered_gamma or config.normalization != "RMSNorm":
             raise ValueError("layer norms and zero-centred norms need Transformer Engine")
         norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
-        norm.weight.sequence_parallel = config.sequence_parallel  # finalize_model_grads sums it
+        weight: Any = norm.weight
+        weight.sequence_parallel = config.sequence_parallel  # finalize_model_grads sums it
         return norm
 
 
 class LatentNorm:
     """Norm of a latent vector: transformers fixes its epsilon, whatever `rms_norm_eps` is."""
 
-    def __new__(cls, config, hidden_size, eps=1e-5, **_):
-        return TorchNorm(config, hidden_size, eps=1e-6)
+    def __new__(  # type: ignore[misc]  # as above
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> torch.nn.RMSNorm:
+        """Make the norm. Raises ValueError for other kinds of norm."""
+        norm: torch.nn.RMSNorm = TorchNorm(config, hidden_size, eps=1e-6)
+        return norm
 
 
 def block_spec(
     config: TransformerConfig, vp_stage: int | None
 ) -> transformer_block.TransformerBlockSubmodules:
-    """The layers of this pipeline stage and model chunk."""
+    """Specify the layers of this pipeline stage and model chunk."""
     if HAS_TRANSFORMER_ENGINE:
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage
         )
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = transformer_block.get_num_layers_to_build(config, vp_stage=vp_stage)
-    specs = [
-        _torch_layer_spec(config, config.num_moe_experts if i in moe_layers(config) else None)
-        for i in range(offset, offset + count)
-    ]
+    with_experts = moe_layers(config)
+    specs = []
+    for layer in range(offset, offset + count):
+        num_experts = None
+        if layer in with_experts:
+            num_experts = config.num_moe_experts
+        specs.append(_torch_layer_spec(config, num_experts))
     return transformer_block.TransformerBlockSubmodules(specs, layer_norm=TorchNorm)
 
 
 def moe_layers(config: TransformerConfig) -> tuple[int, ...]:
-    """Numbers, from 0, of the layers with experts."""
-    pattern = config.moe_layer_freq if config.num_moe_experts else ()
-    return tuple(i for i, sparse in enumerate(pattern) if sparse)
+    """Return the numbers, from 0, of the layers with experts."""
+    if not config.num_moe_experts:
+        return ()
+    return tuple(layer for layer, is_moe in enumerate(config.moe_layer_freq) if is_moe)
 
 
-def _torch_layer_spec(config: TransformerConfig, num_experts: int | None):
+def _torch_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """Specify a layer of torch's modules; num_experts: of an MoE layer, None of a dense one."""
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,

@@ -30,7 +30,9 @@ _NAMES: dict[str, str] = {
 
 
 def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> TransformerConfig:
-    """Raises ConfigError for a family, a field or a value that is not supported."""
+    """Translate a `config.json` at a layout of ranks to Megatron's settings.
+
+    Raises ConfigError for a family, a field or a value that is not supported."""
     fields = model_fields(hf)
     dtype = getattr(torch, layout.precision)
     settings = {
@@ -61,7 +63,10 @@ def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> Transformer
 
 
 def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Latent attention rotates by itself, as the configuration says."""
+    """Return the settings by which latent attention rotates by itself.
+
+    rope: the result of `plan.hf_config.rope_fields`. Raises ConfigError for what is not supported.
+    """
     settings = {"rope_type": "rope", "rotary_base": rope["theta"], "apply_rope_fusion": False}
     if rope["type"] == "default":
         return settings | {"rotary_scaling_factor": 1.0}
@@ -71,33 +76,37 @@ def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
             "attention_factor and with truncate",
             where="config.json",
         )
-    both = rope["mscale"] and rope["mscale_all_dim"]
-    if rope["mscale_all_dim"] and not both:
+    if rope["mscale_all_dim"] and not rope["mscale"]:
         raise ConfigError(
             "rope type 'yarn' with mscale_all_dim needs mscale too", where="config.json"
         )
+    # transformers looks at mscale only where both are set, and scales the softmax by the second
+    mscale = 1.0
+    if rope["mscale"] and rope["mscale_all_dim"]:
+        mscale = rope["mscale"]
     return settings | dict(
         rope_type="yarn",
         rotary_scaling_factor=rope["factor"],
         original_max_position_embeddings=rope["original_max_position_embeddings"],
         beta_fast=rope["beta_fast"],
         beta_slow=rope["beta_slow"],
-        # transformers looks at mscale only where both are set, and scales the softmax by the second
-        mscale=rope["mscale"] if both else 1.0,
+        mscale=mscale,
         mscale_all_dim=rope["mscale_all_dim"],
     )
 
 
 def _parallel(layout: TrainerConfig) -> dict[str, Any]:
-    vpp = layout.virtual_pipeline_parallel_size
-    full = layout.recompute == "full"
-    return {theirs: getattr(layout, ours) for theirs, ours in _NAMES.items()} | dict(
-        # packed micro-batches differ in length, so pipeline stages tell each other the shape
-        variable_seq_lengths=True,
-        # without overlap the interleaved schedule of 0.16.1 computes wrong gradients
-        overlap_p2p_comm=bool(vpp),
-        batch_p2p_comm=not vpp,
-        recompute_granularity=None if layout.recompute == "none" else layout.recompute,
-        recompute_method="uniform" if full else None,
-        recompute_num_layers=1 if full else None,
-    )
+    """Return the settings of parallelism and of recomputation."""
+    settings = {theirs: getattr(layout, ours) for theirs, ours in _NAMES.items()}
+    # packed micro-batches differ in length, so pipeline stages tell each other the shape
+    settings["variable_seq_lengths"] = True
+    # without overlap the interleaved schedule of 0.16.1 computes wrong gradients
+    is_interleaved = bool(layout.virtual_pipeline_parallel_size)
+    settings["overlap_p2p_comm"] = is_interleaved
+    settings["batch_p2p_comm"] = not is_interleaved
+    if layout.recompute != "none":
+        settings["recompute_granularity"] = layout.recompute
+    if layout.recompute == "full":
+        settings["recompute_method"] = "uniform"
+        settings["recompute_num_layers"] = 1
+    return settings

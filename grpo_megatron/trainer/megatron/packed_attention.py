@@ -7,10 +7,13 @@ so the padding changes no real token, and its outputs are dropped."""
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,12 @@ class Bucket:
     length: int
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, heads, d] -> [batch, heads, length, d]."""
-        end = self.start + self.batch * self.length
-        x = x[self.start : end] if self.rows is None else x.index_select(0, self.rows)
+        """Take the tokens of its sequences: [T, heads, d] to [batch, heads, length, d]."""
+        if self.rows is None:
+            end = self.start + self.batch * self.length
+            x = x[self.start : end]
+        else:
+            x = x.index_select(0, self.rows)
         return x.view(self.batch, self.length, *x.shape[1:]).transpose(1, 2)
 
 
@@ -37,50 +43,91 @@ def plan_buckets(
     in their concatenation, int64 [T]; None: where it is already."""
     bounds = cu_seqlens.tolist()
     device = cu_seqlens.device
-    groups: list[list[tuple[int, int]]] = []  # (length, start)
-    for span in sorted((b - a, a) for a, b in itertools.pairwise(bounds) if b > a):
-        if groups and span[0] <= max(groups[-1][0][0] * growth, 4):
-            groups[-1].append(span)
-        else:
-            groups.append([span])
     order = torch.empty(bounds[-1], dtype=torch.int64)
     buckets = []
     base = 0
-    for group in groups:
-        lengths, starts = (torch.tensor(x) for x in zip(*group, strict=True))
-        length = group[-1][0]
-        column = torch.arange(group[-1][0])
+    for group in _similar_lengths(bounds, growth):
+        lengths, starts = torch.tensor(group).unbind(1)
+        longest, _ = group[-1]
+        column = torch.arange(longest)
         rows = starts[:, None] + column
         real = column < lengths[:, None]
         order[rows[real]] = base + torch.arange(real.numel()).view_as(real)[real]
         rows = torch.where(real, rows, 0).flatten()
         first = int(starts[0])
-        adjacent = torch.equal(rows, torch.arange(first, first + len(rows)))
-        buckets.append(Bucket(None if adjacent else rows.to(device), first, len(group), length))
+        bucket_rows: torch.Tensor | None = None
+        are_adjacent = torch.equal(rows, torch.arange(first, first + len(rows)))
+        if not are_adjacent:
+            bucket_rows = rows.to(device)
+        buckets.append(Bucket(bucket_rows, first, len(group), longest))
         base += real.numel()
-    return buckets, None if torch.equal(order, torch.arange(base)) else order.to(device)
+    if torch.equal(order, torch.arange(base)):
+        return buckets, None
+    return buckets, order.to(device)
 
 
-class PackedAttention(MegatronModule):
-    """Drop-in core attention without Transformer Engine. Causal; GQA and MLA value sizes."""
+def _similar_lengths(bounds: list[int], growth: float) -> list[list[tuple[int, int]]]:
+    """Group the sequences between `bounds`, as (length, start), by length; empty ones are in none.
 
-    def __init__(self, config, *_, softmax_scale=None, k_channels=None, **__):
+    Lengths of a group ascend from the first up to `growth` times it, or up to 4."""
+    spans = []
+    for start, end in itertools.pairwise(bounds):
+        if end > start:
+            spans.append((end - start, start))
+    groups: list[list[tuple[int, int]]] = []
+    limit = 0.0
+    for length, start in sorted(spans):
+        if not groups or length > limit:
+            groups.append([])
+            limit = max(length * growth, 4)
+        groups[-1].append((length, start))
+    return groups
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
+    """Drop-in core attention without Transformer Engine. Causal; GQA and MLA value sizes.
+
+    Raises ValueError for a window or a learnable softmax."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *_: Any,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **__: Any,
+    ):
         super().__init__(config=config)
         if config.softmax_type != "vanilla" or config.window_size is not None:
             raise ValueError("sliding windows and learnable softmax need Transformer Engine")
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
 
-    def forward(self, query, key, value, attention_mask, packed_seq_params, **_):
-        """q, k, v [T, heads, d] packed -> [T, heads * d_v]."""
-        plan = getattr(packed_seq_params, "bucket_plan", None)
-        if plan is None:  # the same in every layer: kept on the parameters of the batch
-            plan = packed_seq_params.bucket_plan = plan_buckets(packed_seq_params.cu_seqlens_q)
-        (buckets, order), outputs = plan, []
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attend within sequences: q, k, v [T, heads, d], packed, to [T, heads * d_v]."""
+        if getattr(packed_seq_params, "bucket_plan", None) is None:
+            # the same in every layer: kept on the parameters of the batch
+            packed_seq_params.bucket_plan = plan_buckets(packed_seq_params.cu_seqlens_q)
+        buckets, order = packed_seq_params.bucket_plan
+        outputs = []
         for bucket in buckets:
-            q, k, v = (bucket.take(x) for x in (query, key, value))
+            q = bucket.take(query)
+            k = bucket.take(key)
+            v = bucket.take(value)
             found = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
             )
             outputs.append(found.transpose(1, 2).flatten(0, 1))  # from [b, heads, s, d_v]
-        output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return (output if order is None else output.index_select(0, order)).flatten(1)
+        output = outputs[0]
+        if len(outputs) > 1:
+            output = torch.cat(outputs)
+        if order is not None:
+            output = output.index_select(0, order)
+        return output.flatten(1)

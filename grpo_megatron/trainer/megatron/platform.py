@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # Megatron decorates functions with torch.compile at import; on a CPU that needs a compiler.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -28,13 +29,14 @@ def _without_wandb() -> Iterator[None]:
     no use for it, and its import makes temporary folders, which stay behind when a rank is
     killed."""
     hides = "wandb" not in sys.modules
+    modules: dict[str, Any] = sys.modules  # a name whose module is None cannot be imported
     if hides:
-        sys.modules["wandb"] = None
+        modules["wandb"] = None
     try:
         yield
     finally:
         if hides:
-            del sys.modules["wandb"]
+            del modules["wandb"]
 
 
 with _without_wandb():
@@ -48,10 +50,14 @@ gloo_device.apply()
 
 HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
 BACKEND = "nccl" if HAS_CUDA else "gloo"
+"""Of torch.distributed."""
 
 
 def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else torch.device("cpu")
+    """Return where this rank computes: its GPU, or the CPU."""
+    if HAS_CUDA:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def bind_device(local_rank: int, num_threads: int | None) -> None:
@@ -68,7 +74,7 @@ def bind_device(local_rank: int, num_threads: int | None) -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Highest device memory (CUDA) or resident memory (CPU) of this process so far."""
+    """Return the highest device memory (CUDA) or resident memory (CPU) of this process so far."""
     if HAS_CUDA:
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

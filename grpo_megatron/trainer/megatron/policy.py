@@ -44,7 +44,9 @@ class Policy:
 
     @property
     def models(self) -> list[PolicyModel]:
-        return unwrap_model(list(self.chunks))
+        """The model chunks of this rank, without what wraps them."""
+        models: list[PolicyModel] = unwrap_model(list(self.chunks))
+        return models
 
     @cached_property
     def sharded(self) -> ShardedModel:
@@ -55,26 +57,28 @@ class Policy:
         )
 
     def kernels(self) -> str:
-        """Which classes compute here, for the log: fused ones are used where they are installed."""
+        """Say which classes compute here, for the log: fused ones are used where installed."""
         wanted = ("core_attention", "linear_qkv", "experts", "input_layernorm")
-        found = {
-            name: type(child)
-            for model in self.models
-            for module in model.modules()
-            for name, child in module.named_children()
-            if name in wanted
-        }
+        found: dict[str, type] = {}
+        for model in self.models:
+            for path, module in model.named_modules():
+                name = path.rpartition(".")[2]
+                if name in wanted:
+                    found[name] = type(module)
+        found["optimizer"] = type(self._optimizer_parts()[0].optimizer)
+        described = []
+        for name, kind in found.items():
+            described.append(f"{name} {kind.__module__}.{kind.__qualname__}")
+        return ", ".join(described)
+
+    def _optimizer_parts(self) -> list[Any]:
+        """Return Megatron's optimizers of dense and expert parameters, where this rank has any."""
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        found["optimizer"] = type(next(part.optimizer for part in parts if part.optimizer))
-        return ", ".join(
-            f"{name} {kind.__module__}.{kind.__qualname__}" for name, kind in found.items()
-        )
+        return [part for part in parts if part.optimizer is not None]
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Forget moments and steps; take over betas, epsilon and weight decay."""
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            if part.optimizer is None:
-                continue
+        """Forget moments and steps; take over betas, epsilon, weight decay and clipping."""
+        for part in self._optimizer_parts():
             part.optimizer.state.clear()
             for group in part.optimizer.param_groups:
                 group.update(
@@ -85,18 +89,24 @@ class Policy:
             part.config.clip_grad = optimizer.clip_grad
 
     def set_learning_rate(self, lr: float) -> None:
+        """Let the next optimizer steps have the learning rate `lr`, times that of the group."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
 def state_tensors(policy: Policy) -> list[torch.Tensor]:
-    """Parameters and buffers of this rank's model, in a fixed order."""
-    return [
-        tensor.data for model in policy.models for tensor in (*model.parameters(), *model.buffers())
-    ]
+    """List parameters and buffers of this rank's model, in a fixed order."""
+    tensors = []
+    for model in policy.models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensors.append(tensor.data)
+    return tensors
 
 
 def tensor_map(hf: dict[str, Any], config: TransformerConfig) -> TensorMap:
+    """Say what the parameters of the model are in Hugging Face's checkpoints.
+
+    Raises ConfigError for a family that is not known or that Megatron-Core cannot compute."""
     return TensorMap(
         rules_for(hf["model_type"]),
         config.num_attention_heads,
@@ -114,7 +124,10 @@ def build_policy(
     router_policy: str = "freeze_bias",
     temperature: float = 1.0,
 ) -> Policy:
-    """Model with random weights, wrapped for data parallelism, and its optimizer."""
+    """Make a model with random weights, wrapped for data parallelism, and its optimizer.
+
+    router_policy, temperature: of `RoutingConfig` and `RolloutConfig`. Raises ConfigError for a
+    family, a field or a value that is not supported."""
     config = transformer_config(hf, layout)
     if router_policy != "none":
         config.moe_router_bias_update_rate = 0.0
@@ -127,14 +140,14 @@ def build_policy(
     chunks = []
     for index, model in enumerate(build_models(config, hf, layout)):
         model.temperature = temperature
-        for module in model.modules():
-            if router_policy == "freeze_weights" and isinstance(module, TopKRouter):
-                module.requires_grad_(False)
-        wrapped = Float16Module(config, model) if config.bf16 else model
-        chunks.append(
-            ddp.DistributedDataParallel(config, ddp_config, wrapped, disable_bucketing=index > 0)
-        )
-        chunks[-1].broadcast_params()
+        if router_policy == "freeze_weights":
+            _freeze_routers(model)
+        module: torch.nn.Module = model
+        if config.bf16:
+            module = Float16Module(config, model)
+        chunk = ddp.DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+        chunk.broadcast_params()
+        chunks.append(chunk)
     megatron_optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -153,20 +166,30 @@ def build_policy(
     config.grad_scale_func = megatron_optimizer.scale_loss
     config.finalize_model_grads_func = ddp.finalize_model_grads
     if ddp_config.overlap_grad_reduce:
-        syncs = [c.no_sync for c in chunks]  # Megatron takes a list of several only
-        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        syncs = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = syncs
+        if len(syncs) == 1:  # Megatron takes a list of several only
+            config.no_sync_func = syncs[0]
     return Policy(hf, config, chunks, megatron_optimizer, RouteReplay(unwrap_model(chunks), config))
+
+
+def _freeze_routers(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.requires_grad_(False)
 
 
 def build_models(
     config: TransformerConfig, hf: dict[str, Any], layout: TrainerConfig
 ) -> list[PolicyModel]:
-    """This rank's model chunks with random weights, neither wrapped nor with an optimizer."""
+    """Make this rank's model chunks with random weights, neither wrapped nor with an optimizer."""
     models = []
     rope = model_fields(hf)["rope"]
     parts = config.tensor_model_parallel_size
-    for chunk in range(layout.virtual_pipeline_parallel_size or 1):
-        stage = chunk if layout.virtual_pipeline_parallel_size else None
+    stages: list[int | None] = [None]
+    if layout.virtual_pipeline_parallel_size:
+        stages = list(range(layout.virtual_pipeline_parallel_size))
+    for stage in stages:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         model = PolicyModel(
@@ -187,20 +210,35 @@ def build_models(
         model.real_vocab_size = hf["vocab_size"]
         model.logprob_chunk_tokens = layout.logprob_chunk_tokens
         mark_expert_parameters(model)
-        models.append(model.to(torch.cuda.current_device()) if HAS_CUDA else model)
+        if HAS_CUDA:
+            model.to(torch.cuda.current_device())
+        models.append(model)
     return models
 
 
 def local_shards(chunks: Sequence[torch.nn.Module], num_experts: int) -> Iterator[Shard]:
-    """Every parameter and selection bias of this rank's chunks; layers and experts made global."""
+    """Yield every parameter and selection bias of this rank's chunks, under its global name.
+
+    Names of chunks number their own layers and experts; `num_experts` are those of the model."""
     experts = parallel_state.get_expert_model_parallel_group()
     first_expert = num_experts // experts.size() * experts.rank()
     for model in unwrap_model(list(chunks)):
-        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for name, parameter in _weights(model):
-            name = _LAYER.sub(lambda m, n=numbers: f"decoder.layers.{n[int(m[1])]}.", name)
-            name = _LOCAL_EXPERT.sub(lambda m: m[1] + str(int(m[2]) + first_expert), name)
-            yield _shard(name, parameter)
+            yield _shard(_global_name(name, layers, first_expert), parameter)
+
+
+def _global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
+    """Number layer and expert as the whole model does; layers: of this chunk, from 0."""
+    layer = _LAYER.match(name)
+    if layer is not None:
+        number = layers[int(layer[1])]
+        name = f"decoder.layers.{number}.{name[layer.end() :]}"
+    expert = _LOCAL_EXPERT.search(name)
+    if expert is not None:
+        number = int(expert[2]) + first_expert
+        name = f"{name[: expert.start(2)]}{number}{name[expert.end(2) :]}"
+    return name
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -213,12 +251,16 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shard(name: str, parameter: torch.Tensor) -> Shard:
-    group = (
-        parallel_state.get_expert_tensor_parallel_group()
-        if ".experts." in name
-        else parallel_state.get_tensor_model_parallel_group()
-    )
+    """Say which part of the whole weight this rank holds."""
+    if ".experts." in name:
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return Shard(name, parameter)
-    dim = 1 if "linear_fc2" in name else parameter.partition_dim
+    if "linear_fc2" in name:
+        dim = 1
+    else:
+        described: Any = parameter  # Megatron's attributes
+        dim = described.partition_dim
     return Shard(name, parameter, dim, group.size(), group.rank(), group)

@@ -1,16 +1,17 @@
 """GPTModel whose last stage answers with token log-probs instead of logits."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens, divergence
-from grpo_megatron.trainer.vocab_parallel.logprobs import Kept, policy_states, token_logprobs
+from grpo_megatron.trainer.vocab_parallel.logprobs import KeptIds, policy_states, token_logprobs
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     """`forward(..., labels=targets, loss_mask=rows)` returns fp32 [2, n]: log-probs, entropies.
 
     `rows` int64 [n] are the positions whose next token is wanted, `targets` int64 [n] those tokens.
@@ -22,25 +23,40 @@ class PolicyModel(GPTModel):
     temperature: float = 1.0
 
     answers_states: bool = False  # [n, H], what the output layer would get, instead
-    _kept: Kept | None = None
+    _kept: KeptIds | None = None
     _teachers: Sequence[TeacherTokens] = ()
 
     def forward(
-        self, *args, kept: Kept | None = None, teachers: Sequence[TeacherTokens] = (), **kwargs
-    ):
+        self,
+        *args: Any,
+        kept: KeptIds | None = None,
+        teachers: Sequence[TeacherTokens] = (),
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Compute what the class says on the last pipeline stage, hidden states on the others."""
         self._kept = kept
         self._teachers = teachers
-        return super().forward(*args, **kwargs)
+        output: torch.Tensor = super().forward(*args, **kwargs)
+        return output
 
     def output_weight(self) -> torch.Tensor:
-        """This rank's rows of the output layer, [V / TP, H]."""
-        return (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else self.output_layer.weight
-        )
+        """Return this rank's rows of the output layer, [V / TP, H]."""
+        weight: torch.Tensor
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
+        return weight
 
-    def _postprocess(self, hidden_states, *args, labels=None, loss_mask=None, **kwargs):
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        labels: torch.Tensor,
+        loss_mask: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Answer in place of Megatron's logits; `labels` are targets, `loss_mask` their rows."""
         if not self.post_process:
             return hidden_states
         states = policy_states(
@@ -58,12 +74,13 @@ class PolicyModel(GPTModel):
             chunk_tokens=self.logprob_chunk_tokens,
             kept=self._kept,
         )
-        if teachers := [t for t in self._teachers if t.is_whole]:
-            total = torch.zeros_like(found[0])
-            group = get_tensor_model_parallel_group()
-            for teacher in teachers:
-                total = total.index_add(
-                    0, teacher.rows, teacher.weight * divergence(states, weight, teacher, group)
-                )
-            found = (*(values.detach() for values in found), total)
-        return torch.stack(found)
+        answer = torch.stack(found)
+        teachers = [teacher for teacher in self._teachers if teacher.is_whole]
+        if not teachers:
+            return answer
+        total = torch.zeros_like(found[0])
+        group = get_tensor_model_parallel_group()
+        for teacher in teachers:
+            weighted = teacher.weight * divergence(states, weight, teacher, group)
+            total = total.index_add(0, teacher.rows, weighted)
+        return torch.cat([answer.detach(), total[None]])

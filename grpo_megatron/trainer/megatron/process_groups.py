@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in its stubs
 
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.trainer.megatron.platform import BACKEND, bind_device, device
@@ -25,6 +26,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls) -> Self:
+        """Read the variables; without them this process is the only one."""
         env = os.environ
         rank = int(env.get("RANK", env.get("SLURM_PROCID", 0)))
         return cls(
@@ -34,8 +36,10 @@ class RankInfo:
         )
 
 
-def initialize(layout: TrainerConfig, info: RankInfo, store: dist.Store | None = None) -> None:
-    """Join the world, at `store` or as the environment says, and build Megatron's groups anew."""
+def initialize(layout: TrainerConfig, info: RankInfo, store: Store | None = None) -> None:
+    """Join the world, at `store` or as the environment says, and build Megatron's groups anew.
+
+    Claims this rank's device. Waits of collectives end after `layout.command_timeout_s`."""
     bind_device(info.local_rank, layout.num_threads)
     if dist.is_initialized():
         shutdown()
@@ -62,13 +66,14 @@ def shutdown() -> None:
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """Over all ranks, on the host. Collective."""
+    """Sum a tensor over all ranks; the result is on the host. Collective."""
     total = tensor.to(device(), copy=True)
     dist.all_reduce(total)
     return total.cpu()
 
 
 def seed_everything(seed: int) -> None:
-    """Same numbers in every data-parallel replica; tensor ranks differ where they must."""
+    """Seed every generator: the same in data-parallel replicas, different where tensor ranks must
+    differ."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -4,23 +4,39 @@ functions, and the rotation of packed sequences.
 What Megatron-Core lacks: docs/findings.md. Angles of packed tokens are gathered once per
 micro-batch; the rotation's gradient is the rotation back, so only they are kept."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
 def rotary(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, fp32 [rotated size / 2]; factor of cos and sin. rope: `rope_fields`."""
+    """Compute inverse frequencies, fp32 [rotated size / 2], and the factor of cosines and sines.
+
+    rope: the result of `plan.hf_config.rope_fields`."""
     if rope["type"] == "default":
         size = int(head_dim * rope["percent"])
-        return 1.0 / rope["theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
+        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+        return 1.0 / rope["theta"] ** exponents, 1.0
     from transformers import LlamaConfig  # takes a second
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     names = {"type": "rope_type", "theta": "rope_theta", "percent": "partial_rotary_factor"}
-    given = {names.get(name, name): v for name, v in rope.items() if v or v is False}  # 0: unset
+    given = {}
+    for name, value in rope.items():
+        is_set = value or value is False  # 0: unset
+        if is_set:
+            given[names.get(name, name)] = value
     config = LlamaConfig(head_dim=head_dim, rope_parameters=given)
-    return ROPE_INIT_FUNCTIONS[rope["type"]](config, torch.device("cpu"))
+    frequencies: torch.Tensor
+    factor: float
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["type"]](config, torch.device("cpu"))
+    return frequencies, factor
+
+
+class _Angles(NamedTuple):
+    freqs: torch.Tensor  # of which these are
+    cos: torch.Tensor  # [T, 1, rotary d / 2], as `sin`
+    sin: torch.Tensor
 
 
 def rotate_packed(
@@ -31,35 +47,43 @@ def rotate_packed(
     x: queries or keys, [T, heads, d], as is the result; cu_seqlens: int32 [S + 1], the angles are
     kept on it; freqs: angles by position, [longest, 1, 1, rotary d], both halves equal; scale:
     factor of cosines and sines (YaRN), one value for the same `freqs`."""
-    kept = getattr(cu_seqlens, "rope", None)
-    if kept is None or kept[0] is not freqs or kept[1].dtype != x.dtype:
+    owner: Any = cu_seqlens  # a tensor takes attributes of any name
+    found: _Angles | None = getattr(owner, "rope", None)
+    if found is None or found.freqs is not freqs or found.cos.dtype != x.dtype:
         starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=x.size(0))
         positions = torch.arange(x.size(0), device=starts.device) - starts
         angles = freqs[positions, 0, :, : freqs.size(-1) // 2]
-        kept = cu_seqlens.rope = (
-            freqs,
-            (angles.cos() * scale).to(x.dtype),
-            (angles.sin() * scale).to(x.dtype),
-        )
-    return _Rotation.apply(x, kept[1], kept[2])
+        cos = (angles.cos() * scale).to(x.dtype)
+        sin = (angles.sin() * scale).to(x.dtype)
+        found = _Angles(freqs, cos, sin)
+        owner.rope = found
+    rotated: torch.Tensor = _Rotation.apply(  # type: ignore[no-untyped-call]  # torch's
+        x, found.cos, found.sin
+    )
+    return rotated
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """Rotate by the angles, or with `sign` -1 back; features beyond them stay as they are."""
     half = cos.size(-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    a, b = x[..., :half], x[..., half : 2 * half]
-    torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-sign)
-    torch.mul(b, cos, out=out[..., half : 2 * half]).addcmul_(a, sin, value=sign)
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin, value=sign)
     out[..., 2 * half :] = x[..., 2 * half :]
     return out
 
 
 class _Rotation(torch.autograd.Function):
+    """`_rotate`, of which only the angles are kept for the backward."""
+
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotate(x, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx, grad):
-        return _rotate(grad, *ctx.saved_tensors, -1), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1), None, None

@@ -4,9 +4,12 @@
 
 import queue
 import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from grpo_megatron.errors import SetupError
 
@@ -72,7 +75,12 @@ def reduce_contiguous_tensors() -> None:
     import megatron.core.tensor_parallel.mappings as mappings
 
     original = mappings._reduce
-    mappings._reduce = lambda tensor, group: original(tensor.contiguous(), group)
+
+    def reduce_contiguous(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        reduced: torch.Tensor = original(tensor.contiguous(), group)
+        return reduced
+
+    mappings._reduce = reduce_contiguous
 
 
 def score_groups_as_deepseek() -> None:
@@ -83,16 +91,28 @@ def score_groups_as_deepseek() -> None:
 
     original = moe_utils.topk_routing_with_score_function
 
-    def route(*args, score_function="softmax", **kwargs):
-        best = 1 if score_function == "softmax" else 2
+    def route(*args: Any, score_function: str = "softmax", **kwargs: Any) -> Any:
+        num_best = 2
+        if score_function == "softmax":
+            num_best = 1
 
-        def group_limited_topk(scores, topk, num_tokens, num_experts, num_groups, group_topk):
+        def group_limited_topk(
+            scores: torch.Tensor,  # [num_tokens, num_experts]
+            topk: int,
+            num_tokens: int,
+            num_experts: int,
+            num_groups: int,
+            group_topk: int,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             groups = scores.view(num_tokens, num_groups, -1)
-            totals = groups.topk(min(best, groups.size(-1)), dim=-1)[0].sum(-1)
-            chosen = torch.zeros_like(totals, dtype=torch.bool).scatter_(
-                1, totals.topk(group_topk, dim=-1)[1], True
-            )
-            return groups.masked_fill(~chosen[..., None], -torch.inf).flatten(1).topk(topk, dim=-1)
+            best_scores, _ = groups.topk(min(num_best, groups.size(-1)), dim=-1)
+            totals = best_scores.sum(-1)
+            _, chosen_groups = totals.topk(group_topk, dim=-1)
+            is_chosen = torch.zeros_like(totals, dtype=torch.bool)
+            is_chosen.scatter_(1, chosen_groups, True)
+            limited = groups.masked_fill(~is_chosen[..., None], -torch.inf)
+            values, experts = limited.flatten(1).topk(topk, dim=-1)
+            return values, experts
 
         moe_utils.group_limited_topk = group_limited_topk  # only `original` calls it
         return original(*args, score_function=score_function, **kwargs)
@@ -111,23 +131,25 @@ def rotate_packed_sequences_at_once() -> None:
     original = rope_utils._apply_rotary_pos_emb_thd
 
     def apply(
-        t,
-        cu_seqlens,
-        freqs,
-        rotary_interleaved=False,
-        multi_latent_attention=False,
-        mscale=1.0,
-        cp_group=None,
-    ):
+        t: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        cp_group: dist.ProcessGroup | None = None,
+    ) -> torch.Tensor:
         by_position = freqs.size(0) != t.size(0) or len(cu_seqlens) == 2
-        if by_position and cp_group is not None and cp_group.size() == 1 and not rotary_interleaved:
-            if multi_latent_attention:  # pairs of neighbours become two halves
-                size = freqs.size(-1)
-                t = torch.cat([t[..., :size:2], t[..., 1:size:2], t[..., size:]], -1)
-            return rotate_packed(t, cu_seqlens, freqs, mscale)
-        return original(
-            t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group
-        )
+        is_whole = cp_group is not None and cp_group.size() == 1
+        if not by_position or not is_whole or rotary_interleaved:
+            rotated: torch.Tensor = original(
+                t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group
+            )
+            return rotated
+        if multi_latent_attention:  # pairs of neighbours become two halves
+            size = freqs.size(-1)
+            t = torch.cat([t[..., :size:2], t[..., 1:size:2], t[..., size:]], -1)
+        return rotate_packed(t, cu_seqlens, freqs, mscale)
 
     rope_utils._apply_rotary_pos_emb_thd = apply
 
@@ -143,19 +165,26 @@ def save_torch_adam_without_step() -> None:
     get_states = DistributedOptimizer._get_main_param_and_optimizer_states
     load_state_dict = DistributedOptimizer.load_state_dict
 
-    def get_without_step(self, model_param):
-        states = get_states(self, model_param)
-        return {name: state for name, state in states.items() if name != "step"}
+    def get_without_step(
+        self: DistributedOptimizer, model_param: torch.nn.Parameter
+    ) -> dict[str, torch.Tensor]:
+        states: dict[str, torch.Tensor] = dict(get_states(self, model_param))
+        states.pop("step", None)
+        return states
 
     @torch.no_grad()
-    def set_without_step(self, model_param, tensors):
+    def set_without_step(
+        self: DistributedOptimizer,
+        model_param: torch.nn.Parameter,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
         group_index, group_order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group_index]["params"][group_order]
         for name, target in {"param": main, **self.optimizer.state[main]}.items():
             if name != "step":
                 target.copy_(tensors[name])
 
-    def load_with_own_steps(self, state_dict):
+    def load_with_own_steps(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             if "step" in state:
@@ -176,17 +205,23 @@ def save_without_helper_processes() -> None:
 
     writer = filesystem.FileSystemWriterAsync
 
-    def write_buckets(transforms, use_msc, rank, buckets, results):
-        outcome = {}
+    def write_buckets(
+        transforms: Sequence[Callable[..., Any]],
+        use_msc: bool,
+        rank: int,
+        buckets: Iterable[Any],
+        results: queue.Queue[dict[int, Any] | Exception],
+    ) -> None:
+        outcome: dict[int, Any] = {}
         for index, bucket in enumerate(buckets):
-            mine = queue.SimpleQueue()
-            count = queue.Queue()
+            answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+            count: queue.Queue[int] = queue.Queue()
             count.put(index)
-            writer.write_preloaded_data(transforms, index, bucket, mine, count, use_fsync=True)
-            _, written = mine.get()
+            writer.write_preloaded_data(transforms, index, bucket, answers, count, use_fsync=True)
+            _, written = answers.get()
             if isinstance(written, Exception):
-                outcome = written
-                break
+                results.put(written)
+                return
             outcome[index] = written
         results.put(outcome)
 
@@ -195,36 +230,46 @@ def save_without_helper_processes() -> None:
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:
-    """With ETP != TP and EP = 1, expert gradients are not reduced over expert data parallelism:
-    what marks them for DDP and the optimizer is set only where EP > 1 (layers.py, experts.py)."""
+    """Mark experts for DDP and the optimizer, which Megatron does only where EP > 1.
+
+    With ETP != TP and EP = 1, their gradients are not reduced over expert data parallelism
+    otherwise (layers.py, experts.py)."""
+    parameter: Any
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
 
 
-def create_adam_state(optimizer) -> None:
-    """distrib_optimizer.py:642 asserts on the state of an optimizer that has not stepped yet.
+def create_adam_state(optimizer: Any) -> None:
+    """Give a Megatron optimizer that has not stepped yet the state of one that has.
 
-    Also where a rank has none of its parameters (a stage of dense layers has no experts): such a
-    part counts the steps of the others. Call before saving, and before loading."""
-    parts = [
-        part.optimizer
-        for part in getattr(optimizer, "chained_optimizers", [optimizer])
-        if part.optimizer is not None
-    ]
+    distrib_optimizer.py:642 asserts that there is one. Also where a rank has none of its parameters
+    (a stage of dense layers has no experts): such a part counts the steps of the others. Call
+    before saving, and before loading."""
+    parts: list[torch.optim.Optimizer] = []  # torch's, inside of Megatron's
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:
+            parts.append(part.optimizer)
+    steps = []
+    without_parameters = []
     for inner in parts:
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            if not inner.state[parameter]:
-                inner.state[parameter] |= {
-                    "step": torch.tensor(0.0),
-                    **{name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")},
-                }
-    steps = [
-        state["step"]
-        for inner in parts
-        for key, state in inner.state.items()
-        if key != _NO_PARAMETER
-    ]
-    for inner in parts:
-        if not any(group["params"] for group in inner.param_groups):
-            inner.state[_NO_PARAMETER] = {"step": max(steps).clone()}
+        parameters = _parameters_of(inner)
+        if not parameters:
+            without_parameters.append(inner)
+        for parameter in parameters:
+            state = inner.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            steps.append(state["step"])
+    for inner in without_parameters:
+        state_of_none: Any = inner.state
+        state_of_none[_NO_PARAMETER] = {"step": max(steps).clone()}
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters

@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens
-from grpo_megatron.trainer.vocab_parallel.logprobs import Kept
+from grpo_megatron.trainer.vocab_parallel.logprobs import KeptIds
 from grpo_megatron.types import SamplingMask
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class MicroBatch:
     targets: torch.Tensor  # int64 [n]: the policy tokens
     sample: torch.Tensor  # int64 [n], 0..S-1
     rollout_logprobs: torch.Tensor  # fp32 [n]; minus infinity: unusable
-    kept: Kept | None = None  # of truncated sampling
+    kept: KeptIds | None = None  # of truncated sampling
     # what passes found
     old_logprobs: torch.Tensor | None = None
     """fp32 [n], of the old policy; None: the current policy is the old one."""
@@ -122,7 +122,7 @@ def build_microbatch(
         token, ids, known = _joined_masks(masks, targets)
         usable = np.where(known, np.concatenate(rollout_logprobs), -np.inf)
         rollout_logprobs = [usable]
-        kept = Kept(
+        kept = KeptIds(
             token=flat([token], torch.int64),
             ids=flat([ids], torch.int64),
             missing=flat([~known], torch.bool),

@@ -8,11 +8,13 @@ tails, and both formulas stay (without the tail, reverse KL is biased and may be
 Logits exist for one chunk of tokens at a time: a teacher is hidden states and an output layer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-from grpo_megatron.trainer.vocab_parallel.logprobs import Chunk, add_product
+from grpo_megatron.trainer.vocab_parallel.logprobs import LOWEST_LOG_PROB, Chunk, add_product
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class TeacherTokens:
     """What a teacher thinks of some policy tokens of a micro-batch, in one of two forms."""
 
     rows: torch.Tensor  # int64 [m]: which of the n policy tokens
-    weight: float
+    weight: float  # factor of their divergences in the loss
     settings: "DivergenceSettings"
     hidden: torch.Tensor | None = None  # [m, H], with `head`: the whole vocabulary
     head: torch.Tensor | None = None  # [V / TP, H]: this rank's rows of its output layer
@@ -36,63 +38,94 @@ class TeacherTokens:
 
 @dataclass(frozen=True)
 class DivergenceSettings:
-    vocab_size: int
+    """How logits of student and teacher are computed, and which divergence is taken."""
+
+    vocab_size: int  # columns above it are padding
     temperature: float  # divides the logits of both
-    chunk_tokens: int
+    chunk_tokens: int  # tokens whose logits exist at a time
     forward_weight: float  # 0: reverse KL, 1: forward KL, between: their mixture
 
 
 def divergence(
-    hidden: torch.Tensor, weight: torch.Tensor, teacher: TeacherTokens, group
+    hidden: torch.Tensor, weight: torch.Tensor, teacher: TeacherTokens, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """KL of `teacher.rows`, fp32 [m] (nats), with gradient; equal on all tensor ranks. `hidden` are
-    the student's states of n policy tokens, [n, H], `weight` is its output layer, [V / TP, H]."""
-    return _Divergence.apply(hidden.index_select(0, teacher.rows), weight, teacher, group)
+    """Compute the KL at `teacher.rows`, fp32 [m] (nats), with gradient; equal on all tensor ranks.
+
+    `hidden` are the student's states of n policy tokens, [n, H], `weight` is its output layer,
+    [V / TP, H], `group` the tensor ranks."""
+    found: torch.Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]  # torch's
+        hidden.index_select(0, teacher.rows), weight, teacher, group
+    )
+    return found
 
 
 def likeliest(
-    hidden: torch.Tensor, head: torch.Tensor, k: int, group, settings: DivergenceSettings
-) -> tuple[torch.Tensor, ...]:
-    """A teacher's `ids`, `logprobs` and `tail` (see `TeacherTokens`)."""
-    found = []
-    for rows in hidden.split(settings.chunk_tokens):
-        chunk = _chunk(rows, head, group, settings)
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    k: int,
+    group: dist.ProcessGroup,
+    settings: DivergenceSettings,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute a teacher's `ids`, `logprobs` and `tail` (see `TeacherTokens`).
+
+    `hidden` are its states of m tokens, [m, H], `head` is its output layer, [V / TP, H]."""
+    all_ids = []
+    all_logprobs = []
+    all_tails = []
+    for states in hidden.split(settings.chunk_tokens):
+        chunk = _chunk(states, head, group, settings)
         log_q = _normalised(chunk)
         values, local = log_q.topk(min(k, log_q.size(1)))
-        parts = values, local + chunk.start
+        ids = local + chunk.start
         if chunk.group is not None:
-            parts = (gather_from_tensor_model_parallel_region(part, group) for part in parts)
-        values, ids = parts
-        best, place = values.topk(min(k, values.size(1)))
-        ids = ids.gather(1, place)
-        found.append((ids, best, _log_tail(chunk, log_q, ids, *_owned(chunk, ids))))
-    return tuple(map(torch.cat, zip(*found, strict=True)))
+            values = gather_from_tensor_model_parallel_region(values, group)
+            ids = gather_from_tensor_model_parallel_region(ids, group)
+        best, order = values.topk(min(k, values.size(1)))
+        ids = ids.gather(1, order)
+        token, place = _owned(chunk, ids)
+        all_ids.append(ids)
+        all_logprobs.append(best)
+        all_tails.append(_log_tail(chunk, log_q, ids, token, place))
+    return torch.cat(all_ids), torch.cat(all_logprobs), torch.cat(all_tails)
 
 
 def _owned(chunk: Chunk, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token, place) of the ids that lie in this rank's slice."""
+    """Find (token, place) of the ids [tokens, k] that lie in this rank's slice."""
     local = ids - chunk.start
-    return ((local >= 0) & (local < chunk.logits.size(1))).nonzero(as_tuple=True)
+    is_owned = (local >= 0) & (local < chunk.logits.size(1))
+    token, place = is_owned.nonzero(as_tuple=True)
+    return token, place
 
 
 def _log_tail(
     chunk: Chunk, log_p: torch.Tensor, ids: torch.Tensor, token: torch.Tensor, place: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probability of everything but `ids`; summed, since 1 - sum would cancel."""
+    """Compute the log-probability of everything but `ids`; summed, since 1 - sum would cancel."""
     tail = log_p.exp()
     tail[token, ids[token, place] - chunk.start] = 0.0
     return chunk.reduce(tail.sum(-1)).clamp_(min=torch.finfo(torch.float32).tiny).log()
 
 
 def _chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, group, settings: DivergenceSettings
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    settings: DivergenceSettings,
 ) -> Chunk:
     return Chunk(hidden, weight, group, settings.vocab_size, settings.temperature)
 
 
 class _Divergence(torch.autograd.Function):
+    """See `divergence`; hidden: the student's states of the m tokens, [m, H]."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, teacher, group):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher: TeacherTokens,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
         ctx.teacher = teacher
         ctx.group = group
         settings = teacher.settings
@@ -101,26 +134,32 @@ class _Divergence(torch.autograd.Function):
         for part in _parts(len(hidden), settings):
             chunk = _chunk(hidden[part], weight, group, settings)
             log_p, ratio = _log_ratio(chunk, teacher, part, group)
+            forward: torch.Tensor | None = None
             if settings.forward_weight:
                 forward = -chunk.reduce((log_p - ratio).exp_().mul_(ratio).sum(-1))
-            values[part] = reverse[part] = chunk.reduce(log_p.exp_().mul_(ratio).sum(-1))
-            if settings.forward_weight:
+            reverse[part] = chunk.reduce(log_p.exp_().mul_(ratio).sum(-1))
+            values[part] = reverse[part]
+            if forward is not None:
                 values[part] = reverse[part].lerp(forward, settings.forward_weight)
         ctx.save_for_backward(hidden, weight, reverse)
         return values
 
     @staticmethod
-    def backward(ctx, grad_values):
+    def backward(
+        ctx: Any, grad_values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         hidden, weight, reverse = ctx.saved_tensors
-        teacher = ctx.teacher
-        group = ctx.group
-        settings = ctx.teacher.settings
+        teacher: TeacherTokens = ctx.teacher
+        group: dist.ProcessGroup = ctx.group
+        settings = teacher.settings
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _parts(len(hidden), settings):
             chunk = _chunk(hidden[part], weight, group, settings)
             log_p, ratio = _log_ratio(chunk, teacher, part, group)
-            q = (log_p - ratio).exp_() if settings.forward_weight else None
+            q: torch.Tensor | None = None
+            if settings.forward_weight:
+                q = (log_p - ratio).exp_()
             p = log_p.exp_()
             grad = ratio.sub_(reverse[part, None]).mul_(p)
             if q is not None:
@@ -137,18 +176,23 @@ def _parts(count: int, settings: DivergenceSettings) -> list[slice]:
 
 
 def _normalised(chunk: Chunk) -> torch.Tensor:
-    """Its logits become log-probs; bounded, to keep 0 * inf out."""
-    return chunk.logits.sub_(chunk.log_normaliser()[:, None]).clamp_(min=-1e4)
+    """Turn the logits of a chunk into log-probs, in place. Collective."""
+    return chunk.logits.sub_(chunk.log_normaliser()[:, None]).clamp_(min=LOWEST_LOG_PROB)
 
 
 def _log_ratio(
-    chunk: Chunk, teacher: TeacherTokens, part: slice, group
+    chunk: Chunk, teacher: TeacherTokens, part: slice, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`log p` and `log p - log q` on this rank's slice of the vocabulary; 0 where p is padding."""
+    """Compute `log p` and `log p - log q` on this rank's slice of the vocabulary.
+
+    Both are fp32 [tokens, V / TP], the ratio is 0 where p is padding. Collective."""
     log_p = _normalised(chunk)
     if teacher.ids is None:
-        log_q = _normalised(_chunk(teacher.hidden[part], teacher.head, group, teacher.settings))
+        assert teacher.hidden is not None and teacher.head is not None  # the other form
+        theirs = _chunk(teacher.hidden[part], teacher.head, group, teacher.settings)
+        log_q = _normalised(theirs)
         return log_p, torch.sub(log_p, log_q, out=log_q)
+    assert teacher.logprobs is not None and teacher.tail is not None  # come with `ids`
     ids = teacher.ids[part]
     token, place = _owned(chunk, ids)
     local = ids[token, place] - chunk.start

@@ -4,15 +4,19 @@ Full-vocabulary logits exist for one chunk of tokens at a time, in the forward a
 backward, which computes them again. Nothing of size [tokens, vocabulary] is kept."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 
+LOWEST_LOG_PROB = -1e4
+"""Of padding, in place of minus infinity: keeps 0 * inf out of sums."""
+
 
 @dataclass(frozen=True)
-class Kept:
+class KeptIds:
     """What truncated sampling could have chosen for each of n tokens, entry after entry."""
 
     token: torch.Tensor  # int64 [m], ascending
@@ -20,16 +24,24 @@ class Kept:
     missing: torch.Tensor  # bool [n]: the token itself is not in its set, use the vocabulary
 
 
+@dataclass(frozen=True)
+class _Settings:
+    group: dist.ProcessGroup  # of the tensor ranks that share the vocabulary
+    vocab_size: int
+    temperature: float
+    chunk_tokens: int
+
+
 def policy_states(
     hidden: torch.Tensor, rows: torch.Tensor, *, sequence_parallel: bool
 ) -> torch.Tensor:
-    """`hidden` [T or T / TP, 1, H] at `rows` int64 [n], for a split output layer: [n, H]."""
-    gather = (
-        mappings.gather_from_sequence_parallel_region
-        if sequence_parallel
-        else mappings.copy_to_tensor_model_parallel_region
-    )
-    return gather(hidden).squeeze(1).index_select(0, rows)
+    """Select `hidden` [T or T / TP, 1, H] at `rows` int64 [n], for a split output layer: [n, H]."""
+    states: torch.Tensor
+    if sequence_parallel:
+        states = mappings.gather_from_sequence_parallel_region(hidden)
+    else:
+        states = mappings.copy_to_tensor_model_parallel_region(hidden)
+    return states.squeeze(1).index_select(0, rows)
 
 
 def token_logprobs(
@@ -40,9 +52,9 @@ def token_logprobs(
     vocab_size: int,
     temperature: float,
     chunk_tokens: int,
-    kept: Kept | None = None,
+    kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`log softmax(hidden @ weight.T / temperature)[targets]`, and the entropy.
+    """Compute `log softmax(hidden @ weight.T / temperature)[targets]`, and the entropy.
 
     hidden: last hidden states of the wanted positions, [n, H]; weight: this rank's rows of the
     output layer, [V / TP, H]; targets: int64 [n], the tokens that follow; vocab_size: columns above
@@ -51,8 +63,10 @@ def token_logprobs(
     Returns fp32 [n] log-probs and entropies (nats), with gradient, equal on all tensor ranks; with
     `kept`, entropies and a third [n], log-probs, are those of the untruncated policy."""
     group = parallel_state.get_tensor_model_parallel_group()
-    found = _VocabParallelLogProbs.apply(
-        hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, kept
+    settings = _Settings(group, vocab_size, temperature, chunk_tokens)
+    found: tuple[torch.Tensor, ...]
+    found = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+        hidden, weight, targets, settings, kept
     )
     if kept is None:
         return found
@@ -61,30 +75,47 @@ def token_logprobs(
 
 
 class Chunk:
-    """Logits of some tokens on this rank's slice of the vocabulary."""
+    """Logits of some tokens on this rank's slice of the vocabulary, fp32 [tokens, V / TP].
 
-    def __init__(self, hidden, weight, group, vocab_size, temperature):
-        self.group = group if group.size() > 1 else None
-        self.start = start = group.rank() * weight.size(0)
+    The slice begins with token id `start`; columns that are padding are minus infinity."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        vocab_size: int,
+        temperature: float,
+    ):
+        self.group: dist.ProcessGroup | None = None
+        if group.size() > 1:
+            self.group = group
+        self.start = group.rank() * weight.size(0)
         logits = (hidden @ weight.t()).float()
         if temperature != 1.0:
             logits /= temperature
-        if start + weight.size(0) > vocab_size:
-            logits[:, max(vocab_size - start, 0) :] = -torch.inf
+        if self.start + weight.size(0) > vocab_size:
+            logits[:, max(vocab_size - self.start, 0) :] = -torch.inf
         self.logits = logits
 
-    def reduce(self, tensor, operation=dist.ReduceOp.SUM):
+    def reduce(
+        self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
+        """Reduce in place over the tensor ranks. Collective."""
         if self.group is not None:
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
 
     def log_normaliser(self) -> torch.Tensor:
+        """Compute the log of the softmax's denominator, fp32 [tokens]. Collective."""
         maximum = self.reduce(self.logits.amax(-1), dist.ReduceOp.MAX)
         return maximum + self.reduce((self.logits - maximum[:, None]).exp_().sum(-1)).log()
 
 
 def add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """`total += grad.T @ hidden`, fp32 [V / TP, H], where dtypes allow without a second one."""
+    """Add `grad.T @ hidden` to `total`, fp32 [V / TP, H].
+
+    Takes no second matrix of that size where dtypes are the same."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.t(), hidden)
     else:
@@ -92,8 +123,16 @@ def add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -
 
 
 class _TargetChunk(Chunk):
-    def __init__(self, hidden, weight, targets, *settings):
-        super().__init__(hidden, weight, *settings)
+    """A chunk, and where in this rank's slice the tokens are that were sampled."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        settings: _Settings,
+    ):
+        super().__init__(hidden, weight, settings.group, settings.vocab_size, settings.temperature)
         local = targets - self.start
         self.owned = (local >= 0) & (local < weight.size(0))
         self.local = local.clamp(0, weight.size(0) - 1)
@@ -106,7 +145,7 @@ class _TargetChunk(Chunk):
 class _KeptChunk:
     """Logits of a chunk's kept ids, as far as they are in this rank's slice."""
 
-    def __init__(self, chunk: Chunk, kept: Kept, bounds: list[int], number: int, first: int):
+    def __init__(self, chunk: Chunk, kept: KeptIds, bounds: list[int], number: int, first: int):
         entries = slice(bounds[number], bounds[number + 1])
         local = kept.ids[entries] - chunk.start
         own = (local >= 0) & (local < chunk.logits.size(1))
@@ -116,7 +155,7 @@ class _KeptChunk:
         self.logits = chunk.logits[self.token, self.local]
 
     def log_normaliser(self) -> torch.Tensor:
-        """Minus infinity for an empty set."""
+        """Compute the log of the softmax's denominator; minus infinity for an empty set."""
         empty = self.logits.new_zeros(len(self.chunk.logits))
         maximum = self.chunk.reduce(
             (empty - torch.inf).scatter_reduce(0, self.token, self.logits, "amax"),
@@ -126,56 +165,82 @@ class _KeptChunk:
         return maximum + self.chunk.reduce(total).log()
 
 
-def _entry_bounds(kept: Kept, num_tokens: int, chunk_tokens: int) -> list[int]:
-    """First entry of every chunk, and the end."""
+def _entry_bounds(kept: KeptIds, num_tokens: int, chunk_tokens: int) -> list[int]:
+    """Find the first entry of every chunk, and the end."""
     firsts = torch.arange(0, num_tokens + chunk_tokens, chunk_tokens, device=kept.token.device)
-    return torch.searchsorted(kept.token, firsts).tolist()
+    bounds: list[int] = torch.searchsorted(kept.token, firsts).tolist()
+    return bounds
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
+    """See `token_logprobs`; without `torch.where`."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, targets, group, vocab_size, temperature, chunk_tokens, kept):
-        ctx.settings = chunk_tokens, kept, *(layout := (group, vocab_size, temperature))
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        settings: _Settings,
+        kept: KeptIds | None,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.settings = settings
+        ctx.kept = kept
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
-        entropies, normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        entropies = torch.empty_like(logprobs)
+        normalisers = torch.empty_like(logprobs)
+        found = [logprobs, entropies]
+        saved = [hidden, weight, targets, normalisers, entropies]
         if kept is not None:
-            bounds = _entry_bounds(kept, len(targets), chunk_tokens)
-            truncated, kept_normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for number, start in enumerate(range(0, len(targets), chunk_tokens)):
-            part = slice(start, start + chunk_tokens)
-            chunk = _TargetChunk(hidden[part], weight, targets[part], *layout)
-            normalisers[part] = normaliser = chunk.log_normaliser()
+            bounds = _entry_bounds(kept, len(targets), settings.chunk_tokens)
+            truncated = torch.empty_like(logprobs)
+            kept_normalisers = torch.empty_like(logprobs)
+            found.append(truncated)
+            saved.append(kept_normalisers)
+        for number, start in enumerate(range(0, len(targets), settings.chunk_tokens)):
+            part = slice(start, start + settings.chunk_tokens)
+            chunk = _TargetChunk(hidden[part], weight, targets[part], settings)
+            normaliser = chunk.log_normaliser()
+            normalisers[part] = normaliser
             target = chunk.target_logits()
             logprobs[part] = target - normaliser
             if kept is not None:
-                among = _KeptChunk(chunk, kept, bounds, number, start).log_normaliser()
-                kept_normalisers[part], truncated[part] = among, target - among
-            log_p = (chunk.logits - normaliser[:, None]).clamp_(min=-1e4)  # keeps 0 * inf out
+                kept_normaliser = _KeptChunk(chunk, kept, bounds, number, start).log_normaliser()
+                kept_normalisers[part] = kept_normaliser
+                truncated[part] = target - kept_normaliser
+            log_p = (chunk.logits - normaliser[:, None]).clamp_(min=LOWEST_LOG_PROB)
             entropies[part] = chunk.reduce(-(log_p.exp() * log_p).sum(-1))
-        more = () if kept is None else (kept_normalisers,)
-        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies, *more)
-        return (logprobs, entropies) if kept is None else (logprobs, entropies, truncated)
+        ctx.save_for_backward(*saved)
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies, grad_truncated=None):
-        hidden, weight, targets, normalisers, entropies, *kept_normalisers = ctx.saved_tensors
-        chunk_tokens, kept, *layout = ctx.settings
+    def backward(
+        ctx: Any,
+        grad_logprobs: torch.Tensor,
+        grad_entropies: torch.Tensor,
+        grad_truncated: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, normalisers, entropies, *rest = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        kept: KeptIds | None = ctx.kept
         grad_targets = grad_logprobs
         if kept is not None:
-            bounds = _entry_bounds(kept, len(targets), chunk_tokens)
+            [kept_normalisers] = rest
+            bounds = _entry_bounds(kept, len(targets), settings.chunk_tokens)
+            assert grad_truncated is not None  # `forward` had a third result
             grad_targets = grad_logprobs + grad_truncated
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for number, start in enumerate(range(0, len(targets), chunk_tokens)):
-            part = slice(start, start + chunk_tokens)
-            chunk = _TargetChunk(hidden[part], weight, targets[part], *layout)
-            log_p = (chunk.logits - normalisers[part, None]).clamp_(min=-1e4)
+        for number, start in enumerate(range(0, len(targets), settings.chunk_tokens)):
+            part = slice(start, start + settings.chunk_tokens)
+            chunk = _TargetChunk(hidden[part], weight, targets[part], settings)
+            log_p = (chunk.logits - normalisers[part, None]).clamp_(min=LOWEST_LOG_PROB)
             p = log_p.exp()
             grad = -grad_logprobs[part, None] * p
             grad -= grad_entropies[part, None] * p * (log_p + entropies[part, None])
-            if kept is not None:
+            if kept is not None and grad_truncated is not None:
                 some = _KeptChunk(chunk, kept, bounds, number, start)
-                p_kept = (some.logits - kept_normalisers[0][part][some.token]).exp()
+                p_kept = (some.logits - kept_normalisers[part][some.token]).exp()
                 grad.index_put_(
                     (some.token, some.local),
                     -grad_truncated[part][some.token] * p_kept,
@@ -183,7 +248,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 )
             own = torch.where(chunk.owned, grad_targets[part], 0.0)
             grad.scatter_add_(-1, chunk.local[:, None], own[:, None])
-            grad = (grad / layout[-1]).to(hidden.dtype)
+            grad = (grad / settings.temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             add_product(grad_weight, grad, hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 6
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None

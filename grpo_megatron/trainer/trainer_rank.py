@@ -1,4 +1,4 @@
-"""One trainer rank: `python -m grpo_megatron.trainer.main RUN_DIR [ATTEMPT]`.
+"""One trainer rank: `python -m grpo_megatron.trainer.trainer_rank RUN_DIR [ATTEMPT]`.
 
 Rank 0 takes requests from the controller and passes them on; every rank executes them. While it
 waits it sends a heartbeat through the group, so that no rank runs into a collective's time-out."""
@@ -32,7 +32,7 @@ HEARTBEAT_S = 30.0
 
 
 class ControllerLink:
-    """Rank 0's connection to the controller."""
+    """Rank 0's connection to the controller. Raises OSError where nobody listens there."""
 
     def __init__(self, endpoint: Endpoint):
         self._socket = socket.create_connection((endpoint.host, endpoint.port))
@@ -41,10 +41,13 @@ class ControllerLink:
         self.send({"token": endpoint.token, "role": "trainer"})
 
     def send(self, message: dict[str, Any]) -> None:
+        """Send one message, as `trainer.protocol` has them."""
         self._socket.sendall(encode(message))
 
     def receive(self, timeout_s: float) -> AnyRequest | None:
-        """The next request; None after `timeout_s`; `Stop` when the controller has gone."""
+        """Wait for the next request; None after `timeout_s`, `Stop` when the controller has gone.
+
+        Raises msgspec.ValidationError for what is no request."""
         # a request comes once the one before is answered, so none waits in the file's buffer
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return None
@@ -55,7 +58,7 @@ class ControllerLink:
 
 
 def rendezvous(run_dir: RunDir, info: "RankInfo", timeout_s: float) -> TCPStore:
-    """Rank 0 opens a store on a free port and publishes it; the others read it."""
+    """Open a store on a free port and publish it on rank 0; on the others, read where it is."""
     path = run_dir.endpoints / "trainer.json"
     timeout = timedelta(seconds=timeout_s)
     if info.rank == 0:
@@ -68,9 +71,13 @@ def rendezvous(run_dir: RunDir, info: "RankInfo", timeout_s: float) -> TCPStore:
 
 
 def serve(service: "TrainerService", link: ControllerLink | None, group: Any) -> None:
-    """Execute requests until `Stop`. An error is answered, then ends this rank, if it is ours."""
+    """Execute requests until `Stop`; `link` is that of rank 0, `group` has all ranks.
+
+    An error is answered, then raised, which ends this rank; but for that of an engine."""
     while True:
-        box = [link.receive(HEARTBEAT_S) if link else None]
+        box: list[AnyRequest | None] = [None]
+        if link is not None:
+            box = [link.receive(HEARTBEAT_S)]
         dist.broadcast_object_list(box, src=0, group=group)
         [request] = box
         if request is None:
@@ -78,19 +85,20 @@ def serve(service: "TrainerService", link: ControllerLink | None, group: Any) ->
         try:
             answer = service.execute(request)
         except BaseException as error:
-            if link:
+            if link is not None:
                 link.send(error_reply(error))
             if not isinstance(error, TransferError):  # of an engine: the controller decides
                 raise
             traceback.print_exc()
             continue
-        if link:
+        if link is not None:
             link.send({"result": to_json_values(answer)})
         if isinstance(request, Stop):
             return
 
 
 def main(run_path: str, attempt: str = "") -> None:
+    """Run one trainer rank of the run in `run_path` until the controller stops it."""
     run_dir = RunDir(Path(run_path), attempt)
     bind_gloo(own_address())
     config = read_resolved(run_dir.config).config
@@ -107,7 +115,10 @@ def main(run_path: str, attempt: str = "") -> None:
     endpoint = wait_for_endpoint(run_dir.endpoints / "controller.json", timeout_s)
     service = TrainerService(config, config.model.path or run_dir.model)
     print(f"rank {info.rank}: {platform.BACKEND}, {service.policy.kernels()}", flush=True)
-    serve(service, ControllerLink(endpoint) if info.rank == 0 else None, group)
+    link: ControllerLink | None = None
+    if info.rank == 0:
+        link = ControllerLink(endpoint)
+    serve(service, link, group)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,307 @@
+"""One rank of a conversion: `python -m grpo_megatron.trainer.conversion_worker JOB.json`.
+
+Ranks share the files out among them and need each other only between the phases: write, read back,
+compare log-probs. Standard output carries one JSON object a line: bytes, messages, the error."""
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # not in its stubs
+
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from grpo_megatron.checkpoints import durable, hf_export, hf_import, shard_files, torch_dist
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.errors import GrpoMegatronError, MismatchError, SetupError, TrainerError
+from grpo_megatron.plan.model_facts import read_config
+from grpo_megatron.trainer.checks import probe
+from grpo_megatron.trainer.megatron.checkpoint_layout import parameter_table
+from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
+from grpo_megatron.trainer.protocol import error_reply
+from grpo_megatron.weights.gather import all_gathered, on_rank_0
+from grpo_megatron.weights.parameters import Parameter, num_elements
+from grpo_megatron.weights.transfer_plan import digest_tensor
+
+_REPORT_BYTES = 64 << 20
+_TIMEOUT_S = 7 * 86400.0
+"""Ranks wait for the slowest one between phases."""
+
+Source = hf_import.HFSource | torch_dist.MegatronSource
+Target = hf_export.HFTarget | torch_dist.MegatronTarget
+
+
+class ConversionJob(msgspec.Struct, frozen=True):
+    """What to convert, and how; a JSON file of it is all that a rank is given."""
+
+    source: str
+    target: str | None = None  # None: only check `source`
+    to: str = ""  # "hf" or "megatron"
+    dtype: str | None = None  # "bfloat16", as in torch.bfloat16; None: as it is
+    shard_bytes: int = shard_files.DEFAULT_SHARD_BYTES
+    layout: dict[str, Any] = {}  # keys of [trainer]
+    probe: bool = True  # compare log-probs in the end
+    carry: bool = True  # also tensors that Megatron has no parameter for
+
+
+def say(**message: Any) -> None:
+    """Print one JSON object, which whoever started this rank reads."""
+    print(json.dumps(message), flush=True)
+
+
+def _say_once(**message: Any) -> None:
+    if dist.get_rank() == 0:
+        say(**message)
+
+
+@contextmanager
+def _phase(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Tell of a phase of all ranks; yield what takes the bytes that were handled. Collective."""
+    _say_once(phase=name, total=total)
+    started = time.monotonic()
+    pending = 0
+
+    def report(num_bytes: int, at_least: int = _REPORT_BYTES) -> None:
+        nonlocal pending
+        pending += num_bytes
+        if pending >= at_least:
+            say(phase=name, bytes=pending)
+            pending = 0
+
+    yield report
+    report(0, at_least=0)
+    dist.barrier()
+    _say_once(phase=name, seconds=time.monotonic() - started)
+
+
+def run(job: ConversionJob, info: RankInfo, store: Store | None = None) -> None:
+    """Do everything that one rank does. `store`: rendezvous, default that of the environment.
+
+    Raises CheckpointError where `job.source` is none or of another model, ConfigError where its
+    config.json is not supported, MismatchError where the result is not the source, SetupError where
+    the disk is full."""
+    directory = Path(job.source)
+    hf = read_config(directory)
+    table = parameter_table(hf)
+    settings = {
+        "num_ranks": info.world_size,
+        "precision": "float32",
+        "command_timeout_s": _TIMEOUT_S,
+    }
+    layout = TrainerConfig(**(settings | job.layout))
+    initialize(layout, info, store)
+    seed_everything(0)
+    source = _open_source(job, table)
+    if job.target is None:
+        _check(source, directory)
+        return
+    final = Path(job.target)
+    working = durable.working_directory(final)
+    dtype: torch.dtype | None = None
+    if job.dtype:
+        dtype = getattr(torch, job.dtype)
+    target = _plan_target(job, table, source, working, dtype)
+    on_rank_0(_prepare, job, target)
+    _write(source, target, dtype, directory)
+    with _phase("read back", target.num_bytes) as report:
+        shard_files.read_back(target, final, report)
+    if job.probe:
+        _compare(job, hf, table.parameters, layout, working, dtype)
+    on_rank_0(durable.commit, working, final)
+
+
+def _open_source(job: ConversionJob, table: torch_dist.ParameterTable) -> Source:
+    directory = Path(job.source)
+    is_from_megatron = job.to == "hf"
+    if job.target is None:
+        is_from_megatron = torch_dist.is_torch_dist(directory)
+    if is_from_megatron:
+        return torch_dist.MegatronSource(table, directory, carry=job.carry)
+    return hf_import.HFSource(table.parameters, directory, carry=job.carry)
+
+
+def _plan_target(
+    job: ConversionJob,
+    table: torch_dist.ParameterTable,
+    source: Source,
+    working: Path,
+    dtype: torch.dtype | None,
+) -> Target:
+    """Plan the files of the result, in `working`; dtype: None keeps that of the source."""
+    units = []
+    for parameter in source.parameters:
+        units.append(parameter.entries(dtype or source.dtype(parameter)))
+    if job.to == "hf":
+        return hf_export.HFTarget(working, units, job.shard_bytes)
+    return torch_dist.MegatronTarget(table, source.parameters, working, units, job.shard_bytes)
+
+
+def _unfinished(target: Target) -> list[shard_files.ShardFile]:
+    return [file for file in target.files if target.record(file) is None]
+
+
+def _num_bytes(files: Sequence[shard_files.ShardFile]) -> int:
+    return sum(file.num_bytes for file in files)
+
+
+def _prepare(job: ConversionJob, target: Target) -> None:
+    """Keep what an interrupted conversion of the same files left; start anew after others.
+
+    Raises SetupError where the disk has no room for the rest."""
+    working = target.working
+    plan = working / durable.PROGRESS / "plan.json"
+    identity = _identity(job)
+    if plan.exists() and json.loads(plan.read_text()) == identity:
+        done = len(target.files) - len(_unfinished(target))
+        say(message=f"going on: {done} of {len(target.files)} files are finished")
+    else:
+        _empty(working)
+        durable.write_json(plan, identity)
+    needed = _num_bytes(_unfinished(target))
+    free = shutil.disk_usage(working).free
+    if needed > free:
+        raise SetupError(
+            f"{needed / 1e9:.3f} GB are to be written and {free / 1e9:.3f} GB are free",
+            where=str(working.parent),
+            remedy="make room, or choose another disk",
+        )
+
+
+def _identity(job: ConversionJob) -> list[Any]:
+    """Tell one conversion from another: the job, and its source's files with size and time."""
+    files = []
+    for path in sorted(Path(job.source).rglob("*")):
+        if path.is_file():
+            files.append([str(path), path.stat().st_size, path.stat().st_mtime_ns])
+    return [msgspec.to_builtins(job), files]
+
+
+def _empty(working: Path) -> None:
+    """Remove what is in the directory, if it exists, but the lock of whoever started us."""
+    if not working.exists():
+        return
+    for path in working.iterdir():
+        if path.name == ".lock":
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _write(source: Source, target: Target, dtype: torch.dtype | None, directory: Path) -> None:
+    """Write the files that are not finished; each rank its share. Collective."""
+    unfinished = _unfinished(target)
+    dist.barrier()  # all have looked what is left
+    with _phase("write", _num_bytes(unfinished)) as report:
+        for file in unfinished[dist.get_rank() :: dist.get_world_size()]:
+            target.write(file, _tensors_of(source, file, dtype), report)
+        target.wait()
+        dist.barrier()
+        on_rank_0(target.finish, directory)
+
+
+def _tensors_of(
+    source: Source, file: shard_files.ShardFile, dtype: torch.dtype | None
+) -> shard_files.NamedTensors:
+    """Yield the tensors of a file as `dtype`, while the disk already reads the next ones."""
+    parameters = [source.parameters[unit] for unit in file.units]
+    for parameter in shard_files.read_ahead(parameters, source.prefetch):
+        for name, tensor in source.tensors(parameter):
+            yield name, tensor.to(dtype or tensor.dtype)
+
+
+def _compare(
+    job: ConversionJob,
+    hf: dict[str, Any],
+    parameters: Sequence[Parameter],
+    layout: TrainerConfig,
+    working: Path,
+    dtype: torch.dtype | None,
+) -> None:
+    """Compare log-probs of source and result, where that can be done. Collective."""
+    hf_directory = Path(job.source)
+    megatron = working
+    if job.to == "hf":
+        hf_directory = working
+        megatron = Path(job.source)
+    for reason in all_gathered(probe.why_not(hf, num_elements(parameters), layout)):
+        if reason:
+            _say_once(message=f"log-probs were not compared: {reason}")
+            return
+    worst = probe.largest_difference(hf, hf_directory, megatron / "weights", layout, dtype)
+    if not worst <= probe.TOLERANCE:
+        raise MismatchError(
+            f"log-probs of the probe text differ by {worst:.2g} between Megatron "
+            f"and transformers (allowed: {probe.TOLERANCE:g})",
+            where=job.target,
+            remedy=f"the files are kept in {working}; please report this model",
+        )
+    _say_once(message=f"log-probs by Megatron and by transformers agree to {worst:.1e}")
+
+
+def _check(source: Source, directory: Path) -> None:
+    """Read every tensor: finite numbers, and the digests that were recorded, if there are any.
+
+    Raises MismatchError. Collective."""
+    record = directory / "conversion.json"
+    recorded: dict[str, str] = {}
+    if record.exists():
+        recorded = json.loads(record.read_text())["tensors"]
+    problems: list[tuple[str, str]] = []
+    with _phase("check", 4 * num_elements(source.parameters)) as report:
+        for parameter in source.parameters[dist.get_rank() :: dist.get_world_size()]:
+            for name, tensor in source.tensors(parameter):
+                if not torch.isfinite(tensor).all():
+                    problems.append(("hold numbers that are not finite", name))
+                if name in recorded and digest_tensor(tensor) != recorded[name]:
+                    problems.append(("are not what was written", name))
+                report(4 * tensor.numel())
+    names_by_problem: dict[str, list[str]] = defaultdict(list)
+    for problems_there in all_gathered(problems):
+        for problem, name in problems_there:
+            names_by_problem[problem].append(name)
+    if names_by_problem:
+        described = []
+        for problem, names in names_by_problem.items():
+            described.append(f"{len(names)} tensors {problem}, for example {names[:3]}")
+        raise MismatchError("; ".join(described), where=str(directory))
+    of_digests = "; no digests were recorded"
+    if recorded:
+        of_digests = ", and the digest that was recorded"
+    _say_once(message=f"every tensor has its place, its shape and finite numbers{of_digests}")
+
+
+def main(path: str, store: str | None = None) -> None:
+    """Run the job in the file `path`; the exit code is that of the error's class. Ranks meet at
+    the new file `store`, by default where torchrun's variables say."""
+    code = 0
+    try:
+        info = RankInfo.from_environment()
+        job = msgspec.json.decode(Path(path).read_bytes(), type=ConversionJob)
+        rendezvous: Store | None = None
+        if store is not None:
+            rendezvous = FileStore(store, info.world_size)
+        run(job, info, rendezvous)
+    except Exception as error:
+        if not isinstance(error, GrpoMegatronError):
+            traceback.print_exc()
+        code = getattr(error, "exit_code", TrainerError.exit_code)
+        say(**error_reply(error))
+    os._exit(code)  # other ranks may be inside a collective: do not wait
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
