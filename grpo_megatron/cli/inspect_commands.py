@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_megatron.cli.run_commands import Overrides, flag
+from grpo_megatron.cli.run_commands import Overrides, flag, print_advice
 from grpo_megatron.errors import ConfigError
 
 config_app = typer.Typer(no_args_is_help=True, help="Look at resolved configurations.")
@@ -25,16 +25,19 @@ def show(recipe: Source, overrides: Overrides = None, as_json: Json = False) -> 
     """Every value of a recipe or a run, and where it comes from."""
     from grpo_megatron.config.keys import dotted, leaves
     from grpo_megatron.config.loader import to_json
+    from grpo_megatron.config.overlay import DEFAULT
     from grpo_megatron.config.problems import as_toml
 
     resolved = resolve_any(recipe, overrides or [])
+    print_advice(resolved.config)
     if as_json:
         typer.echo(to_json(resolved), nl=False)
         return
     rows = []
     for path, value in leaves(resolved.config.model_dump(mode="json")):
         key = dotted(path)
-        rows.append((key, as_toml(value), str(resolved.provenance[key])))
+        # a setting that is younger than the run has its default
+        rows.append((key, as_toml(value), str(resolved.provenance.get(key, DEFAULT))))
     print_table(("key", "value", "set at"), rows, dim="default")
 
 
@@ -137,6 +140,7 @@ def plan(
             remedy=did_you_mean(device, DEVICES["memory"]),
         )
     config = resolve_any(recipe, overrides or []).config
+    print_advice(config)
     if search:
         _search(config, search, device, as_json)
         return

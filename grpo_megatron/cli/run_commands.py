@@ -76,6 +76,7 @@ def train(
         )
     flags = overrides or []
     resolved = resolve(recipe, flags)
+    print_advice(resolved.config)
     from grpo_megatron.launch import local
 
     if resume_if_exists and _is_run(resolved.run_path):
@@ -125,6 +126,7 @@ def submit(
     from grpo_megatron.plan.resolve import refuse_missing, resolve
 
     resolved = resolve(recipe, overrides or [])
+    print_advice(resolved.config)
     if dry_run:
         typer.echo(slurm.render(resolved, site))
         return
@@ -140,6 +142,17 @@ def submit(
         after_jobs.append(after)
     typer.echo(slurm.submit(resolved, site, after_jobs))
     typer.echo(f"submitted; grpo-megatron logs -f {resolved.run_path}", err=True)
+
+
+def print_advice(config: Any) -> None:
+    """Say on stderr what is unusual in a valid recipe, a line each."""
+    from grpo_megatron.config.problems import as_toml
+    from grpo_megatron.plan.advice import advice_for
+
+    for unusual in advice_for(config):
+        typer.echo(
+            f"warning: {unusual.key} = {as_toml(unusual.value)}: {unusual.message}", err=True
+        )
 
 
 def warn_unchecked_rewards() -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from grpo_megatron.config.alarms import AlarmsConfig
 from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
@@ -436,6 +437,7 @@ class RunConfig(Strict):
     """Conditions on result.json; where one fails, so does the run, with its weights exported."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
 
     def max_new_tokens_of(self, domain: str) -> int:
         """Longest completion of the domain with this name."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.controller.alarms import Alarms
+from grpo_megatron.controller.alarms import alarms_of
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.evaluation import Evaluator
 from grpo_megatron.controller.publishing import Publisher
@@ -79,7 +79,7 @@ class RLLoop:
         self._mirrors = mirrors
         self._phases = phases
         self._stopping = stopping
-        self._alarms = Alarms(config.routing.load_alarm)
+        self._alarms = alarms_of(config, run_dir.metrics)
         self._started = time.monotonic() - state.seconds
         self._first = state.step
         self._checkpointed = -1
@@ -202,9 +202,10 @@ class RLLoop:
             seconds=time.monotonic() - self._started,
             objective=report.state,
         )
+        were_on = self._alarms.on
         for alarm, text in self._alarms(metrics).items():
             metrics[f"alarm/{alarm}"] = float(bool(text))
-            if text:
+            if text and alarm not in were_on:
                 show("message", text=f"step {step}: {text}")
         if _is_due(self.config.evaluation.interval, step):
             await self._publisher.ensure_version(step + 1)

@@ -1,8 +1,9 @@
 """A recipe's plan: memory of every stage's fullest rank, and what a step moves and writes."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset
@@ -50,7 +51,7 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
     """The plan of a valid recipe; `device` is a name in `devices.toml`. `worst_only`: without the
     stages between the second and the last, which are never the fullest."""
     hf, _ = configuration_of(config.model)
-    vocab_size = hf.get("vocab_size") or _made_vocabulary(config.model)
+    vocab_size = vocabulary_of(hf, config.model)
     sizes = sizes_of(hf, vocab_size, config.trainer)
     memory: int | None = None
     usable: int | None = None
@@ -113,6 +114,11 @@ def a_sequence_fits_into_the_cache(config: RunConfig, plan: Plan) -> Violation |
         remedy="raise rollout.tensor_parallel_size or lower rollout.max_model_len",
         related=("rollout.max_model_len", "rollout.engine_arguments"),
     )
+
+
+def vocabulary_of(hf: Mapping[str, Any], model: ModelConfig) -> int:
+    """Tokens of the configured model, whose config.json is `hf`."""
+    return hf.get("vocab_size") or _made_vocabulary(model)
 
 
 def _made_vocabulary(model: ModelConfig) -> int:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from grpo_megatron.cli.main import main
-from grpo_megatron.config.loader import read_resolved
+from grpo_megatron.config.loader import read_resolved, to_json
 from grpo_megatron.plan.resolve import resolve
 
 RECIPE = "demo/gspo-moe-cpu"
@@ -33,6 +33,16 @@ def test_show_json_can_be_read_back(capsys, tmp_path):
     assert main(["config", "show", RECIPE, "seed=3", "--json"]) == 0
     (tmp_path / "config.json").write_text(capsys.readouterr().out)
     assert read_resolved(tmp_path) == resolve(RECIPE, ["seed=3"])
+
+
+def test_a_run_from_before_a_setting_existed_has_its_default(capsys, tmp_path):
+    stored = json.loads(to_json(resolve(RECIPE)))
+    del stored["config"]["alarms"]
+    for key in [key for key in stored["provenance"] if key.startswith("alarms.")]:
+        del stored["provenance"][key]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert main(["config", "show", str(tmp_path)]) == 0
+    assert "alarms.window\t10\tdefault" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("source", ["runs/none/config.json", "demo/gspo-moe-gpu"])

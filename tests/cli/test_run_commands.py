@@ -50,6 +50,12 @@ def test_train_passes_the_resolved_recipe(calls):
     assert calls == [("train", "mine", 7, False), ("train", "demo", 0, True)]
 
 
+def test_train_warns_of_unusual_values(calls, capsys):
+    assert main(["train", RECIPE, "optimizer.lr=1e-8"]) == 0
+    assert capsys.readouterr().err.startswith("warning: optimizer.lr = 1e-08: published RL")
+    assert len(calls) == 1
+
+
 def test_resume_if_exists(calls):
     assert main(["train", RECIPE, "--resume-if-exists", "seed=1"]) == 0
     make_run("demo")

@@ -1,0 +1,67 @@
+"""Warnings: values of a valid recipe that no published run has. They stop nothing."""
+
+from grpo_megatron.config.rules.rule_set import RuleSet, Violation
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.memory import vocabulary_of
+from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
+
+LEARNING_RATES = (1e-7, 1e-5)
+"""Of RL of released models with AdamW: 1e-7 in GFPO (arXiv:2508.09726) and for 70B in Tülu 3
+(arXiv:2411.15124); 1e-6 in DeepSeekMath (arXiv:2402.03300), DAPO (arXiv:2503.14476) and Dr. GRPO
+(arXiv:2503.20783); 3e-6 in DeepSeek-R1 (arXiv:2501.12948)."""
+MAX_GROUP_SIZE = 64
+"""Samples a prompt: 2 in 2-GRPO (arXiv:2510.00977), 8 in Dr. GRPO, 16 in DeepSeek-R1 and DAPO, 24
+in GFPO, 64 in DeepSeekMath. Rules refuse groups of one where an objective needs two."""
+_TINY_MODEL = 50_000_000
+"""Parameters. Smaller models start at random and learn at a hundred times these rates (the demo:
+4.5e-4)."""
+
+ADVICE = RuleSet()
+"""Their checks take the run."""
+
+
+def advice_for(config: RunConfig) -> list[Violation]:
+    """What is unusual in a valid recipe, with what is usual."""
+    return list(ADVICE.violations(config, config=config))
+
+
+@ADVICE.rule("usual_learning_rate")
+def learning_rate_is_a_published_one(config: RunConfig) -> Violation | None:
+    """Warn of a learning rate of RL that no released model was trained with."""
+    low, high = LEARNING_RATES
+    rate = config.optimizer.lr
+    if config.kind != "rl" or config.num_steps == 0 or low <= rate <= high:
+        return None
+    if rate > high and num_parameters(config) < _TINY_MODEL:
+        return None
+    nearest = low
+    if rate > high:
+        nearest = high
+    return Violation(
+        "optimizer.lr",
+        f"published RL of released models has learning rates of {low:g} to {high:g}",
+        nearest=(nearest,),
+    )
+
+
+@ADVICE.rule("usual_group_size")
+def group_size_is_a_published_one(config: RunConfig) -> Violation | None:
+    """Warn of groups that are larger than published ones."""
+    size = config.batch.num_samples_per_prompt
+    if config.kind != "rl" or size <= MAX_GROUP_SIZE:
+        return None
+    return Violation(
+        "batch.num_samples_per_prompt",
+        f"published runs have groups of 2 to {MAX_GROUP_SIZE} samples; more prompts (batch."
+        "num_prompts) teach more for the same number of samples",
+        nearest=(MAX_GROUP_SIZE,),
+    )
+
+
+def num_parameters(config: RunConfig) -> int:
+    """Parameters of the model, without those that are not trained (multi-token prediction)."""
+    hf, _ = configuration_of(config.model)
+    whole = sizes_of(hf, vocabulary_of(hf, config.model), TrainerConfig())
+    return sum(weight.numel for weight in weights_of_chunk(whole, 0, 0))
