@@ -34,6 +34,46 @@ def test_files_of_a_wider_attempt_go(tmp_path):
     assert not read_decisions(tmp_path, LENGTHS)["low"].any()
 
 
+def test_the_file_of_the_first_rank_that_is_gone_goes_too(tmp_path):
+    for rank, row in ((0, 0), (1, 2), (2, 3)):
+        flags = np.ones(LENGTHS[row], bool)
+        write_decisions(tmp_path, rank, 3, [(np.array([row]), {"low": flags})])
+    flags = np.zeros(LENGTHS.sum(), bool)
+    write_decisions(tmp_path, 0, 2, [(np.arange(4), {"low": flags})])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "decisions-0.safetensors",
+        "decisions-1.safetensors",
+    ]
+    found = read_decisions(tmp_path, LENGTHS)["low"]
+    assert found.tolist() == [False] * 3 + [True] * 5 + [False] * 9
+
+
+def test_masks_of_several_micro_batches_keep_their_names(tmp_path):
+    """A mask that only one rank knows is empty elsewhere."""
+    first = (np.array([2, 0]), {"low": np.array([1, 0, 0, 0, 1, 0, 1, 0], bool)})
+    second = (np.array([1]), {"low": np.zeros(0, bool)})
+    write_decisions(tmp_path, 0, 2, [first, second])
+    high = np.array([1] + [0] * 7 + [1], bool)
+    write_decisions(tmp_path, 1, 2, [(np.array([3]), {"high": high})])
+    found = read_decisions(tmp_path, LENGTHS)
+    assert found["low"].nonzero()[0].tolist() == [1, 3, 7]
+    assert found["high"].nonzero()[0].tolist() == [8, 16]
+
+
+@pytest.mark.parametrize("rows", [[-1, 2], [2, 4]])
+def test_rows_outside_of_the_table_are_refused(tmp_path, rows):
+    write_decisions(tmp_path, 0, 1, [(np.array(rows), {"low": np.ones(5, bool)})])
+    with pytest.raises(DataError, match="another step"):
+        read_decisions(tmp_path, LENGTHS)
+
+
+@pytest.mark.parametrize("num_flags", [8, 17])
+def test_masks_of_other_lengths_are_refused(tmp_path, num_flags):
+    write_decisions(tmp_path, 0, 1, [(np.array([3]), {"low": np.ones(num_flags, bool)})])
+    with pytest.raises(DataError, match=r"low has [13] bytes for 9 tokens"):
+        read_decisions(tmp_path, LENGTHS)
+
+
 def test_another_steps_decisions_are_refused(tmp_path):
     write_decisions(tmp_path, 0, 1, [(np.array([7]), {"low": np.ones(2, bool)})])
     with pytest.raises(DataError, match="another step"):

@@ -70,6 +70,47 @@ def test_costs_are_balanced_not_counts():
     assert max(loads) / min(loads) < 1.2
 
 
+def rows_by_rank(lengths: list[int], num_ranks: int = 1, multiple_of: int = 1) -> list:
+    plan = plan_of(lengths, num_ranks, multiple_of)
+    return [[rows.tolist() for rows in of_rank] for of_rank in plan]
+
+
+def test_a_cost_is_the_length_and_a_share_of_its_square():
+    assert sample_costs(np.array([0, 1024, 4096])).tolist() == [0, 1024 + 256, 2 * 4096]
+    assert sample_costs(np.array([3]), quadratic=2.0).tolist() == [21.0]
+    assert sample_costs(np.array([1 << 20], np.int32)).tolist() == [(1 << 20) + (1 << 28)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "multiple_of", "expected"),
+    [
+        ([64, 64, 64], 1, 1, 3),
+        ([32, 32, 32, 32], 1, 1, 2),
+        ([33, 33, 33, 33], 1, 1, 4),
+        ([33, 33, 33, 31], 1, 1, 3),
+        ([40, 24, 1], 1, 1, 2),
+        ([64, 64, 64], 2, 1, 2),
+        ([64], 2, 3, 3),
+        ([], 3, 2, 2),
+    ],
+)
+def test_how_many_micro_batches_a_rank_has(lengths, num_ranks, multiple_of, expected):
+    plan = plan_of(lengths, num_ranks, multiple_of)
+    assert [len(of_rank) for of_rank in plan] == [expected] * num_ranks
+
+
+def test_a_sample_goes_to_the_cheapest_micro_batch_with_room():
+    assert rows_by_rank([40, 30, 20, 10]) == [[[0, 3], [1, 2]]]
+    # the last one finds no room in the cheapest; the one before fills it exactly
+    assert sorted(rows_by_rank([60, 50, 10, 4, 4])[0]) == [[0, 4], [1, 2, 3]]
+
+
+def test_the_most_expensive_micro_batch_goes_to_the_least_loaded_rank():
+    assert rows_by_rank([60, 50, 40, 36], 2) == [[[0], [3]], [[1], [2]]]
+    # the second rank stays the cheaper one, but has as many as it may have
+    assert rows_by_rank([64, 33], 2, multiple_of=2) == [[[0], []], [[1], []]]
+
+
 def test_a_sample_that_fits_nowhere_is_named():
     with pytest.raises(DataError, match="sample 2 has 65 tokens, a micro-batch holds 64"):
         plan_of([3, 4, 65, 5], 1, 1)
