@@ -86,13 +86,13 @@ def _spied(setup: Setup, table: SampleTable, on: bool):
                 yield
 
         replay.during = during
-        for tap in replay.taps:
+        for hook in replay.hooks:
 
-            def look(router, inputs, output, tap=tap):
+            def look(router, inputs, output, hook=hook):
                 if replay.running is None:  # a monitor's look at the weights
                     return
-                index, _ = replay.position[tap.chunk]
-                expected = _expected(table, batches[index], tap.layer, replay.shape)
+                index, _ = replay.position[hook.chunk]
+                expected = _expected(table, batches[index], hook.layer, replay.shape)
                 found = output[1]
                 size, rank = len(found), _tensor_rank()
                 part = expected[rank * size : (rank + 1) * size]
@@ -100,7 +100,7 @@ def _spied(setup: Setup, table: SampleTable, on: bool):
                 seen[0] += int((part[known] != found[known]).any(-1).sum())
                 seen[1] += int(known.sum())
 
-            handles.append(tap._router.register_forward_hook(look))
+            handles.append(hook._router.register_forward_hook(look))
     yield seen
     for handle in handles:
         handle.remove()
@@ -164,9 +164,9 @@ def router_gradients(
         setup = Setup(model, {"distributed_optimizer": False, "max_tokens_per_microbatch": 4000})
     setup.policy.set_learning_rate(0.0)
     generator = torch.Generator().manual_seed(7)
-    for tap in setup.policy.replay.taps:
-        if tap._router.expert_bias is not None:
-            tap._router.expert_bias.copy_(torch.randn(8, generator=generator))
+    for hook in setup.policy.replay.hooks:
+        if hook._router.expert_bias is not None:
+            hook._router.expert_bias.copy_(torch.randn(8, generator=generator))
     return {
         name: _gradients(setup, SampleTable(Path(samples)), routing, epsilon, generator)
         for name, routing in routings.items()
@@ -193,9 +193,9 @@ def _gradients(
     update.routes = source.from_store(update)
     update.old_routing = source.old_pass(update.routes)
     logprob_pass(policy, update, update.old_routing)
-    for tap in policy.replay.taps:
-        noise = torch.randn(tap._router.weight.shape, generator=generator)
-        tap._router.weight.data.add_(0.1 * noise)
+    for hook in policy.replay.hooks:
+        noise = torch.randn(hook._router.weight.shape, generator=generator)
+        hook._router.weight.data.add_(0.1 * noise)
 
     def of_logprobs(microbatch, output):
         weights = torch.linspace(-1, 1, output.size(1)) * 0.3
@@ -208,8 +208,8 @@ def _gradients(
         return found["loss/value"] + run.keep_loss, max(found["grad/norm"], 1.0)
 
     found = []
-    for tap in policy.replay.taps:
-        weight = tap._router.weight
+    for hook in policy.replay.hooks:
+        weight = hook._router.weight
         direction = torch.randn(weight.shape, generator=generator)
         clipped = once()[1]
         analytic = float((weight.main_grad * direction).sum()) * clipped

@@ -20,7 +20,9 @@ from grpo_megatron.weights.gather import all_gathered
 
 
 class RouteSource:
-    """Builds the routing passes of one recorded step for the policy's routers; measures them."""
+    """Builds the routing passes of one recorded step for the policy's routers; measures them.
+
+    `replay` are the routers, `table` the recorded step with the engine's routes."""
 
     def __init__(self, config: RunConfig, replay: RouteReplay, table: SampleTable):
         self.config = config
@@ -47,9 +49,10 @@ class RouteSource:
         return has_loss and settings.replay == "r2"
 
     def from_store(self, batch: UpdateBatch) -> list[Routes] | None:
-        """The engine's routes of this rank's tokens and layers; None where none are recorded.
+        """Read the engine's routes of this rank's tokens and layers; None where none are recorded.
 
-        Raises DataError: some cannot be used, and `routing.on_missing = "fail"`; on all ranks."""
+        Raises DataError, on all ranks, where some cannot be used and `routing.on_missing` is
+        "fail". Collective."""
         if not self.active or not (self.config.records_routes or self._table.route_shapes):
             return None
         found = [self._read(microbatch) for microbatch in batch.microbatches]
@@ -57,6 +60,7 @@ class RouteSource:
         return found
 
     def _read(self, microbatch: MicroBatch) -> Routes:
+        """Read the routes of a micro-batch, whose last token of each sample has none."""
         replay = self._replay
         shape = self._replay.shape
         layers = replay.layers
@@ -81,16 +85,20 @@ class RouteSource:
         if self.settings.replay != "r3" or self.settings.on_missing != "fail":
             return
         problems = sum(all_gathered(self._by_status))
-        if problems[1:].any():
-            bad = [status for status in RouteStatus if status and problems[status]]
-            what = ", ".join(f"{problems[status]} {status.name.lower()}" for status in bad)
-            shapes = ", ".join(sorted({str(s) for s in self._table.route_shapes}))
-            raise DataError(
-                f"{what} of {problems.sum()} expert routes cannot be replayed (recorded: "
-                f"{shapes or 'none'}; model: {self._replay.shape})",
-                where=str(self._table.directory),
-                remedy="delete the step to sample it anew, or set routing.on_missing=live",
-            )
+        described = []
+        for status in RouteStatus:
+            if status != RouteStatus.OK and problems[status]:
+                described.append(f"{problems[status]} {status.name.lower()}")
+        if not described:
+            return
+        what = ", ".join(described)
+        shapes = ", ".join(sorted(set(map(str, self._table.route_shapes)))) or "none"
+        raise DataError(
+            f"{what} of {problems.sum()} expert routes cannot be replayed (recorded: "
+            f"{shapes}; model: {self._replay.shape})",
+            where=str(self._table.directory),
+            remedy="delete the step to sample it anew, or set routing.on_missing=live",
+        )
 
     def finish(self, run: RoutingPass | None, batch: UpdateBatch) -> None:
         """Measure a finished pass. Collective."""
@@ -98,7 +106,7 @@ class RouteSource:
             self._measured.append(self._replay.finish(run, batch.microbatches))
 
     def metrics(self) -> dict[str, float]:
-        """Means over the passes, routes by status (a sample's last token has none). Collective."""
+        """Return means over the passes, and how many routes were unusable. Collective."""
         values: dict[str, list[float]] = {}
         for found in self._measured:
             for name, value in found.items():
@@ -113,20 +121,27 @@ class RouteSource:
         return metrics
 
     def old_pass(self, rollout: Sequence[Routes] | None) -> RoutingPass | None:
-        """The old-policy pass: what later passes need is recorded."""
+        """Build the old-policy pass, which records what later passes need.
+
+        rollout: the engine's routes by micro-batch. None without routers."""
         if not self.active:
             return None
-        compared = {"rollout": rollout} if rollout is not None else {}
+        compared = {}
+        if rollout is not None:
+            compared["rollout"] = rollout
+        replayed: Sequence[Routes] | None = None
+        if self.settings.replay == "r3":
+            replayed = rollout
         return RoutingPass(
-            rollout if self.settings.replay == "r3" else None,
-            compared,
+            replayed=replayed,
+            compared=compared,
             record=True,
             record_log_probs=self.settings.keep_loss == "kl",
             measure=True,
         )
 
     def training_pass(self, update: UpdateBatch, constants: LossConstants) -> RoutingPass | None:
-        """A pass with gradients."""
+        """Build a pass with gradients. None without routers; collective with a balance loss."""
         if not self.active:
             return None
         recorded = self._recorded(update)
@@ -145,7 +160,9 @@ class RouteSource:
         return RoutingPass(replayed=replayed, compared=compared, measure=is_first_pass, keep=keep)
 
     def margin_pass(self, update: UpdateBatch) -> RoutingPass | None:
-        """A look at the current weights with the routes of training, nothing measured."""
+        """Build a pass that only looks at the current weights, with the routes of training.
+
+        None where these are the live ones."""
         if not self.active or self.settings.replay == "none":
             return None
         if self.settings.replay == "r3":
@@ -153,10 +170,10 @@ class RouteSource:
         return RoutingPass(replayed=self._recorded(update))
 
     def _recorded(self, update: UpdateBatch) -> list[Routes] | None:
-        """The live choices of the old-policy pass, for all tokens."""
+        """Return the live choices of the old-policy pass, for all tokens; None before it."""
         if update.old_routing is None:
             return None
-        num_layers = len(self._replay.taps)
+        num_layers = len(self._replay.layers)
         found = []
         for microbatch in update.microbatches:
             size = local_part(microbatch.tokens[0]).numel()
@@ -172,6 +189,7 @@ class RouteSource:
     def _keep(
         self, update: UpdateBatch, replayed: Sequence[Routes] | None, constants: LossConstants
     ) -> router_replay.KeepTerms | None:
+        """Weigh the losses on the routers like the policy loss; None where there are none."""
         settings = self.settings
         if settings.keep_loss == "none" and settings.balance_weight == 0:
             return None
@@ -195,15 +213,17 @@ class RouteSource:
         )
 
     def _keep_weights(self) -> Tensor:
-        """Weight of the keep-routing loss by domain, float64 [D]."""
+        """Return the weight of the keep-routing loss by domain, float64 [D]."""
         weights = []
         for domain in self.config.domains:
-            own = domain.keep_routing_weight
-            weights.append(self.settings.keep_weight if own is None else own)
+            weight = self.settings.keep_weight
+            if domain.keep_routing_weight is not None:
+                weight = domain.keep_routing_weight
+            weights.append(weight)
         return torch.tensor(weights, dtype=torch.float64)
 
     def _balance(self, batch: UpdateBatch, replayed: Sequence[Routes]) -> Tensor:
-        """Coefficients of the balance loss in this rank's layers, fp32 [R, E]. Collective."""
+        """Compute coefficients of the balance loss, fp32 [R, E]: this rank's layers. Collective."""
         replay = self._replay
         chosen = []
         for routes in replayed:

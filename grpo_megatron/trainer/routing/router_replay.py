@@ -1,9 +1,10 @@
 """Replayed routes in Megatron's routers, and what is measured and held there.
 
-A `RouterTap` stands where Megatron looks for its own replay object (`TopKRouter.router_replay`),
-one per MoE layer. Megatron's (0.16.1, moe/router_replay.py) is one list without layer numbers and
-takes the routes of whichever micro-batch was forwarded last. A tap asks which one its chunk works
-on: `enter` says so for the forward, a hook on the chunk's output for the backward.
+A `RouterReplayHook` stands where Megatron looks for its own replay object
+(`TopKRouter.router_replay`), one per MoE layer. Megatron's (0.16.1, moe/router_replay.py) is one
+list without layer numbers and takes the routes of whichever micro-batch was forwarded last. A hook
+asks which one its chunk works on: `enter` says so for the forward, a hook on the chunk's output for
+the backward.
 
 Shapes: T tokens of a micro-batch, K experts per token, E experts, R MoE layers; on this rank."""
 
@@ -37,7 +38,7 @@ class Routes:
     known: Tensor  # bool [R, T]; False: the live router decides
 
     def of_row(self, row: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """ids [T, K] and known [T] of one layer."""
+        """Copy ids [T, K] and known [T] of one layer to `device`."""
         return (
             self.ids[row].to(device, non_blocking=True),
             self.known[row].to(device, non_blocking=True),
@@ -75,8 +76,11 @@ class RoutingPass:
     """(comparison, micro-batch) -> 0 or 1 [2, T]: flipped in a layer of this rank, compared."""
 
 
-class RouterTap:
-    """Chooses the experts of one MoE layer."""
+class RouterReplayHook:
+    """Chooses the experts of one MoE layer, in place of Megatron's replay object.
+
+    `chunk` is the model chunk of the layer, `row` its place among this rank's MoE layers, `layer`
+    its number in the model, from 0."""
 
     def __init__(self, replay: "RouteReplay", router: TopKRouter, chunk: int, row: int):
         self.replay = replay
@@ -94,9 +98,11 @@ class RouterTap:
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
-        compute: Callable,
+        compute: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Called by `topk_routing_with_score_function`: scores [T, E] to (scores, ids) [T, K]."""
+        """Choose experts by scores [T, E]; return their scores and ids, [T, K] both.
+
+        Megatron's `topk_routing_with_score_function` calls this; `compute` is the live choice."""
         values, live = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
         run = self.replay.running
         if run is None:
@@ -114,7 +120,7 @@ class RouterTap:
         return values, chosen
 
     def log_probs(self, scores: Tensor) -> Tensor:
-        """Of the experts, fp32 [T, E], by what the router's scores are."""
+        """Compute log-probs of the experts, fp32 [T, E], by what the router's scores are."""
         router = self._router
         kind = "logits"
         if router.score_function == "sigmoid":
@@ -126,14 +132,15 @@ class RouterTap:
     def _observe(
         self, run: RoutingPass, index: int, scores: Tensor, live: Tensor, chosen: Tensor
     ) -> None:
+        """Record and measure what the router does in the forward of micro-batch `index`."""
         if run.record:
             run.recorded[index, self.row] = live.to("cpu", self.replay.id_dtype)
         if run.record_log_probs:
             run.recorded_log_probs[index, self.row] = self.log_probs(scores).cpu()
-        real = self.replay.num_real[index]
-        row = self.replay.shape.layers.index(self.layer)
         if run.sums is None:
             return
+        real = self.replay.num_real[index]
+        row = self.replay.shape.layers.index(self.layer)
         if run.measure:
             log_p = self.log_probs(scores[:real])
             run.sums.add_load(row, chosen[:real], -(log_p.exp() * log_p).sum(-1))
@@ -153,6 +160,7 @@ class RouterTap:
         chosen: Tensor,
         forward: bool,
     ) -> None:
+        """Compute the losses on the router, which `_attach` joins to the layer's output."""
         weights = keep.weights[index].to(scores.device)
         log_p = self.log_probs(scores)
         loss = scores.new_zeros((), dtype=torch.float32)
@@ -188,45 +196,48 @@ class RouteReplay:
         self.shape = RouteShape(
             moe_layers(config), config.moe_router_topk, config.num_moe_experts or 0
         )
-        self.id_dtype = torch.uint8 if self.shape.num_experts <= 256 else torch.int16
+        self.id_dtype = torch.int16
+        if self.shape.num_experts <= 256:
+            self.id_dtype = torch.uint8
         self.running: RoutingPass | None = None
-        self._chunk_of = {id(model): chunk for chunk, model in enumerate(models)}
         self.position: list[tuple[int, bool]] = [(0, True)] * len(models)
         """By chunk: the micro-batch that it works on, and whether this is its forward."""
         self.num_real: list[int] = []
         """By micro-batch: how many of this rank's tokens come before the padding."""
-        routers = [
-            (chunk, module)
-            for chunk, model in enumerate(models)
-            for module in model.modules()
-            if isinstance(module, TopKRouter)
-        ]
-        self.taps = [
-            RouterTap(self, router, chunk, row) for row, (chunk, router) in enumerate(routers)
-        ]
-        self.layers = [tap.layer for tap in self.taps]
+        self.hooks: list[RouterReplayHook] = []
+        self.layers: list[int] = []
         """Layer numbers, from 0, of this rank's rows."""
+        self._chunk_of: dict[int, int] = {}
+        for chunk, model in enumerate(models):
+            self._chunk_of[id(model)] = chunk
+            for module in model.modules():
+                if isinstance(module, TopKRouter):
+                    hook = RouterReplayHook(self, module, chunk, row=len(self.hooks))
+                    self.hooks.append(hook)
+                    self.layers.append(hook.layer)
 
     @contextmanager
     def during(self, run: RoutingPass | None, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Let the routers follow `run`."""
+        """Let the routers follow `run` inside the block; None leaves them alone."""
         if run is not None and (run.measure or run.compared):
             run.sums = RoutingSums(
                 self.shape.layers, self.shape.num_experts, list(run.compared), device()
             )
         self.running = run
-        self.num_real = [count_real(m) for m in microbatches]
+        self.num_real = [count_real(microbatch) for microbatch in microbatches]
         try:
             yield
         finally:
             self.running = None
 
     def enter(self, model: torch.nn.Module, index: int) -> None:
-        """The chunk `model` is about to compute micro-batch `index`."""
+        """Say that the chunk `model` is about to compute micro-batch `index`."""
         self.position[self._chunk_of[id(model)]] = (index, True)
 
     def leave(self, model: torch.nn.Module, index: int, output: Tensor) -> None:
-        """After the forward of micro-batch `index`; in its backward layers may compute it again."""
+        """Say that the forward of micro-batch `index` is over.
+
+        In the backward of `output`, layers may compute it again."""
         chunk = self._chunk_of[id(model)]
 
         def back(gradient: Tensor) -> None:
@@ -236,8 +247,9 @@ class RouteReplay:
             output.register_hook(back)
 
     def count_experts(self, chosen: Iterable[tuple[int, Tensor]]) -> Tensor:
-        """How often rows of this rank chose each expert: fp64 [L, E] of all ranks. Collective.
-        chosen: rows, and integer ids [n] that were chosen there."""
+        """Count how often rows of this rank chose each expert: fp64 [L, E] of all ranks.
+
+        chosen: rows, and integer ids [n] that were chosen there. Collective."""
         layers = self.shape.layers
         num_experts = self.shape.num_experts
         counts = torch.zeros(len(layers), num_experts, dtype=torch.float64)
@@ -246,20 +258,17 @@ class RouteReplay:
         return summed(counts)
 
     def finish(self, run: RoutingPass, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Metrics of a finished pass, equal on all ranks. Collective."""
+        """Return the metrics of a finished pass, equal on all ranks. Collective."""
         if run.sums is None:
             return {}
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         for name, total in zip(run.compared, run.sums.any_layer, strict=True):
-            flags = torch.cat(
-                [
-                    run.flipped.get(
-                        (name, m.index), torch.zeros_like(local_part(m.tokens[0]).expand(2, -1))
-                    )
-                    for m in microbatches
-                ],
-                1,
-            )
+            flags_by_microbatch = []
+            for microbatch in microbatches:
+                none_flipped = torch.zeros_like(local_part(microbatch.tokens[0]).expand(2, -1))
+                flags = run.flipped.get((name, microbatch.index), none_flipped)
+                flags_by_microbatch.append(flags)
+            flags = torch.cat(flags_by_microbatch, 1)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=pipeline)
             if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
                 total += flags.sum(1)
@@ -273,7 +282,7 @@ class RouteReplay:
 
 
 def count_real(microbatch: MicroBatch) -> int:
-    """How many of this rank's tokens come before the padding."""
+    """Count this rank's tokens that come before the padding."""
     group = parallel_state.get_tensor_model_parallel_group()
     size = microbatch.num_tokens // int(group.size())
     before = size * int(group.rank())
@@ -281,7 +290,9 @@ def count_real(microbatch: MicroBatch) -> int:
 
 
 def local_part(tensor: Tensor, dim: int = 0) -> Tensor:
-    """This rank's part of a tensor over all tokens: with TP, MoE needs sequence parallelism."""
+    """Take this rank's part, along `dim`, of a tensor over all tokens of a micro-batch.
+
+    With TP, MoE needs sequence parallelism."""
     group = parallel_state.get_tensor_model_parallel_group()
     parts = tensor.chunk(int(group.size()), dim)
     return parts[int(group.rank())]
