@@ -81,6 +81,7 @@ class Policy:
         for part in self._optimizer_parts():
             part.optimizer.state.clear()
             for group in part.optimizer.param_groups:
+                group.pop("step", None)  # Transformer Engine's Adam counts here, not in its state
                 group.update(
                     betas=(optimizer.beta1, optimizer.beta2),
                     eps=optimizer.eps,

@@ -245,24 +245,30 @@ def create_adam_state(optimizer: Any) -> None:
 
     distrib_optimizer.py:642 asserts that there is one. Also where a rank has none of its parameters
     (a stage of dense layers has no experts): such a part counts the steps of the others. Call
-    before saving, and before loading."""
-    parts: list[torch.optim.Optimizer] = []  # torch's, inside of Megatron's
+    before saving, and before loading.
+
+    torch's Adam counts steps of each parameter. Transformer Engine's counts those of a group, and
+    refuses a state of another name than `exp_avg` and `exp_avg_sq`."""
+    parts: list[torch.optim.Optimizer] = []  # inside of Megatron's
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.optimizer is not None:
             parts.append(part.optimizer)
     steps = []
     without_parameters = []
     for inner in parts:
+        is_torch_adam = isinstance(inner, torch.optim.Adam)
         parameters = _parameters_of(inner)
-        if not parameters:
+        if is_torch_adam and not parameters:
             without_parameters.append(inner)
         for parameter in parameters:
             state = inner.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                if is_torch_adam:
+                    state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-            steps.append(state["step"])
+            if is_torch_adam:
+                steps.append(state["step"])
     for inner in without_parameters:
         state_of_none: Any = inner.state
         state_of_none[_NO_PARAMETER] = {"step": max(steps).clone()}
