@@ -22,6 +22,7 @@ from grpo_megatron.batching.store import (
     write_shard,
 )
 from grpo_megatron.errors import DataError
+from grpo_megatron.routing.shape import RouteShape, RouteStatus
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, SamplingMask, VersionSpan
 
 FILES = ["manifest.json", "rollout-0.safetensors", "rollout-1.safetensors", "train.safetensors"]
@@ -131,6 +132,61 @@ def test_kept_sets_of_truncated_sampling(tmp_path):
         assert found.ids.dtype == np.int32
         np.testing.assert_array_equal(found.ids, [] if kept is None else kept.ids)
         np.testing.assert_array_equal(found.offsets, [0] * 5 if kept is None else kept.offsets)
+
+
+def test_a_completion_without_sets_does_not_move_those_after_it(tmp_path):
+    rng, completions = np.random.default_rng(1), []
+    masks = [None, SamplingMask(np.array([5, 6, 7], np.int32), np.array([0, 2, 3])), None]
+    masks.append(SamplingMask(np.array([8], np.int32), np.array([0, 0, 1])))
+    for mask in masks:
+        completions.append(replace(completion_of(2, rng), kept=mask))
+    group = RolloutGroup(Prompt("p", "d", "", (1,), ""), tuple(completions), 0)
+    directory = tmp_path / "step_000001"
+    shard = write_shard(begin_step(directory) / "rollout-0.safetensors", [group])
+    finish_step(directory, [shard], [SampleRow(0, i, 0, 0, 0.0) for i in range(4)], StepFacts())
+    table = SampleTable(directory)
+    found = [(table.kept(row).ids.tolist(), table.kept(row).offsets.tolist()) for row in range(4)]
+    assert found == [([], [0, 0, 0]), ([5, 6, 7], [0, 2, 3]), ([], [0, 0, 0]), ([8], [0, 0, 1])]
+
+
+def test_components_steps_and_columns_of_teachers_come_back_under_their_names(tmp_path):
+    directory = tmp_path / "step_000001"
+    rng = np.random.default_rng(2)
+    group = RolloutGroup(
+        Prompt("p", "d", "", (1,), ""), (completion_of(3, rng), completion_of(2, rng)), 0
+    )
+    shard = write_shard(begin_step(directory) / "rollout-0.safetensors", [group])
+    components = {"right": np.array([1.0, np.nan]), "short": np.array([0.25, 0.5])}
+    of_teacher = {"0/ids": np.arange(10, dtype=np.int32).reshape(5, 2), "0/rows": np.array([0, 1])}
+    finish_step(
+        directory,
+        [shard],
+        [SampleRow(0, 0, 0, 0, 1.0), SampleRow(0, 1, 0, 0, 0.5)],
+        StepFacts(),
+        components=components,
+        steps=[(0, 1, 0.5), (0, 2, -1.0), (1, 1, 2.0)],
+        teacher_logprobs=of_teacher,
+    )
+    table = SampleTable(directory)
+    for found, expected in (
+        (table.components, components),
+        (table.teacher_logprobs, of_teacher),
+    ):
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values)
+            assert found[name].dtype == values.dtype
+    assert [column.tolist() for column in table.steps] == [[0, 0, 1], [1, 2, 1], [0.5, -1.0, 2.0]]
+
+
+def test_samples_of_a_shard_without_routes_have_none_of_any_shape(pristine):
+    table = SampleTable(pristine)
+    shape = RouteShape(layers=(1, 3), num_experts=8, experts_per_token=2)
+    ids, status = table.routes(0, (3,), shape)
+    tokens = int(table.prompt_lengths[0] + table.completion_lengths[0]) - 1
+    assert table.route_shapes == []
+    assert ids.shape == (1, tokens, 2) and not ids.any()
+    assert (status == RouteStatus.MISSING).all() and status.shape == (1, tokens)
 
 
 def test_untruncated_samples_have_no_sets(pristine):
