@@ -66,11 +66,16 @@ def list_objectives(as_json: Json = False) -> None:
     from grpo_megatron.config.objective import PRESETS
 
     if as_json:
-        shown = {"title", "source", "use", "evidence"}
+        shown = {"title", "source", "use", "evidence", "not_trained"}
         values = {name: preset.model_dump(include=shown) for name, preset in PRESETS.items()}
         typer.echo(json.dumps(values, indent=2, ensure_ascii=False))
         return
-    rows = [(name, preset.title, preset.evidence, preset.use) for name, preset in PRESETS.items()]
+    rows = []
+    for name, preset in PRESETS.items():
+        when = preset.use
+        if preset.not_trained:
+            when += f"; training refuses it {preset.not_trained}"
+        rows.append((name, preset.title, preset.evidence, when))
     print_table(("name", "what", "evidence", "when"), rows)
 
 
@@ -126,9 +131,20 @@ def plan(
         typer.Option("--search", metavar="NODESxGPUS", help="Rank trainer layouts that fit."),
     ] = None,
     device: Annotated[str, typer.Option(help="GPU, for example h200.")] = "h100-80g",
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            "--compare",
+            metavar="ppo",
+            help="Memory of PPO's models beside GRPO's; also of a model preset, 7b, 13b or 70b.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Memory by component, bubble, tokens, bytes; an error if the recipe does not fit."""
+    if compare is not None:
+        _compare(recipe, overrides or [], compare, search, as_json)
+        return
     from grpo_megatron.config.suggest import did_you_mean
     from grpo_megatron.plan import search as layouts
     from grpo_megatron.plan.memory import DEVICES, memory_problems, plan_of
@@ -165,21 +181,41 @@ def plan(
     )
 
 
+def _compare(
+    source: str, overrides: list[str], other: str, search: str | None, as_json: bool
+) -> None:
+    from grpo_megatron.cli.compare_plan import compare
+
+    if other != "ppo":
+        raise ConfigError(
+            f"GRPO can be compared with ppo, not with {other!r}",
+            where="--compare",
+            remedy="--compare ppo",
+        )
+    if search:
+        raise ConfigError(
+            "--compare and --search exclude each other",
+            where="command line",
+            remedy="choose one of them",
+        )
+    compare(source, overrides, as_json=as_json)
+
+
 def _print(found: Any) -> None:
     rows = []
     for rank in found.stages:
-        parts = map(_size, rank.parts.values())
-        rows.append((str(rank.stage), str(rank.rank), *parts, _size(rank.total)))
+        parts = map(format_size, rank.parts.values())
+        rows.append((str(rank.stage), str(rank.rank), *parts, format_size(rank.total)))
     print_table(("stage", "rank", *found.worst.parts, "total"), rows, labelled=True)
     usable = "not known"
     if found.usable_bytes is not None:
-        usable = _size(found.usable_bytes)
+        usable = format_size(found.usable_bytes)
     engine = []
     for name, number in found.engine.items():
         is_count = name == "kv_tokens"
-        engine.append(f"{name} {number}" if is_count else f"{name} {_size(number)}")
+        engine.append(f"{name} {number}" if is_count else f"{name} {format_size(number)}")
     lines = {
-        "fullest rank": f"{found.worst.rank}: {_size(found.worst.total)}, usable: {usable}",
+        "fullest rank": f"{found.worst.rank}: {format_size(found.worst.total)}, usable: {usable}",
         "engine": ", ".join(engine),
     }
     for name, number in found.numbers.items():
@@ -191,13 +227,14 @@ def _print(found: Any) -> None:
 
 def _number(name: str, number: float) -> str:
     if name.endswith("_bytes"):
-        return _size(number)
+        return format_size(number)
     if isinstance(number, float):  # a share
         return f"{number:.1%}"
     return f"{number:,}"
 
 
-def _size(num_bytes: float) -> str:
+def format_size(num_bytes: float) -> str:
+    """In GiB or MiB, for a person."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.1f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB"
@@ -226,7 +263,7 @@ def _search(config: Any, text: str, device: str, as_json: bool) -> None:
         cost = f"{row['cost']:.2f}"
         bubble = f"{row['bubble_fraction']:.1%}"
         settings = row["settings"] or "as in the recipe"
-        shown.append((cost, _size(row["bytes"]), bubble, settings))
+        shown.append((cost, format_size(row["bytes"]), bubble, settings))
     print_table(("cost", "memory", "bubble", "settings"), shown, labelled=True)
 
 

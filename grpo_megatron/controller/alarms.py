@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from grpo_megatron.algorithms.advantages.signal import carries_signal
+from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.config.alarms import AlarmsConfig
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import DataError
 from grpo_megatron.telemetry.metrics import read_metrics
 
 WINDOW_STEPS = 5
@@ -144,8 +148,6 @@ _OF_RL = (
     WatchedMetric("clip_fraction", "clip/region_fraction", too_much_clipped),
 )
 _NO_SIGNAL = WatchedMetric("no_signal", "group/all_equal_fraction", no_signal)
-_ZERO_FOR_EQUAL_REWARDS = ("group", "rloo", "maxrl", "passk", "pkpo", "best_minus_second")
-"""Advantages that are 0 for a group of equal rewards; others see more than the reward."""
 
 
 class Alarms:
@@ -247,9 +249,30 @@ def watched_metrics(config: RunConfig) -> list[WatchedMetric]:
 
 
 def _equal_rewards_teach_nothing(o: ObjectiveConfig) -> bool:
-    """Whether a group of equal rewards has no advantages but 0, whatever the rest of the batch."""
-    from_rewards_alone = o.advantage in _ZERO_FOR_EQUAL_REWARDS and o.reward_shaping == "none"
-    return from_rewards_alone and o.whiten != "tokens" and o.kl != "reward_k1"
+    """Whether a group of equal rewards has no advantages but 0, though its samples differ in
+    length, components and rewards of steps."""
+    size = 3
+    different = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
+    group = SampleBatch(
+        rewards=torch.ones(size, dtype=torch.float64),
+        group_ids=torch.zeros(size, dtype=torch.int64),
+        token_counts=torch.arange(1, size + 1),
+        sample_ids=torch.arange(size),
+        domains=torch.zeros(size, dtype=torch.int64),
+        trained=torch.ones(size, dtype=torch.bool),
+        components={"first": different, "second": different**2},
+        component_weights={"first": torch.ones(size), "second": torch.ones(size)},
+        correct=torch.ones(size, dtype=torch.bool),
+        events=Events(
+            sample=torch.arange(size),
+            end=torch.zeros(size, dtype=torch.int64),
+            reward=different,
+        ),
+    )
+    try:
+        return not carries_signal(o, group)
+    except DataError:  # it needs the turns of a conversation
+        return False
 
 
 def _finite(metrics: Mapping[str, float | None], name: str) -> float | None:

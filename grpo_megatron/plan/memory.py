@@ -157,13 +157,25 @@ def _workload(config: RunConfig, s: Sizes) -> Workload:
 
 
 def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:
-    frozen = config.routing.router_policy == "freeze_weights"
+    static = fullest_static(
+        s, stage, frozen_routers=has_frozen_routers(config), on_gpu=work["on_gpu"]
+    )
+    return RankMemory(stage, static.rank, static.parts | step_bytes(s, stage, **work))
+
+
+def has_frozen_routers(config: RunConfig) -> bool:
+    """Whether routers have neither gradients nor optimizer state."""
+    return config.routing.router_policy == "freeze_weights"
+
+
+def fullest_static(s: Sizes, stage: int, *, frozen_routers: bool, on_gpu: bool) -> RankMemory:
+    """What the fullest rank of a stage holds from start to end."""
     count = s.trainer.num_ranks // s.trainer.pipeline_parallel_size
     static = {}
     for rank in (0, count - 1):  # shards differ by padding only
-        static[rank] = static_bytes(s, stage, rank, frozen_routers=frozen, overlaps=work["on_gpu"])
+        static[rank] = static_bytes(s, stage, rank, frozen_routers=frozen_routers, overlaps=on_gpu)
     rank = max(static, key=lambda rank: sum(static[rank].values()))
-    return RankMemory(stage, stage * count + rank, static[rank] | step_bytes(s, stage, **work))
+    return RankMemory(stage, stage * count + rank, static[rank])
 
 
 def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -> dict[str, float]:

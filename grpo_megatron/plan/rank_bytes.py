@@ -9,10 +9,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.weights import FORMS, Sizes, Weight, product, weights_of_chunk
 
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class BytesPerParameter:
+    """What one parameter that is trained needs."""
+
+    weights: int
+    gradients: int
+    optimizer: int  # Adam's moments, and float32 weights where the model's are not
+
+
+def bytes_per_parameter(element: int) -> BytesPerParameter:
+    """By the bytes of a weight; optimizer state is shared by the ranks that shard it."""
+    moments = 8
+    main_weight = 0
+    if element < 4:
+        main_weight = 4
+    return BytesPerParameter(element, 4, moments + main_weight)
 
 
 def static_bytes(
@@ -23,11 +42,9 @@ def static_bytes(
     gradients; reductions that overlap with computation (on GPUs) are done in buckets."""
     t = s.trainer
     element = s.symbols["element"]
-    replicas = t.dp * t.context_parallel_size
+    replicas, expert_replicas = shard_counts(t)
     dense_shard = _Shard(local_rank // t.tensor_parallel_size, replicas)
-    expert_shard = _Shard(
-        local_rank // (t.etp * t.expert_parallel_size), t.num_ranks // t.expert_ranks
-    )
+    expert_shard = _Shard(local_rank // (t.etp * t.expert_parallel_size), expert_replicas)
     num_frozen = 0
     num_elements = 0
     num_states = 0
@@ -49,15 +66,29 @@ def static_bytes(
             for bucket in _buckets(weights, shard.count, bucket_limit):
                 num_elements += bucket.size
                 num_states += bucket.num_states(shard)
-    bytes_a_state = 8
-    if element < 4:
-        bytes_a_state = 12  # with float32 weights
+    of_one = bytes_per_parameter(element)
     return {
-        "weights": (num_elements + num_frozen) * element,
-        "gradients": 4 * num_elements,
-        "optimizer": bytes_a_state * num_states,
+        "weights": of_one.weights * (num_elements + num_frozen),
+        "gradients": of_one.gradients * num_elements,
+        "optimizer": of_one.optimizer * num_states,
         "buffers": _buffers(s, stage),
     }
+
+
+def shard_counts(trainer: TrainerConfig) -> tuple[int, int]:
+    """Ranks that share the optimizer state of a weight, and of an expert's weight, where the
+    optimizer is distributed."""
+    replicas = trainer.dp * trainer.context_parallel_size
+    return replicas, trainer.num_ranks // trainer.expert_ranks
+
+
+def inference_bytes(s: Sizes, stage: int) -> dict[str, int]:
+    """`weights` and `buffers` of a rank of a model that is only computed, as a reference is: no
+    gradients, nothing is padded."""
+    num_elements = 0
+    for chunk in range(s.num_chunks):
+        num_elements += sum(weight.numel for weight in weights_of_chunk(s, stage, chunk))
+    return {"weights": num_elements * s.symbols["element"], "buffers": _buffers(s, stage)}
 
 
 @dataclass(frozen=True, slots=True)

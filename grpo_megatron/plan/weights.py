@@ -29,6 +29,7 @@ class Sizes:
     model: Mapping[str, Any]  # `[megatron]` settings of the family
     hf: Mapping[str, Any]
     symbols: Mapping[str, Any]  # sizes on a rank, by their names in the closed forms
+    has_value_head: bool = False  # a number a token instead of the vocabulary's logits
 
     @property
     def num_chunks(self) -> int:
@@ -105,7 +106,7 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
         return [Weight(numel, kind) for numel in numels if numel]
 
     pp = s.trainer.pipeline_parallel_size
-    tied = s.hf["tie_word_embeddings"]
+    tied = s.hf["tie_word_embeddings"] and not s.has_value_head
     is_first = stage == chunk == 0
     is_last = (stage, chunk) == (pp - 1, s.num_chunks - 1)
     table = Weight(s.symbols["vocabulary"] * s.symbols["hidden"])
@@ -121,6 +122,8 @@ def weights_of_chunk(s: Sizes, stage: int, chunk: int) -> list[Weight]:
         weights += moe if is_moe else of("mlp")
     if is_last:
         weights += of("norm")
-        if not (is_first and tied):
+        if s.has_value_head:
+            weights.append(Weight(s.symbols["hidden"]))  # not split: every TP rank has it
+        elif not (is_first and tied):
             weights.append(table)
     return weights

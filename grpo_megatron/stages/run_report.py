@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.plan.memory import plan_of
+from grpo_megatron.plan.ppo import comparison_of
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import read_events
 from grpo_megatron.telemetry.metrics import read_metrics
@@ -52,6 +54,7 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
     computed: dict[str, Callable[[], Any]] = {
         "recorded": lambda: _recorded_steps(config, run_dir),
         "memory": lambda: plan_of(config, worst_only=True).worst.parts,
+        "ppo": lambda: asdict(comparison_of(config)),
     }
     notes = []
     for part, compute in computed.items():

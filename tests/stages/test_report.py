@@ -243,6 +243,22 @@ def test_a_finished_graph_in_a_browser(browser, finished):
     assert "seen: 0.5" in browser.run("return document.querySelector('.closed').textContent")
 
 
+def test_memory_of_ppo_and_grpo(browser, tmp_path):
+    page = write_report(str(write_run(tmp_path / "run", 1).root))
+    plots_of(browser, page)
+    rows = browser.run(
+        "return [...document.querySelectorAll('.memory tbody tr')].map("
+        "row => [...row.cells].map(cell => cell.textContent))"
+    )
+    ppo = data_of(page)["runs"][0]["ppo"]
+    assert [row[0] for row in rows] == [
+        *(model["model"] for model in ppo["models"]),
+        *(algorithm["algorithm"] for algorithm in ppo["algorithms"]),
+    ]
+    assert rows[0][1] == f"{ppo['models'][0]['parameters']:,}" and rows[2][3:5] == ["–", "–"]
+    assert rows[-1][-1] == f"{ppo['algorithms'][-1]['share_of_ppo'] * 100:.1f} %"
+
+
 def test_hover_and_keys_show_values(browser, tmp_path):
     page = write_report(str(write_run(tmp_path / "run", 12).root))
     plots_of(browser, page)
@@ -270,7 +286,7 @@ ESTIMATORS = {
     "RLOO": {"advantage": "rloo"},
     "Lite PPO": {"advantage_std": "batch_raw"},
     "MaxRL": {"advantage": "maxrl"},
-    "Best minus second": {"advantage": "best_minus_second"},
+    "Best minus second": {"advantage": "best_minus_second", "advantage_std": "none"},
 }
 GROUPS = [
     [1, 0, 0, 1, 0.5],

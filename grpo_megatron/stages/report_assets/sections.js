@@ -85,19 +85,24 @@ function evaluationOf(run) {
     domains.map(([domain, values]) => [domain, show(values.prompts), ...names.map(name => cell(values, name))])));
 }
 
-/** Bytes of the fullest rank: PPO's four models against GRPO's. */
+/** Models and algorithms of PPO and GRPO at the run's layout, as `plan --compare ppo` has them. */
 function memoryOf(run) {
-  if (!run.memory) return null;
-  const { weights, gradients, optimizer } = run.memory, trained = weights + gradients + optimizer;
-  const roles = [["policy and its optimizer", trained, trained], ["critic and its optimizer", trained, 0],
-    ["reference", weights, weights], ["reward model", weights, 0]];
-  const total = column => roles.reduce((sum, role) => sum + role[column], 0);
-  const rows = roles.map(([role, ppo, grpo]) => [role, bytes(ppo), grpo ? bytes(grpo) : "–"]);
-  const last = ["together", bytes(total(1)), bytes(total(2))];
-  last.total = true;
-  const free = run.config.objective.kl === "none" ? " The objective of this run has no KL term: it needs no reference while it trains." : "";
-  return el("div", null, el("h3", null, "Memory: PPO and GRPO"), table(["model", "PPO", "GRPO"], [...rows, last]),
-    el("p", { class: "muted" }, `Of the trainer's fullest rank, at ${run.config.trainer.num_ranks} rank${run.config.trainer.num_ranks === 1 ? "" : "s"} in ${run.config.trainer.precision}: weights ${bytes(weights)}, gradients ${bytes(gradients)}, optimizer ${bytes(optimizer)}. Critic and reward model are taken to be as large as the policy; activations and KV cache are left out. GRPO takes ${show(total(2) / total(1) * 100)} % of PPO's.${free}`));
+  if (!run.ppo) return null;
+  const { models, algorithms, per_parameter: each, num_ranks: ranks } = run.ppo;
+  const components = ["weights", "gradients", "optimizer", "buffers"];
+  const sum = parts => Object.values(parts).reduce((total, part) => total + part, 0);
+  const modelRows = models.map(({ model, parameters, parts, all_ranks }) => [model, show(parameters),
+    ...components.map(name => (parts[name] ? bytes(parts[name]) : "–")), bytes(sum(parts)), bytes(all_ranks)]);
+  const algorithmRows = algorithms.map(({ algorithm, models: names, rank, all_ranks, share_of_ppo }) =>
+    [algorithm, names.join(", "), bytes(rank), bytes(all_ranks), (share_of_ppo * 100).toFixed(1) + " %"]);
+  const free = run.config.objective.kl === "none" ? " The objective of this run has no KL term." : "";
+  return el("div", { class: "memory" }, el("h3", null, "Memory: PPO and GRPO"),
+    table(["model", "parameters", ...components, "a rank", "all ranks"], modelRows),
+    el("p"), table(["algorithm", "models", "a rank", "all ranks", "of PPO"], algorithmRows, [0, 1]),
+    el("p", { class: "muted" }, `At ${ranks} trainer rank${ranks === 1 ? "" : "s"}, of the fullest rank of a pipeline stage. `
+      + `Trained: ${each.weights} bytes of weights, ${each.gradients} of gradients and ${each.optimizer} of optimizer state a parameter, padded; `
+      + `optimizer state is shared by ${run.ppo.optimizer_shards} ranks. Critic and reward model: the policy's layers with a value head. `
+      + `Left out: activations, KV cache, engine; here the host keeps references.${free}`));
 }
 
 /** Groups of the recorded steps, those with the largest spread first, then the newest. */
