@@ -14,6 +14,7 @@ import torch
 from grpo_megatron.algorithms.batch import Advantages, SampleBatch
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure_kl, measure_move
+from grpo_megatron.batching.drift_file import SampleDrift
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import load_model, save_model
 from grpo_megatron.config.run import RunConfig
@@ -164,9 +165,12 @@ def _take_over(
 
 
 class PolicyDriftMonitor:
-    """`objective.monitor_share` of the samples, spread over the step, under the policy before."""
+    """`objective.monitor_share` of the samples, spread over the step, under the policy before.
+
+    `moved` is what `step` saw of these samples, by row of the table, on ranks with an output."""
 
     def __init__(self, config: RunConfig, policy: Policy, table: SampleTable, objective: Objective):
+        self.moved: dict[int, SampleDrift] = {}
         count = math.ceil(config.objective.monitor_share * len(table))
         rows = np.linspace(0, len(table) - 1, count).astype(np.int64)
         self._policy = policy
@@ -189,15 +193,37 @@ class PolicyDriftMonitor:
     def step(self, batch: SampleBatch, advantages: Advantages) -> Stats:
         """How far the updates of the step moved the policy: `step/…`."""
         of_samples = advantages.values
+        by_token = advantages.values
         if advantages.per_token:
             of_samples = batch.means(advantages.values)
+        else:
+            by_token = batch.to_tokens(advantages.values)
         stats = Stats()
         for microbatch, meter, before, after in self._measured(self._logprobs()):
             rows = torch.from_numpy(microbatch.table_rows)
             of_tokens = of_samples[rows].to(after.device)[microbatch.sample]
             measure_move(meter, "step", after - before, of_tokens)
             stats.add(meter.stats)
+            self._keep(microbatch.table_rows, before, after, batch.offsets, by_token)
         return optimizer_step.reduce_stats(stats)
+
+    def _keep(
+        self,
+        rows: np.ndarray,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        offsets: torch.Tensor,
+        advantages: torch.Tensor,
+    ) -> None:
+        """Put the samples of a micro-batch into `moved`. rows: int64 [S]; before, after: fp32 [n]
+        of these; offsets: int64 [N+1] into advantages, [n] of the step."""
+        lengths = self._table.completion_lengths[rows].tolist()
+        parts = zip(rows.tolist(), before.split(lengths), after.split(lengths), strict=True)
+        for row, of_before, of_after in parts:
+            of_sample = advantages[offsets[row] : offsets[row + 1]]
+            self.moved[row] = SampleDrift(
+                of_before.cpu().numpy(), of_after.cpu().numpy(), of_sample.float().cpu().numpy()
+            )
 
     def _logprobs(self) -> list[torch.Tensor]:
         """Of the current policy, fp32 [n] by micro-batch."""

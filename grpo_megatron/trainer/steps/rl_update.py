@@ -22,6 +22,7 @@ from grpo_megatron.algorithms.advantages.pipeline import (
 from grpo_megatron.algorithms.aggregation import loss_constants, with_preference
 from grpo_megatron.algorithms.batch import Advantages, LossConstants
 from grpo_megatron.algorithms.stats import Stats, derived
+from grpo_megatron.batching.drift_file import write_drift
 from grpo_megatron.batching.store import SampleTable, read_decisions, write_decisions
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import MismatchError
@@ -122,6 +123,7 @@ class Training:
         self._write_masks()
         if drift_monitor:
             total.add(drift_monitor.step(self.batch, advantages))
+            self._write_drift(drift_monitor)
         losses, grad_norms = optimizer_step.losses_and_norms(by_update)
         return TrainReport(
             metrics=self._metrics(total, advantages, rates),
@@ -274,6 +276,19 @@ class Training:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
             self.recorded_masks,
+        )
+
+    def _write_drift(self, monitor: PolicyDriftMonitor) -> None:
+        """Keep what the step did to the monitored samples for reports; one tensor rank writes."""
+        if not monitor.moved or self.replayed_masks is not None:
+            return
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            return
+        write_drift(
+            self.table.directory,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            monitor.moved,
         )
 
     def _metrics(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
+
+from grpo_megatron.batching.drift_file import read_drift
+from grpo_megatron.batching.store import SampleTable
 
 pytestmark = pytest.mark.engine
 OBJECTIVES = {
@@ -37,6 +43,19 @@ def test_a_reference_without_weight_is_measured(request, moe_model, samples_of_t
         assert gains[0] > 0 > gains[1] and metrics[name]["step/k2"] > 0
         assert metrics[name]["update/k2"] == 0  # the only update starts from the old policy
     assert not any(name.startswith("step/") for name in metrics["not at all"])
+    require_recorded(Path(samples_of_two), metrics["no estimator"])  # the last one that was trained
+
+
+def require_recorded(directory: Path, metrics: dict[str, float]) -> None:
+    """Log-probs before and after the step are in the store: they give its metrics again."""
+    lengths = SampleTable(directory).completion_lengths
+    found = read_drift(directory, lengths)
+    assert list(found) == list(range(len(lengths)))
+    gains = np.concatenate([sample.after - sample.before for sample in found.values()])
+    advantages = np.concatenate([sample.advantages for sample in found.values()])
+    for sign, is_of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+        wanted = metrics[f"step/logprob_gain_{sign}"]
+        assert gains[is_of_sign].mean() == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.fixture(scope="module")

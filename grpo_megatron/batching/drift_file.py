@@ -1,0 +1,68 @@
+"""What the optimizer steps of a recorded step did to some of its samples: an optional file.
+
+    step_000123/drift-0.safetensors  `rows` int64 [S]; `before`, `after`, `advantages` float32 [n]
+
+The trainer writes it for `objective.monitor_share` of the samples once it has trained the step,
+one file for each data-parallel rank, beside what is immutable. Only reports read it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.batching.columns import read_columns, write_columns
+from grpo_megatron.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDrift:
+    """One sample; all float32 [T]."""
+
+    before: np.ndarray
+    """Log-probs of its tokens under the policy before the first optimizer step of the batch."""
+    after: np.ndarray
+    """Log-probs after the last one."""
+    advantages: np.ndarray
+    """As they were trained; 0 where the sample is not in the loss."""
+
+
+def write_drift(
+    directory: Path, rank: int, num_ranks: int, found: Mapping[int, SampleDrift]
+) -> None:
+    """Write what a rank saw, by row of the step's table; files of an attempt with more ranks go."""
+    if rank == 0:
+        for path in directory.glob("drift-*.safetensors"):
+            if int(path.stem.partition("-")[2]) >= num_ranks:
+                path.unlink()
+    columns = {"rows": np.array(list(found), np.int64)}
+    for name in ("before", "after", "advantages"):
+        parts = [np.empty(0, np.float32)]
+        for sample in found.values():
+            parts.append(np.asarray(getattr(sample, name), np.float32))
+        columns[name] = np.concatenate(parts)
+    write_columns(directory / f"drift-{rank}.safetensors", columns)
+
+
+def read_drift(directory: Path, lengths: np.ndarray) -> dict[int, SampleDrift]:
+    """Read the samples that were looked at, by row in ascending order; empty where nothing was
+    recorded.
+
+    Raises DataError when it belongs to another step. lengths: of completions, int64 [N]."""
+    found: dict[int, SampleDrift] = {}
+    for path in sorted(directory.glob("drift-*.safetensors")):
+        columns = read_columns(path)
+        rows = columns["rows"]
+        is_of_this_step = not len(rows) or 0 <= rows.min() <= rows.max() < len(lengths)
+        if not is_of_this_step or lengths[rows].sum() != len(columns["before"]):
+            raise DataError("log-probs belong to another step", where=str(path))
+        start = 0
+        for row in rows.tolist():
+            end = start + int(lengths[row])
+            found[row] = SampleDrift(
+                columns["before"][start:end],
+                columns["after"][start:end],
+                columns["advantages"][start:end],
+            )
+            start = end
+    return dict(sorted(found.items()))
