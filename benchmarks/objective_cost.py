@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_megatron.algorithms.advantages.pipeline import needed_columns
+from grpo_megatron.algorithms.advantages.pipeline import loss_columns, needed_columns
 from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.algorithms.evaluate import evaluate
 from grpo_megatron.algorithms.objective import Objective
@@ -124,10 +124,9 @@ def measured(
     """Seconds (best of several) and peak memory in copies of the token array."""
     settings = {"kl_beta": 0.01} if PRESETS[name].values.get("kl") else {}
     objective = Objective(ObjectiveConfig(preset=name, **settings))
-    parts, needed = (
-        microbatches(batch),
-        needed_columns(objective.config, reference=objective.wants_reference),
-    )
+    parts = microbatches(batch)
+    needed = needed_columns(objective.config, weighs_kl=objective.weighs_kl)
+    needed |= loss_columns(objective.config)
     batch = replace(batch, tokens={n: c for n, c in batch.tokens.items() if n in needed})
 
     def run() -> None:

@@ -14,9 +14,11 @@ from torch import Tensor
 from grpo_megatron.algorithms.advantages.estimators import turn_index
 from grpo_megatron.algorithms.batch import Advantages, LossConstants, SampleBatch
 from grpo_megatron.algorithms.custom import function_of, require_shape
+from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.algorithms.terms import preference_coefficients
+from grpo_megatron.algorithms.token_selection import covariant_tokens, low_entropy_tokens
 from grpo_megatron.config.objective import ObjectiveConfig
 
 
@@ -63,7 +65,25 @@ def loss_constants(
     turns = None
     if o.ratio == "turn_geo":
         turns = turn_index(batch)
-    return LossConstants(batch, advantages, weights, weight_slopes, turns)
+    positive_weights = None
+    if o.positive_nll_weight > 0:
+        positive_weights = positive_token_weights(o, batch, rows)
+    low_entropy = None
+    if o.top_entropy_share < 1:
+        low_entropy = low_entropy_tokens(o, batch, rows)
+    covariant = None
+    if o.clip in ("clip_cov", "kl_cov"):
+        covariant = covariant_tokens(o, batch, advantages, rows)
+    return LossConstants(
+        batch,
+        advantages,
+        weights,
+        weight_slopes,
+        turns,
+        positive_weights=positive_weights,
+        low_entropy=low_entropy,
+        covariant=covariant,
+    )
 
 
 def with_preference(
@@ -75,6 +95,18 @@ def with_preference(
     batch = replace(constants.batch, trained=constants.weights > 0)
     parts = preference_coefficients(objective.config, batch, batch.rewards, margins)
     return replace(constants, preference=torch.stack(parts))
+
+
+def positive_token_weights(o: ObjectiveConfig, batch: SampleBatch, rows: Tensor) -> Tensor:
+    """Weight of the negative log-likelihood at every token of each sample, float64 [N]:
+    `positive_nll_weight` over the tokens of all correct samples among `rows` (int64), of the domain
+    with `denominator = "domain"`; 0 for the others (VAPO, arXiv:2504.05118 eq. 10)."""
+    in_step = torch.zeros(len(batch), dtype=torch.bool)
+    in_step[rows] = True
+    is_positive = in_step & batch.valid & batch.is_correct(o.correct_threshold)
+    scopes = Groups(batch.scopes(o.denominator), is_positive)
+    num_tokens = scopes.sum(batch.token_counts.double())
+    return torch.where(is_positive, o.positive_nll_weight / num_tokens.clamp(min=1), 0.0)
 
 
 def token_weights(o: ObjectiveConfig, lengths: Lengths, domains: np.ndarray) -> np.ndarray:

@@ -228,6 +228,10 @@ class LossConstants:
     weight_slopes: Tensor | None  # float64 [N], by the exponent of lambda_grpo
     turns: Tensor | None  # int32 [n], see `estimators.turn_index`
     preference: Tensor | None = None  # float64 [2, N]: coefficient of the margin, loss
+    positive_weights: Tensor | None = None
+    """float64 [N], by which each token's negative log-likelihood counts; 0 for what is not right"""
+    low_entropy: Tensor | None = None  # bool [n]: loses the surrogate (`top_entropy_share`)
+    covariant: Tensor | None = None  # bool [n]: chosen by covariance (clip_cov, kl_cov)
 
     def loss_batch(
         self,
@@ -267,6 +271,15 @@ class LossConstants:
         preference = None
         if self.preference is not None:
             preference = self.preference[:, rows].to(logprobs)
+        positive_weights = None
+        if self.positive_weights is not None:
+            positive_weights = to_tokens(self.positive_weights)
+        low_entropy = None
+        if self.low_entropy is not None:
+            low_entropy = self.low_entropy[index].to(device)
+        covariant = None
+        if self.covariant is not None:
+            covariant = self.covariant[index].to(device)
         masks = None
         if replayed_masks is not None:
             masks = {name: mask[index].to(device) for name, mask in replayed_masks.items()}
@@ -287,6 +300,9 @@ class LossConstants:
             turn=turn,
             weight_slopes=weight_slopes,
             preference=preference,
+            positive_weights=positive_weights,
+            low_entropy=low_entropy,
+            covariant=covariant,
             replayed_masks=masks,
         )
 
@@ -313,6 +329,9 @@ class LossBatch:
     turn: Tensor | None = None  # int64 [n], 0..: the turn of each token (GAGPO)
     weight_slopes: Tensor | None = None  # [n], by the exponent of lambda_grpo
     preference: Tensor | None = None  # [2, S]: coefficient of the margin, loss
+    positive_weights: Tensor | None = None  # [n], of the negative log-likelihood
+    low_entropy: Tensor | None = None  # bool [n]: without a surrogate
+    covariant: Tensor | None = None  # bool [n]: chosen by covariance
     replayed_masks: Mapping[str, Tensor] | None = None
     """Who was clipped or rejected when the step was first trained, bool [n] by name; the loss
     follows them, as rounding may decide otherwise."""
@@ -328,3 +347,4 @@ class ClipInputs:
     logprobs: Tensor  # [n] with gradient
     low: float | Tensor
     high: float | Tensor
+    covariant: Tensor | None = None  # bool [n]: chosen by covariance (clip_cov, kl_cov)

@@ -143,7 +143,7 @@ def _require_columns(
     objective: Objective, batch: SampleBatch, there: set[str], *, given: bool
 ) -> None:
     o = objective.config
-    needed: set[str] = set()
+    needed = set(pipeline.loss_columns(o))
     if not given:
         needed |= pipeline.needed_columns(o, weighs_kl=objective.weighs_kl)
         if o.advantage == "components" and not batch.components:

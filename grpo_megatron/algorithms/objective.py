@@ -88,6 +88,8 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     losses = _regularised(objective, batch, losses, log_diff)
     weighted = batch.weights * losses
     loss = weighted.sum()
+    if batch.positive_weights is not None:
+        loss = loss - (batch.positive_weights * batch.logprobs).sum()
     if batch.preference is not None:
         loss = loss + _preference_loss(batch, batch.preference)
 
@@ -122,13 +124,14 @@ def _clip_inputs(objective: Objective, batch: LossBatch) -> ClipInputs:
         logprobs=batch.logprobs,
         low=objective.value("clip_low", batch),
         high=objective.value("clip_high", batch),
+        covariant=batch.covariant,
     )
 
 
 def _regularised(
     objective: Objective, batch: LossBatch, losses: Tensor, log_diff: Tensor
 ) -> Tensor:
-    """Losses with what the policy gradient knows nothing of: KL, entropy, LLDS. All [n].
+    """Losses with what the policy gradient knows nothing of: KL, entropy, drift, LLDS. All [n].
 
     log_diff: `log pi_theta - log pi_old` of each token."""
     o = objective.config
@@ -138,21 +141,31 @@ def _regularised(
     entropy_weight = objective.value("entropy_weight", batch)
     if isinstance(entropy_weight, Tensor) or entropy_weight != 0:
         losses = losses - entropy_weight * batch.entropies
+    if o.rollout_drift_weight > 0:
+        drift = ratios.bounded(batch.logprobs - batch.rollout_logprobs)
+        losses = losses + o.rollout_drift_weight * drift**2
     if o.llds_weight > 0:
         displaced = terms.llds(log_diff, batch.advantages, batch.sample, batch.token_counts)
         losses = losses + o.llds_weight * displaced
     return losses
 
 
+_FOLLOW_RECORDED_CLIPS = ("ppo", "upper", "dppo_tv", "dppo_kl", "clip_cov")
+"""Clips that cut the gradient of a token, and have `r A` where they do not."""
+
+
 def _surrogate(
     o: ObjectiveConfig, inputs: ClipInputs, batch: LossBatch, clipped: Mapping[str, Tensor]
 ) -> Tensor:
     """What is maximised, [n]; clipped as recorded where the step is replayed."""
+    recorded = batch.replayed_masks
+    if recorded is not None and "covariance" in recorded:
+        inputs = replace(inputs, covariant=recorded["covariance"])
     term: Tensor = function_of("clip", o.clip, terms.CLIPS)(o, inputs)
     require_shape(o.clip, term.shape, inputs.log_ratio.shape)
-    if batch.replayed_masks is None or o.clip not in ("ppo", "upper"):
+    if recorded is None or o.clip not in _FOLLOW_RECORDED_CLIPS:
         return term
-    was_clipped = terms.clipped_as(batch.replayed_masks, clipped)
+    was_clipped = terms.clipped_as(recorded, clipped)
     return torch.where(was_clipped, term.detach(), terms.unclipped(o, inputs))
 
 
@@ -195,6 +208,14 @@ def _log_ratio(o: ObjectiveConfig, of_tokens: ClipInputs, batch: LossBatch) -> T
     return ratios.RATIOS[o.ratio](log_diff, batch.sample, batch.token_counts)
 
 
+_NO_MISMATCH_BOUNDS = {
+    "mismatch_min": 0.0,
+    "mismatch_max": torch.inf,
+    "mismatch_floor": 0.0,
+    "kpop_threshold": torch.inf,
+}
+
+
 def _off_policy_factor(
     objective: Objective, batch: LossBatch, stats: Stats
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -209,21 +230,31 @@ def _off_policy_factor(
         factor = _mismatch_factor(o, batch)
         masks["mismatch"] = factor == 0
         if "mismatch" in replayed:
-            unbounded = o.model_copy(update={"mismatch_min": 0.0, "mismatch_max": torch.inf})
+            unbounded = o.model_copy(update=_NO_MISMATCH_BOUNDS)
             was_kept = masks["mismatch"] & ~replayed["mismatch"]
             factor = torch.where(was_kept, _mismatch_factor(unbounded, batch), factor)
             factor = factor.masked_fill(replayed["mismatch"], 0.0)
     if o.off_policy_mask == "opsm":
         masks["opsm"] = _opsm_mask(objective, batch, stats)
-        keep = (~replayed.get("opsm", masks["opsm"])).to(batch.logprobs.dtype)
-        factor = keep if factor is None else factor * keep
+        factor = _without(factor, replayed.get("opsm", masks["opsm"]), batch)
+    if batch.low_entropy is not None:
+        masks["low_entropy"] = batch.low_entropy
+        factor = _without(factor, replayed.get("low_entropy", batch.low_entropy), batch)
     return factor, masks
+
+
+def _without(factor: Tensor | None, rejected: Tensor, batch: LossBatch) -> Tensor:
+    """The factor (None: 1), and 0 for rejected tokens (bool [n]). [n]"""
+    keep = (~rejected).to(batch.logprobs.dtype)
+    if factor is None:
+        return keep
+    return factor * keep
 
 
 def _mismatch_factor(o: ObjectiveConfig, batch: LossBatch) -> Tensor:
     """Correction for the mismatch of trainer and engine, detached, [n]."""
     log_rho = ratios.bounded(batch.old_logprobs.detach() - batch.rollout_logprobs)
-    return ratios.MISMATCH[o.mismatch](o, log_rho, batch.sample, batch.token_counts)
+    return ratios.MISMATCH[o.mismatch](o, log_rho, batch)
 
 
 def _opsm_mask(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:

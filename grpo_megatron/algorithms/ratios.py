@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_megatron.algorithms.batch import LossBatch
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 
@@ -17,11 +18,13 @@ CALIBRATION_QUANTILE = 0.99
 CALIBRATION_FACTOR = 5.0
 CALIBRATION_RANGE = (0.01, 0.5)
 MAX_LOG_RATIO = 20.0  # exp stays finite in fp32; the gradient beyond is zero
+MIN_PROBABILITY = 1e-6
+"""Probabilities are kept this far from 0 and from 1 in divergences of a token."""
 
 RATIOS: Registry[Callable[[Tensor, Tensor, Tensor], Tensor]] = Registry()
 """`(log_diff, segment, counts) -> [n]`, the logarithm of the ratio; log_diff: [n] of tokens."""
-MISMATCH: Registry[Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], Tensor]] = Registry()
-"""`(objective, log_rho, sample, counts) -> [n]`, detached, by which the surrogate is multiplied."""
+MISMATCH: Registry[Callable[[ObjectiveConfig, Tensor, LossBatch], Tensor]] = Registry()
+"""`(objective, log_rho, batch) -> [n]`, detached, by which the surrogate is multiplied."""
 
 
 @RATIOS.register("token")
@@ -82,38 +85,62 @@ def segment_mean(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     return segment_sum(values, segment, counts) / counts.clamp(min=1)
 
 
+def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
+    """KL(p || q) of a token against all other tokens together, [n], in nats.
+
+    logprobs, other: [n], `log p` and `log q`; probabilities are bounded by `MIN_PROBABILITY`."""
+    p = logprobs.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
+    q = other.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
+    of_token = p * (p.log() - q.log())
+    of_others = (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
+    return of_token + of_others
+
+
 @MISMATCH.register("tis")
-def tis(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
-    """`min(rho_t, mismatch_max)`: truncated importance sampling per token."""
-    return log_rho.exp().clamp(max=o.mismatch_max)
+def tis(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+    """`max(min(rho_t, mismatch_max), mismatch_floor)`: truncated importance sampling per token."""
+    return log_rho.exp().clamp(o.mismatch_floor, o.mismatch_max)
 
 
 @MISMATCH.register("tis_sequence")
-def tis_sequence(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
-    """`min(prod_t rho_t, mismatch_max)`: high variance for long samples."""
-    return bounded(segment_sum(log_rho, sample, counts)).exp().clamp(max=o.mismatch_max)[sample]
+def tis_sequence(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+    """`max(min(prod_t rho_t, mismatch_max), mismatch_floor)`: high variance for long samples."""
+    product = bounded(segment_sum(log_rho, batch.sample, batch.token_counts)).exp()
+    return product.clamp(o.mismatch_floor, o.mismatch_max)[batch.sample]
 
 
 @MISMATCH.register("mis_sequence")
-def mis_sequence(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
-    """`prod rho` where it is at most mismatch_max, else 0: long samples are mostly masked."""
-    product = bounded(segment_sum(log_rho, sample, counts)).exp()
-    return torch.where(product <= o.mismatch_max, product, 0.0)[sample]
+def mis_sequence(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+    """`prod rho` where it is within [mismatch_floor, mismatch_max], else 0: long samples are mostly
+    masked."""
+    product = bounded(segment_sum(log_rho, batch.sample, batch.token_counts)).exp()
+    keep = (product >= o.mismatch_floor) & (product <= o.mismatch_max)
+    return torch.where(keep, product, 0.0)[batch.sample]
 
 
 @MISMATCH.register("geometric_mask")
-def geometric_mask(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
+def geometric_mask(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
     """`rho_t` in samples whose geometric mean of rho is within [mismatch_min, mismatch_max]."""
-    mean = bounded(segment_mean(log_rho, sample, counts)).exp()
+    mean = bounded(segment_mean(log_rho, batch.sample, batch.token_counts)).exp()
     keep = (mean >= o.mismatch_min) & (mean <= o.mismatch_max)
-    return torch.where(keep[sample], log_rho.exp(), 0.0)
+    return torch.where(keep[batch.sample], log_rho.exp(), 0.0)
 
 
 @MISMATCH.register("icepop")
-def icepop(o: ObjectiveConfig, log_rho: Tensor, sample: Tensor, counts: Tensor) -> Tensor:
+def icepop(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
     """`rho_t` where it is within [mismatch_min, mismatch_max], else 0 (IcePop)."""
     rho = log_rho.exp()
     return torch.where((rho >= o.mismatch_min) & (rho <= o.mismatch_max), rho, 0.0)
+
+
+@MISMATCH.register("kpop")
+def kpop(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+    """`rho_t` where `max(KL(p || q), KL(q || p)) <= kpop_threshold`, else 0: p the trainer's and q
+    the engine's probability of the token against all others together (KPop, after IcePop)."""
+    trainer = batch.old_logprobs.detach()
+    engine = batch.rollout_logprobs
+    divergence = torch.maximum(binary_kl(trainer, engine), binary_kl(engine, trainer))
+    return torch.where(divergence <= o.kpop_threshold, log_rho.exp(), 0.0)
 
 
 def calibrated_delta(distances: Tensor) -> float:

@@ -5,6 +5,7 @@ The KL estimators are per token, with gradient; the effect of a token on later p
 out. `d = log pi_ref - log pi_theta`, over the whole vocabulary also where sampling truncates;
 `log_diff = log pi_theta - log pi_old`, over what could be sampled."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from grpo_megatron.algorithms.batch import ClipInputs, SampleBatch
 from grpo_megatron.algorithms.groups import ZERO_VARIANCE, Groups
-from grpo_megatron.algorithms.ratios import bounded, segment_sum
+from grpo_megatron.algorithms.ratios import binary_kl, bounded, segment_sum
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
+
+VESPO_MIN_LOG_RATIO = math.log(1e-8)
 
 CLIPS: Registry[Callable[[ObjectiveConfig, ClipInputs], Tensor]] = Registry()
 """Surrogates: `(objective, inputs) -> [n]`, to be maximised."""
@@ -64,6 +67,56 @@ def sapo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     return 4 / tau * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1)) * inputs.advantages
 
 
+@CLIPS.register("vespo")
+def vespo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """VESPO (arXiv:2602.10693), no gradient cut: `sg(W^k exp(lambda (1 - W))) A log pi`, W the
+    product of the ratios over the sequence, at least 1e-8; k and lambda by the sign of A."""
+    log_w = inputs.log_ratio.detach().clamp(min=VESPO_MIN_LOG_RATIO)
+    w = log_w.exp()
+    of_positive = o.vespo_k_positive * log_w + o.vespo_lambda_positive * (1 - w)
+    of_negative = o.vespo_k_negative * log_w + o.vespo_lambda_negative * (1 - w)
+    log_weight = torch.where(inputs.advantages >= 0, of_positive, of_negative)
+    return log_weight.exp() * inputs.advantages * inputs.logprobs
+
+
+@CLIPS.register("dppo_tv")
+def dppo_tv(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """`r A`, and 0 for tokens whose probability `pi_theta` has left `pi_old` by more than
+    `clip_high` upwards where A > 0, by more than `clip_low` downwards where A < 0: total variation
+    of the token against all others (DPPO, arXiv:2602.04879, whose old policy is the engine's:
+    `proximal = "rollout"`)."""
+    return _within_trust_region(o, inputs)
+
+
+@CLIPS.register("dppo_kl")
+def dppo_kl(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """As dppo_tv, by `KL(pi_old || pi_theta)` of the token against all others."""
+    return _within_trust_region(o, inputs)
+
+
+def _within_trust_region(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """`r A` of the tokens that `clip_status` does not hold, 0 of the others."""
+    held = torch.stack(list(clip_status(o, inputs).values())).any(0)
+    return torch.where(held, 0.0, unclipped(o, inputs))
+
+
+@CLIPS.register("clip_cov")
+def clip_cov(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """As ppo, and 0 for tokens that were chosen by the covariance of their log-prob and advantage,
+    against the collapse of entropy (Clip-Cov, arXiv:2505.22617; `algorithms.token_selection`)."""
+    assert inputs.covariant is not None  # see `LossConstants.covariant`
+    return torch.where(inputs.covariant, 0.0, ppo(o, inputs))
+
+
+@CLIPS.register("kl_cov")
+def kl_cov(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """`r A - covariance_penalty |log r|` for the tokens with the highest covariance of log-prob and
+    advantage, `r A` for the others (KL-Cov, arXiv:2505.22617)."""
+    assert inputs.covariant is not None  # see `LossConstants.covariant`
+    penalty = o.covariance_penalty * inputs.log_ratio.abs()
+    return unclipped(o, inputs) - torch.where(inputs.covariant, penalty, 0.0)
+
+
 @CLIPS.register("none")
 def unclipped(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`r A`."""
@@ -80,10 +133,11 @@ def gmpo_clip(inputs: ClipInputs) -> Tensor:
 
 
 def clip_status(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
-    """Where the clip removes the gradient (cispo: bounds the weight), bool [n] by name.
+    """Where the clip removes the gradient (cispo: bounds the weight; kl_cov: penalises), bool [n]
+    by name.
 
-    Names are "low", "high" and "dual"; nothing for a clip without a status. A token with A = 0 has
-    none. For gmpo, `inputs.log_ratio` is that of tokens."""
+    Names are "low", "high", "dual" and "covariance"; nothing for a clip without a status. A token
+    with A = 0 has none of the first three. For gmpo, `inputs.log_ratio` is that of tokens."""
     positive = inputs.advantages > 0
     negative = inputs.advantages < 0
     has_sign = positive | negative
@@ -98,15 +152,30 @@ def clip_status(o: ObjectiveConfig, inputs: ClipInputs) -> dict[str, Tensor]:
         return {"low": has_sign & (ratio < o.ratio_min), "high": has_sign & (ratio > o.ratio_max)}
     if o.clip == "upper":
         return {"high": has_sign & (ratio > 1 + inputs.high)}
-    if o.clip == "ppo":
-        masks = {
-            "low": negative & (ratio < 1 - inputs.low),
-            "high": positive & (ratio > 1 + inputs.high),
+    if o.clip in ("dppo_tv", "dppo_kl"):
+        divergence = _divergence_of_token(o, inputs)
+        return {
+            "low": negative & (ratio < 1) & (divergence > inputs.low),
+            "high": positive & (ratio > 1) & (divergence > inputs.high),
         }
+    masks = {}
+    if o.clip in ("ppo", "clip_cov"):
+        masks["low"] = negative & (ratio < 1 - inputs.low)
+        masks["high"] = positive & (ratio > 1 + inputs.high)
         if o.dual_clip is not None:
             masks["dual"] = negative & (ratio > o.dual_clip)
-        return masks
-    return {}
+    if inputs.covariant is not None:
+        masks["covariance"] = inputs.covariant
+    return masks
+
+
+def _divergence_of_token(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
+    """DPPO's divergence of the old policy and the present one, detached, [n]."""
+    logprobs = inputs.logprobs.detach()
+    old_logprobs = logprobs - inputs.log_ratio.detach()
+    if o.clip == "dppo_tv":
+        return (logprobs.exp() - old_logprobs.exp()).abs()
+    return binary_kl(old_logprobs, logprobs)
 
 
 def clipped_as(recorded: Mapping[str, Tensor], status: Mapping[str, Tensor]) -> Tensor:
@@ -119,6 +188,13 @@ def clipped_as(recorded: Mapping[str, Tensor], status: Mapping[str, Tensor]) -> 
 def k2(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
     """`d^2 / 2`: its gradient is the exact token-level one on policy."""
     return bounded(ref - logprobs) ** 2 / 2
+
+
+@KL.register("is_k2")
+def is_k2(logprobs: Tensor, ref: Tensor, log_diff: Tensor) -> Tensor:
+    """`r k2`, with the gradient through the token ratio r: that of the value which k2 estimates,
+    `E[d^2 / 2]` under the policy, also off policy (as NeMo-RL's k2)."""
+    return log_diff.exp() * k2(logprobs, ref, log_diff)
 
 
 @KL.register("k3")

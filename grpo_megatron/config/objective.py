@@ -40,6 +40,7 @@ class ObjectivePreset(Strict):
     use: str  # when to choose it
     values: dict[str, Any]  # of ObjectiveConfig; everything else has its default
     group_size: int | None = None  # the only one for which it is defined
+    not_trained: str = ""  # how long training refuses it; `objective eval` computes it
     with_data: dict[str, Any] = {}  # what the paper sets outside of [objective] (not applied)
 
 
@@ -87,8 +88,10 @@ class ObjectiveConfig(Strict):
     advantage: Annotated[
         Literal[
             "reward",
+            "batch",
             "group",
             "rloo",
+            "opo",
             "maxrl",
             "process",
             "components",
@@ -114,18 +117,36 @@ class ObjectiveConfig(Strict):
     """Batch statistics per domain; `global` couples domains."""
     shaping: Literal["none", "eda", "gtpo_conflict", "trace_recent", "trace_both", "xrpo"] = "none"
     """Reweights advantages after estimation."""
+    advantage_clip: float | None = Field(None, gt=0)
+    """Last of all, advantages are kept within plus and minus this."""
 
     ratio: Literal[
         "token", "sequence_geo", "sequence_token", "sequence_product", "sequence_mean", "turn_geo"
     ] = "token"
     """Level of the update ratio."""
-    clip: Annotated[Literal["ppo", "upper", "gmpo", "cispo", "sapo", "none"], OrFunction()] = "ppo"
+    clip: Annotated[
+        Literal[
+            "ppo",
+            "upper",
+            "gmpo",
+            "cispo",
+            "sapo",
+            "vespo",
+            "dppo_tv",
+            "dppo_kl",
+            "clip_cov",
+            "kl_cov",
+            "none",
+        ],
+        OrFunction(),
+    ] = "ppo"
     """Surrogate term."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip distance: the ratio is kept above `1 - clip_low` (gmpo: its log above
-    `-clip_low`)."""
+    `-clip_low`; dppo_tv, dppo_kl: largest divergence of a token that became less likely)."""
     clip_high: float = Field(0.2, gt=0)
-    """Upper clip distance: the ratio is kept below `1 + clip_high` (gmpo: its log below)."""
+    """Upper clip distance: the ratio is kept below `1 + clip_high` (gmpo: its log below; dppo_tv,
+    dppo_kl: largest divergence of a token that became more likely)."""
     dual_clip: float | None = Field(None, gt=1)
     """Negative advantages: the term is at least `dual_clip * A`."""
     ratio_min: float = Field(0.0, ge=0)
@@ -136,6 +157,27 @@ class ObjectiveConfig(Strict):
     """sapo: temperature of the soft gate where the advantage is positive."""
     sapo_tau_negative: float = Field(1.05, gt=0)
     """sapo: temperature where it is not; higher decays faster off policy."""
+    vespo_k_positive: float = Field(2.0, gt=0)
+    """vespo: power of the sequence ratio where the advantage is at least 0."""
+    vespo_lambda_positive: float = Field(3.0, gt=0)
+    """vespo: exponential decay of the sequence ratio where the advantage is at least 0."""
+    vespo_k_negative: float = Field(3.0, gt=0)
+    """vespo: power where it is negative."""
+    vespo_lambda_negative: float = Field(2.0, gt=0)
+    """vespo: exponential decay where it is negative."""
+    covariance_share: float = Field(2e-4, gt=0, le=1)
+    """clip_cov, kl_cov: share of the step's tokens that are chosen by the covariance of log-prob
+    and advantage; at least one token."""
+    covariance_min: float = 1.0
+    """clip_cov: tokens are chosen among those with a covariance above this."""
+    covariance_max: float = 5.0
+    """clip_cov: and below this."""
+    covariance_penalty: float = Field(1.0, ge=0)
+    """kl_cov: weight of `|log r|` at the chosen tokens."""
+    top_entropy_share: float = Field(1.0, gt=0, le=1)
+    """Share of the step's tokens, those with the highest entropy of the old policy, that keep the
+    surrogate; KL and entropy bonus stay, and denominators count all tokens. Below 1 it costs a pass
+    of the old policy."""
 
     aggregation: Annotated[
         Literal[
@@ -160,7 +202,7 @@ class ObjectiveConfig(Strict):
     lambda_rho: float = Field(1 / 9, gt=0)
     """lambda_grpo: weight of the length's z-score."""
 
-    kl: Literal["none", "k1", "k2", "k3", "is_k3", "reward_k1"] = "none"
+    kl: Literal["none", "k1", "k2", "is_k2", "k3", "is_k3", "reward_k1"] = "none"
     """Estimator of KL to the reference: in the loss, or (`reward_k1`) in the advantage."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL term."""
@@ -176,19 +218,29 @@ class ObjectiveConfig(Strict):
 
     proximal: Literal["recompute", "rollout"] = "recompute"
     """Old log-probs: from the trainer, or the engine's (bypasses the mismatch correction)."""
-    mismatch: Literal["none", "tis", "tis_sequence", "mis_sequence", "geometric_mask", "icepop"] = (
-        "none"
-    )
+    mismatch: Literal[
+        "none", "tis", "tis_sequence", "mis_sequence", "geometric_mask", "icepop", "kpop"
+    ] = "none"
     """Weight for the gap between engine and trainer."""
     mismatch_min: float = Field(0.5, ge=0)
     """icepop, geometric_mask: smallest accepted ratio."""
     mismatch_max: float = Field(2.0, gt=0)
     """Cap (tis) or largest accepted ratio."""
+    mismatch_floor: float = Field(0.0, ge=0)
+    """tis, tis_sequence: weights below are raised to this; mis_sequence: samples below get weight
+    0."""
+    kpop_threshold: float = Field(0.1, gt=0)
+    """kpop: largest divergence of trainer and engine at a token, in nats."""
     off_policy_mask: Literal["none", "opsm"] = "none"
     """DeepSeek-V3.2: drop negative samples that are too far off-policy."""
     opsm_delta: float | None = Field(None, gt=0)
     """Threshold; default: calibrated on the first step, per domain."""
 
+    rollout_drift_weight: float = Field(0.0, ge=0)
+    """Weight of `(log pi_theta - log pi_engine)^2` at every token: holds the policy to the one that
+    sampled."""
+    positive_nll_weight: float = Field(0.0, ge=0)
+    """Weight of the negative log-likelihood of correct samples, a mean over their tokens."""
     llds_weight: float = Field(0.0, ge=0)
     """Regulariser against lazy likelihood displacement."""
     preference_weight: float = Field(0.0, ge=0)

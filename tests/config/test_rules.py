@@ -13,6 +13,7 @@ from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.rules.run import RUN_RULES
 from tests.config.conftest import unchecked_config
 
+SEQUENCE_MEAN = ["objective.aggregation=seq_mean_token_mean"]
 DISTIL = ["kind=distil", "cold_start=null"]
 ALL_RULES = (
     RUN_RULES,
@@ -173,6 +174,20 @@ BROKEN = [
     ("objective", ["objective.advantage=rloo"]),
     ("objective", ["objective.advantage=components", "objective.advantage_std=none"]),
     ("objective", ["objective.ratio=turn_geo"]),
+    ("objective", ["objective.preset=grpo", "objective.advantage=opo"]),
+    (
+        "objective",
+        ["objective.advantage=best_minus_second", "objective.advantage_std=batch_raw"],
+    ),
+    ("objective", ["objective.preset=dppo", "objective.ratio=sequence_geo", *SEQUENCE_MEAN]),
+    ("objective", ["objective.preset=clip_cov", "objective.ratio=sequence_geo", *SEQUENCE_MEAN]),
+    ("objective", ["objective.preset=vespo", "objective.ratio=token"]),
+    ("objective", ["objective.preset=gspo", "objective.top_entropy_share=0.2"]),
+    ("objective", ["objective.preset=clip_cov", "objective.covariance_min=5"]),
+    ("objective", ["objective.mismatch=icepop", "objective.mismatch_floor=0.5"]),
+    ("objective", ["objective.mismatch_floor=0.5"]),
+    ("objective", ["objective.mismatch=tis", "objective.mismatch_floor=3"]),
+    ("objective", ["objective.preset=luspo", "objective.ratio=sequence_product"]),
     (
         "objective",
         [
@@ -264,6 +279,17 @@ def test_a_rule_set_fills_in_names_and_values():
             "domains.0.assistant_prefix=<think>",
         ],
         ["domains.0.max_new_tokens=6"],
+        ["objective.preset=luspo"],
+        ["objective.preset=vespo", "objective.top_entropy_share=0.5"],
+        ["objective.preset=gspo_token", "objective.top_entropy_share=0.5"],
+        ["objective.mismatch=tis", "objective.mismatch_floor=2"],
+        ["objective.mismatch=mis_sequence", "objective.mismatch_floor=0.1"],
+        ["objective.advantage=best_minus_second", "objective.advantage_std=group"],
+        [
+            "objective.advantage=batch",
+            "objective.advantage_std=none",
+            "batch.num_samples_per_prompt=1",
+        ],
         ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
     ],
 )

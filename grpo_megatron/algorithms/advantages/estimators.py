@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.batch import Events, SampleBatch
-from grpo_megatron.algorithms.groups import Groups, by_groups, suffix_sums
+from grpo_megatron.algorithms.groups import ZERO_VARIANCE, Groups, by_groups, suffix_sums
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.errors import DataError
@@ -27,6 +27,12 @@ ESTIMATORS: Registry[Callable[[ObjectiveConfig, SampleBatch, Groups], Tensor]] =
 def plain_reward(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = R_i`, no baseline (REINFORCE++, arXiv:2501.03262, whitens it afterwards)."""
     return torch.where(groups.valid, batch.rewards, 0.0)
+
+
+@ESTIMATORS.register("batch")
+def batch_relative(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_i = R_i - mean`, the mean over all samples of the scope, whatever their prompt."""
+    return Groups(batch.scopes(o.statistics_scope), groups.valid).centred(batch.rewards)
 
 
 @ESTIMATORS.register("group")
@@ -73,6 +79,16 @@ def rloo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     return groups.centred(batch.rewards) * groups.count / (groups.count - 1).clamp(min=1)
 
 
+@ESTIMATORS.register("opo")
+def opo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_i = R_i - sum_j T_j R_j / sum_j T_j`: the baseline of least variance if the gradient of a
+    sample grows with its length (OPO, arXiv:2505.23585). Groups without spread get exactly 0."""
+    lengths = batch.token_counts.double()
+    baseline = groups.sum(lengths * batch.rewards) / groups.sum(lengths).clamp(min=1)
+    has_signal = groups.valid & (groups.spread(batch.rewards) > ZERO_VARIANCE)
+    return torch.where(has_signal, batch.rewards - baseline, 0.0)
+
+
 @ESTIMATORS.register("maxrl")
 def maxrl(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """`A_i = (R_i - mean) / (mean + eps)`, for rewards of at least 0 (MaxRL)."""
@@ -96,10 +112,14 @@ def standardised_components(o: ObjectiveConfig, batch: SampleBatch, groups: Grou
 
 @ESTIMATORS.register("best_minus_second")
 def best_minus_second(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
-    """Only the best sample of a group gets `R_max - R_second` (ties: 0)."""
+    """Only the best sample of a group gets `R_max - R_second` (ties: 0); with
+    `advantage_std = "group"` divided by `std + eps`."""
     best = groups.valid & (groups.rank(-batch.rewards, batch.sample_ids) == 0)
     rest = Groups(groups.ids, groups.valid & ~best)
     gap = groups.max(batch.rewards) - rest.max(batch.rewards)
+    if o.advantage_std == "group":
+        std = groups.std(batch.rewards, o.std_kind) + o.advantage_eps
+        gap = gap / torch.where(std > 0, std, 1.0)
     return torch.where(best & (rest.count > 0), gap, 0.0)
 
 

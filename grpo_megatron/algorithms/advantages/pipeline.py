@@ -1,4 +1,5 @@
-"""Rewards to advantages, in the order: shaping, subset, estimator, KL, whitening, reweighting."""
+"""Rewards to advantages, in the order: shaping, subset, estimator, KL, whitening, reweighting,
+clip."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,6 +39,16 @@ def needed_columns(o: ObjectiveConfig, *, weighs_kl: bool) -> frozenset[str]:
     needed.update(_NEEDS.get(o.shaping, ()))
     if o.kl == "reward_k1" and weighs_kl:
         needed.update(("old_logprobs", "ref_logprobs"))
+    return frozenset(needed)
+
+
+def loss_columns(o: ObjectiveConfig) -> frozenset[str]:
+    """Token columns by which the loss chooses tokens (`algorithms.token_selection`)."""
+    needed = set()
+    if o.top_entropy_share < 1:
+        needed.add("entropies")
+    if o.clip in ("clip_cov", "kl_cov"):
+        needed.add("old_logprobs")
     return frozenset(needed)
 
 
@@ -85,6 +96,8 @@ def advantages_of(objective: Objective, batch: SampleBatch) -> Advantages:
     if o.shaping != "none":
         values = SHAPINGS[o.shaping](o, batch, groups, values)
         per_token = o.shaping in TOKEN_SHAPINGS
+    if o.advantage_clip is not None:
+        values = values.clamp(-o.advantage_clip, o.advantage_clip)
     valid = groups.valid
     if per_token:
         valid = batch.to_tokens(valid)

@@ -11,7 +11,7 @@ from grpo_megatron.algorithms.custom import is_custom
 from grpo_megatron.algorithms.groups import Groups
 from grpo_megatron.config.objective import ObjectiveConfig
 
-_BASELINE_OF_THE_BATCH = ("reward",)
+_BASELINE_OF_THE_BATCH = ("reward", "batch")
 """Advantages that no group can rule out: they are measured against the other groups."""
 _READ_TOKENS = ("gtpo_entropy", "grpo_s")
 """Advantages that differ by token entropies also where all rewards of a group are equal."""
@@ -28,9 +28,12 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
     batch or the trainer knows counts as a signal."""
     if not group.valid.any():
         return False
+    is_correct = group.is_correct(o.correct_threshold)
     if o.advantage in _BASELINE_OF_THE_BATCH or o.advantage in _READ_TOKENS:
         return True
     if is_custom(o.advantage):
+        return True
+    if o.positive_nll_weight > 0 and bool((group.valid & is_correct).any()):
         return True
     if o.kl == "reward_k1" and o.kl_beta > 0:
         return True

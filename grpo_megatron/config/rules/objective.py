@@ -10,8 +10,10 @@ BATCH_RULES = RuleSet()
 """Of runs that take steps; their checks take the objective and the batch."""
 
 _ONE_TERM_A_SEQUENCE = ("sequence_geo", "sequence_product", "sequence_mean")
-_GROUPS_OF_ONE = ("reward", "gagpo", "process")
+_TOKEN_CLIPS = ("cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+_GROUPS_OF_ONE = ("reward", "batch", "gagpo", "process")
 """Advantages that compare a sample with more than the rest of its group."""
+_WITH_FLOOR = ("tis", "tis_sequence", "mis_sequence")
 
 
 @OBJECTIVE_RULES.rule("objective")
@@ -39,9 +41,14 @@ def advantage_is_divided_by_a_deviation(objective: ObjectiveConfig) -> Violation
     """Refuse a deviation for estimators that have no use for it."""
     if objective.advantage_std == "none" or objective.advantage in ("group", "components"):
         return None
+    what = "a deviation"
+    if objective.advantage == "best_minus_second":
+        if objective.advantage_std == "group":
+            return None
+        what = "a deviation of the batch"
     return Violation(
         "objective.advantage_std",
-        f"advantage {objective.advantage} is not divided by a deviation",
+        f"advantage {objective.advantage} is not divided by {what}",
         remedy='set advantage_std = "none"',
         related=("objective.advantage",),
     )
@@ -109,6 +116,9 @@ def a_sequence_ratio_has_one_term(objective: ObjectiveConfig) -> Violation | Non
         return None
     if objective.aggregation == "seq_mean_token_mean":
         return None
+    is_luspo = objective.ratio == "sequence_geo" and objective.aggregation == "seq_mean_token_sum"
+    if is_luspo or objective.clip == "vespo":  # whose terms are of tokens
+        return None
     if "sequence_ratio_aggregation" in objective.allow:
         return None
     return Violation(
@@ -135,8 +145,8 @@ def turn_ratios_need_turns(objective: ObjectiveConfig) -> Violation | None:
 
 @OBJECTIVE_RULES.rule("objective")
 def token_clips_have_token_ratios(objective: ObjectiveConfig) -> Violation | None:
-    """Refuse CISPO and SAPO with ratios of sequences."""
-    if objective.clip not in ("cispo", "sapo") or objective.ratio == "token":
+    """Refuse clips of tokens with ratios of sequences."""
+    if objective.clip not in _TOKEN_CLIPS or objective.ratio == "token":
         return None
     return Violation(
         "objective.clip",
@@ -156,6 +166,48 @@ def gmpo_has_geometric_means(objective: ObjectiveConfig) -> Violation | None:
         "gmpo clips tokens before their geometric mean",
         remedy='set ratio = "sequence_geo"',
         related=("objective.ratio",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def vespo_has_sequence_ratios(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse VESPO with other ratios than the product over a sequence."""
+    if objective.clip != "vespo" or objective.ratio == "sequence_product":
+        return None
+    return Violation(
+        "objective.clip",
+        "vespo weighs by the product of a sequence's ratios",
+        remedy='set ratio = "sequence_product"',
+        related=("objective.ratio",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def selected_tokens_have_terms_of_their_own(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a choice of tokens where a sequence has one term, whose gradient all tokens share."""
+    if objective.top_entropy_share == 1 or objective.clip == "vespo":
+        return None
+    if objective.ratio not in (*_ONE_TERM_A_SEQUENCE, "turn_geo"):
+        return None
+    return Violation(
+        "objective.top_entropy_share",
+        f"a {objective.ratio} ratio gives all tokens of a sequence one term: none can be left out",
+        nearest=(1.0,),
+        remedy="use sequence_token or token",
+        related=("objective.ratio",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def covariance_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a lower bound of Clip-Cov that is not below its upper bound."""
+    if objective.clip != "clip_cov" or objective.covariance_min < objective.covariance_max:
+        return None
+    return Violation(
+        "objective.covariance_min",
+        f"is not below covariance_max {objective.covariance_max:g}: no token is between them",
+        remedy="set it below, in the paper 1 and 5",
+        related=("objective.covariance_max",),
     )
 
 
@@ -256,6 +308,29 @@ def mismatch_bounds_are_in_order(objective: ObjectiveConfig) -> Violation | None
         remedy="swap them",
         related=("objective.mismatch_max",),
     )
+
+
+@OBJECTIVE_RULES.rule("objective")
+def mismatch_floor_has_a_weight(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a floor of weights that are not truncated, or above their cap."""
+    if objective.mismatch_floor == 0:
+        return None
+    if objective.mismatch not in _WITH_FLOOR:
+        return Violation(
+            "objective.mismatch_floor",
+            f"mismatch {objective.mismatch} has no floor; it belongs to {', '.join(_WITH_FLOOR)}",
+            nearest=(0.0,),
+            remedy="icepop and geometric_mask have mismatch_min",
+            related=("objective.mismatch",),
+        )
+    if objective.mismatch_floor > objective.mismatch_max:
+        return Violation(
+            "objective.mismatch_floor",
+            f"is above mismatch_max {objective.mismatch_max:g}",
+            remedy="swap them",
+            related=("objective.mismatch_max",),
+        )
+    return None
 
 
 # --- objective and batch
