@@ -235,6 +235,21 @@ def test_buckets_hold_every_tensor_once_in_order(shapes, limit, senders):
             assert end == bucket.num_bytes
 
 
+def test_buckets_are_filled_up_to_their_limit():
+    """Of 32 bytes; the second of two tensors begins at a multiple of 16."""
+    sizes = {"a": 10, "b": 16, "c": 1, "d": 40, "e": 16, "f": 17, "g": 0}
+    entries = tuple(TensorEntry(name, "uint8", (size,)) for name, size in sizes.items())
+    buckets = TransferPlan(entries, 1, 32).buckets(0)
+    found = [([e.name for e in bucket.entries], list(bucket.offsets)) for bucket in buckets]
+    assert found == [
+        (["a", "b"], [0, 16]),
+        (["c"], [0]),
+        (["d"], [0]),
+        (["e"], [0]),
+        (["f", "g"], [0, 32]),
+    ]
+
+
 def test_plans_that_make_no_sense():
     with pytest.raises(ValueError, match=r"twice.*x"):
         TransferPlan((TensorEntry("x", "float32", (1,)), TensorEntry("x", "float32", (1,))))
