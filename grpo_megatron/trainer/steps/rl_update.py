@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from grpo_megatron.algorithms import evaluate, ratios
 from grpo_megatron.algorithms.advantages.pipeline import (
     advantages_of,
+    loss_columns,
     needed_columns,
     select,
     state_after,
@@ -61,7 +62,8 @@ class Training:
         self.table = table
         self.exact = exact
         self.objective = objective_of(config, state)
-        self.needs = needed_columns(self.objective.config, weighs_kl=self.objective.weighs_kl)
+        needed = needed_columns(self.objective.config, weighs_kl=self.objective.weighs_kl)
+        self.needs = needed | loss_columns(self.objective.config)
         self.batch = sample_batch(config, table)
         self.replayed_masks = _recorded_masks(table) if replayed else None
         self.recorded_masks: list[MaskRecord] = []
@@ -83,7 +85,7 @@ class Training:
             if self.table.completion_lengths[rows].sum() == 0:
                 continue
             computed = rows
-            if self.needs:  # advantages may need tokens of samples that have no loss
+            if self.needs:  # advantages may be made of tokens of samples that have no loss
                 computed = all_rows
             update = optimizer_step.prepare(self.config.trainer, self.table, computed, rows)
             update.routes = self.source.from_store(update)
