@@ -24,7 +24,7 @@ from tests.checkpoints.test_resume import LAYOUTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-CASES = "tests.checkpoints.cases:"
+CASES = "tests.checkpoints.checkpoint_ranks:"
 MANY = LAYOUTS | {
     "etp2": (2, {"tensor_parallel_size": 1, "expert_tensor_parallel_size": 2}),
     "tp2_pp2_ep2": (

@@ -20,7 +20,7 @@ from tests.trainer.reference import reference_logprobs
 
 pytestmark = pytest.mark.timeout(200)
 
-CASE = "tests.checkpoints.cases:export_after_training"
+CASE = "tests.checkpoints.checkpoint_ranks:export_after_training"
 LAYOUTS = {
     "w1": (1, {}),
     "tp2": (2, {"tensor_parallel_size": 2}),

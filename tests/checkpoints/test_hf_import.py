@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
 
-CASE = "tests.checkpoints.cases:import_refusal"
+CASE = "tests.checkpoints.checkpoint_ranks:import_refusal"
 ATTENTION = "model.layers.1.self_attn."
 
 

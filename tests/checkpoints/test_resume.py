@@ -13,7 +13,7 @@ from tests.trainer.models import MOE, write_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
 
-CASES = "tests.checkpoints.cases:"
+CASES = "tests.checkpoints.checkpoint_ranks:"
 LAYOUTS = {
     "w1": (1, {}),
     "tp2": (2, {"tensor_parallel_size": 2}),

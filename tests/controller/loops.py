@@ -25,7 +25,7 @@ from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
 from grpo_megatron.trainer.requests import SaveCheckpoint, Train, TrainReport
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
-from tests.controller.cases import completion, prompt_of
+from tests.controller.scored_groups import completion, prompt_of
 
 START = RunState(0, 0, {}, 0.0, 0.0)
 Answer = Callable[[int, Prompt, int], float]

@@ -13,8 +13,8 @@ from grpo_megatron.config.alarms import AlarmsConfig
 from grpo_megatron.config.objective import PRESETS
 from grpo_megatron.controller.alarms import Alarms, alarms_of, watched_metrics
 from grpo_megatron.plan.resolve import resolve
-from tests.controller.cases import recipe
 from tests.controller.loops import Loop
+from tests.controller.scored_groups import recipe
 
 LIMITS = AlarmsConfig(window=4)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.controller.cases import recipe
 from tests.controller.loops import Loop
+from tests.controller.scored_groups import recipe
 
 CORRECTION = {
     "probability": 1.0,

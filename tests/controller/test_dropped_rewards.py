@@ -9,8 +9,8 @@ from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.controller.rollout_batch import dropped_rewards
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
-from tests.controller.cases import group, recipe
 from tests.controller.loops import Loop
+from tests.controller.scored_groups import group, recipe
 
 LITE = {"preset": "lite_ppo"}
 

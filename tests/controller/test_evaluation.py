@@ -10,7 +10,7 @@ import pytest
 
 from grpo_megatron.controller.evaluation import _sampled, pass_at_k, wilson
 from grpo_megatron.controller.group_filter import GroupFilter
-from tests.controller.cases import REWARD, group, recipe
+from tests.controller.scored_groups import REWARD, group, recipe
 
 
 @pytest.mark.parametrize("correct", range(6))

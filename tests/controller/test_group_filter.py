@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.controller.group_filter import GroupFilter, by_domain, not_older
-from tests.controller.cases import REWARD, group, recipe
+from tests.controller.scored_groups import REWARD, group, recipe
 
 NAN = np.nan
 

@@ -13,7 +13,7 @@ from grpo_megatron.rollout.client import EngineUnreachable
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.weights.transfer_plan import TransferPlan
-from tests.controller.cases import recipe
+from tests.controller.scored_groups import recipe
 
 
 class Engine:

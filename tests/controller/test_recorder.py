@@ -10,7 +10,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.controller.recorder import record_step, starting_steps, token_at
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
-from tests.controller.cases import recipe
+from tests.controller.scored_groups import recipe
 
 WORDS = {0: "", 1: "a", 2: "bc", 3: "def"}
 

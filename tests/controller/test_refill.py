@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grpo_megatron.config.run import SamplingConfig
 from grpo_megatron.controller.rollout_batch import fill_batch
 from grpo_megatron.data.sampler import PromptSampler
-from tests.controller.cases import group, prompt_of
+from tests.controller.scored_groups import group, prompt_of
 
 
 def fill(

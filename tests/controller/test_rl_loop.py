@@ -8,8 +8,8 @@ import pytest
 from grpo_megatron.controller.recorder import steps_in
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.launch.offline import recorded_steps
-from tests.controller.cases import recipe
 from tests.controller.loops import Crash, Loop, chance
+from tests.controller.scored_groups import recipe
 
 NAN = np.nan
 CURRICULUM = {"rate": 0.5}
@@ -143,7 +143,7 @@ def RunStateWith(acceptance: float):
     """A state whose next step expects this acceptance."""
     from grpo_megatron.controller.trainer_link import RunState
     from grpo_megatron.data.sampler import PromptSampler
-    from tests.controller.cases import prompt_of
+    from tests.controller.scored_groups import prompt_of
 
     sampler = PromptSampler({"p": [prompt_of(f"p{i}", "p") for i in range(32)]}, {"p": 1.0}, 0)
     return RunState(0, 0, {**sampler.state_dict(), "acceptance": acceptance}, 0.0, 0.0)

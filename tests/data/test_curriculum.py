@@ -13,7 +13,7 @@ from grpo_megatron.config.run import CurriculumConfig
 from grpo_megatron.data.curriculum import Curriculum
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import DataError
-from tests.data.cases import prompt, prompts
+from tests.data.made_prompts import prompt, prompts
 
 SUCCESSES = st.floats(0, 1)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import DataError
-from tests.data.cases import prompt, prompts
+from tests.data.made_prompts import prompt, prompts
 
 SIZES = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(8, 20), min_size=1)
 BATCHES = st.lists(st.integers(0, 8), max_size=12)

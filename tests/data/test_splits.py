@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.data.prompts import make_splits, share
 from grpo_megatron.errors import DataError
-from tests.data.cases import prompt, prompts
+from tests.data.made_prompts import prompt, prompts
 
 
 @settings(max_examples=100, deadline=None)

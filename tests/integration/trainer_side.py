@@ -13,7 +13,7 @@ from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, 
 from grpo_megatron.trainer.protocol import error_reply
 from grpo_megatron.trainer.requests import AnyRequest, read_request, to_json_values
 from grpo_megatron.trainer.service import TrainerService
-from tests.trainer.cases import release
+from tests.trainer.trainer_ranks import release
 from tests.trainer.worker_group import fresh_store
 
 _service: TrainerService | None = None

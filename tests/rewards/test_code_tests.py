@@ -14,7 +14,7 @@ from grpo_megatron.rewards import sandbox
 from grpo_megatron.rewards.functions import code_tests
 from grpo_megatron.rewards.registry import bind
 from tests.rewards import programs
-from tests.rewards.cases import domain, group, score
+from tests.rewards.reward_pools import domain, group, score
 from tests.rewards.sandboxes import needs_sandbox, wait_until_none_is_left
 
 REFERENCE = "grpo_megatron.rewards.functions:code_tests"

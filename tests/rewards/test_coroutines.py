@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.rewards.cases import HOSTILE, domain, group, score
+from tests.rewards.reward_pools import HOSTILE, domain, group, score
 
 ASYNC = f"{HOSTILE}:coroutine"
 TIMEOUT_S = 0.5

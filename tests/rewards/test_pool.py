@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.pool import RewardPool, weighted_sum
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
-from tests.rewards.cases import HOSTILE, domain, group, score
+from tests.rewards.reward_pools import HOSTILE, domain, group, score
 
 OBEY = f"{HOSTILE}:obey"
 TIMEOUT_S = 0.5
@@ -244,7 +244,7 @@ PARENT = f"""
 import asyncio, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with it ignored
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
-from tests.rewards.cases import domain, group
+from tests.rewards.reward_pools import domain, group
 from grpo_megatron.rewards.pool import RewardPool
 
 async def main():

@@ -7,7 +7,7 @@ import pytest
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.pool import components_of
 from grpo_megatron.rewards.registry import bind
-from tests.rewards.cases import HOSTILE, domain
+from tests.rewards.reward_pools import HOSTILE, domain
 
 FUNCTIONS = "grpo_megatron.rewards.functions"
 

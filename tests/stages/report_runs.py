@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_megatron.batching.drift_file import SampleDrift, write_drift
 from grpo_megatron.batching.manifest import StepFacts
+from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.loader import ResolvedConfig, write_resolved
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.controller.group_filter import GroupFilter, by_domain, rollout_metrics
@@ -21,7 +23,7 @@ from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.samples import extremes, write_samples
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
-from tests.controller.cases import recipe
+from tests.controller.scored_groups import recipe
 
 RESULT = {
     "eval": {
@@ -89,10 +91,23 @@ def write_run(
                     ),
                     tokenizer.decode,
                 )
+                _train(run_dir.step_store(step), rng)
     append_event(run_dir.events, "resumed", step=1)
     if result is not None:
         run_dir.result.write_text(json.dumps(result))
     return run_dir
+
+
+def _train(directory: Path, rng) -> None:
+    """Move every fifth sample of a recorded step, the last one the most."""
+    table = SampleTable(directory)
+    moved = {}
+    for row in range(0, len(table), 5):
+        _, before = table.completion(row)
+        gain = (row + 1) * 0.01 * rng.standard_normal(len(before))
+        after = np.minimum(before + gain, -1e-3)
+        moved[row] = SampleDrift(before, after, np.full(len(before), 0.5 - row / 20))
+    write_drift(directory, 0, 1, moved)
 
 
 def _group(

@@ -23,7 +23,7 @@ from tests.trainer.test_layout_parity import assert_same
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
 
-CASES = "tests.trainer.family_cases:"
+CASES = "tests.trainer.family_ranks:"
 
 _SHORT = {
     "tp": "tensor_parallel_size",
@@ -148,9 +148,14 @@ def test_checkpoints_with_a_stage_without_experts(
     directory = str(tmp_path / "step_000002")
     arguments = {"model": family_model("deepseek_v3"), "samples": samples, "directory": directory}
     saved = world2.run(
-        "tests.checkpoints.cases:save_after", layout=LAYOUTS[before][1], steps=2, **arguments
+        "tests.checkpoints.checkpoint_ranks:save_after",
+        layout=LAYOUTS[before][1],
+        steps=2,
+        **arguments,
     )
-    found = world2.run("tests.checkpoints.cases:resume_from", layout=LAYOUTS[after][1], **arguments)
+    found = world2.run(
+        "tests.checkpoints.checkpoint_ranks:resume_from", layout=LAYOUTS[after][1], **arguments
+    )
     assert all(
         np.array_equal(found["saved"][name], tensor) for name, tensor in saved["saved"].items()
     )
@@ -173,7 +178,7 @@ def test_layers_for_multi_token_prediction_need_no_place(world1, family_model, t
 
     def refusal() -> str | None:
         return world1.run(
-            "tests.checkpoints.cases:import_refusal",
+            "tests.checkpoints.checkpoint_ranks:import_refusal",
             directory=str(directory),
             model=family_model("deepseek_v3"),
         )

@@ -13,7 +13,7 @@ from tests.trainer.test_layout_parity import assert_same
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
 
-CASES = "tests.trainer.cases:"
+CASES = "tests.trainer.trainer_ranks:"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

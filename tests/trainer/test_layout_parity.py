@@ -40,7 +40,7 @@ LAYOUTS_4 = {
         "recompute": "full",
     },
 }
-TRAIN = "tests.trainer.cases:train_updates"
+TRAIN = "tests.trainer.trainer_ranks:train_updates"
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ EXTRA = {  # what the presets leave at zero, and choices that none of them makes
     "preference": {"preset": "dr_grpo", "preference_weight": 0.3},  # without a KL
 }
 NAMES = [*(name for name in PRESETS if name != "gagpo"), *EXTRA]  # rollouts have one turn
-CASE = "tests.trainer.cases:train_objectives"
+CASE = "tests.trainer.trainer_ranks:train_objectives"
 
 
 def objective(name: str) -> dict:

@@ -23,7 +23,7 @@ OBJECTIVES = {
     "preference": {"preset": "gspo", "preference_weight": 0.3, "off_policy_mask": "opsm"},
     "reward_kl": {"preset": "reinforce_pp"},
 }
-CASES = "tests.trainer.cases:"
+CASES = "tests.trainer.trainer_ranks:"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.manifest import ShardEntry
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.checks import logprob_check
-from tests.controller.cases import recipe
+from tests.controller.scored_groups import recipe
 
 LENGTHS = np.array([40, 3, 25, 40, 0, 12])
 SHARDS = np.array([0, 3, 1, 2, 1, 3])

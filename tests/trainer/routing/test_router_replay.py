@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.test_layout_parity import assert_same
 
-TRAIN = "tests.trainer.routing_cases:train"
+TRAIN = "tests.trainer.routing_ranks:train"
 R3 = {"replay": "r3", "on_missing": "fail"}
 
 LAYOUTS = {
@@ -175,7 +175,7 @@ ROUTERS = {
 def test_finite_differences_confirm_the_routers_gradient(world1, routed, router):
     """Under replay alone, and with each loss on routers."""
     found = world1.run(
-        "tests.trainer.routing_cases:router_gradients",
+        "tests.trainer.routing_ranks:router_gradients",
         model=routed[0],
         samples=routed[1],
         routings={"none": {"replay": "r3"}, **HOLD},

@@ -10,7 +10,7 @@ import pytest
 from grpo_megatron.config.trainer import OptimizerConfig
 from tests.trainer.test_layout_parity import TOLERANCE, assert_same
 
-CASES = "tests.trainer.cases:"
+CASES = "tests.trainer.trainer_ranks:"
 SPARSE = {  # with fewer samples than micro-batches
     "dp2": (2, {}),
     "ep2": (2, {"expert_parallel_size": 2}),

@@ -25,7 +25,7 @@ NAMES = [f"reference/{kind}{domain}" for kind in ("k1", "k3") for domain in ("",
 def test_a_reference_without_weight_is_measured(request, moe_model, samples_of_two, layout):
     world = request.getfixturevalue("world2" if layout else "world1")
     found = world.run(
-        "tests.trainer.cases:train_objectives",
+        "tests.trainer.trainer_ranks:train_objectives",
         model=moe_model,
         samples=samples_of_two,
         layout=layout,

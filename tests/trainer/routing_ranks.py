@@ -1,0 +1,222 @@
+"""Routing cases that worker groups execute."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.algorithms.advantages.pipeline import advantages_of
+from grpo_megatron.algorithms.aggregation import loss_constants
+from grpo_megatron.algorithms.stats import Stats
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.errors import DataError
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
+from grpo_megatron.trainer.megatron import policy as policy_module
+from grpo_megatron.trainer.routing.route_source import RouteSource
+from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare, train_step
+from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
+from grpo_megatron.trainer.steps.references import References
+from grpo_megatron.trainer.steps.rl_update import Training
+from tests.trainer.trainer_ranks import OPTIMIZER, Setup
+
+
+def train(
+    model: str,
+    samples: str,
+    layout: dict[str, Any],
+    routing: dict[str, Any],
+    *,
+    gradients: bool = True,
+    preset: str = "grpo",
+    spy: bool = False,
+) -> dict[str, Any]:
+    """All updates of recorded rollouts under a `[routing]` table, and what routers really did.
+
+    `spy`: the number of (layer, token) routes that were applied though another is stored.
+    """
+    setup = Setup(model, {**layout, **({"distributed_optimizer": False} if gradients else {})})
+    config = setup.config(preset=preset, kl="none").model_copy(
+        update={"routing": setup.routing(routing)}
+    )
+    table = SampleTable(Path(samples))
+    with _spied(setup, table, spy) as seen:
+        try:
+            report = Training(config, setup.policy, References(config), table, {}).run(0, 3)
+        except DataError as error:
+            world: list = [None] * dist.get_world_size()
+            dist.all_gather_object(world, str(error))
+            return {"error": world}
+    parts = setup.shards
+    if gradients:
+        scale = max(report.grad_norms[-1] / OPTIMIZER.clip_grad, 1.0)
+        parts = [replace(s, tensor=s.tensor.main_grad * scale) for s in setup.shards]
+    counts = torch.tensor(seen, dtype=torch.float64)
+    dist.all_reduce(counts)
+    batch = setup.batch(samples)
+    return {
+        "losses": report.losses,
+        "norms": report.grad_norms,
+        "metrics": report.metrics,
+        "tensors": setup.gather(parts),
+        "num_microbatches": len(batch.microbatches),
+        "wrong_routes": int(counts[0]),
+        "looked_at": int(counts[1]),
+    }
+
+
+@contextmanager
+def _spied(setup: Setup, table: SampleTable, on: bool):
+    """Compare every routing map, also of recomputed layers, with the store."""
+    seen, replay = [0, 0], setup.policy.replay
+    handles = []
+    if on:
+        source = replay.during
+        batches: list = []
+
+        @contextmanager
+        def during(run, microbatches):
+            batches[:] = microbatches
+            with source(run, microbatches):
+                yield
+
+        replay.during = during
+        for hook in replay.hooks:
+
+            def look(router, inputs, output, hook=hook):
+                if replay.running is None:  # a monitor's look at the weights
+                    return
+                index, _ = replay.position[hook.chunk]
+                expected = _expected(table, batches[index], hook.layer, replay.shape)
+                found = output[1]
+                size, rank = len(found), _tensor_rank()
+                part = expected[rank * size : (rank + 1) * size]
+                known = part.any(-1)
+                seen[0] += int((part[known] != found[known]).any(-1).sum())
+                seen[1] += int(known.sum())
+
+            handles.append(hook._router.register_forward_hook(look))
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def _tensor_rank() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_rank()
+
+
+def _expected(table: SampleTable, microbatch, layer: int, shape) -> torch.Tensor:
+    """bool [T, E] of the stored experts; rows without any are free."""
+    expected, start = torch.zeros(microbatch.num_tokens, shape.num_experts, dtype=torch.bool), 0
+    for row, length in zip(microbatch.table_rows.tolist(), microbatch.lengths, strict=True):
+        ids, _ = table.routes(row, (layer,), shape)
+        expected[start : start + length - 1].scatter_(
+            1, torch.from_numpy(ids[0].astype(np.int64)), True
+        )
+        start += length
+    return expected
+
+
+@contextmanager
+def _other_routers(settings: dict[str, Any]):
+    """Policies built inside have these fields of their TransformerConfig changed.
+
+    A selection bias that comes so is not in the checkpoint.
+    """
+    original, all_shards = policy_module.transformer_config, policy_module.local_shards
+
+    def changed(hf, layout):
+        config = original(hf, layout)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        return config
+
+    policy_module.transformer_config = changed
+    policy_module.local_shards = lambda *args: [
+        shard for shard in all_shards(*args) if not shard.name.endswith("expert_bias")
+    ]
+    try:
+        yield
+    finally:
+        policy_module.transformer_config, policy_module.local_shards = original, all_shards
+
+
+def router_gradients(
+    model: str,
+    samples: str,
+    routings: dict[str, dict[str, Any]],
+    epsilon: float,
+    router: dict[str, Any],
+) -> dict[str, list[tuple[float, float]]]:
+    """By case and router: (autograd, central difference) along a random direction of its weight.
+
+    The policy's part of the loss is a weighted sum of log-probs: a GRPO loss is constant where
+    the old policy is the current one. Old routers differ from the live ones.
+    """
+    with _other_routers(router):
+        setup = Setup(model, {"distributed_optimizer": False, "max_tokens_per_microbatch": 4000})
+    setup.policy.set_learning_rate(0.0)
+    generator = torch.Generator().manual_seed(7)
+    for hook in setup.policy.replay.hooks:
+        if hook._router.expert_bias is not None:
+            hook._router.expert_bias.copy_(torch.randn(8, generator=generator))
+    return {
+        name: _gradients(setup, SampleTable(Path(samples)), routing, epsilon, generator)
+        for name, routing in routings.items()
+    }
+
+
+def _gradients(
+    setup: Setup,
+    table: SampleTable,
+    routing: dict[str, Any],
+    epsilon: float,
+    generator: torch.Generator,
+) -> list[tuple[float, float]]:
+    policy = setup.policy
+    config = setup.config(preset="grpo", kl="none").model_copy(
+        update={"routing": setup.routing(routing)}
+    )
+    objective, rollouts = objective_of(config, {}), sample_batch(config, table)
+    constants = loss_constants(
+        objective, rollouts, advantages_of(objective, rollouts), torch.arange(len(table)), 20
+    )
+    update = prepare(setup.layout, table, np.arange(len(table)))
+    source = RouteSource(config, policy.replay, table)
+    update.routes = source.from_store(update)
+    update.old_routing = source.old_pass(update.routes)
+    logprob_pass(policy, update, update.old_routing)
+    for hook in policy.replay.hooks:
+        noise = torch.randn(hook._router.weight.shape, generator=generator)
+        hook._router.weight.data.add_(0.1 * noise)
+
+    def of_logprobs(microbatch, output):
+        weights = torch.linspace(-1, 1, output.size(1)) * 0.3
+        return (weights * output[0]).sum(), Stats()
+
+    def once() -> tuple[float, float]:
+        """The loss, and by how much clipping divided the gradients."""
+        run = source.training_pass(update, constants)
+        found = train_step(policy, update, of_logprobs, run).result()
+        return found["loss/value"] + run.keep_loss, max(found["grad/norm"], 1.0)
+
+    found = []
+    for hook in policy.replay.hooks:
+        weight = hook._router.weight
+        direction = torch.randn(weight.shape, generator=generator)
+        clipped = once()[1]
+        analytic = float((weight.main_grad * direction).sum()) * clipped
+        start, ends = weight.data.clone(), []
+        for sign in (1, -1):
+            weight.data.copy_(start + sign * epsilon * direction)
+            ends.append(once()[0])
+        weight.data.copy_(start)
+        found.append((analytic, (ends[0] - ends[1]) / (2 * epsilon)))
+    return found
