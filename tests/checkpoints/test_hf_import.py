@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.engine
 
 CASE = "tests.checkpoints.checkpoint_ranks:import_refusal"
 ATTENTION = "model.layers.1.self_attn."

@@ -11,7 +11,7 @@ import pytest
 from grpo_megatron.checkpoints.retention import complete_steps, prune
 from tests.trainer.models import MOE, write_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.engine
 
 CASES = "tests.checkpoints.checkpoint_ranks:"
 LAYOUTS = {

@@ -13,7 +13,7 @@ from grpo_megatron.weights.transfer import WeightReceiver
 from tests.integration.conftest import trainer_config
 from tests.trainer.models import DENSE, MOE, write_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.engine
 
 CASES = "tests.integration.trainer_side:"
 LAYOUTS = {  # with two senders: ranks of one tensor group, one stage, or two stages

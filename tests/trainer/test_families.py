@@ -21,7 +21,7 @@ from grpo_megatron.plan.model_facts import facts_from_hf
 from tests.trainer.families import MODELS, write_family
 from tests.trainer.test_layout_parity import assert_same
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.engine
 
 CASES = "tests.trainer.family_ranks:"
 

@@ -11,7 +11,7 @@ from grpo_megatron.batching.store import SampleTable
 from tests.trainer.reference import reference_logprobs
 from tests.trainer.test_layout_parity import assert_same
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.engine
 
 CASES = "tests.trainer.trainer_ranks:"
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.engine
 
 SNAPSHOT = """
 import sys, torch

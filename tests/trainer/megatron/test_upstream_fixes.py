@@ -14,7 +14,7 @@ import pytest
 
 from tests.trainer.worker_group import WorkerGroup
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.engine
 
 CASE = "tests.trainer.numbers:head"
 
