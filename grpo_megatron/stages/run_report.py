@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +13,13 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.plan.memory import plan_of
 from grpo_megatron.plan.ppo import comparison_of
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.stages.explorer_coverage import explorer_coverage
+from grpo_megatron.stages.moved_samples import moved_samples
+from grpo_megatron.stages.token_text import Decode, decoder, text_pieces
 from grpo_megatron.telemetry.events import read_events
 from grpo_megatron.telemetry.metrics import read_metrics
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
@@ -27,8 +27,6 @@ from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batc
 CURVE_POINTS = 1000
 NEWEST_STEPS = 3
 SHOWN_TOKENS = 512
-
-Decode = Callable[[Sequence[int]], str]
 
 
 def report_run(run_dir: RunDir) -> dict[str, Any]:
@@ -50,11 +48,13 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
         "metrics": _curves(_thinned(steps, every)),
         "every": every,
         "samples": _shown_samples(run_dir),
+        "explorer": explorer_coverage(config.objective),
     }
     computed: dict[str, Callable[[], Any]] = {
         "recorded": lambda: _recorded_steps(config, run_dir),
         "memory": lambda: plan_of(config, worst_only=True).worst.parts,
         "ppo": lambda: asdict(comparison_of(config)),
+        "moved": lambda: moved_samples(config, run_dir),
     }
     notes = []
     for part, compute in computed.items():
@@ -99,15 +99,15 @@ def _shown_samples(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def _recorded_steps(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
-    """The newest steps in the store: (domain, rewards) of groups, and extreme samples with
-    `tokens` (id, text, advantage). `lacks`: what only the trainer knew; advantages are those of
-    plain GRPO then."""
+    """The newest steps in the store: (domain, rewards, lengths) of groups, and extreme samples
+    with `tokens` (id, text, advantage). `lacks`: what only the trainer knew; advantages are those
+    of plain GRPO then."""
     if config.kind != "rl":
         return []
     lacks = _unknown_columns(config)
     if lacks:
         config = config.model_copy(update={"objective": ObjectiveConfig(preset="grpo")})
-    decode = _decoder(config.model.path or run_dir.model)
+    decode = decoder(config.model.path or run_dir.model)
     manifests = sorted(run_dir.store.glob("step_*/manifest.json"))
     found = []
     for manifest in manifests[-NEWEST_STEPS:]:
@@ -125,13 +125,6 @@ def _unknown_columns(config: RunConfig) -> list[str]:
     return sorted(lacks)
 
 
-def _decoder(model: Path) -> Decode:
-    """Of the model's tokenizer; without one there is no text, and the page shows ids."""
-    if (model / "tokenizer.json").exists():
-        return load_tokenizer(model).decode
-    return lambda token_ids: ""
-
-
 def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dict[str, Any]:
     batch = sample_batch(config, table)
     advantages = advantages_of(objective_of(config, {}), batch)
@@ -145,7 +138,8 @@ def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dic
         rows = np.flatnonzero(table.group == group)
         rows_of_groups.append(rows)
         domain = int(table.domain[rows[0]])
-        groups.append((domain, table.reward[rows].tolist()))
+        lengths = table.completion_lengths[rows].tolist()
+        groups.append((domain, table.reward[rows].tolist(), lengths))
 
     samples = []
     for sample in table.manifest.extremes:
@@ -164,7 +158,5 @@ def _shown_tokens(
     token on."""
     token_ids, _ = table.completion(row)
     ids = token_ids[:SHOWN_TOKENS].tolist()
-    # a character may end in a later token
-    texts = [decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
-    pieces = [text[len(before) :] for before, text in pairwise(texts)]
+    pieces = text_pieces(ids, decode)
     return list(zip(ids, pieces, advantages[: len(ids)].tolist(), strict=True))

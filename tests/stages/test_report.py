@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +16,11 @@ import torch
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.objective import Objective
+from grpo_megatron.algorithms.running_distribution import RunningDistribution
+from grpo_megatron.batching.drift_file import SampleDrift, write_drift
 from grpo_megatron.cli.main import main
-from grpo_megatron.config.objective import ObjectiveConfig
+from grpo_megatron.config.objective import PRESETS, ObjectiveConfig
+from grpo_megatron.stages.explorer_coverage import explorer_coverage
 from grpo_megatron.stages.graph import load_graph
 from grpo_megatron.stages.report import write_report
 from tests.stages.browser import WHY_NOT, Browser
@@ -112,7 +116,7 @@ def test_what_is_lost_is_left_out(tmp_path, lost):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     run = data_of(write_report(str(run_dir.root)))["runs"][0]
     assert bool(run.get("recorded")) == (lost not in ("store", "shard"))
-    assert len(run["notes"]) == (lost == "shard")
+    assert len(run["notes"]) == 2 * (lost == "shard")  # of samples, and of what moved
     if lost == "model":
         assert {
             token[1] for step in run["recorded"] for s in step["samples"] for token in s["tokens"]
@@ -124,7 +128,7 @@ def test_the_last_token_of_a_character_shows_it(tmp_path, monkeypatch):
         return ("é" * len(ids)).encode()[: len(ids)].decode(errors="replace")
 
     monkeypatch.setattr(
-        "grpo_megatron.stages.run_report.load_tokenizer",
+        "grpo_megatron.stages.token_text.load_tokenizer",
         lambda path: SimpleNamespace(decode=decode),
     )
     for step in report_of(tmp_path / "run", num_steps=2)["recorded"]:
@@ -219,7 +223,7 @@ def test_a_young_run_in_a_browser(browser, tmp_path, lost):
     (run_dir.root / lost).unlink(missing_ok=True)
     plots = plots_of(browser, write_report(str(run_dir.root)))
     assert bool(plots) == (lost == "store")
-    assert browser.run("return document.querySelectorAll('.explorer td.bar').length") == 8 * 6
+    assert browser.run("return document.querySelectorAll('.explorer td.bar').length") == 8 * 10
 
 
 def test_a_finished_graph_in_a_browser(browser, finished):
@@ -286,7 +290,11 @@ ESTIMATORS = {
     "RLOO": {"advantage": "rloo"},
     "Lite PPO": {"advantage_std": "batch_raw"},
     "MaxRL": {"advantage": "maxrl"},
+    "Residual": {"advantage_std": "batch_residual"},
+    "pass@k": {"advantage": "passk"},
+    "PKPO": {"advantage": "pkpo"},
     "Best minus second": {"advantage": "best_minus_second", "advantage_std": "none"},
+    "REINFORCE": {"advantage": "reward"},
 }
 GROUPS = [
     [1, 0, 0, 1, 0.5],
@@ -299,41 +307,111 @@ GROUPS = [
 ]
 
 
+LENGTHS = [[5, 3, 9, 3, 1], [4, 4, 2, 8], [3, 1, 2], [7, 7], [6], [9, 2, 4], [1, 2]]
+# name in the explorer, settings of the objective, mean rewards that the run has seen
+SUBSETS = [
+    ("none", {}, None),
+    ("shortest", {"subset": "shortest", "subset_size": 2}, None),
+    ("token_efficiency", {"subset": "token_efficiency", "subset_size": 2}, None),
+    ("adaptive, hard group", {"subset": "adaptive", "subset_size": 3}, 9.0),
+    ("adaptive, easy group", {"subset": "adaptive", "subset_size": 3}, -9.0),
+]
+COMPUTE = """const [name, subset, groups, lengths, settings] = arguments;
+const trained = groups.map((group, i) => SUBSETS[subset](group, lengths[i], settings.size));
+return trained.flatMap((group, i) =>
+  ESTIMATORS[name].of(group, trained.filter((_, j) => j !== i), settings))"""
+
+
+def explored_batch() -> SampleBatch:
+    """The groups above, in one domain."""
+    flat = [np.nan if reward is None else reward for group in GROUPS for reward in group]
+    ids = torch.tensor([i for i, group in enumerate(GROUPS) for _ in group])
+    return SampleBatch(
+        torch.tensor(flat, dtype=torch.float64),
+        ids,
+        torch.tensor([length for lengths in LENGTHS for length in lengths]),
+        torch.arange(len(ids)),
+        torch.zeros(len(ids)).long(),
+        torch.ones(len(ids), dtype=torch.bool),
+    )
+
+
+def seen_before(mean_reward: float | None) -> dict:
+    """The state of an objective whose groups had this mean reward."""
+    if mean_reward is None:
+        return {}
+    earlier = RunningDistribution.from_state([]).with_values(np.full(1000, mean_reward))
+    return {"success@all": earlier.state}
+
+
+def require_explored(browser, column: str, subset: str, config: ObjectiveConfig, state: dict):
+    objective = Objective(config, state=state)
+    wanted = advantages_of(objective, explored_batch()).values
+    settings = {
+        "eps": config.advantage_eps,
+        "std": config.std_kind,
+        "k": config.passk_k,
+        "baseline": config.pkpo_baseline,
+        "right": config.correct_threshold,
+        "size": config.subset_size,
+    }
+    found = browser.run(COMPUTE, column, subset, GROUPS, LENGTHS, settings)
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-9, atol=1e-9, err_msg=column)
+
+
 @pytest.mark.parametrize("std", ["sample", "population"])
 def test_the_explorer_computes_what_the_library_does(browser, tmp_path, std):
     plots_of(browser, write_report(str(write_run(tmp_path / "run", 1).root)))
-    flat = torch.tensor(
-        [np.nan if r is None else r for g in GROUPS for r in g], dtype=torch.float64
-    )
-    ids = torch.tensor([i for i, group in enumerate(GROUPS) for _ in group])
-    count = len(flat)
-    batch = SampleBatch(
-        flat,
-        ids,
-        torch.ones(count).long(),
-        torch.arange(count),
-        torch.zeros(count).long(),
-        torch.ones(count, dtype=torch.bool),
-    )
     for name, choices in ESTIMATORS.items():
-        config = ObjectiveConfig.model_validate(
-            {"preset": "grpo", "advantage": "group", "whiten": "none", "std_kind": std, **choices}
-        )
-        wanted = advantages_of(Objective(config), batch).values
-        found = browser.run(
-            "const [name, groups, settings] = arguments; return groups.flatMap((group, i) => "
-            "ESTIMATORS[name].of(group, groups.filter((_, j) => j !== i), settings))",
-            name,
-            GROUPS,
-            {"eps": config.advantage_eps, "std": std},
-        )
-        np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-9, atol=1e-9, err_msg=name)
+        for subset, of_subset, mean_reward in SUBSETS:
+            config = ObjectiveConfig.model_validate(
+                {
+                    "preset": "grpo",
+                    "advantage": "group",
+                    "whiten": "none",
+                    "std_kind": std,
+                    **choices,
+                    **of_subset,
+                }
+            )
+            require_explored(browser, name, subset, config, seen_before(mean_reward))
     assert set(browser.run("return Object.keys(ESTIMATORS)")) == set(ESTIMATORS)
+
+
+def test_every_objective_is_in_the_explorer_or_says_what_it_lacks(browser, tmp_path):
+    plots_of(browser, write_report(str(write_run(tmp_path / "run", 1).root)))
+    complete = []
+    for preset in PRESETS:
+        config = ObjectiveConfig(preset=preset)
+        found = explorer_coverage(config)
+        assert found["column"] in (*ESTIMATORS, None)
+        assert found["column"] or found["lacks"]
+        if not found["lacks"]:
+            complete.append(preset)
+            require_explored(browser, found["column"], found["subset"], config, {})
+    assert {"grpo", "gspo", "dr_grpo", "rloo", "lite_ppo", "gfpo", "dapo"} <= set(complete)
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        ({"preset": "gspo"}, "gspo, is the column GRPO."),
+        ({"preset": "mo_grpo"}, 'is in no column; the explorer lacks advantage = "components"'),
+        ({"preset": "edge_grpo"}, "is the column GRPO; the explorer lacks shaping = eda"),
+        ({"preset": "gfpo", "subset": "adaptive"}, "lacks quartiles of all groups of the run"),
+    ],
+)
+def test_the_page_says_what_the_explorer_lacks(browser, tmp_path, objective, words):
+    page = write_report(str(write_run(tmp_path / "run", 1, objective=objective).root))
+    browser.open(page)
+    assert words in browser.run("return document.querySelector('.coverage').textContent")
+    chosen = browser.run("return document.querySelector('.explorer select.subset').value")
+    assert chosen == explorer_coverage(ObjectiveConfig(**objective))["subset"]
 
 
 def test_a_moved_slider_shows_at_once(browser, tmp_path):
     plots_of(browser, write_report(str(write_run(tmp_path / "run", 1, stored=0).root)))
-    move = """const input = document.querySelectorAll('.explorer input')[arguments[0]];
+    move = """const input = document.querySelectorAll('.explorer tbody input')[arguments[0]];
         input.value = arguments[1];
         input.dispatchEvent(new Event('input'));
         return [...document.querySelectorAll('.explorer tbody tr')].map(
@@ -344,3 +422,69 @@ def test_a_moved_slider_shows_at_once(browser, tmp_path):
     np.testing.assert_allclose(found, [0, *(rewards[1:] - rewards[1:].mean())], atol=1e-12)
     assert "unscorable" in browser.run("return document.querySelector('.explorer tbody').innerText")
     assert browser.console() == []
+
+
+def test_a_subset_leaves_samples_out_at_once(browser, tmp_path):
+    plots_of(browser, write_report(str(write_run(tmp_path / "run", 1, stored=0).root)))
+    texts = """const choice = document.querySelector('.explorer select.subset');
+        choice.value = arguments[0];
+        choice.dispatchEvent(new Event('change'));
+        return [...document.querySelectorAll('.explorer tbody tr')].map(
+            row => row.querySelector('td.bar').innerText)"""
+    assert browser.run(texts, "adaptive, easy group").count("not trained") == 4  # of 8, size 8
+    assert browser.run(texts, "none").count("not trained") == 0
+
+
+TOKENS = """return [...document.querySelectorAll('.step-token')].map(
+    token => Number(token.dataset.probability))"""
+
+
+def test_tokens_move_from_before_the_step_to_after_it(browser, tmp_path):
+    page = write_report(str(write_run(tmp_path / "run", 2).root))
+    plots_of(browser, page)
+    moved = data_of(page)["runs"][0]["moved"]
+    assert [sample["step"] for sample in moved] == [1] * 5 + [0] * 5
+    movements = []
+    for sample in moved[:5]:
+        _, _, engine, before, after, advantages = zip(*sample["tokens"], strict=True)
+        assert engine == before and set(advantages) == {0.5 - sample["row"] / 20}
+        movements.append(np.abs(np.subtract(after, before)).mean())
+    assert movements == sorted(movements, reverse=True)
+    first = np.exp([token[3:5] for token in moved[0]["tokens"]])
+    np.testing.assert_allclose(browser.run(TOKENS), first[:, 0], rtol=1e-6)
+    browser.run("""const slider = document.querySelector('.step-update input');
+        slider.value = 0.5;
+        slider.dispatchEvent(new Event('input'));""")
+    np.testing.assert_allclose(browser.run(TOKENS), first.mean(axis=1), rtol=1e-6)
+    browser.run("document.querySelector('.step-update button').click()")
+    wait_for(browser, "return document.querySelector('.step-update [role=status]').textContent")
+    np.testing.assert_allclose(browser.run(TOKENS), first[:, 1], rtol=1e-6)
+    browser.run("""const select = document.querySelector('.step-update select');
+        select.value = 7;
+        select.dispatchEvent(new Event('change'));""")
+    other = np.exp([token[3] for token in moved[7]["tokens"]])
+    np.testing.assert_allclose(browser.run(TOKENS), other, rtol=1e-6)
+    assert browser.console() == []
+
+
+def wait_for(browser, script: str, wanted: str = "after the step") -> None:
+    deadline = time.monotonic() + 60
+    while browser.run(script) != wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_without_log_probs_after_the_step_the_page_says_why(browser, tmp_path):
+    run_dir = write_run(tmp_path / "run", 1)
+    for file in run_dir.store.glob("*/drift-*.safetensors"):
+        file.unlink()
+    plots_of(browser, write_report(str(run_dir.root)))
+    assert "objective.monitor_share" in browser.run(ABSENT)
+
+
+def test_drift_of_another_step_is_a_note(tmp_path):
+    run_dir = write_run(tmp_path / "run", 1)
+    [directory] = run_dir.store.glob("step_*")
+    write_drift(directory, 0, 1, {999: SampleDrift(*np.zeros((3, 2), np.float32))})
+    run = data_of(write_report(str(run_dir.root)))["runs"][0]
+    assert run["recorded"] and [note.partition(":")[0] for note in run["notes"]] == ["moved"]

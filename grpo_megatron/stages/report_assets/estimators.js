@@ -1,7 +1,9 @@
-// Advantages of one group, as algorithms/advantages/estimators.py has them.
+// Advantages of one group, as algorithms/advantages/ has them.
 //
 // rewards: of the group, [G]; null: unscorable, which counts nowhere and gets 0.
-// others: rewards of the other groups of its domain. settings: eps, std ("sample", "population").
+// others: rewards of the other groups of its domain.
+// settings: eps, std ("sample", "population"), k (of pass@k), baseline (of PKPO), right (reward from
+// which on a sample is correct).
 
 const ZERO_VARIANCE = 1e-8;
 const known = rewards => rewards.filter(reward => reward !== null);
@@ -20,12 +22,48 @@ function centred(rewards) {
   return rewards.map(reward => (live && reward !== null ? reward - middle : 0));
 }
 
+/** The same of those that have a reward, without zeros for the others. */
+const centredKnown = rewards => centred(rewards).filter((_, i) => rewards[i] !== null);
+
 const over = (values, divisor) => values.map(value => (value === 0 ? 0 : value / (divisor > 0 ? divisor : 1)));
 
 function bestMinusSecond(rewards) {
   const order = rewards.map((reward, index) => [reward, index]).filter(([reward]) => reward !== null)
     .sort((a, b) => b[0] - a[0] || a[1] - b[1]);
   return rewards.map((_, index) => (order.length > 1 && index === order[0][1] ? order[0][0] - order[1][0] : 0));
+}
+
+/** C(top, k) / C(bottom, k); 0 where top < k. */
+function chooseRatio(top, bottom, k) {
+  let ratio = 1;
+  for (let j = 0; j < k; j++) ratio *= Math.max(top - j, 0) / Math.max(bottom - j, 1);
+  return ratio;
+}
+
+/** Samples of the group, wrong ones among them. */
+function counts(rewards, right) {
+  const there = known(rewards);
+  return [there.length, there.filter(reward => reward < right).length];
+}
+
+function passAtK(rewards, { k, right }) {
+  const [n, wrong] = counts(rewards, right);
+  const average = 1 - chooseRatio(wrong, n, k), std = Math.sqrt(Math.max(average * (1 - average), 0));
+  if (std <= 1e-12 || n < k) return rewards.map(() => 0);
+  const ofWrong = 1 - average - chooseRatio(wrong - 1, n - 1, k - 1);
+  return rewards.map(reward => (reward === null ? 0 : (reward >= right ? 1 - average : ofWrong) / std));
+}
+
+function pkpo(rewards, { k, baseline, right }) {
+  const [n, wrong] = counts(rewards, right), share = k / Math.max(n, 1);
+  if (n < k || (baseline && n <= k)) return rewards.map(() => 0);
+  return rewards.map(reward => {
+    if (reward === null) return 0;
+    const isRight = reward >= right;
+    const value = isRight ? share : share * (1 - chooseRatio(wrong - 1, n - 1, k - 1));
+    const wrongOthers = n - 1 - (n - wrong - (isRight ? 1 : 0));
+    return baseline ? value - share * (1 - chooseRatio(wrongOthers, n - 1, k)) : value;
+  });
 }
 
 const ESTIMATORS = {
@@ -39,9 +77,32 @@ const ESTIMATORS = {
   "Lite PPO": { formula: "(R − mean) / (std of all rewards of the domain in the batch + ε)",
     of: (rewards, others, { eps, std }) =>
       over(centred(rewards), deviation(known([...others.flat(), ...rewards]), std) + eps) },
+  "Residual": { formula: "(R − mean) / (std of all R − mean of the domain in the batch + ε)",
+    of: (rewards, others, { eps, std }) =>
+      over(centred(rewards), deviation([...others, rewards].flatMap(centredKnown), std) + eps) },
   "MaxRL": { formula: "(R − mean) / (mean + ε), for rewards of at least 0", of: (rewards, others, { eps }) => {
     const middle = mean(known(rewards)) + eps;
     return middle > 0 ? over(centred(rewards), middle) : rewards.map(() => 0);
   } },
+  "pass@k": { formula: "by the number of correct samples: pass@k of k of the group, standardised", of: (rewards, others, settings) => passAtK(rewards, settings) },
+  "PKPO": { formula: "by the number of correct samples: what a sample adds to pass@k", of: (rewards, others, settings) => pkpo(rewards, settings) },
   "Best minus second": { formula: "only the best sample: R − the second best R", of: bestMinusSecond },
+  "REINFORCE": { formula: "R, without a baseline", of: rewards => rewards.map(reward => (reward === null ? 0 : reward)) },
+};
+
+/** Rewards with null for samples outside of the first `size` by ascending key, as GFPO's subsets. */
+function keepFirst(rewards, keys, size) {
+  const order = rewards.map((_, i) => i).filter(i => rewards[i] !== null).sort((a, b) => keys[a] - keys[b] || a - b);
+  const kept = new Set(order.slice(0, size));
+  return rewards.map((reward, i) => (kept.has(i) ? reward : null));
+}
+
+// Which samples of a group are trained; rewards, lengths in tokens, `objective.subset_size`.
+const SUBSETS = {
+  "none": rewards => rewards,
+  "shortest": keepFirst,
+  "token_efficiency": (rewards, lengths, size) => keepFirst(rewards, rewards.map((reward, i) => -reward / Math.max(lengths[i], 1)), size),
+  "adaptive, hard group": keepFirst,
+  "adaptive, medium group": (rewards, lengths, size) => keepFirst(rewards, lengths, Math.ceil(0.75 * size)),
+  "adaptive, easy group": (rewards, lengths, size) => keepFirst(rewards, lengths, Math.ceil(0.5 * size)),
 };

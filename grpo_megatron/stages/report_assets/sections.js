@@ -101,22 +101,30 @@ function memoryOf(run) {
     el("p"), table(["algorithm", "models", "a rank", "all ranks", "of PPO"], algorithmRows, [0, 1]),
     el("p", { class: "muted" }, `At ${ranks} trainer rank${ranks === 1 ? "" : "s"}, of the fullest rank of a pipeline stage. `
       + `Trained: ${each.weights} bytes of weights, ${each.gradients} of gradients and ${each.optimizer} of optimizer state a parameter, padded; `
-      + `optimizer state is shared by ${run.ppo.optimizer_shards} ranks. Critic and reward model: the policy's layers with a value head. `
+      + `optimizer state is shared by ${run.ppo.optimizer_shards} rank(s). Critic and reward model: the policy's layers with a value head. `
       + `Left out: activations, KV cache, engine; here the host keeps references.${free}`));
+}
+
+/** What the explorer has of the run's objective, in words. */
+function coverageOf({ preset }, { column, lacks }) {
+  const as = column ? `is the column ${column}` : "is in no column";
+  return `The objective of this run, ${preset}, ${as}${lacks.length ? "; the explorer lacks " + lacks.join(", ") : ""}.`;
 }
 
 /** Groups of the recorded steps, those with the largest spread first, then the newest. */
 function explorerOf(run) {
   const objective = run.config.objective, names = run.config.domains.map(domain => domain.name);
-  const settings = { eps: objective.advantage_eps, std: objective.std_kind };
-  const groups = [...(run.recorded || [])].reverse().flatMap(step => step.groups.map(([domain, rewards], i) => ({
-    name: `step ${step.step}, group ${i} (${names[domain]}, mean ${show(known(rewards).length ? mean(known(rewards)) : null)})`, rewards,
-    others: step.groups.filter((other, j) => j !== i && other[0] === domain).map(other => other[1]),
-    spread: known(rewards).length ? most(known(rewards)) - least(known(rewards)) : -1 })));
-  const example = { name: "example", rewards: [1, 0, 0, 1, 0, 0, 0, 0.5], others: [] };
+  const settings = { eps: objective.advantage_eps, std: objective.std_kind, k: objective.passk_k, baseline: objective.pkpo_baseline,
+    right: objective.correct_threshold, subset: run.explorer.subset, size: objective.subset_size };
+  const asGroup = ([, rewards, lengths]) => ({ rewards, lengths });
+  const groups = [...(run.recorded || [])].reverse().flatMap(step => step.groups.map((group, i) => ({ ...asGroup(group),
+    name: `step ${step.step}, group ${i} (${names[group[0]]}, mean ${show(known(group[1]).length ? mean(known(group[1])) : null)})`,
+    others: step.groups.filter((other, j) => j !== i && other[0] === group[0]).map(asGroup),
+    spread: known(group[1]).length ? most(known(group[1])) - least(known(group[1])) : -1 })));
+  const example = { name: "example", rewards: [1, 0, 0, 1, 0, 0, 0, 0.5], lengths: [80, 120, 60, 200, 90, 150, 40, 100], others: [] };
   return el("div", null, el("p", { class: "muted" }, groups.length
-    ? `Groups of the recorded steps, those with the largest spread first; the objective of this run is ${objective.preset}.`
-    : "No step is in the sample store: an example."),
+    ? "Groups of the recorded steps, those with the largest spread first. "
+    : "No step is in the sample store: an example. ", el("span", { class: "coverage" }, coverageOf(objective, run.explorer))),
   explorer(groups.length ? groups.sort((a, b) => b.spread - a.spread).slice(0, 64) : [example], settings));
 }
 
@@ -138,7 +146,8 @@ function runSection(run) {
     el("h3", null, "Curves"), steps.length ? curvesOf(run) : el("p", { class: "absent" }, "The run has no metrics yet."),
     steps.length ? routingOf(run) : null,
     el("h3", null, "Samples"), samplesOf(run.recorded || [], run.samples),
-    config.kind === "rl" ? [el("h3", null, "Advantages of a group"), explorerOf(run), memoryOf(run)] : null);
+    config.kind === "rl" ? [el("h3", null, "A policy update, token by token"), updateOf(run.moved || []),
+      el("h3", null, "Advantages of a group"), explorerOf(run), memoryOf(run)] : null);
 }
 
 const GLYPHS = { done: "✓", "gate closed": "✕", begun: "…", ready: "○", waiting: "–" };
