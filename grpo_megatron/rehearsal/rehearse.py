@@ -50,6 +50,7 @@ class Rehearsal:
 
     @property
     def failed(self) -> list[Finding]:
+        """What was to be shown and was not."""
         return [finding for finding in self.findings if not finding.holds]
 
 
