@@ -74,8 +74,10 @@ def real_bytes(
     rank: int,
     router_policy: str = "freeze_bias",
     overlaps: bool = False,
+    value_head: bool = False,
 ) -> dict[str, Any]:
-    """Bytes that `build_policy` allocates on `rank`, and the sizes of its parameters by chunk."""
+    """Bytes that `build_policy` allocates on `rank`, and the sizes of its parameters by chunk; with
+    `value_head`, of a critic with the policy's layers."""
     layout, ddp_config = TrainerConfig(**trainer), ddp.DistributedDataParallelConfig
 
     def overlapping(**settings):
@@ -87,7 +89,24 @@ def real_bytes(
             stack.enter_context(
                 mock.patch.object(ddp, "DistributedDataParallelConfig", overlapping)
             )
+        if value_head:
+            hf = {**hf, "tie_word_embeddings": False}
+            stack.enter_context(mock.patch.object(policy, "build_models", _critics))
         return _bytes_of(policy.build_policy(hf, layout, OptimizerConfig(), router_policy))
+
+
+_build_models = policy.build_models
+
+
+def _critics(config: Any, hf: dict[str, Any], layout: TrainerConfig) -> list[torch.nn.Module]:
+    """The policy's model chunks, with one number a token in the place of the output layer."""
+    models = _build_models(config, hf, layout)
+    for model in models:
+        if model.post_process:
+            model.output_layer = torch.nn.Linear(
+                config.hidden_size, 1, bias=False, dtype=config.params_dtype
+            )
+    return models
 
 
 def _bytes_of(built: policy.Policy) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,7 @@ def compare(world1, name: str, layout: dict, *, limit: int, **settings) -> None:
     hf = {"vocab_size": 96, **load_preset(name).hf}
     trainer = TrainerConfig(**layout)
     sizes = sizes_of(hf, hf["vocab_size"], trainer)
+    sizes = replace(sizes, has_value_head=settings.get("value_head", False))
     for rank in ranks_to_look_at(trainer, limit):
         real = world1.run(
             "tests.plan.meta_cases:real_bytes", hf=hf, trainer=layout, rank=rank, **settings
@@ -150,6 +152,18 @@ def test_static_bytes_of_every_rank(world1):
 )
 def test_other_buffers(world1, settings, name):
     compare(world1, name, layouts_of(name)[-2], limit=1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tiny-qwen3-moe", {"num_ranks": 4, "pipeline_parallel_size": 2}),
+        ("qwen2.5-3b", {"num_ranks": 2, "tensor_parallel_size": 2}),  # tied embeddings
+        ("qwen2.5-3b", {"num_ranks": 4, "pipeline_parallel_size": 2}),
+    ],
+)
+def test_critics_with_a_value_head(world1, name, layout):
+    compare(world1, name, layout, limit=2, value_head=True)
 
 
 @pytest.mark.matrix
