@@ -329,5 +329,13 @@ class BatchConfig(Strict):
     """Group size G."""
     updates_per_rollout: int = Field(1, ge=1)
     """Optimizer steps per batch of rollouts; the batch is split by prompt."""
+    epochs: int = Field(1, ge=1)
+    """How many times each batch of rollouts is trained, always in the same updates; old log-probs
+    stay those from before the first."""
     max_staleness: int = Field(0, ge=0, le=1)
     """0: strictly on-policy. 1: rollouts for step k+1 run while step k trains."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps per RL step: of all epochs."""
+        return self.updates_per_rollout * self.epochs

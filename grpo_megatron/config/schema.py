@@ -30,6 +30,9 @@ _HABITS: dict[str, str] = {
     "group_size": "num_samples_per_prompt",
     "num_generations": "num_samples_per_prompt",
     "batch_size": "num_prompts",
+    "ppo_epochs": "epochs",
+    "num_iterations": "epochs",
+    "top_entropy_quantile": "top_entropy_share",
     "max_tokens": "max_new_tokens",
     "grad_clip": "clip_grad",
 }

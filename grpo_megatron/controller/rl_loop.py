@@ -156,7 +156,7 @@ class RLLoop:
             request = Train(
                 directory=directory,
                 first_update=self.state.updates,
-                num_updates=config.num_steps * config.batch.updates_per_rollout,
+                num_updates=config.num_steps * config.batch.updates_per_step,
                 state=self.state.objective,
                 exact=recorded.fresh or recorded.step == self._first,
             )

@@ -102,7 +102,7 @@ class OfflineTrainer:
         request = Train(
             directory=self.store(step),
             first_update=state.updates,
-            num_updates=self.config.num_steps * self.config.batch.updates_per_rollout,
+            num_updates=self.config.num_steps * self.config.batch.updates_per_step,
             state=state.objective,
             replayed=True,
         )

@@ -157,6 +157,7 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
     batch = config.batch
     updates = _two_at_most(batch.updates_per_rollout)
     changes.set("batch.updates_per_rollout", updates, why)
+    changes.set("batch.epochs", _two_at_most(batch.epochs), why)
     fewest = _PROMPTS_PER_DOMAIN * sum(domain.weight > 0 for domain in config.domains)
     changes.at_most("batch.num_prompts", batch.num_prompts, max(4, min(fewest, 8)), why)
     changes.at_most(

@@ -93,6 +93,7 @@ BROKEN = [
     ("min_lr", ["optimizer.min_lr=1"]),
     ("min_lr", ["cold_start.optimizer.min_lr=1"]),
     ("rl_only", ["kind=sft"]),
+    ("rl_only", ["kind=sft", "cold_start=null", "batch.epochs=2"]),
     ("rl_only", ["kind=sft", "cold_start=null", "correction={probability=0.5}"]),
     ("distillation", ["kind=distil", "cold_start=null"]),
     (
@@ -280,6 +281,7 @@ def test_a_rule_set_fills_in_names_and_values():
         ],
         ["domains.0.max_new_tokens=6"],
         ["objective.preset=luspo"],
+        ["objective.llds_weight=0.1", "batch.epochs=2"],
         ["objective.preset=vespo", "objective.top_entropy_share=0.5"],
         ["objective.preset=gspo_token", "objective.top_entropy_share=0.5"],
         ["objective.mismatch=tis", "objective.mismatch_floor=2"],

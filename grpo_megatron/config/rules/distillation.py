@@ -55,6 +55,21 @@ def only_rl_starts_cold_and_corrects(run: RunConfig) -> list[Violation]:
     return found
 
 
+@DISTILLATION_RULES.rule("rl_only")
+def only_rl_trains_a_batch_again(run: RunConfig) -> Violation | None:
+    """Refuse epochs over a batch where losses of tokens have no old policy."""
+    if run.kind not in ("sft", "distil") or run.batch.epochs == 1:
+        return None
+    return Violation(
+        "batch.epochs",
+        f"a run of kind {run.kind} takes {run.batch.updates_per_rollout} updates of a batch, each "
+        "part of it once",
+        nearest=(1,),
+        remedy="raise num_steps",
+        related=("kind",),
+    )
+
+
 @DISTILLATION_RULES.rule("token_routing")
 def losses_of_tokens_use_their_routing(run: RunConfig) -> list[Violation]:
     """Whether a supervised or distilling run asks for routes that nobody records."""

@@ -413,7 +413,7 @@ def displaced_likelihood_needs_updates(
     objective: ObjectiveConfig, batch: BatchConfig
 ) -> Violation | None:
     """Refuse the LLDS term where old and new policy are the same."""
-    on_policy = batch.updates_per_rollout == 1 and batch.max_staleness == 0
+    on_policy = batch.updates_per_step == 1 and batch.max_staleness == 0
     if objective.llds_weight == 0 or not on_policy:
         return None
     return Violation(

@@ -5,7 +5,7 @@ trainer knows (entropies, old and reference log-probs). Every rank gets the same
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -66,7 +66,8 @@ class Training:
         self.needs = needed | loss_columns(self.objective.config)
         self.batch = sample_batch(config, table)
         self.replayed_masks = _recorded_masks(table) if replayed else None
-        self.recorded_masks: list[MaskRecord] = []
+        self.recorded_masks: list[list[MaskRecord]] = []
+        """By epoch, of every micro-batch."""
         self.source = RouteSource(config, policy.replay, table)
         self.updates = self._plan()
 
@@ -112,15 +113,18 @@ class Training:
             total.add(drift_monitor.reference(self.references))
 
         rates = []
-        by_update = []
-        for number, update in enumerate(self.updates):
-            rate = self.config.optimizer.rate(first_update + number, num_updates)
-            self.policy.set_learning_rate(rate)
-            stats = self._train(update, self._constants(update, advantages))
-            self._learn(stats)
-            rates.append(rate)
-            by_update.append(stats)
-            total.add(stats)
+        by_update: list[Stats] = []
+        for epoch in range(self.config.batch.epochs):
+            self.recorded_masks.append([])
+            for update in self.updates:
+                number = first_update + len(by_update)
+                rate = self.config.optimizer.rate(number, num_updates)
+                self.policy.set_learning_rate(rate)
+                stats = self._train(update, self._constants(update, advantages), epoch)
+                self._learn(stats)
+                rates.append(rate)
+                by_update.append(stats)
+                total.add(stats)
 
         self._write_masks()
         if drift_monitor:
@@ -131,10 +135,10 @@ class Training:
             metrics=self._metrics(total, advantages, rates),
             normalisers=total.units,
             state=state_after(self.objective, self.batch),
-            updates=len(self.updates),
+            updates=len(by_update),
             losses=losses,
             grad_norms=grad_norms,
-            tokens=sum(update.num_tokens for update in self.updates),
+            tokens=self.config.batch.epochs * sum(update.num_tokens for update in self.updates),
             old_logprobs_s=old_logprobs_s,
             train_s=time.perf_counter() - self.started,
         )
@@ -143,7 +147,8 @@ class Training:
 
     def _run_passes(self) -> None:
         """Old log-probs, unless the first loss pass has them; reference ones, if they weigh."""
-        on_policy = len(self.updates) == 1 and not self.table.manifest.stale
+        one_update = len(self.updates) == 1 and self.config.batch.epochs == 1
+        on_policy = one_update and not self.table.manifest.stale
         advantages_need_it = bool(self.needs & {"old_logprobs", "entropies"})
         if advantages_need_it or self.source.needs_old_pass or not on_policy:
             for update in self.updates:
@@ -213,8 +218,8 @@ class Training:
             constants = with_preference(constants, self.objective, self._margins(update))
         return constants
 
-    def _train(self, update: UpdateBatch, constants: LossConstants) -> Stats:
-        """Take one optimizer step."""
+    def _train(self, update: UpdateBatch, constants: LossConstants, epoch: int) -> Stats:
+        """Take one optimizer step. epoch: how often the batch was trained before, from 0."""
         routing = self.source.training_pass(update, constants)
         sampled_by_these_weights = not self.table.manifest.stale
         loss = PolicyGradientLoss(
@@ -222,15 +227,26 @@ class Training:
             self.objective,
             self.table,
             constants,
-            replayed_masks=self.replayed_masks,
+            replayed_masks=self._replayed_masks_of(epoch),
             compare_engines=self.config.can_verify_from_samples and sampled_by_these_weights,
         )
         stats = optimizer_step.compute_gradients(self.policy, update, loss, routing)
         self._require_agreement(stats)
         stats = optimizer_step.apply_gradients(self.policy, stats)
-        self.recorded_masks += loss.recorded_masks
+        self.recorded_masks[epoch] += loss.recorded_masks
         self.source.finish(routing, update)
         return stats
+
+    def _replayed_masks_of(self, epoch: int) -> Mapping[str, torch.Tensor] | None:
+        """The recorded masks of an epoch, bool [n] by name; None where nothing is replayed."""
+        if self.replayed_masks is None:
+            return None
+        masks = {}
+        for name, mask in self.replayed_masks.items():
+            of_first_epoch = name.partition(_EPOCH)[0]
+            if name == _mask_name(of_first_epoch, epoch):
+                masks[of_first_epoch] = mask
+        return masks
 
     def _require_agreement(self, stats: Stats) -> None:
         """Raise MismatchError, before weights change, where an engine computes something else."""
@@ -269,7 +285,8 @@ class Training:
 
     def _write_masks(self) -> None:
         """Keep who was clipped and rejected for a replay; one tensor rank writes."""
-        if not self.recorded_masks or self.replayed_masks is not None:
+        masks = _masks_of_all_epochs(self.recorded_masks)
+        if not masks or self.replayed_masks is not None:
             return
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             return
@@ -277,7 +294,7 @@ class Training:
             self.table.directory,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
-            self.recorded_masks,
+            masks,
         )
 
     def _write_drift(self, monitor: PolicyDriftMonitor) -> None:
@@ -308,6 +325,29 @@ class Training:
         if rates:
             metrics["optimizer/lr"] = float(np.mean(rates))
         return metrics
+
+
+_EPOCH = "@epoch_"
+
+
+def _mask_name(name: str, epoch: int) -> str:
+    """What a mask is called in the store: its name, and from the second epoch on, which one."""
+    if epoch == 0:
+        return name
+    return f"{name}{_EPOCH}{epoch}"
+
+
+def _masks_of_all_epochs(recorded: Sequence[Sequence[MaskRecord]]) -> list[MaskRecord]:
+    """Join the masks of every micro-batch, which all epochs go through in the same order."""
+    joined = []
+    for of_epochs in zip(*recorded, strict=True):
+        rows, _ = of_epochs[0]
+        masks = {}
+        for epoch, (_, of_epoch) in enumerate(of_epochs):
+            for name, mask in of_epoch.items():
+                masks[_mask_name(name, epoch)] = mask
+        joined.append((rows, masks))
+    return joined
 
 
 def _old_untruncated(microbatch: MicroBatch) -> torch.Tensor:
