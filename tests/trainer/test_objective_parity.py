@@ -34,6 +34,25 @@ EXTRA = {  # what the presets leave at zero, and choices that none of them makes
     },
     "adaptive": {"preset": "gfpo", "subset": "adaptive"},
     "preference": {"preset": "dr_grpo", "preference_weight": 0.3},  # without a KL
+    "positives": {
+        "preset": "grpo",
+        "advantage": "batch",
+        "advantage_std": "none",
+        "advantage_clip": 0.4,
+        "positive_nll_weight": 0.1,
+        "rollout_drift_weight": 1e-3,
+        "kl": "is_k2",
+        "kl_beta": 0.1,
+    },
+    "trust_region": {
+        "preset": "dppo",
+        "clip": "dppo_kl",
+        "clip_high": 1e-3,
+        "proximal": "recompute",
+        "mismatch": "kpop",
+        "kpop_threshold": 10.0,
+    },
+    "floor": {"preset": "grpo", "mismatch": "tis", "mismatch_floor": 0.5},
 }
 NAMES = [*(name for name in PRESETS if name != "gagpo"), *EXTRA]  # rollouts have one turn
 CASE = "tests.trainer.trainer_ranks:train_objectives"
@@ -41,15 +60,17 @@ CASE = "tests.trainer.trainer_ranks:train_objectives"
 
 def objective(name: str) -> dict:
     settings = EXTRA.get(name, {"preset": name})
-    wide = {"clip_low": 0.2, "clip_high": 0.2} if name.startswith(("gspo", "moe")) else {}
+    narrow = ("gspo", "luspo", "moe")
+    wide = {"clip_low": 0.2, "clip_high": 0.2} if name.startswith(narrow) else {}
     beta = {"kl_beta": 0.05} if settings["preset"] in ("deepseek_v3_2", "moe_default") else {}
     limit = {"conflict_entropy_limit": 100.0}  # the entropy of an untrained model is high
     return {**wide, **beta, **limit, "subset_size": 3, **settings}
 
 
-SENSITIVE = ("gtpo_entropy", "grpo_s")
-"""Entropies of an untrained model are nearly equal: standardising them amplifies rounding, and
-advantages around 0 change sign. They are compared on a model whose entropies differ."""
+SENSITIVE = ("gtpo_entropy", "grpo_s", "high_entropy")
+"""Entropies of an untrained model are nearly equal: standardising them amplifies rounding,
+advantages around 0 change sign, and which are the highest is chance. They are compared on a model
+whose entropies differ."""
 OBJECTIVES = {name: objective(name) for name in NAMES}
 ROBUST = [name for name in NAMES if name not in SENSITIVE]
 
