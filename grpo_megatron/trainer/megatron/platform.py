@@ -39,7 +39,29 @@ def _without_wandb() -> Iterator[None]:
             del modules["wandb"]
 
 
-with _without_wandb():
+def _as_it_is(model: Any = None, **settings: Any) -> Any:
+    """Stand for `torch.compile`, called with a function or as a decorator with settings."""
+    if model is None:
+        return _as_it_is
+    return model
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Let `torch.compile` return functions as they are inside the block, where there is no GPU.
+
+    With TORCHDYNAMO_DISABLE they run as they are too, but only after the compiler was imported,
+    which is a fifth of what a rank computes until it is ready."""
+    compile_with_torch = torch.compile
+    if not HAS_CUDA:
+        torch.compile = _as_it_is
+    try:
+        yield
+    finally:
+        torch.compile = compile_with_torch
+
+
+with _without_wandb(), _without_compiler():
     cpu_platform.install()
     # the modules that import it, of which others are imported later
     importlib.import_module("megatron.core.timers")

@@ -39,6 +39,9 @@ import os, signal, sys
 from grpo_megatron.trainer.megatron import platform  # before Megatron
 import grpo_megatron.trainer.service
 assert "wandb" not in sys.modules
+import torch
+assert torch.cuda.is_available() or "torch._dynamo" not in sys.modules, "a compiler for nothing"
+assert torch.compile.__module__ == "torch", "what imports it later must get the real one"
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run(
