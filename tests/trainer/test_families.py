@@ -118,7 +118,11 @@ def _assert_gradients(request, model: str, samples: str, layout: str) -> None:
     assert_same(many, one)
 
 
-@pytest.mark.parametrize("name", MODELS)
+ALONE = [name for name in MODELS if name not in {model for model, _ in SELECTED}]
+"""Models that no selected layout compares with transformers."""
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_one_rank(request, family_model, samples, name):
     _assert_parity(request, family_model(name), samples, 1, {})
 
@@ -131,6 +135,12 @@ def test_layouts(request, family_model, samples, name, layout):
 @pytest.mark.parametrize(("name", "layout"), GRADIENTS)
 def test_gradients(request, family_model, samples, name, layout):
     _assert_gradients(request, family_model(name), samples, layout)
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ALONE])
+def test_one_rank_of_the_others(request, family_model, samples, name):
+    _assert_parity(request, family_model(name), samples, 1, {})
 
 
 @pytest.mark.families
