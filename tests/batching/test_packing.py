@@ -101,8 +101,16 @@ def test_how_many_micro_batches_a_rank_has(lengths, num_ranks, multiple_of, expe
 
 def test_a_sample_goes_to_the_cheapest_micro_batch_with_room():
     assert rows_by_rank([40, 30, 20, 10]) == [[[0, 3], [1, 2]]]
-    # the last one finds no room in the cheapest; the one before fills it exactly
+    # the fourth fills the cheaper one exactly
     assert sorted(rows_by_rank([60, 50, 10, 4, 4])[0]) == [[0, 4], [1, 2, 3]]
+
+
+def test_a_cheap_micro_batch_without_room_waits_for_a_shorter_sample():
+    """Nine samples of 900 cost less than one of 4096 and two of 900, but the next does not fit."""
+    lengths = np.array([4096] + [900] * 12 + [50])
+    ((long, short),) = plan_microbatches(lengths, num_ranks=1, max_tokens=8192)
+    assert lengths[long].tolist() == [4096, 900, 900, 900]
+    assert lengths[short].tolist() == [900] * 9 + [50]
 
 
 def test_the_most_expensive_micro_batch_goes_to_the_least_loaded_rank():
