@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,21 @@ def test_no_routes_at_all_are_missing(tmp_path):
         tmp_path / "s", [RolloutGroup(Prompt("p", "d", "", (1, 2), ""), (completion,), 0)]
     )
     assert (table.routes(0, SHAPE.layers, SHAPE)[1] == RouteStatus.MISSING).all()
+
+
+def test_a_sample_without_routes_does_not_move_those_beside_it(tmp_path):
+    group = group_of([4, 6, 5], np.random.default_rng(0))
+    first, second, third = group.completions
+    bare = replace(second, routes=None, route_versions=())
+    table = write(tmp_path / "s", [RolloutGroup(group.prompt, (first, bare, third), 0)] * 2)
+    for row, completion in enumerate([first, bare, third] * 2):
+        ids, status = table.routes(row, SHAPE.layers, SHAPE)
+        if completion is bare:
+            assert not ids.any() and (status == RouteStatus.MISSING).all()
+        else:
+            expected = completion.routes[:, list(SHAPE.layers)].transpose(1, 0, 2)
+            np.testing.assert_array_equal(ids, expected)
+            assert not status.any()
 
 
 def test_impossible_experts_are_invalid(tmp_path):
