@@ -11,7 +11,7 @@ from tests.data.chat_templates import LLAMA, QWEN
 from tests.e2e import runs
 from tests.e2e.chat_model import write_chat_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.recipes]
 
 EXACT = "grpo_megatron.rewards.functions:exact_match"
 DENSE = (
