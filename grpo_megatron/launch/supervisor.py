@@ -99,7 +99,11 @@ class Supervisor:
         self._check_trainers()  # the controller may only be the first to notice
         self._check_replicas()
         end = self.controller.end()
-        error = errors.GrpoMegatronError(self._words["failure"] or str(end), where=str(end.log))
+        where = str(end.log)
+        if self._words["failure"]:
+            error = errors.GrpoMegatronError(self._words["failure"], where=where)
+        else:  # it was killed, or died without a word
+            error = errors.GrpoMegatronError(str(end), where=where, remedy=self.remedy)
         error.exit_code = code
         raise error
 

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.family_models import reference_model, write_checkpoint
 from tests.rollout.engines import Server, Trainer, logprob_error, weights_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.families]
 
 PROMPTS = [
     [(7 * i) % 90 + 3 for i in range(first, first + length)] for first, length in ((3, 37), (5, 50))
