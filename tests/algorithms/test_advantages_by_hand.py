@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -87,11 +88,12 @@ def test_pkpo_is_the_reward_of_sets_with_a_sample_less_that_of_sets_without_it()
         assert found[sample] == pytest.approx(expected)
 
 
-def test_a_mean_entropy_of_zero_counts_as_a_very_small_one():
+@pytest.mark.parametrize("preset", ["grpo_s", "gtpo_entropy"])
+def test_an_entropy_of_zero_counts_as_a_very_small_one(preset):
+    """It earns a right answer the least of its pool, and costs a wrong one the most."""
     entropies = [[0.0], [0.5], [0.0], [0.5]]
-    for preset in ("grpo_s", "gtpo_entropy"):
-        found = evaluated(preset, **group([1, 1, 0, 0], entropies=entropies))
-        assert np.isfinite(np.array(found["advantages"], float)).all()
+    found = evaluated(preset, EXACT, **group([1, 1, 0, 0], entropies=entropies))["advantages"]
+    assert np.array(found, float).ravel().tolist() == pytest.approx([-1, 1, -1, 1])
 
 
 def test_pools_of_right_and_wrong_samples_are_joined_on_request():
@@ -113,19 +115,21 @@ def test_samples_without_steps_or_turns_are_refused(preset, missing):
 
 
 def test_gagpo_discounts_by_both_factors():
-    """One rollout of three turns in states of their own: every state is worth its return."""
+    """Two rollouts through the same two states, of which one is paid in the second."""
     case = {
         "rewards": [0, 0],
         "group_ids": [0, 0],
-        "logprobs": [[-1.0] * 3, [-1.0]],
-        "turns": [[[0, 1.0, "s"], [1, 2.0, "t"], [2, 4.0, "u"]], [[0, 0.0, "s"]]],
+        "logprobs": [[-1.0] * 2] * 2,
+        "turns": [[[0, 0.0, "s"], [1, 1.0, "t"]], [[0, 0.0, "s"], [1, 0.0, "t"]]],
     }
-    found = advantages("gagpo", "gagpo_gamma=0.5", "gagpo_lambda=0.5", *EXACT, **case)
-    returns = [1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 4.0]
-    value = (returns[0] + 0.0) / 2  # of the shared first state
-    raw = np.array([1 + 0.5 * returns[1] - value, 0.0, 0.0, 0.0 - value])
-    expected = (raw - raw.mean()) / raw.std()
-    assert [*found[0], *found[1]] == pytest.approx(expected.tolist())
+    gamma, trace = 0.5, 0.25
+    settings = (f"gagpo_gamma={gamma}", f"gagpo_lambda={trace}", *EXACT)
+    found = advantages("gagpo", *settings, **case)
+    first, second = gamma / 2, 1 / 2  # values: means of the returns
+    paid, unpaid = 1 - second, 0 - second
+    begun = 0 + gamma * second - first
+    raw = np.array([begun + gamma * trace * paid, paid, begun + gamma * trace * unpaid, unpaid])
+    assert [*found[0], *found[1]] == pytest.approx(((raw - raw.mean()) / raw.std()).tolist())
 
 
 TURNS = {
@@ -300,6 +304,28 @@ def test_a_group_without_a_right_answer_does_not_lead():
     found = advantages("grpo_lambda_length", *overrides, "advantage_std=none", **case)
     assert found[:4] == [0] * 4
     assert [0 < a < 1 for a in found[4:]] == [True, True]
+
+
+def test_groups_lead_by_their_number_not_by_their_samples():
+    case = {
+        "rewards": [1, 1, 1, 1, 0, 0],
+        "group_ids": [0, 0, 1, 1, 1, 1],
+        "logprobs": [[-1.0] * n for n in (1, 2, 1, 2, 1, 2)],
+    }
+    overrides = ("length_switch_fraction=0.5", "advantage=reward", "whiten=none")
+    found = advantages("grpo_lambda_length", *overrides, "advantage_std=none", **case)
+    assert [0 < a < 1 for a in found] == [True, True] + [False] * 4
+
+
+def test_a_sample_that_is_not_trained_stays_so_beside_truncated_ones():
+    batch = parse_case(group([1, 0, 1])).batch
+    batch = replace(batch, trained=torch.tensor([False, True, True]))
+    found = batch.without_truncated(torch.tensor([False, True, False]), "loss")
+    assert found.trained.tolist() == [False, False, True]
+    assert torch.equal(found.rewards, batch.rewards)
+    dropped = batch.without_truncated(torch.tensor([False, True, False]), "drop")
+    assert dropped.valid.tolist() == [True, False, True]
+    assert batch.without_truncated(torch.tensor([True, True, True]), "none") is batch
 
 
 def test_a_reward_of_just_the_threshold_is_right():

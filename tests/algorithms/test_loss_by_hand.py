@@ -198,6 +198,19 @@ def test_a_replayed_mismatch_mask_is_followed():
     assert metrics["replay/decisions_changed"] == pytest.approx(2 / 3)
 
 
+def test_a_replayed_step_bounds_its_mismatch_weights_as_ever():
+    """A weight that is cut, not set to zero, rejects nobody: nothing was recorded to follow."""
+    batch = micro_batch(
+        [1.0, 1.0],
+        [1.0, 1.0],
+        rollout_logprobs=double(4.0, 0.5).reciprocal().log() - LN2,
+        replayed_masks={"mismatch": flags(0, 0)},
+    )
+    _, gradient, metrics = loss_of(batch, "mismatch=tis", "mismatch_max=1.5", "clip=none")
+    assert gradient == pytest.approx([-1.5, -0.5])
+    assert metrics["replay/decisions_changed"] == 0.0
+
+
 def test_a_replayed_off_policy_mask_is_followed():
     behind = {"rollout_logprobs": double(0.0, -LN2), "replayed_masks": {"opsm": flags(0, 1)}}
     batch = micro_batch([1.0, 1.0], [-1.0, -1.0], **behind)
@@ -241,6 +254,12 @@ def test_only_samples_with_a_negative_advantage_are_left_behind():
     batch = micro_batch([1.0] * 3, [1.0, 0.0, -1.0], rollout_logprobs=double(0.0, 0.0, 0.0))
     _, _, metrics = loss_of(batch, "off_policy_mask=opsm", "opsm_delta=0.5")
     assert metrics["rejected/opsm_fraction"] == pytest.approx(1 / 3)
+
+
+def test_a_sample_at_just_the_threshold_is_not_left_behind():
+    batch = micro_batch([1.0] * 2, [-1.0] * 2, rollout_logprobs=double(0.0, 1e-9))
+    _, _, metrics = loss_of(batch, "off_policy_mask=opsm", f"opsm_delta={LN2!r}")
+    assert metrics["rejected/opsm_fraction"] == 0.5
 
 
 def test_thresholds_of_the_off_policy_mask_are_those_of_the_domain():
@@ -375,6 +394,8 @@ def test_metrics_of_domains_count_their_own_tokens_and_samples():
     assert metrics["ratio/max@a"] == pytest.approx(2.0)
     assert metrics["ratio/max@b"] == metrics["ratio/max"] == pytest.approx(4.0)
     assert metrics["ratio/mean@a"] == pytest.approx(5 / 3)
+    _, _, alone = loss_of(micro_batch([2.0], [1.0]))
+    assert not any("@" in name for name in alone)
 
 
 def test_an_infinite_log_prob_of_any_column_leaves_the_token_out():

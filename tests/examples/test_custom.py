@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from grpo_megatron.algorithms.advantages.signal import carries_signal
 from grpo_megatron.algorithms.case import read_case
 from grpo_megatron.algorithms.evaluate import evaluate
 from grpo_megatron.algorithms.objective import Objective
@@ -59,6 +61,14 @@ def test_micro_batches_do_not_change_them():
     split = evaluate(objective, case.batch, case.columns, parts=parts)
     assert split.loss == pytest.approx(whole.loss, abs=1e-12)
     np.testing.assert_allclose(split.gradient, whole.gradient, atol=1e-12)
+
+
+def test_groups_of_equal_rewards_are_a_signal_for_an_advantage_of_ones_own():
+    batch = read_case(Path("case.json")).batch
+    equal = replace(batch, rewards=torch.ones_like(batch.rewards))
+    for overrides, expected in ((OWN, True), ((), False)):
+        config, _ = load_objective("dr_grpo", overrides)
+        assert carries_signal(config, equal) is expected
 
 
 def test_the_reward_binds_with_the_arguments_of_the_recipe():
