@@ -56,6 +56,15 @@ def test_quantiles_of_many_values_are_close():
         assert share == pytest.approx(q, abs=0.01)
 
 
+def test_as_many_values_as_there_is_room_for_stay_exact():
+    full = NOTHING.with_values(np.arange(MAX_VALUES, dtype=np.float64))
+    assert full.values.tolist() == list(range(MAX_VALUES))
+    assert full.counts.tolist() == [1] * MAX_VALUES
+    merged = full.with_values(np.array([-1.0]))
+    assert len(merged.values) <= MAX_VALUES // 2
+    assert merged.counts.sum() == MAX_VALUES + 1
+
+
 # --- GFPO's adaptive subset
 
 ADAPTIVE = ["subset=adaptive", "subset_size=4"]
