@@ -211,6 +211,31 @@ def test_a_killed_sender_is_named():
     process.join(10)
 
 
+def _join_and_die(port: int) -> None:
+    WeightReceiver([(HOST, port)], rank=1, world_size=2, timeout_s=60.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_died_ends_the_publish_with_an_error():
+    """And not with the digests of tensors that nobody has."""
+    sender = WeightSender(HOST, 1, timeout_s=60.0)
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=_join_and_die, args=(sender.port,))
+    process.start()
+    sender.join()
+    process.join(60)
+    with pytest.raises(TransferError, match="sender 0 sending"):
+        sender.send(tensors_of(0).items(), plan_of(1))
+
+
+def test_weights_that_are_trained_are_sent_as_they_are():
+    exchange = Exchange(1, 1)
+    trained = {name: tensor.requires_grad_() for name, tensor in tensors_of(0).items()}
+    exchange.run(send=lambda s: s.send(trained.items(), exchange.plan))
+    assert exchange.results["worker 0"] == exchange.results["sender 0"]
+    assert not any(tensor.requires_grad for tensor in exchange.loaded[0].values())
+
+
 shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=30)
 
 
