@@ -34,15 +34,17 @@ def completion(ids: tuple[int, ...], mask: SamplingMask | None) -> Completion:
 
 
 def table(directory: Path, masks: dict[int, SamplingMask] | None = None) -> SampleTable:
-    groups, rows = [], []
+    """Every group in a shard of its own; masks: by row."""
+    working = begin_step(directory)
+    shards, rows = [], []
     for number, (prompt, completions) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
         made = []
-        for ids in completions:
+        for index, ids in enumerate(completions):
             made.append(completion(ids, (masks or {}).get(len(rows))))
-            rows.append(SampleRow(0, len(rows), number, 0, 0.0))
-        groups.append(RolloutGroup(Prompt("p", "d", "", prompt, ""), tuple(made), 0))
-    shard = write_shard(begin_step(directory) / "rollout-0.safetensors", groups)
-    finish_step(directory, [shard], rows, StepFacts())
+            rows.append(SampleRow(number, index, number, 0, 0.0))
+        group = RolloutGroup(Prompt("p", "d", "", prompt, ""), tuple(made), 0)
+        shards.append(write_shard(working / f"rollout-{number}.safetensors", [group]))
+    finish_step(directory, shards, rows, StepFacts())
     return SampleTable(directory)
 
 
@@ -120,3 +122,17 @@ def test_kept_sets_are_joined_and_tokens_outside_of_theirs_are_unusable(tmp_path
     usable = torch.isfinite(found.rollout_logprobs)
     assert usable.tolist() == [True, False, False, True, False, True]
     assert found.rollout_logprobs[usable].tolist() == [-n / 64 for n in (31, 51, 53)]
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [2, 0]])
+def test_tokens_of_a_shard_without_sets_are_unusable_beside_one_with(tmp_path, rows):
+    found = build(table(tmp_path / "step", {0: mask((31,), (32, 6))}), rows)
+    assert found.kept is not None
+    first = 3 * rows.index(0)  # of row 0 among the policy tokens
+    assert found.kept.ids.tolist() == [31, 32, 6]
+    assert found.kept.token.tolist() == [first, first + 1, first + 1]
+    known = [first <= token < first + 2 for token in range(5)]
+    assert (~found.kept.missing).tolist() == known
+    assert torch.isfinite(found.rollout_logprobs).tolist() == known
+    alone = build(table(tmp_path / "other", {0: mask((31,), (32, 6))}), [2])
+    assert alone.kept is None and torch.isfinite(alone.rollout_logprobs).all()
