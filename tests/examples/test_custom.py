@@ -63,6 +63,28 @@ def test_micro_batches_do_not_change_them():
     np.testing.assert_allclose(split.gradient, whole.gradient, atol=1e-12)
 
 
+OF_ANOTHER_SHAPE = """
+def advantage(o, batch, groups):
+    return batch.rewards[:-1]
+
+def clip(o, inputs):
+    return inputs.advantages.sum()
+
+def aggregation(o, lengths):
+    return [1.0]
+"""
+
+
+@pytest.mark.parametrize("choice", ["advantage", "clip", "aggregation"])
+def test_a_function_that_returns_another_shape_is_refused(tmp_path, monkeypatch, choice):
+    (tmp_path / "odd_shapes.py").write_text(OF_ANOTHER_SHAPE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    case = read_case(Path("case.json"))
+    config, own = load_objective("dr_grpo", [f"{choice}=odd_shapes:{choice}"], case.domains)
+    with pytest.raises(ConfigError, match=f"odd_shapes:{choice} returned the shape"):
+        evaluate(Objective(config, case.domains, own), case.batch, case.columns)
+
+
 def test_groups_of_equal_rewards_are_a_signal_for_an_advantage_of_ones_own():
     batch = read_case(Path("case.json")).batch
     equal = replace(batch, rewards=torch.ones_like(batch.rewards))
