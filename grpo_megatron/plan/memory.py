@@ -10,7 +10,7 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.model_facts import configuration_of, origin_of
 from grpo_megatron.plan.rank_bytes import static_bytes, step_bytes
 from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
 
@@ -118,7 +118,7 @@ def a_sequence_fits_into_the_cache(config: RunConfig, plan: Plan) -> Violation |
 
 def vocabulary_of(hf: Mapping[str, Any], model: ModelConfig) -> int:
     """Tokens of the configured model, whose config.json is `hf`."""
-    return hf.get("vocab_size") or _made_vocabulary(model)
+    return hf.get("vocab_size") or _made_vocabulary(origin_of(model))
 
 
 def _made_vocabulary(model: ModelConfig) -> int:

@@ -52,12 +52,20 @@ def model_facts(model: ModelConfig) -> ModelFacts:
     return facts_from_hf(hf)
 
 
-def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
-    """The configured model's `config.json`, and what messages call it. Raises ConfigError."""
+def origin_of(model: ModelConfig) -> ModelConfig:
+    """The model that `model` is: itself, or, where its path is an export that a run is yet to
+    write, the model of that run."""
     if model.path is not None:
         run = model.path.parent / "config.json"
         if model.path.name == "export" and run.exists() and not model.path.exists():
-            return configuration_of(read_resolved(run).config.model)  # what will be exported
+            return origin_of(read_resolved(run).config.model)
+    return model
+
+
+def configuration_of(model: ModelConfig) -> tuple[dict[str, Any], str]:
+    """The configured model's `config.json`, and what messages call it. Raises ConfigError."""
+    model = origin_of(model)
+    if model.path is not None:
         return read_config(model.path), str(model.path / "config.json")
     assert model.preset is not None  # rule model_source
     preset = load_preset(model.preset)

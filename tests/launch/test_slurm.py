@@ -333,6 +333,7 @@ def test_a_stage_starts_from_what_the_one_before_will_export(job_state, capsys):
     assert submit(*flags) != 0
     assert submit("name=first") == 0
     assert submit(*flags) == 4 and "no such file" in capsys.readouterr().err  # nobody waits for it
+    assert main(["plan", "demo/gspo-moe-cpu", *flags]) == 0  # its sizes are known all the same
     assert submit("--after", "7", *flags) == 0
     assert submit("--after", "7", *flags[:2], "model.path=runs/frist/export", "name=third") == 2
     assert not Path("runs/third").exists()
