@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,17 @@ def of_run(config: RunConfig, run_dir: RunDir, num_attempts: int) -> list[Findin
     return findings
 
 
+def of_judges(configs: Iterable[RunConfig], num_judged: int) -> list[Finding]:
+    """Whether learned rewards were asked, where one of the runs has any; num_judged: how often."""
+    for config in configs:
+        for domain in config.domains:
+            for reward in domain.rewards:
+                if domain.weight > 0 and "url" in reward.arguments:
+                    detail = f"{num_judged} times"
+                    return [Finding("learned rewards were asked", num_judged > 0, detail)]
+    return []
+
+
 def _of_steps(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[Finding]:
     steps = [record["step"] for record in records]
     norms = [record["grad/norm"] for record in records if "grad/norm" in record]
@@ -86,17 +97,33 @@ def _of_steps(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[Find
     if compared:
         detail = f"largest difference {max(compared):.2g} on trained tokens"
         holds = all(map(math.isfinite, compared))
-        findings.append(Finding("trainer and engines agree about log-probs", holds, detail))
+        what = "log-probs of trainer and engines were compared"
+        findings.append(Finding(what, holds, detail))
     if config.routing.replay != "none":
         flips = [record[_REPLAYED] for record in records if _REPLAYED in record]
         detail = "not measured"
         if flips:
             detail = f"{max(flips):.2%} of the live router's choices differ"
-        findings.append(Finding(f"experts were replayed ({config.routing.replay})", True, detail))
-    components = _reward_components(records)
-    if components:
-        findings.append(Finding("every reward was computed", True, ", ".join(components)))
+        what = f"experts were replayed ({config.routing.replay})"
+        findings.append(Finding(what, len(flips) > 0, detail))
+    if config.kind == "rl":
+        findings.append(_rewarded(config, records))
     return findings
+
+
+def _rewarded(config: RunConfig, records: Sequence[dict[str, Any]]) -> Finding:
+    """Whether every component of the domains that were drawn has a score in some step."""
+    computed = _reward_components(records)
+    missing = []
+    keys = {key for record in records for key in record}
+    for domain in config.domains:
+        was_drawn = len(config.domains) == 1 or any(key.endswith(f"@{domain.name}") for key in keys)
+        if was_drawn:  # a small share may get none of so few prompts
+            missing += [r.component for r in domain.rewards if r.component not in computed]
+    detail = ", ".join(computed)
+    if missing:
+        detail = f"no score of {', '.join(missing)}"
+    return Finding("every reward was computed", not missing, detail)
 
 
 def _reward_components(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -112,8 +139,10 @@ def _reward_components(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def _resumed(run_dir: RunDir, records: Sequence[dict[str, Any]]) -> Finding:
     steps = [record["step"] for record in records]
-    holds = steps == list(range(len(steps)))
-    return Finding("it was resumed from a checkpoint", holds, f"steps {steps}")
+    attempts = [path.name for path in (run_dir.root / "logs").iterdir() if path.name.isdecimal()]
+    holds = steps == list(range(len(steps))) and len(attempts) > 1
+    detail = f"steps {steps}, started {len(attempts)} times"
+    return Finding("it was resumed from a checkpoint", holds, detail)
 
 
 def _exported(export: Path) -> Finding:

@@ -22,7 +22,7 @@ from grpo_megatron.launch.bindings import (
 )
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.plan.resolve import resolve
-from grpo_megatron.rehearsal.evidence import Finding, at_cluster_scale, of_run
+from grpo_megatron.rehearsal.evidence import Finding, at_cluster_scale, of_judges, of_run
 from grpo_megatron.rehearsal.local_server import LocalServer
 from grpo_megatron.rehearsal.made_up_rows import special_tokens_of
 from grpo_megatron.rehearsal.scale_down import (
@@ -36,7 +36,9 @@ from grpo_megatron.rundir import RunDir
 from grpo_megatron.stages.interrupts import InterruptForwarder
 
 Say = Callable[[str], object]
-REPORT = "rehearsal.json"
+_REPORT = "rehearsal.json"
+_MARK = ".rehearsal"
+"""A file that says that the folder is a rehearsal's, and may be emptied by the next one."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +100,12 @@ def rehearse_recipe(
         scaled += [f"runs_dir={as_toml(str(folder))}", "name=run"]
         run_dir = RunDir(folder / "run")
         num_attempts = _run(recipe, scaled, run_dir, config.trains, say)
-        resolved = resolve(recipe, scaled)
-        shown = of_run(resolved.config, run_dir, num_attempts)
-        if server.num_judged:
-            shown.append(Finding("learned rewards were asked", True, f"{server.num_judged} times"))
+        shown = of_run(resolve(recipe, scaled).config, run_dir, num_attempts)
+        shown += of_judges([config], server.num_judged)
     for finding in shown:
         say(told(finding))
-    rehearsal = Rehearsal(recipe, changes, [*findings, *shown], time.monotonic() - started)
-    write_report(folder / REPORT, rehearsal)
-    refuse_failed(rehearsal)
-    return rehearsal
+    seconds = time.monotonic() - started
+    return conclude(Rehearsal(recipe, changes, [*findings, *shown], seconds), folder)
 
 
 def resolve_at_scale(recipe: str, overrides: Sequence[str], model: Path | None) -> ResolvedConfig:
@@ -142,17 +140,20 @@ def write_site(path: Path) -> str:
 
 
 def take_folder(folder: Path) -> None:
-    """Empty the folder of an earlier rehearsal. ConfigError: something else is there."""
-    is_ours = (folder / "inputs").is_dir() or not folder.exists()
-    if not is_ours:
+    """Make the folder, or empty that of an earlier rehearsal. ConfigError: something else is
+    there."""
+    is_ours = (folder / _MARK).exists()
+    if folder.exists() and not is_ours and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"{folder} is no rehearsal's folder",
             where="--to",
             remedy="choose another folder, or remove it",
         )
     with raised_as(SetupError, "cannot write the rehearsal's folder", OSError, where=folder):
-        shutil.rmtree(folder, ignore_errors=True)
+        if is_ours:
+            shutil.rmtree(folder)
         (folder / "inputs").mkdir(parents=True)
+        (folder / _MARK).touch()
 
 
 def _run(recipe: str, scaled: Sequence[str], run_dir: RunDir, trains: bool, say: Say) -> int:
@@ -212,17 +213,16 @@ def _short(text: str, most: int = 60) -> str:
     return text[: most - 1] + "…"
 
 
-def write_report(path: Path, rehearsal: Rehearsal) -> None:
-    """Write changes and findings as JSON beside the run."""
+def conclude(rehearsal: Rehearsal, folder: Path) -> Rehearsal:
+    """Write changes and findings as JSON beside the run, and return the rehearsal.
+
+    Raises GateError where something that was to be shown was not."""
     text = json.dumps(asdict(rehearsal), indent=2, ensure_ascii=False, default=str)
-    write_atomically(path, text + "\n")
-
-
-def refuse_failed(rehearsal: Rehearsal) -> None:
-    """Raise GateError where something that was to be shown was not."""
+    write_atomically(folder / _REPORT, text + "\n")
     if rehearsal.failed:
         raise GateError(
             "not shown: " + "; ".join(finding.what for finding in rehearsal.failed),
             where=rehearsal.recipe,
             remedy="the lines that begin with NOT say what was seen",
         )
+    return rehearsal

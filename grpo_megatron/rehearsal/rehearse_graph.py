@@ -14,18 +14,16 @@ from grpo_megatron.config.toml_file import read_toml
 from grpo_megatron.errors import GrpoMegatronError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch.bindings import refuse_unbound_objective, refuse_unbound_rewards
-from grpo_megatron.rehearsal.evidence import Finding, at_cluster_scale, of_run
+from grpo_megatron.rehearsal.evidence import Finding, at_cluster_scale, of_judges, of_run
 from grpo_megatron.rehearsal.local_server import LocalServer
 from grpo_megatron.rehearsal.made_up_rows import special_tokens_of
 from grpo_megatron.rehearsal.rehearse import (
-    REPORT,
     Rehearsal,
     Say,
-    refuse_failed,
+    conclude,
     table_of,
     take_folder,
     told,
-    write_report,
     write_site,
 )
 from grpo_megatron.rehearsal.scale_down import Change, num_layers_of, scale_down
@@ -83,19 +81,12 @@ def rehearse_graph(
             error.exit_code = code
             raise error
         shown = _of_stages(scaled)
-        if server.num_judged:
-            shown.append(Finding("learned rewards were asked", True, f"{server.num_judged} times"))
+        shown += of_judges(_configs(scaled).values(), server.num_judged)
     for finding in shown:
         say(told(finding))
-    rehearsal = Rehearsal(
-        target,
-        [_named(name, change) for name, change in changes],
-        [*findings, *shown],
-        time.monotonic() - started,
-    )
-    write_report(folder / REPORT, rehearsal)
-    refuse_failed(rehearsal)
-    return rehearsal
+    seconds = time.monotonic() - started
+    named = [_named(name, change) for name, change in changes]
+    return conclude(Rehearsal(target, named, [*findings, *shown], seconds), folder)
 
 
 def _with_settings(graph: Graph, overrides: Sequence[str]) -> Graph:

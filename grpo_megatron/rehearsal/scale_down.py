@@ -51,6 +51,8 @@ class StandIns:
     """Rows by number of the domain, where its own file is missing."""
     server: str
     """Address of what answers for judges, reward models and shared servers."""
+    model_is_given: bool = False
+    """`model` was chosen by the user, and is used also where the recipe's own is here."""
 
 
 class _Changes:
@@ -64,7 +66,10 @@ class _Changes:
         for part in key.split("."):
             if before is None:
                 break
-            before = before[int(part)] if isinstance(before, list) else before[part]
+            if isinstance(before, list):
+                before = before[int(part)]
+                continue
+            before = before[part]
         if before != value:
             self.found.append(Change(key, before, value, why))
 
@@ -126,7 +131,10 @@ def _steps(config: RunConfig, changes: _Changes) -> None:
 
 def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     why = "a tiny random model of the same family"
-    if config.model.path is None or not config.model.path.exists():
+    if stand_ins.model_is_given:
+        why = "the given model"
+    is_here = config.model.path is not None and config.model.path.exists()
+    if stand_ins.model_is_given or not is_here:
         changes.set("model.preset", None, why)
         changes.set("model.path", str(stand_ins.model), why)
     for number, domain in enumerate(config.domains):

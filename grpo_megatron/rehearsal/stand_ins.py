@@ -40,7 +40,13 @@ class StandInWriter:
         if config.distillation is not None or any(domain.reference for domain in config.domains):
             other_model = self._model(root, other=True)
         data = {number: self._data(config, number) for number in missing_files(config)}
-        return StandIns(model.absolute(), other_model.absolute(), data, self.server)
+        return StandIns(
+            model.absolute(),
+            other_model.absolute(),
+            data,
+            self.server,
+            model_is_given=self.given_model is not None,
+        )
 
     def _model(self, config: RunConfig, *, other: bool) -> Path:
         """A random checkpoint of the configured architecture; `other`: with another seed."""

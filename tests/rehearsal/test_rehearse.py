@@ -64,7 +64,19 @@ def test_an_earlier_rehearsal_is_replaced(tmp_path):
     take_folder(folder)
     (folder / "run").mkdir()
     take_folder(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["inputs"]
+    assert sorted(path.name for path in folder.iterdir()) == [".rehearsal", "inputs"]
+
+
+def test_a_folder_that_happens_to_have_inputs_is_not_emptied(tmp_path):
+    (tmp_path / "inputs").mkdir()
+    with pytest.raises(ConfigError, match="no rehearsal's folder"):
+        take_folder(tmp_path)
+    assert (tmp_path / "inputs").exists()
+
+
+def test_an_empty_folder_may_be_taken(tmp_path):
+    take_folder(tmp_path)
+    assert (tmp_path / "inputs").is_dir()
 
 
 def test_what_was_not_shown_is_an_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,13 +153,16 @@ def test_control_tokens_of_templates_become_tokens():
     assert "<|eot_id|>" in special_tokens_of(config)
 
 
-def test_a_given_model_is_not_replaced(tmp_path):
+def test_a_model_that_is_here_is_kept_unless_another_is_chosen(tmp_path):
     model = ModelConfig(path=tmp_path)
     config = resolve("demo/gspo-moe-cpu").config
     with_model = config.model_copy(update={"model": model})
     inputs = StandIns(Path("tiny"), Path("tiny"), {}, "http://127.0.0.1:1")
     keys = [change.key for change in scale_down(with_model, inputs)]
     assert "model.path" not in keys
+    chosen = replace(inputs, model_is_given=True)
+    changes = {change.key: change.after for change in scale_down(with_model, chosen)}
+    assert changes["model.path"] == "tiny"
 
 
 def test_the_coin_is_right_half_of_the_time_and_always_the_same():
