@@ -169,7 +169,8 @@ async def _verdicts(
     for reward, component in zip(domain.rewards, components, strict=True):
         if _judges_answers(component):
             judging.append(reward)
-    verdicts = [dict.fromkeys((c.name for c in components), _NOT_JUDGED) for _ in prompts]
+    not_judged = {component.name: _NOT_JUDGED for component in components}
+    verdicts = [dict(not_judged) for _ in prompts]
     if not judging:
         return verdicts
     tags = {reward.component: reward.arguments.get("answer_tag") for reward in judging}

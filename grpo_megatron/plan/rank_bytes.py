@@ -211,7 +211,11 @@ def step_bytes(
         held += 2 * boundary
     activations = int(in_flight(s, stage, num_microbatches) * held) + computed_again
     # Adam's two float32 copies of the largest weight's share, when activations have gone
-    adam = 8 * max(weight.numel for weights in chunks for weight in weights)
+    largest = 0
+    for weights in chunks:
+        for weight in weights:
+            largest = max(largest, weight.numel)
+    adam = 8 * largest
     if t.distributed_optimizer:
         adam //= t.dp
     return {**found, "activations": max(activations, adam - found["logits"])}
