@@ -89,6 +89,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    question: str = ""
+    """As its source has it, before any template; of a conversation, what the user says last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,9 @@ class Completion:
     kept: SamplingMask | None = None
     """What truncated sampling could have chosen at every token; None: anything."""
 
-    context: tuple[int, ...] = ()
-    """Token ids between the group's prompt and these: of a guided retry, never trained."""
+    answered_ids: tuple[int, ...] | None = None
+    """Token ids that it answers, never trained, where they are not those of the group's prompt: of
+    a guided retry with the attempt and the cue, of a seeded prompt with its exemplars."""
 
     @property
     def truncated(self) -> bool:
@@ -147,13 +150,25 @@ class RolloutGroup:
     completions: tuple[Completion, ...]
     replica: int
 
-    def by_context(self) -> list["RolloutGroup"]:
-        """In parts: neighbours with the same `context`, which ends the prompt of their part."""
+    def by_answered_ids(self) -> list["RolloutGroup"]:
+        """In parts: neighbours that answer the same tokens, which are the prompt of their part."""
         parts = []
-        for context, completions in groupby(self.completions, attrgetter("context")):
-            prompt = replace(self.prompt, token_ids=self.prompt.token_ids + context)
+        for answered_ids, completions in groupby(self.completions, attrgetter("answered_ids")):
+            prompt = self.prompt
+            if answered_ids is not None:
+                prompt = replace(prompt, token_ids=answered_ids)
             parts.append(RolloutGroup(prompt, tuple(completions), self.replica))
         return parts
+
+    def as_answers_to(self, prompt: Prompt) -> "RolloutGroup":
+        """The completions as those of `prompt`, which rewards look at; each names the tokens that
+        it answers, where they are others."""
+        if self.prompt.token_ids == prompt.token_ids:
+            return replace(self, prompt=prompt)
+        completions = []
+        for completion in self.completions:
+            completions.append(replace(completion, answered_ids=self.prompt.token_ids))
+        return RolloutGroup(prompt, tuple(completions), self.replica)
 
 
 @dataclass(frozen=True, slots=True)

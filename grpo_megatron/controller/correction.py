@@ -54,15 +54,15 @@ class Correction:
         found = await self._worker.rollouts(
             step, list(prompts.values()), num_samples=1, max_tokens=self._settings.max_retry_tokens
         )
-        answered = []  # as answers to the prompts of their groups, which rewards look at
+        answered = []
         for (number, _), retry in zip(prompts, found, strict=True):
-            answered.append(replace(retry, prompt=groups[number].group.prompt))
+            answered.append(retry.as_answers_to(groups[number].group.prompt))
         scored = await self._rewards.score(answered)
         self._seen += [float(self._filter.correct(retry)[0]) for retry in scored]
 
         corrected = list(groups)
-        for ((number, sample), prompt), rescored in zip(prompts.items(), scored, strict=True):
-            corrected[number] = _with_retry(corrected[number], sample, prompt, rescored)
+        for (number, sample), rescored in zip(prompts, scored, strict=True):
+            corrected[number] = _with_retry(corrected[number], sample, rescored)
         return corrected
 
     def take_metrics(self) -> dict[str, float]:
@@ -88,14 +88,18 @@ class Correction:
         if drawn >= settings.probability:
             return None
         tokenizer = self._tokenizer
-        attempt = group.completions[sample].token_ids.tolist()
+        completion = group.completions[sample]
+        answered_ids = prompt.token_ids
+        if completion.answered_ids is not None:
+            answered_ids = completion.answered_ids
+        attempt = completion.token_ids.tolist()
         while attempt and attempt[-1] in tokenizer.stop_token_ids:
             attempt.pop()
         cue = self._cue
         if drawn < settings.probability * settings.answer_share:
             hint = settings.answer_cue.replace("{answer}", prompt.answer)
             cue = tokenizer.encode(hint, where="correction.answer_cue")
-        context = (*prompt.token_ids, *attempt, *cue)
+        context = (*answered_ids, *attempt, *cue)
         budget = min(settings.max_retry_tokens, config.max_new_tokens_of(prompt.domain))
         if len(context) + budget > config.rollout.max_model_len:
             self._no_room += 1
@@ -103,12 +107,11 @@ class Correction:
         return replace(prompt, prompt_id=name, token_ids=context)
 
 
-def _with_retry(group: ScoredGroup, sample: int, prompt: Prompt, retry: ScoredGroup) -> ScoredGroup:
-    """The group with the retry, which continued `prompt`, in the place of a sample."""
+def _with_retry(group: ScoredGroup, sample: int, retry: ScoredGroup) -> ScoredGroup:
+    """The group with the retry in the place of a sample."""
     size = len(group.rewards)
-    context = prompt.token_ids[len(group.group.prompt.token_ids) :]
     completions = list(group.group.completions)
-    completions[sample] = replace(retry.group.completions[0], context=context)
+    completions[sample] = retry.group.completions[0]
     steps = list(group.steps or [()] * size)
     steps[sample] = ()
     if retry.steps:

@@ -40,7 +40,7 @@ def record_step(
     for number, scored in enumerate(groups):
         group = scored.group
         shard = replicas.index(group.replica)
-        of_shards[shard].extend(group.by_context())
+        of_shards[shard].extend(group.by_answered_ids())
         for reward, completion in zip(scored.rewards, group.completions, strict=True):
             row = SampleRow(
                 shard=shard,

@@ -72,7 +72,7 @@ class ServedTeachers:
             for group in groups:
                 if not self._teaches(number, group.prompt):
                     continue
-                for part in group.by_context():
+                for part in group.by_answered_ids():
                     for completion in part.completions:
                         questions.append(self._ask(number, part.prompt, completion))
             answers = await finish_or_cancel(questions)

@@ -1,7 +1,7 @@
 """Conversations: lists of `{"role": "user", "content": "…"}`, as rows of data sets hold them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.errors import DataError
@@ -104,6 +104,18 @@ def last_question(messages: Sequence[Message]) -> str:
     for message in reversed(messages):
         if message["role"] == "user":
             return str(message["content"])
+    raise AssertionError("read_conversation lets none pass without a user")
+
+
+def with_last_question(
+    messages: Sequence[Message], rephrase: Callable[[str], str]
+) -> list[Message]:
+    """The conversation with `rephrase` of what the user has said last."""
+    changed = list(messages)
+    for place in reversed(range(len(changed))):
+        if changed[place]["role"] == "user":
+            changed[place] = changed[place] | {"content": rephrase(changed[place]["content"])}
+            return changed
     raise AssertionError("read_conversation lets none pass without a user")
 
 

@@ -1,6 +1,6 @@
 """From a problem to the text of its prompt: by a plain template, or by the chat template."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,10 +10,10 @@ from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.run import DomainConfig, ModelConfig
 from grpo_megatron.config.templates import CHAT, PromptTemplate
 from grpo_megatron.data.chat_template import ChatTemplate
-from grpo_megatron.data.conversation import MESSAGES, Message
+from grpo_megatron.data.conversation import MESSAGES, Message, with_last_question
 from grpo_megatron.data.tiny_model import write_tiny_model
 from grpo_megatron.errors import DataError
-from grpo_megatron.types import Problem
+from grpo_megatron.types import Problem, Prompt
 
 
 class RenderedPrompt(NamedTuple):
@@ -58,13 +58,23 @@ class PromptRenderer:
         messages = messages_of(problem, self._domain)
         if any(message["role"] == "system" for message in messages):
             self._require_system_messages()
+        metadata = {**problem.metadata, MESSAGES: messages}
+        return RenderedPrompt(self._chat_text(messages), problem.answer, metadata)
+
+    def rephrased(self, prompt: Prompt, rephrase: Callable[[str], str]) -> str:
+        """The text of a prompt of the domain, with another question: `rephrase` of what the
+        template has as `{question}`, or of what the user says last in a conversation."""
+        if not self._is_chat:
+            return self._template.render(rephrase(prompt.question), prompt.metadata)
+        return self._chat_text(with_last_question(prompt.metadata[MESSAGES], rephrase))
+
+    def _chat_text(self, messages: Sequence[Message]) -> str:
         assert self._chat_template is not None  # or __init__ had raised
         with self._named():
             text = self._chat_template.render(
                 messages, self._domain.template_arguments, day=self._domain.template_date
             )
-        metadata = {**problem.metadata, MESSAGES: messages}
-        return RenderedPrompt(text + self._domain.assistant_prefix, problem.answer, metadata)
+        return text + self._domain.assistant_prefix
 
     def _require_system_messages(self) -> None:
         if self._keeps_system:

@@ -55,16 +55,19 @@ def tokenised(
 ) -> list[Prompt]:
     """Prompts of `problems` in their order, by the domain's template."""
     renderer = PromptRenderer(domain, tokenizer.chat_template)
+    questions = []
     rendered = []
     texts = []
     for problem in problems:
+        questions.append(problem.question)
         rendered.append(renderer.render(problem))
         texts.append(rendered[-1].text)
     token_ids = tokenizer.encode_batch(texts, where=f"[[domains]] {domain.name}")
     prompts = []
-    for (text, answer, metadata), ids in zip(rendered, token_ids, strict=True):
+    for question, of_problem, ids in zip(questions, rendered, token_ids, strict=True):
+        text, answer, metadata = of_problem
         prompt_id = f"{domain.name}-{text_hash(text)[:16]}"
-        prompts.append(Prompt(prompt_id, domain.name, text, tuple(ids), answer, metadata))
+        prompts.append(Prompt(prompt_id, domain.name, text, tuple(ids), answer, metadata, question))
     return prompts
 
 

@@ -14,7 +14,7 @@ from grpo_megatron.types import Completion, Prompt, RolloutGroup
 
 
 class _Request(NamedTuple):
-    """`n` samples of prompt `prompt`, from sample `first` on."""
+    """`n` samples of prompt `prompt`, whose group has them from place `first` on."""
 
     prompt: int
     first: int
@@ -39,26 +39,37 @@ class RolloutWorker:
         self._decode = decode
 
     async def rollouts(
-        self, step: int, prompts: Sequence[Prompt], *, num_samples: int = 0, max_tokens: int = 0
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int = 0,
+        max_tokens: int = 0,
+        samples: Sequence[range] | None = None,
     ) -> list[RolloutGroup]:
         """Sample G completions of every prompt, `num_samples` or the recipe's number, of at most
-        `max_tokens` or the recipe's; groups are in prompt order. In deterministic mode seeds depend
-        on `step`. Raises EngineError: no replica is alive, or a request failed for good."""
+        `max_tokens` or the recipe's; groups are in prompt order.
+
+        samples: of every prompt, the numbers of those to sample, where a step samples it more than
+        once or prompts differ in size. In deterministic mode seeds depend on `step` and on these
+        numbers. Raises EngineError: no replica is alive, or a request failed for good."""
         rollout = self.config.rollout
         routing = self.config.routing
-        size = num_samples or self.config.batch.num_samples_per_prompt
+        if samples is None:
+            size = num_samples or self.config.batch.num_samples_per_prompt
+            samples = [range(size)] * len(prompts)
         requests = []
-        for number, prompt in enumerate(prompts):
+        for number, (prompt, of_prompt) in enumerate(zip(prompts, samples, strict=True)):
             if not rollout.deterministic:
-                requests.append(_Request(number, 0, size, None))
+                requests.append(_Request(number, 0, len(of_prompt), None))
                 continue
-            for sample in range(size):
+            for place, sample in enumerate(of_prompt):
                 seed = derive_seed(self.config.seed, step, prompt.prompt_id, sample)
-                requests.append(_Request(number, sample, 1, seed))
+                requests.append(_Request(number, place, 1, seed))
         return await self._sample(
             prompts,
             requests,
-            size,
+            [len(of_prompt) for of_prompt in samples],
             max_tokens or rollout.max_new_tokens,
             temperature=rollout.temperature,
             truncation=rollout.truncation,
@@ -70,18 +81,19 @@ class RolloutWorker:
         """Return the most likely completion of every prompt, at most `max_tokens` long; log-probs
         are those of temperature 1. EngineError as by `rollouts`."""
         requests = [_Request(i, 0, 1, None) for i in range(len(prompts))]
-        return await self._sample(prompts, requests, 1, max_tokens, temperature=0.0)
+        sizes = [1] * len(prompts)
+        return await self._sample(prompts, requests, sizes, max_tokens, temperature=0.0)
 
     async def _sample(
         self,
         prompts: Sequence[Prompt],
         requests: Sequence[_Request],
-        group_size: int,
+        group_sizes: Sequence[int],
         max_tokens: int,
         **sampling: Any,
     ) -> list[RolloutGroup]:
         sampling |= {"stop_token_ids": self._stop_token_ids, "may_abort": True}
-        batch = _Batch(self, prompts, group_size, max_tokens, sampling)
+        batch = _Batch(self, prompts, group_sizes, max_tokens, sampling)
         await batch.serve_all(requests)
         return batch.groups()
 
@@ -97,7 +109,7 @@ class _Batch:
         self,
         worker: RolloutWorker,
         prompts: Sequence[Prompt],
-        group_size: int,
+        group_sizes: Sequence[int],
         max_tokens: int,
         sampling: Mapping[str, Any],
     ):
@@ -108,7 +120,7 @@ class _Batch:
         self._max_tokens = max_tokens
         self._sampling = sampling
         self._samples: list[list[Any]] = []
-        for _ in prompts:
+        for group_size in group_sizes:
             self._samples.append([None] * group_size)
         self._served_by = [0] * len(prompts)
         self._queue: deque[_Request] = deque()

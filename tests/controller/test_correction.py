@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -88,3 +90,24 @@ def test_a_retry_needs_room(tmp_path):
     room = sum(r["correction/no_room"] for r in loop.metrics())
     assert room > 0 and room + len(loop.retried) == 28
     assert all(len(p.token_ids) + 4 <= 8 for _, p in loop.retried)
+
+
+def test_a_retry_of_a_seeded_answer_continues_what_that_answered(tmp_path):
+    loop = Retrying(tmp_path, probability=1.0)
+
+    def seeded(group):
+        completions = [replace(c, answered_ids=(8, 9, 1, 2)) for c in group.completions]
+        return replace(group, completions=tuple(completions))
+
+    async def rollouts(step, prompts, **settings):
+        found = await Retrying.rollouts(loop, step, prompts, **settings)
+        if settings.get("num_samples") == 1:
+            return found
+        return [seeded(group) for group in found]
+
+    loop.rollouts = rollouts
+    loop.run()
+    assert all(prompt.token_ids[:4] == (8, 9, 1, 2) for _, prompt in loop.retried)
+    for _, table in loop.trained:
+        for row in range(len(table)):
+            assert table.prompt_ids(row).tolist()[:4] == [8, 9, 1, 2]

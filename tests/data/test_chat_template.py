@@ -255,3 +255,22 @@ def test_a_missing_generation_prompt_is_known(directories):
         template = read_chat_template(directories[name])
         found = template.writes_generation_prompt([QUESTION], {})
         assert found == (name != "no_generation_prompt")
+
+
+@pytest.mark.parametrize("kind", ["one question", "system and several turns"])
+def test_a_rephrased_question_takes_the_place_of_what_the_user_said_last(directories, kind):
+    messages = CONVERSATIONS[kind]
+    prompt = prompt_of(directories["qwen"], messages)
+    renderer = PromptRenderer(chat(), read_chat_template(directories["qwen"]))
+    text = renderer.rephrased(prompt, lambda question: f"1 + 1 = 2\n{question}")
+    changed = [*messages[:-1], {"role": "user", "content": f"1 + 1 = 2\n{messages[-1]['content']}"}]
+    assert text == renderer.render(Problem("", "", {"messages": changed})).text
+    assert messages == CONVERSATIONS[kind]  # not changed in place
+
+
+def test_a_rephrased_question_goes_through_the_plain_template(directories):
+    domain = chat(template="<q>{question}</q> {metadata[unit]}:")
+    problem = Problem("2 + 3?", "5", {"unit": "cm"})
+    prompt = tokenised(domain, [problem], load_tokenizer(directories["qwen"]))[0]
+    text = PromptRenderer(domain, None).rephrased(prompt, lambda question: f"see: {question}")
+    assert text == "<q>see: 2 + 3?</q> cm:"

@@ -77,6 +77,34 @@ def test_deterministic_mode_sends_one_seeded_request_a_sample():
     assert ids != [[c.token_ids.tolist() for c in g.completions] for g in other]
 
 
+def test_samples_that_come_later_have_the_seeds_of_their_numbers():
+    async def scenario(started, pool, worker):
+        whole = await worker.rollouts(2, PROMPTS[:2])
+        first = await worker.rollouts(2, PROMPTS[:2], samples=[range(1), range(2)])
+        later = await worker.rollouts(2, PROMPTS[:2], samples=[range(1, 4), range(2, 4)])
+        return whole, first, later
+
+    whole, first, later = run(scenario, deterministic=True)
+    assert [len(group.completions) for group in (*first, *later)] == [1, 2, 3, 2]
+    for group, start, end in zip(whole, first, later, strict=True):
+        parts = (*start.completions, *end.completions)
+        assert [c.token_ids.tolist() for c in parts] == [
+            c.token_ids.tolist() for c in group.completions
+        ]
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_prompts_may_have_different_numbers_of_samples(engines):
+    async def scenario(started, pool, worker):
+        return await worker.rollouts(0, PROMPTS, samples=[range(1 + i % 3) for i in range(10)])
+
+    groups = run(scenario, engines)
+    assert [len(group.completions) for group in groups] == [1 + i % 3 for i in range(10)]
+    for group in groups:
+        ids = [completion.token_ids.tolist() for completion in group.completions]
+        assert ids == [expected(group.prompt, child) for child in range(len(ids))]
+
+
 def test_concurrency_is_bounded():
     async def scenario(started, pool, worker):
         started[0].delay_s = 0.01
