@@ -63,7 +63,8 @@ class SampleBatch:
     correct: Tensor | None = None
     """bool [N]: the domain's accuracy component says so; None: rewards are all that is known"""
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
-    """[n]: token_ids, old_logprobs, ref_logprobs, entropies (of the old policy)"""
+    """[n]: token_ids, old_logprobs, ref_logprobs, rollout_logprobs; entropies and squared_probs
+    (sum over the vocabulary of squared probabilities) of the old policy"""
     events: Events | None = None
     dropped: DroppedRewards | None = None
 
@@ -335,6 +336,16 @@ class LossBatch:
     replayed_masks: Mapping[str, Tensor] | None = None
     """Who was clipped or rejected when the step was first trained, bool [n] by name; the loss
     follows them, as rounding may decide otherwise."""
+
+
+@dataclass(frozen=True)
+class MismatchInputs:
+    """What a mismatch weight is computed from: n tokens of S samples, flat."""
+
+    old_logprobs: Tensor  # [n] proximal policy
+    rollout_logprobs: Tensor  # [n] behaviour policy, as the engine reported
+    sample: Tensor  # int64 [n], 0..S-1
+    token_counts: Tensor  # int64 [S]
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,17 @@ def _label(value: Any) -> int | str:
     return value
 
 
+def _share(value: Any) -> float:
+    share = _number(value)
+    if not 0 <= share <= 1:
+        raise ValueError(f"is {value!r}, not within 0 and 1")
+    return share
+
+
 Number = Annotated[float, pydantic.PlainValidator(_number)]
 Reward = Annotated[float, pydantic.PlainValidator(partial(_number, null=True))]
 LogProb = Annotated[float, pydantic.PlainValidator(partial(_number, infinite=True))]
+Share = Annotated[float, pydantic.PlainValidator(_share)]
 Whole = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31)]
 Flag = Literal[0, 1, False, True]
 Label = Annotated[int | str, pydantic.PlainValidator(_label)]
@@ -114,6 +122,7 @@ class _Document(pydantic.BaseModel):
     rollout_logprobs: list[list[LogProb]] | None = None
     ref_logprobs: list[list[LogProb]] | None = None
     entropies: list[list[Number]] | None = None
+    squared_probs: list[list[Share]] | None = None
     token_ids: list[list[Whole]] | None = None
     loss_mask: list[list[Flag]] | None = None
     rewards: list[Reward] | None = None
@@ -143,6 +152,7 @@ _RAGGED = (
     "rollout_logprobs",
     "ref_logprobs",
     "entropies",
+    "squared_probs",
     "token_ids",
     "loss_mask",
 )
@@ -242,7 +252,6 @@ def _case(given: _Document) -> Case:
         correct = torch.tensor(given.correct, dtype=torch.bool)
     of_old_policy = dict(columns)
     del of_old_policy["logprobs"]
-    del of_old_policy["rollout_logprobs"]
     batch = SampleBatch(
         rewards=rewards,
         group_ids=groups,

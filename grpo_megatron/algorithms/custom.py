@@ -42,7 +42,8 @@ def function_of(axis: str, choice: str, registered: Mapping[str, Callable[..., A
 
 def needs_columns(*names: str) -> Callable[[_Function], _Function]:
     """Decorate an advantage that reads token columns of the batch: `token_ids`, `entropies`,
-    `old_logprobs` ([n] each, in `batch.tokens`), which the trainer computes only where asked."""
+    `old_logprobs`, `squared_probs` ([n] each, in `batch.tokens`), which the trainer computes only
+    where asked."""
 
     def mark(function: _Function) -> _Function:
         function.needed_columns = names  # type: ignore[attr-defined]

@@ -95,6 +95,13 @@ def by_groups(batch: SampleBatch, function: Callable[..., Tensor], *columns: Ten
     return joined
 
 
+def prefix_sums(values: Tensor, batch: SampleBatch) -> Tensor:
+    """Sum over the tokens of the same sample up to each token, itself included, [n] -> [n]."""
+    running = values.cumsum(0)
+    starts = torch.cat([running.new_zeros(1), running])[batch.offsets[:-1]]
+    return running - batch.to_tokens(starts)
+
+
 def suffix_sums(values: Tensor, batch: SampleBatch) -> Tensor:
     """Sum over the tokens of the same sample from each token on, [n] -> [n]."""
     running = values.cumsum(0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms import ratios, terms
-from grpo_megatron.algorithms.batch import ClipInputs, LossBatch
+from grpo_megatron.algorithms.batch import ClipInputs, LossBatch, MismatchInputs
 from grpo_megatron.algorithms.custom import function_of, require_shape
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
@@ -253,8 +253,10 @@ def _without(factor: Tensor | None, rejected: Tensor, batch: LossBatch) -> Tenso
 
 def _mismatch_factor(o: ObjectiveConfig, batch: LossBatch) -> Tensor:
     """Correction for the mismatch of trainer and engine, detached, [n]."""
-    log_rho = ratios.bounded(batch.old_logprobs.detach() - batch.rollout_logprobs)
-    return ratios.MISMATCH[o.mismatch](o, log_rho, batch)
+    inputs = MismatchInputs(
+        batch.old_logprobs, batch.rollout_logprobs, batch.sample, batch.token_counts
+    )
+    return ratios.mismatch_weights(o, inputs)
 
 
 def _opsm_mask(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:

@@ -6,11 +6,12 @@ the turn) of each token; `counts` int64 [S]; `rho = pi_old / pi_engine`: trainer
 plus the version lag. All return [n]."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.batch import LossBatch
+from grpo_megatron.algorithms.batch import MismatchInputs
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 
@@ -23,8 +24,8 @@ MIN_PROBABILITY = 1e-6
 
 RATIOS: Registry[Callable[[Tensor, Tensor, Tensor], Tensor]] = Registry()
 """`(log_diff, segment, counts) -> [n]`, the logarithm of the ratio; log_diff: [n] of tokens."""
-MISMATCH: Registry[Callable[[ObjectiveConfig, Tensor, LossBatch], Tensor]] = Registry()
-"""`(objective, log_rho, batch) -> [n]`, detached, by which the surrogate is multiplied."""
+MISMATCH: Registry[Callable[[ObjectiveConfig, Tensor, MismatchInputs], Tensor]] = Registry()
+"""`(objective, log_rho, inputs) -> [n]`, detached, by which the surrogate is multiplied."""
 
 
 @RATIOS.register("token")
@@ -96,49 +97,56 @@ def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
     return of_token + of_others
 
 
+def mismatch_weights(o: ObjectiveConfig, inputs: MismatchInputs) -> Tensor:
+    """Correction for the mismatch of trainer and engine by `objective.mismatch`, [n], detached."""
+    inputs = replace(inputs, old_logprobs=inputs.old_logprobs.detach())
+    log_rho = bounded(inputs.old_logprobs - inputs.rollout_logprobs)
+    return MISMATCH[o.mismatch](o, log_rho, inputs)
+
+
 @MISMATCH.register("tis")
-def tis(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+def tis(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) -> Tensor:
     """`max(min(rho_t, mismatch_max), mismatch_floor)`: truncated importance sampling per token."""
     return log_rho.exp().clamp(o.mismatch_floor, o.mismatch_max)
 
 
 @MISMATCH.register("tis_sequence")
-def tis_sequence(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+def tis_sequence(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) -> Tensor:
     """`max(min(prod_t rho_t, mismatch_max), mismatch_floor)`: high variance for long samples."""
-    product = bounded(segment_sum(log_rho, batch.sample, batch.token_counts)).exp()
-    return product.clamp(o.mismatch_floor, o.mismatch_max)[batch.sample]
+    product = bounded(segment_sum(log_rho, inputs.sample, inputs.token_counts)).exp()
+    return product.clamp(o.mismatch_floor, o.mismatch_max)[inputs.sample]
 
 
 @MISMATCH.register("mis_sequence")
-def mis_sequence(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+def mis_sequence(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) -> Tensor:
     """`prod rho` where it is within [mismatch_floor, mismatch_max], else 0: long samples are mostly
     masked."""
-    product = bounded(segment_sum(log_rho, batch.sample, batch.token_counts)).exp()
+    product = bounded(segment_sum(log_rho, inputs.sample, inputs.token_counts)).exp()
     keep = (product >= o.mismatch_floor) & (product <= o.mismatch_max)
-    return torch.where(keep, product, 0.0)[batch.sample]
+    return torch.where(keep, product, 0.0)[inputs.sample]
 
 
 @MISMATCH.register("geometric_mask")
-def geometric_mask(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+def geometric_mask(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) -> Tensor:
     """`rho_t` in samples whose geometric mean of rho is within [mismatch_min, mismatch_max]."""
-    mean = bounded(segment_mean(log_rho, batch.sample, batch.token_counts)).exp()
+    mean = bounded(segment_mean(log_rho, inputs.sample, inputs.token_counts)).exp()
     keep = (mean >= o.mismatch_min) & (mean <= o.mismatch_max)
-    return torch.where(keep[batch.sample], log_rho.exp(), 0.0)
+    return torch.where(keep[inputs.sample], log_rho.exp(), 0.0)
 
 
 @MISMATCH.register("icepop")
-def icepop(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+def icepop(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) -> Tensor:
     """`rho_t` where it is within [mismatch_min, mismatch_max], else 0 (IcePop)."""
     rho = log_rho.exp()
     return torch.where((rho >= o.mismatch_min) & (rho <= o.mismatch_max), rho, 0.0)
 
 
 @MISMATCH.register("kpop")
-def kpop(o: ObjectiveConfig, log_rho: Tensor, batch: LossBatch) -> Tensor:
+def kpop(o: ObjectiveConfig, log_rho: Tensor, inputs: MismatchInputs) -> Tensor:
     """`rho_t` where `max(KL(p || q), KL(q || p)) <= kpop_threshold`, else 0: p the trainer's and q
     the engine's probability of the token against all others together (KPop, after IcePop)."""
-    trainer = batch.old_logprobs.detach()
-    engine = batch.rollout_logprobs
+    trainer = inputs.old_logprobs
+    engine = inputs.rollout_logprobs
     divergence = torch.maximum(binary_kl(trainer, engine), binary_kl(engine, trainer))
     return torch.where(divergence <= o.kpop_threshold, log_rho.exp(), 0.0)
 

@@ -48,7 +48,7 @@ PRESETS = {
     name: ObjectivePreset(**table)
     for name, table in assets.tables(__file__, "objective_presets.toml").items()
 }
-TOKEN_LEVEL = ("process", "gtpo_entropy", "gagpo")  # advantages differ from token to token
+TOKEN_LEVEL = ("process", "gtpo_entropy", "gagpo", "otb")  # advantages differ from token to token
 TOKEN_SHAPINGS = ("gtpo_conflict", "trace_recent", "trace_both")
 
 
@@ -92,6 +92,7 @@ class ObjectiveConfig(Strict):
             "group",
             "rloo",
             "opo",
+            "otb",
             "maxrl",
             "process",
             "components",
@@ -253,6 +254,9 @@ class ObjectiveConfig(Strict):
     """passk, pkpo: k."""
     pkpo_baseline: bool = True
     """pkpo: subtract the leave-one-out baseline."""
+    otb_zero_tail: bool = False
+    """otb: no baseline where only the longest sample of a group still has tokens; without it the
+    baseline there is the sample's own reward, and they get no gradient."""
     length_switch_fraction: float = Field(0.2, ge=0, le=1)
     """length_switch: share of groups, by success, whose correct answers pay for length."""
     length_switch_weight: float = Field(0.5, gt=0)

@@ -122,7 +122,8 @@ def head(
     sequence_parallel: bool,
     truncated: bool,
 ) -> dict[str, np.ndarray]:
-    """Log-probs, entropies and gradients of a random head; whole tensors on rank 0."""
+    """Log-probs, entropies, squared probabilities and gradients of a random head; whole tensors on
+    rank 0."""
     _initialize(layout)
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -139,7 +140,7 @@ def head(
         missing[[3, 8]] = True
         kept = KeptIds(*inputs["sets"].nonzero(as_tuple=True), missing)
     states = policy_states(local, inputs["rows"], sequence_parallel=sequence_parallel)
-    found = token_logprobs(
+    *found, squares = token_logprobs(
         states,
         weight,
         inputs["targets"],
@@ -147,6 +148,7 @@ def head(
         kept=kept,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
+        squared_probs=True,
     )
     sum(part @ inputs[name].float() for part, name in zip(found, "abc", strict=False)).backward()
 
@@ -159,6 +161,7 @@ def head(
     names = ("logprobs", "entropies", "untruncated")
     return {
         **{n: part.detach().numpy() for n, part in zip(names, found, strict=False)},
+        "squares": squares.numpy(),
         "hidden": gather(local.grad) if sequence_parallel else local.grad.numpy(),
         "weight": weight_gradient[:vocab_size],
         "padding": weight_gradient[vocab_size:],

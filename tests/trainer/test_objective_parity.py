@@ -53,6 +53,7 @@ EXTRA = {  # what the presets leave at zero, and choices that none of them makes
         "kpop_threshold": 10.0,
     },
     "floor": {"preset": "grpo", "mismatch": "tis", "mismatch_floor": 0.5},
+    "token_baseline": {"preset": "otb", "mismatch": "tis", "otb_zero_tail": True},
 }
 NAMES = [*(name for name in PRESETS if name != "gagpo"), *EXTRA]  # rollouts have one turn
 CASE = "tests.trainer.trainer_ranks:train_objectives"

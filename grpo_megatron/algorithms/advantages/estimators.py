@@ -9,8 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.algorithms.batch import Events, SampleBatch
-from grpo_megatron.algorithms.groups import ZERO_VARIANCE, Groups, by_groups, suffix_sums
+from grpo_megatron.algorithms.batch import Events, MismatchInputs, SampleBatch
+from grpo_megatron.algorithms.groups import (
+    ZERO_VARIANCE,
+    Groups,
+    by_groups,
+    prefix_sums,
+    suffix_sums,
+)
+from grpo_megatron.algorithms.ratios import mismatch_weights
 from grpo_megatron.algorithms.registry import Registry
 from grpo_megatron.config.objective import ObjectiveConfig
 from grpo_megatron.errors import DataError
@@ -178,6 +185,60 @@ def grpo_s(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     if o.gtpo_pool == "joint":
         pools = groups.ids
     return Groups(pools, groups.valid).standardised(shaped, o.std_kind, o.advantage_eps)
+
+
+OTB_EPS = 1e-8
+"""Added to the sum of weights that the token baseline is divided by."""
+
+
+@ESTIMATORS.register("otb")
+def optimal_token_baseline(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """`A_t = R - B_t`, `B_t = sum_i W_it R_i / (sum_i W_it + 1e-8)` over the samples of the group
+    that have a token t, `W_t = sum_{j<=t} rho_j^2 (1 - 2 pi_j + sum_v pi_j(v)^2)`: the baseline of
+    least variance if gradients of tokens grow as those of their logits (OTB, arXiv:2602.07078).
+
+    pi is the old policy, rho the mismatch weight, 1 without one. The baseline of a group of one is
+    0, with `otb_zero_tail` also where only one sample still has tokens. Elsewhere samples with
+    equal rewards get exactly 0. [n]"""
+
+    def of_groups(part: SampleBatch) -> Tensor:
+        longest = 0
+        if len(part):
+            longest = int(part.token_counts.max())
+        place = part.to_tokens(part.group_ids) * longest + part.positions()
+        alive = Groups(place, part.to_tokens(part.valid))
+        rewards = part.to_tokens(part.rewards)
+        weights = prefix_sums(_squared_score_norms(o, part), part)
+        baseline = alive.sum(weights * rewards) / (alive.sum(weights) + OTB_EPS)
+        all_equal = alive.spread(rewards) <= ZERO_VARIANCE
+        values = torch.where(all_equal, 0.0, rewards - baseline)
+        group_size = Groups(part.group_ids, part.valid).count
+        has_no_baseline = part.to_tokens(group_size) == 1
+        if o.otb_zero_tail:
+            has_no_baseline = has_no_baseline | (alive.count == 1)
+        return torch.where(has_no_baseline, rewards, values)
+
+    counted = torch.where(groups.valid, batch.rewards, torch.nan)
+    return by_groups(replace(batch, rewards=counted), of_groups)
+
+
+def _squared_score_norms(o: ObjectiveConfig, part: SampleBatch) -> Tensor:
+    """`rho^2 |e_y - pi|^2` of each token y: its gradient by the logits, squared and weighed as the
+    loss weighs it. [n]"""
+    old_logprobs = part.tokens["old_logprobs"]
+    norms = 1 - 2 * old_logprobs.exp() + part.tokens["squared_probs"]
+    norms = norms.clamp(min=0)  # rounding
+    if o.mismatch == "none":
+        return norms
+    rollout_logprobs = part.tokens["rollout_logprobs"]
+    is_usable = torch.isfinite(old_logprobs) & torch.isfinite(rollout_logprobs)
+    inputs = MismatchInputs(
+        torch.where(is_usable, old_logprobs, 0.0),
+        torch.where(is_usable, rollout_logprobs, 0.0),
+        torch.arange(len(part)).repeat_interleave(part.token_counts),
+        part.token_counts,
+    )
+    return norms * mismatch_weights(o, inputs) ** 2
 
 
 @ESTIMATORS.register("process")

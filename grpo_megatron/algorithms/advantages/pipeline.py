@@ -24,6 +24,7 @@ from grpo_megatron.algorithms.running_distribution import RunningDistribution
 from grpo_megatron.config.objective import TOKEN_LEVEL, TOKEN_SHAPINGS, ObjectiveConfig
 
 _NEEDS = {
+    "otb": {"old_logprobs", "squared_probs"},
     "gtpo_entropy": {"entropies"},
     "grpo_s": {"entropies"},
     "eda": {"entropies"},
@@ -37,6 +38,8 @@ def needed_columns(o: ObjectiveConfig, *, weighs_kl: bool) -> frozenset[str]:
     """Token columns that advantages are made of. weighs_kl: see `Objective`."""
     needed = set(_NEEDS.get(o.advantage, columns_of(o.advantage)))
     needed.update(_NEEDS.get(o.shaping, ()))
+    if o.advantage == "otb" and o.mismatch != "none":
+        needed.add("rollout_logprobs")
     if o.kl == "reward_k1" and weighs_kl:
         needed.update(("old_logprobs", "ref_logprobs"))
     return frozenset(needed)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.advantages.before import GROUP_SUBSETS, REWARD_SHAPINGS
@@ -41,6 +42,8 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
         return True
     if o.advantage == "process" and group.events is None:
         return False
+    if o.advantage == "otb":
+        group = _with_some_tokens(group)
     estimator = ESTIMATORS[o.advantage]
     for rewards in _possible_rewards(o, group):
         shaped = replace(group, rewards=rewards)
@@ -50,6 +53,18 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
         if bool((estimator(o, shaped, groups) != 0).any()):
             return True
     return False
+
+
+def _with_some_tokens(group: SampleBatch) -> SampleBatch:
+    """The group with token columns of a fair coin: whether all advantages of `otb` are 0 depends on
+    rewards and lengths, not on them."""
+    half = torch.full((group.num_tokens,), 0.5, dtype=torch.float64)
+    columns = {
+        "old_logprobs": half.log(),
+        "rollout_logprobs": half.log(),
+        "squared_probs": half,
+    }
+    return replace(group, tokens=columns)
 
 
 def _possible_rewards(o: ObjectiveConfig, group: SampleBatch) -> list[Tensor]:

@@ -82,6 +82,20 @@ def shaping_needs_advantages_of_samples(objective: ObjectiveConfig) -> Violation
 
 
 @OBJECTIVE_RULES.rule("objective")
+def zero_tails_belong_to_otb(objective: ObjectiveConfig) -> Violation | None:
+    """Refuse a setting of the token baseline for other estimators."""
+    if not objective.otb_zero_tail or objective.advantage == "otb":
+        return None
+    return Violation(
+        "objective.otb_zero_tail",
+        f"advantage {objective.advantage} has one baseline for all tokens of a sample",
+        nearest=(False,),
+        remedy='or set advantage = "otb"',
+        related=("objective.advantage",),
+    )
+
+
+@OBJECTIVE_RULES.rule("objective")
 def only_advantages_of_samples_are_shuffled(objective: ObjectiveConfig) -> Violation | None:
     """Refuse the negative control where advantages have the length of their sample."""
     if not objective.shuffle_advantages or not objective.token_level:
@@ -343,9 +357,12 @@ def groups_of_one_have_an_advantage(
     """Refuse groups of one where the baseline is the rest of the group."""
     if batch.num_samples_per_prompt > 1 or objective.advantage in _GROUPS_OF_ONE:
         return None
+    what = "is always 0: nothing would be learned"
+    if objective.advantage == "otb":
+        what = 'has no baseline: it would be that of advantage = "reward"'
     return Violation(
         "batch.num_samples_per_prompt",
-        f"advantage {objective.advantage} of a group of one is always 0: nothing would be learned",
+        f"advantage {objective.advantage} of a group of one {what}",
         nearest=(2,),
         related=("objective.advantage",),
     )

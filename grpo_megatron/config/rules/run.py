@@ -131,6 +131,24 @@ def updates_have_prompts(run: RunConfig) -> Violation | None:
     )
 
 
+@RUN_RULES.rule("token_baseline_sampling")
+def token_baselines_know_the_whole_distribution(run: RunConfig) -> Violation | None:
+    """Refuse truncated sampling where gradients are estimated from the whole vocabulary."""
+    truncation = run.rollout.truncation
+    if run.kind != "rl" or run.objective.advantage != "otb" or not truncation:
+        return None
+    untruncated = {"top_k": "null", "top_p": 1.0, "min_p": 0.0}
+    name = next(iter(truncation))
+    return Violation(
+        f"rollout.{name}",
+        "advantage otb weighs tokens by probabilities of the whole vocabulary, and "
+        f"{name} = {truncation[name]:g} trains those of a part",
+        nearest=(untruncated[name],),
+        remedy='or set advantage = "opo"',
+        related=("objective.advantage",),
+    )
+
+
 @RUN_RULES.rule("zero_variance_resample")
 def groups_are_not_resampled(run: RunConfig) -> Violation | None:
     """Refuse resampling at a higher temperature."""

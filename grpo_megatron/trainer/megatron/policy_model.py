@@ -16,7 +16,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
     `rows` int64 [n] are the positions whose next token is wanted, `targets` int64 [n] those tokens.
     With `kept`, log-probs are over the kept sets, and a third row is over everything; with
-    `teachers`, a last row sums their divergences. Megatron would make logits for all positions."""
+    `squared_probs`, a last row sums squared probabilities; with `teachers`, a last row sums their
+    divergences. Megatron would make logits for all positions."""
 
     real_vocab_size: int  # without the padding, which gets probability 0
     logprob_chunk_tokens: int
@@ -24,17 +25,20 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
     answers_states: bool = False  # [n, H], what the output layer would get, instead
     _kept: KeptIds | None = None
+    _squared_probs: bool = False
     _teachers: Sequence[TeacherTokens] = ()
 
     def forward(
         self,
         *args: Any,
         kept: KeptIds | None = None,
+        squared_probs: bool = False,
         teachers: Sequence[TeacherTokens] = (),
         **kwargs: Any,
     ) -> torch.Tensor:
         """Compute what the class says on the last pipeline stage, hidden states on the others."""
         self._kept = kept
+        self._squared_probs = squared_probs
         self._teachers = teachers
         output: torch.Tensor = super().forward(*args, **kwargs)
         return output
@@ -73,6 +77,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             temperature=self.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
             kept=self._kept,
+            squared_probs=self._squared_probs,
         )
         answer = torch.stack(found)
         teachers = [teacher for teacher in self._teachers if teacher.is_whole]

@@ -49,6 +49,8 @@ class MicroBatch:
     """fp32 [n], over the whole vocabulary; as `old_logprobs` unless sampling truncates."""
     old_entropies: torch.Tensor | None = None
     """fp32 [n], of the old policy."""
+    old_squared_probs: torch.Tensor | None = None
+    """fp32 [n], sums of the old policy's squared probabilities; None: advantages need none."""
     ref_logprobs: torch.Tensor | None = None
     """fp32 [n], of the reference, not truncated; None: the objective does not want them."""
     teachers: list[TeacherTokens] = field(default_factory=list)

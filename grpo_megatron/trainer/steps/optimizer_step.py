@@ -148,15 +148,25 @@ def _require_finite(what: str, value: float) -> None:
 
 
 def logprob_pass(
-    policy: Policy, batch: UpdateBatch, routing: RoutingPass | None = None
+    policy: Policy,
+    batch: UpdateBatch,
+    routing: RoutingPass | None = None,
+    *,
+    squared_probs: bool = False,
 ) -> list[torch.Tensor]:
     """Compute log-probs and entropies of the policy tokens, without gradients.
 
-    Returns for each micro-batch what `PolicyModel` gives, fp32 [2, n]; [2, 0] off the last
-    pipeline stage. Without `routing` tokens go by the live router."""
-    collect = _CollectOutput(len(batch.microbatches))
+    Returns for each micro-batch what `PolicyModel` gives, fp32 [2, n], and with `squared_probs` one
+    row more, the last; [2 or 3, 0] off the last pipeline stage. Without `routing` tokens go by the
+    live router."""
+    num_rows = 2
+    if squared_probs:
+        num_rows = 3
+    collect = _CollectOutput(len(batch.microbatches), num_rows)
     with torch.no_grad():
-        _run_schedule(policy, batch, collect, routing, forward_only=True)
+        _run_schedule(
+            policy, batch, collect, routing, forward_only=True, squared_probs=squared_probs
+        )
     return collect.found
 
 
@@ -191,8 +201,8 @@ class _TrainingOutput:
 class _CollectOutput:
     """Keeps what the last stage computed; there is no loss."""
 
-    def __init__(self, num_microbatches: int):
-        self.found = [torch.empty(2, 0) for _ in range(num_microbatches)]
+    def __init__(self, num_microbatches: int, num_rows: int):
+        self.found = [torch.empty(num_rows, 0) for _ in range(num_microbatches)]
 
     def __call__(
         self, microbatch: MicroBatch, output: torch.Tensor
@@ -208,6 +218,7 @@ def _run_schedule(
     routing: RoutingPass | None,
     *,
     forward_only: bool,
+    squared_probs: bool = False,
 ) -> None:
     """Run Megatron's pipeline schedule; `on_output` sees what the last stage computed."""
     for chunk in policy.chunks:
@@ -216,7 +227,7 @@ def _run_schedule(
     longest = max(microbatch.num_tokens for microbatch in batch.microbatches)
     with policy.replay.during(routing, batch.microbatches):
         megatron_schedule(
-            forward_step_func=_ForwardStep(policy.replay, on_output),
+            forward_step_func=_ForwardStep(policy.replay, on_output, squared_probs),
             model=list(policy.chunks),
             data_iterator=[iter(batch.microbatches) for _ in policy.chunks],
             num_microbatches=len(batch.microbatches),
@@ -232,6 +243,7 @@ class _ForwardStep:
 
     replay: RouteReplay
     on_output: _OnOutput
+    squared_probs: bool
 
     def __call__(
         self,
@@ -251,6 +263,7 @@ class _ForwardStep:
             loss_mask=microbatch.rows,
             packed_seq_params=microbatch.packed,
             kept=microbatch.kept,
+            squared_probs=self.squared_probs,
             teachers=microbatch.teachers,
         )
         self.replay.leave(model, microbatch.index, output)

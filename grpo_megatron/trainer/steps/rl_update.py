@@ -149,7 +149,7 @@ class Training:
         """Old log-probs, unless the first loss pass has them; reference ones, if they weigh."""
         one_update = len(self.updates) == 1 and self.config.batch.epochs == 1
         on_policy = one_update and not self.table.manifest.stale
-        advantages_need_it = bool(self.needs & {"old_logprobs", "entropies"})
+        advantages_need_it = bool(self.needs & {"old_logprobs", "entropies", "squared_probs"})
         if advantages_need_it or self.source.needs_old_pass or not on_policy:
             for update in self.updates:
                 self._old_pass(update)
@@ -164,9 +164,15 @@ class Training:
     def _old_pass(self, update: UpdateBatch) -> None:
         """Let the old policy, which the weights still are, look at the update's tokens."""
         update.old_routing = self.source.old_pass(update.routes)
-        outputs = optimizer_step.logprob_pass(self.policy, update, update.old_routing)
+        with_squares = "squared_probs" in self.needs
+        outputs = optimizer_step.logprob_pass(
+            self.policy, update, update.old_routing, squared_probs=with_squares
+        )
         self.source.finish(update.old_routing, update)
         for microbatch, output in zip(update.microbatches, outputs, strict=True):
+            if with_squares:
+                microbatch.old_squared_probs = output[-1]
+                output = output[:-1]
             microbatch.old_logprobs = output[0]
             microbatch.old_untruncated_logprobs = optimizer_step.untruncated(output)
             microbatch.old_entropies = output[1]
@@ -180,6 +186,10 @@ class Training:
             columns["old_logprobs"] = self._gathered(_old_untruncated)
         if "entropies" in self.needs:
             columns["entropies"] = self._gathered(_old_entropies)
+        if "squared_probs" in self.needs:
+            columns["squared_probs"] = self._gathered(_old_squared_probs)
+        if "rollout_logprobs" in self.needs:
+            columns["rollout_logprobs"] = self._gathered(_rollout)
         if "ref_logprobs" in self.needs:
             columns["ref_logprobs"] = self._gathered(_reference)
         return columns
@@ -360,6 +370,17 @@ def _old_entropies(microbatch: MicroBatch) -> torch.Tensor:
     """The old policy's entropies; its pass was run."""
     assert microbatch.old_entropies is not None
     return microbatch.old_entropies
+
+
+def _old_squared_probs(microbatch: MicroBatch) -> torch.Tensor:
+    """Sums of the old policy's squared probabilities; its pass was run with them."""
+    assert microbatch.old_squared_probs is not None
+    return microbatch.old_squared_probs
+
+
+def _rollout(microbatch: MicroBatch) -> torch.Tensor:
+    """The engine's log-probs."""
+    return microbatch.rollout_logprobs
 
 
 def _reference(microbatch: MicroBatch) -> torch.Tensor:

@@ -30,6 +30,7 @@ class _Settings:
     vocab_size: int
     temperature: float
     chunk_tokens: int
+    squared_probs: bool
 
 
 def policy_states(
@@ -53,6 +54,7 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     kept: KeptIds | None = None,
+    squared_probs: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Compute `log softmax(hidden @ weight.T / temperature)[targets]`, and the entropy.
 
@@ -61,17 +63,19 @@ def token_logprobs(
     it are padding, with probability 0; kept: truncated sampling, the softmax is over these only.
 
     Returns fp32 [n] log-probs and entropies (nats), with gradient, equal on all tensor ranks; with
-    `kept`, entropies and a third [n], log-probs, are those of the untruncated policy."""
+    `kept`, entropies and a third [n], log-probs, are those of the untruncated policy. With
+    `squared_probs`, a last [n], without gradient, is the sum over the vocabulary of the untruncated
+    policy's squared probabilities."""
     group = parallel_state.get_tensor_model_parallel_group()
-    settings = _Settings(group, vocab_size, temperature, chunk_tokens)
+    settings = _Settings(group, vocab_size, temperature, chunk_tokens, squared_probs)
     found: tuple[torch.Tensor, ...]
     found = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
         hidden, weight, targets, settings, kept
     )
     if kept is None:
         return found
-    logprobs, entropies, truncated = found
-    return torch.where(kept.missing, logprobs, truncated), entropies, logprobs
+    logprobs, entropies, truncated, *squares = found
+    return torch.where(kept.missing, logprobs, truncated), entropies, logprobs, *squares
 
 
 class Chunk:
@@ -197,6 +201,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             kept_normalisers = torch.empty_like(logprobs)
             found.append(truncated)
             saved.append(kept_normalisers)
+        if settings.squared_probs:
+            squares = torch.empty_like(logprobs)
+            found.append(squares)
+            ctx.mark_non_differentiable(squares)
         for number, start in enumerate(range(0, len(targets), settings.chunk_tokens)):
             part = slice(start, start + settings.chunk_tokens)
             chunk = _TargetChunk(hidden[part], weight, targets[part], settings)
@@ -210,6 +218,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 truncated[part] = target - kept_normaliser
             log_p = (chunk.logits - normaliser[:, None]).clamp_(min=LOWEST_LOG_PROB)
             entropies[part] = chunk.reduce(-(log_p.exp() * log_p).sum(-1))
+            if settings.squared_probs:  # in place: `log_p` is not used again
+                squares[part] = chunk.reduce(log_p.mul_(2).exp_().sum(-1))
         ctx.save_for_backward(*saved)
         return tuple(found)
 
@@ -218,7 +228,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx: Any,
         grad_logprobs: torch.Tensor,
         grad_entropies: torch.Tensor,
-        grad_truncated: torch.Tensor | None = None,
+        *grads_of_others: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, normalisers, entropies, *rest = ctx.saved_tensors
         settings: _Settings = ctx.settings
@@ -227,6 +237,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         if kept is not None:
             [kept_normalisers] = rest
             bounds = _entry_bounds(kept, len(targets), settings.chunk_tokens)
+            grad_truncated = grads_of_others[0]
             assert grad_truncated is not None  # `forward` had a third result
             grad_targets = grad_logprobs + grad_truncated
         grad_hidden = torch.empty_like(hidden)

@@ -32,6 +32,7 @@ def expected_head(
     sum(part @ inputs[name] for part, name in zip(found.values(), "abc", strict=False)).backward()
     return {
         **{name: part.detach().numpy() for name, part in found.items()},
+        "squares": log_p.detach().exp().square().sum(-1).numpy(),
         "hidden": hidden.grad.numpy(),
         "weight": weight.grad.numpy(),
     }
