@@ -1,7 +1,8 @@
 """A small HTTP server in the place of judges, reward models and servers that share devices.
 
-It speaks what those are asked in (`rewards/judge.py`, `rollout/client.py`): a chat reply that
-scores every criterion, a scalar for `/pooling`, "yes" to requests to sleep, pause and wake."""
+It speaks what those are asked in (`rewards/judge.py`, `rewards/step_rewards.py`,
+`rollout/client.py`): a chat reply that scores every criterion, a scalar or scores of steps for
+`/pooling`, "yes" to requests to sleep, pause and wake."""
 
 import asyncio
 import threading
@@ -11,6 +12,8 @@ from types import TracebackType
 from aiohttp import web
 
 _MOST_CRITERIA = 32
+STEP_TOKEN = "<extra_0>"
+"""With which the steps of a rehearsal end for process reward models."""
 
 
 class LocalServer:
@@ -64,9 +67,15 @@ class LocalServer:
         return web.json_response({"choices": [{"index": 0, "message": message}]})
 
     async def _score(self, request: web.Request) -> web.Response:
+        """A scalar; where the text marks steps, the scores of two classes for each."""
         self.num_judged += 1
-        score = zlib.crc32(await request.read()) % 1000 / 500 - 1
-        return web.json_response({"data": [{"data": [score]}]})
+        body = await request.read()
+        score = zlib.crc32(body) % 1000 / 1000
+        num_steps = body.decode().count(STEP_TOKEN)
+        if not num_steps:
+            return web.json_response({"data": [{"data": [2 * score - 1]}]})
+        right = [(score + step / 7) % 1 for step in range(num_steps)]
+        return web.json_response({"data": [{"data": [[1 - p, p] for p in right]}]})
 
     async def _agree(self, request: web.Request) -> web.Response:
         return web.json_response({})

@@ -15,6 +15,7 @@ from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import DomainConfig, RewardConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.rehearsal.coin import COMPONENT as COIN
+from grpo_megatron.rehearsal.local_server import STEP_TOKEN
 
 NUM_STEPS = 3
 MAX_NEW_TOKENS = 32
@@ -280,7 +281,10 @@ def _with_local_server(reward: RewardConfig, server: str) -> RewardConfig:
     url = reward.arguments.get("url")
     if not isinstance(url, str):
         return reward
-    return reward.model_copy(update={"arguments": {**reward.arguments, "url": server}})
+    arguments = {**reward.arguments, "url": server}
+    if "step_token" in arguments:
+        arguments["step_token"] = STEP_TOKEN
+    return reward.model_copy(update={"arguments": arguments})
 
 
 def _with_short_lengths(

@@ -113,6 +113,22 @@ def format_tags(
     return float(not has_empty_block)
 
 
+def format_think(
+    completion: str, answer: str, *, think_tag: str = "think", opened: bool = False
+) -> float:
+    """1 for one think block that is not empty, and an answer behind it (the form of DeepSeek-R1,
+    arXiv:2501.12948, whose answers have no tags); else 0. `opened`: the prompt opened the block."""
+    text = completion
+    if opened:
+        text = f"<{think_tag}>{completion}"
+    tag = re.escape(think_tag)
+    parts = re.fullmatch(rf"\s*<{tag}>(.*)</{tag}>(.*)", text, re.DOTALL)
+    if parts is None or len(re.findall(f"<{tag}>|</{tag}>", text)) != 2:
+        return 0.0
+    has_empty_part = not parts[1].strip() or not parts[2].strip()
+    return float(not has_empty_part)
+
+
 def check_scripts(*, scripts: Sequence[str] = ("latin",), **_: object) -> None:
     """Raise RewardError unless `scripts` is a list of Unicode scripts, in lower case."""
     known = {_script(chr(code)) for code in range(0x20000)}

@@ -1,36 +1,66 @@
 """Learned rewards behind an OpenAI-compatible server: a judge that writes, a model that scores. One
 that fails, takes longer than `timeout_s` or gives no score makes the sample unscorable."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import aiohttp
+from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.registry import needs
+from grpo_megatron.rewards.served import post
 
 _RUBRIC = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").removesuffix("\n")
 _SCORE = re.compile(r"^\W*(\d+)\W*:\W*(\d+(?:\.\d+)?)", re.MULTILINE)
+_DEFAULT_CRITERIA = ("The response is correct.",)
 
 
+class Criterion(NamedTuple):
+    """One line of a rubric, and its share of the score."""
+
+    text: str
+    weight: float = 1.0
+
+
+def check_criteria(*, criteria: Sequence[Any] | None = None, **_: object) -> None:
+    """Raise RewardError unless the recipe's `criteria` are a rubric."""
+    if criteria is not None:
+        read_criteria(criteria, "criteria")
+
+
+@needs(check=check_criteria)
 async def judge(
     completion: str,
     answer: str,
     *,
     prompt: str,
+    metadata: Mapping[str, Any],
     url: str,
     model: str,
-    criteria: Sequence[str] = ("The response is correct.",),
+    criteria: Sequence[Any] | None = None,
+    criteria_field: str | None = None,
+    think_tag: str | None = None,
     template: str = _RUBRIC,
     timeout_s: float = 60.0,
     attempts: int = 2,
     max_tokens: int = 512,
 ) -> float:
-    """A rubric-based generative reward in [0, 1]: the mean over `criteria` of what a chat model
-    says. `template` has the fields criteria, prompt, answer and completion; the reply has to score
-    every criterion. RewardError after `attempts` replies that do not."""
-    listed = "\n".join(f"{number}. {text}" for number, text in enumerate(criteria, 1))
+    """A rubric-based generative reward in [0, 1]: the weighted mean over criteria of what a chat
+    model says. A criterion is a text or `{criterion, weight}`.
+
+    criteria_field: the field of the row with the prompt's own criteria (DeepSeek-V3.2,
+    arXiv:2512.02556); rows without it are judged by `criteria`. think_tag: only what stands behind
+    the thought is judged, 0 where nothing does. `template` has the fields criteria, prompt, answer
+    and completion; the reply has to score every criterion.
+
+    RewardError after `attempts` replies that do not, and where nothing says by what to judge."""
+    rubric = _rubric(metadata, criteria_field, criteria)
+    if think_tag is not None:
+        prompt, completion = without_thought(prompt, completion, think_tag)
+        if not completion.strip():
+            return 0.0
+    listed = "\n".join(f"{number}. {line.text}" for number, line in enumerate(rubric, 1))
     text = template.format(criteria=listed, prompt=prompt, answer=answer, completion=completion)
     body = {
         "model": model,
@@ -39,12 +69,75 @@ async def judge(
         "messages": [{"role": "user", "content": text}],
     }
     for _ in range(attempts):
-        reply = await _post(f"{url}/v1/chat/completions", body, timeout_s)
+        reply = await post(f"{url}/v1/chat/completions", body, timeout_s)
         said = reply["choices"][0]["message"]["content"] or ""
-        scores = _scores(said, len(criteria))
+        scores = _scores(said, len(rubric))
         if scores:
-            return sum(scores) / (10 * len(criteria))
+            return _weighted_mean(scores, rubric) / 10
     raise RewardError(f"the judge did not score every criterion: {said[:200]!r}", where=url)
+
+
+def _rubric(
+    metadata: Mapping[str, Any], field: str | None, criteria: Sequence[Any] | None
+) -> list[Criterion]:
+    """The row's criteria, else the recipe's. RewardError where there are none, or they are no
+    criteria."""
+    if field is None:
+        return read_criteria(criteria or _DEFAULT_CRITERIA, "criteria")
+    own = metadata.get(field)
+    if own is not None and len(own) > 0:
+        return read_criteria(own, f"field {field!r} of the row")
+    if criteria is not None:
+        return read_criteria(criteria, "criteria")
+    raise RewardError(
+        f"the row has no criteria in {field!r}; it has: {', '.join(metadata) or 'nothing'}",
+        remedy=f"add {field!r} to the row, or set `criteria` of the reward for rows without",
+    )
+
+
+def read_criteria(given: Sequence[Any], where: str) -> list[Criterion]:
+    """Criteria of a list of texts or of tables `{criterion, weight}`. RewardError names the first
+    that is neither, or whose weight is no positive number."""
+    remedy = 'for example ["It is true."], or [{criterion = "It is true.", weight = 2.0}]'
+    if isinstance(given, str | Mapping) or len(given) == 0:
+        raise RewardError(f"{given!r} is no list of criteria", where=where, remedy=remedy)
+    found = []
+    for entry in given:
+        criterion = Criterion(str(entry))
+        if isinstance(entry, Mapping):
+            weight = entry.get("weight")
+            if weight is None:
+                weight = 1.0
+            criterion = Criterion(str(entry.get("criterion") or ""), weight)
+        is_named = isinstance(entry, str | Mapping) and criterion.text.strip() != ""
+        if not is_named or not _is_positive(criterion.weight):
+            raise RewardError(f"{entry!r} is no criterion", where=where, remedy=remedy)
+        found.append(criterion)
+    return found
+
+
+def _is_positive(weight: Any) -> bool:
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    return is_number and math.isfinite(weight) and weight > 0
+
+
+def _weighted_mean(scores: Sequence[float], rubric: Sequence[Criterion]) -> float:
+    total = 0.0
+    for score, criterion in zip(scores, rubric, strict=True):
+        total += score * criterion.weight
+    return total / sum(criterion.weight for criterion in rubric)
+
+
+def without_thought(prompt: str, completion: str, think_tag: str) -> tuple[str, str]:
+    """Prompt and answer as if nothing had been thought: the prompt without a block that it opens,
+    of the completion what stands behind the last block, "" where none is closed."""
+    before, opened, rest = prompt.rpartition(f"<{think_tag}>")
+    if opened and not rest.strip():
+        prompt = before
+    _, closed, behind = completion.rpartition(f"</{think_tag}>")
+    if not closed:
+        return prompt, ""
+    return prompt, behind.lstrip()
 
 
 def _scores(reply: str, num_criteria: int) -> list[float]:
@@ -70,25 +163,15 @@ async def reward_model(
     model: str,
     scale: float = 1.0,
     shift: float = 0.0,
+    think_tag: str | None = None,
     timeout_s: float = 60.0,
 ) -> float:
-    """`(score - shift) * scale` of a reward model's scalar, by a vLLM server's `/pooling` route."""
-    reply = await _post(f"{url}/pooling", {"model": model, "input": prompt + completion}, timeout_s)
+    """`(score - shift) * scale` of a reward model's scalar, by a vLLM server's `/pooling` route.
+    think_tag: it reads only what stands behind the thought (DeepSeek-R1, arXiv:2501.12948)."""
+    if think_tag is not None:
+        prompt, completion = without_thought(prompt, completion, think_tag)
+    reply = await post(f"{url}/pooling", {"model": model, "input": prompt + completion}, timeout_s)
     score = reply["data"][0]["data"]
     while isinstance(score, list):
         [score] = score
     return (float(score) - shift) * scale
-
-
-async def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
-    limit = aiohttp.ClientTimeout(total=timeout_s)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=limit) as session,
-            session.post(url, json=body) as response,
-        ):
-            if response.status != 200:
-                raise RewardError(f"{response.status}: {(await response.text())[:200]}", where=url)
-            return await response.json()
-    except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        raise RewardError(f"no answer: {type(error).__name__} {error}", where=url) from error

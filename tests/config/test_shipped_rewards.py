@@ -27,6 +27,8 @@ def tags_scored(reward):
     tags = {arguments["answer_tag"]} if arguments.get("answer_tag") else set()
     if reward.component == "format_tags":
         tags |= {arguments.get("think_tag", "think"), arguments.get("answer_tag", "answer")}
+    if reward.component == "format_think":
+        tags.add(arguments.get("think_tag", "think"))
     return tags
 
 

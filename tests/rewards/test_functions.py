@@ -16,6 +16,7 @@ from grpo_megatron.rewards.functions import (
     exact_match,
     extract,
     format_tags,
+    format_think,
     numeric_match,
     reasoning_gym_score,
 )
@@ -139,6 +140,28 @@ def test_format_tags(completion, score):
     if score and completion.startswith("<think>"):
         rest = completion.removeprefix("<think>")
         assert format_tags(rest, "", opened=True) == 1 and format_tags(rest, "") == 0
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>a</think>b", 1),
+        ("\n<think>\na\n</think>\n\nb\n", 1),
+        ("<think>a</think>", 0),
+        ("<think> </think>b", 0),
+        ("<think>a", 0),
+        ("b", 0),
+        ("b<think>a</think>b", 0),
+        ("<think>a</think>b<think>", 0),
+        ("<think>a<think></think>b", 0),
+        ("", 0),
+    ],
+)
+def test_format_think(completion, score):
+    assert format_think(completion, "") == score
+    rest = completion.lstrip().removeprefix("<think>")
+    if rest != completion.lstrip():
+        assert format_think(rest, "", opened=True) == score
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from aiohttp import web
 
 from grpo_megatron.errors import RewardError
 from grpo_megatron.rewards.judge import judge, reward_model
+from grpo_megatron.rewards.registry import bind
+from grpo_megatron.rewards.step_rewards import process_reward_model, steps_of
 
 
 def served(replies: list, reward, **arguments):
@@ -35,14 +37,11 @@ def served(replies: list, reward, **arguments):
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
         try:
-            return await reward(
-                "{42}",
-                "42",
-                prompt="6 * 7 = {x}",
-                model="m",
-                url=f"http://127.0.0.1:{port}",
-                **arguments,
-            )
+            given = {"prompt": "6 * 7 = {x}", "model": "m", **arguments}
+            if reward is judge:
+                given.setdefault("metadata", {})
+            completion = given.pop("completion", "{42}")
+            return await reward(completion, "42", url=f"http://127.0.0.1:{port}", **given)
         finally:
             await runner.cleanup()
 
@@ -72,6 +71,93 @@ def test_a_failing_judge_is_an_error(replies):
         served(replies, judge, timeout_s=0.5)
 
 
+RUBRIC = ["It rhymes.", {"criterion": "It is about the sea.", "weight": 3.0}]
+
+
+def test_a_prompt_has_its_own_criteria():
+    value, [request] = served(
+        [said("1: 10\n2: 2")], judge, criteria_field="rubric", metadata={"rubric": RUBRIC}
+    )
+    assert value == pytest.approx((10 + 3 * 2) / 40)
+    assert "1. It rhymes.\n2. It is about the sea.\n" in request["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("metadata", [{}, {"rubric": None}, {"rubric": []}])
+def test_rows_without_criteria_are_judged_by_the_recipes_or_not_at_all(metadata):
+    value, [request] = served(
+        [said("1: 5")], judge, criteria=["It is short."], criteria_field="rubric", metadata=metadata
+    )
+    assert value == 0.5 and "1. It is short." in request["messages"][0]["content"]
+    with pytest.raises(RewardError, match="no criteria in 'rubric'"):
+        served([said("1: 5")], judge, criteria_field="rubric", metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    "rubric",
+    [
+        "It rhymes.",
+        [3],
+        [""],
+        [{"criterion": "It rhymes.", "weight": 0}],
+        [{"criterion": "It rhymes.", "weight": "much"}],
+        [{"criterion": "It rhymes.", "weight": float("nan")}],
+        [{"text": "It rhymes."}],
+    ],
+)
+def test_what_is_no_rubric_is_refused(rubric):
+    with pytest.raises(RewardError, match="criteri"):
+        served([said("1: 5")], judge, criteria_field="rubric", metadata={"rubric": rubric})
+    with pytest.raises(RewardError, match="criteri"):
+        bind("grpo_megatron.rewards.judge:judge", {"url": "u", "model": "m", "criteria": rubric})
+
+
+def test_only_what_stands_behind_the_thought_is_judged():
+    thought = {"think_tag": "think", "prompt": "6 * 7?<think>\n"}
+    value, [request] = served(
+        [said("1: 8")], judge, completion="hm</think>\n\nIt is 42.", **thought
+    )
+    text = request["messages"][0]["content"]
+    assert value == 0.8 and "hm" not in text and "6 * 7?\n" in text and "It is 42." in text
+    value, asked = served([said("1: 8")], judge, completion="hm, 42", **thought)
+    assert (value, asked) == (0.0, [])
+    reply = {"data": [{"data": [3.0]}]}
+    _, [request] = served([reply], reward_model, completion="hm</think>\n42", **thought)
+    assert request["input"] == "6 * 7?42"
+
+
 def test_a_reward_model_is_scaled():
     value, [request] = served([{"data": [{"data": [3.0]}]}], reward_model, shift=1.0, scale=0.5)
     assert value == 1.0 and request["input"] == "6 * 7 = {x}{42}"
+
+
+def test_steps_end_before_their_separator():
+    text = "\n\n 6 * 7\n\n\n\nis 42 \n\n"
+    steps = steps_of(text, "\n\n")
+    assert [step.text for step in steps] == ["6 * 7", "is 42"]
+    assert [text[: step.end].endswith(step.text) for step in steps] == [True, True]
+    assert steps_of(" \n\n", "\n\n") == []
+
+
+def test_each_step_gets_the_score_of_its_token():
+    reply = {"data": [{"data": [[0.75, 0.25], [0.5, 0.5]]}]}
+    text = "6 * 7<extra_0>\n\nis 42"
+    value, [request] = served([reply], process_reward_model, completion=text, shift=0.25, scale=2.0)
+    assert value == [(len("6 * 7<extra_0>"), 0.0), (len(text), 0.5)]
+    assert request["input"] == "6 * 7 = {x}6 * 7<extra_0>is 42<extra_0>"
+    value, _ = served([reply], process_reward_model, completion=text, label=0)
+    assert [score for _, score in value] == [0.75, 0.5]
+    value, asked = served([reply], process_reward_model, completion=" ")
+    assert (value, asked) == ([], [])
+
+
+@pytest.mark.parametrize("data", [[[0.1, 0.9]], [0.1, 0.2, 0.3], 0.4, [[0.1], []]])
+def test_scores_that_are_not_one_a_step_are_refused(data):
+    reply = {"data": [{"data": data}]}
+    with pytest.raises(RewardError, match="score"):
+        served([reply], process_reward_model, completion="a\n\nb")
+
+
+def test_a_step_without_an_end_is_refused_before_anything_starts():
+    arguments = {"url": "u", "model": "m", "separator": ""}
+    with pytest.raises(RewardError, match="separator"):
+        bind("grpo_megatron.rewards.step_rewards:process_reward_model", arguments)

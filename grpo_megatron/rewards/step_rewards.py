@@ -1,0 +1,98 @@
+"""Process supervision by a served model: one reward for each step of a solution."""
+
+from typing import Any, NamedTuple
+
+from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.registry import needs
+from grpo_megatron.rewards.served import post
+
+
+class Step(NamedTuple):
+    """A part of a completion that is scored by itself."""
+
+    end: int
+    """Place in the completion behind its last character."""
+    text: str
+
+
+def steps_of(completion: str, separator: str) -> list[Step]:
+    """The parts between separators that are more than white space, in order."""
+    steps = []
+    start = 0
+    for text in completion.split(separator):
+        if text.strip():
+            steps.append(Step(start + len(text.rstrip()), text.strip()))
+        start += len(text) + len(separator)
+    return steps
+
+
+def check_marks(*, step_token: str = "<extra_0>", separator: str = "\n\n", **_: object) -> None:
+    """Raise RewardError where a step would have no end, or no token to be scored at."""
+    for name, value in {"step_token": step_token, "separator": separator}.items():
+        if value == "":
+            raise RewardError(f"{name} is empty", remedy=f"leave {name} out for its default")
+
+
+@needs(check=check_marks)
+async def process_reward_model(
+    completion: str,
+    answer: str,
+    *,
+    prompt: str,
+    url: str,
+    model: str,
+    separator: str = "\n\n",
+    step_token: str = "<extra_0>",
+    label: int = 1,
+    scale: float = 1.0,
+    shift: float = 0.0,
+    timeout_s: float = 60.0,
+) -> list[tuple[int, float]]:
+    """`(score - shift) * scale` of each step as (its end in the completion, reward), by a process
+    reward model behind a vLLM server's `/pooling` route (Qwen2.5-Math-PRM, arXiv:2501.07301;
+    Math-Shepherd, arXiv:2312.08935), for process supervision (DeepSeekMath, arXiv:2402.03300).
+
+    Steps are what `separator` divides; the model reads prompt and steps, with `step_token` behind
+    each, and the server scores these tokens only (its pooler is STEP). `label`: which of the
+    scores of a step is that for a right one. A `step_token` that the policy wrote itself is not
+    passed on. RewardError where the scores are not one a step."""
+    steps = steps_of(completion, separator)
+    if not steps:
+        return []
+    solution = "".join(step.text.replace(step_token, "") + step_token for step in steps)
+    body = {"model": model, "input": prompt + solution, "add_special_tokens": False}
+    reply = await post(f"{url}/pooling", body, timeout_s)
+    scores = reply["data"][0]["data"]
+    if not isinstance(scores, list) or len(scores) != len(steps):
+        raise RewardError(
+            f"{_number_of(scores)} scores for {len(steps)} steps",
+            where=url,
+            remedy=f"serve a process reward model that scores {step_token!r} alone: of another "
+            "family than Qwen2.5-Math-PRM with --pooler-config "
+            '\'{"tok_pooling_type": "STEP", "step_tag_id": …}\'',
+        )
+    rewards = []
+    for step, score in zip(steps, scores, strict=True):
+        rewards.append((step.end, (_of_label(score, label, url) - shift) * scale))
+    return rewards
+
+
+def _number_of(scores: Any) -> int:
+    if isinstance(scores, list):
+        return len(scores)
+    return 1
+
+
+def _of_label(score: Any, label: int, url: str) -> float:
+    """The score of one class; of a model with one output, that."""
+    if not isinstance(score, list):
+        return float(score)
+    if len(score) == 1:
+        return float(score[0])
+    if not 0 <= label < len(score):
+        raise RewardError(
+            f"a step has {len(score)} scores, none of number {label}",
+            where=url,
+            remedy=f"set `label` to one of 0 to {len(score) - 1}",
+        )
+    return float(score[label])
