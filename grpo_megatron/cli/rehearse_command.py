@@ -34,8 +34,13 @@ def rehearse(
 
     Says what it changed and what it showed. Exit code 11 if something was not shown."""
     from grpo_megatron.rehearsal.rehearse import rehearse_recipe
-    from grpo_megatron.rehearsal.rehearse_graph import is_graph, rehearse_graph
+    from grpo_megatron.rehearsal.rehearse_graph import (
+        is_graph,
+        refuse_unknown,
+        rehearse_graph,
+    )
 
+    refuse_unknown(target)
     settings = overrides or []
     if is_graph(target):
         done = rehearse_graph(target, settings, model=model, folder=to, site=site, say=typer.echo)

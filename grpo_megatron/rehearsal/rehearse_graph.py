@@ -10,8 +10,9 @@ from typing import Any
 from grpo_megatron import assets
 from grpo_megatron.config.problems import as_toml
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.config.toml_file import read_toml
-from grpo_megatron.errors import GrpoMegatronError
+from grpo_megatron.config.suggest import nearest
+from grpo_megatron.config.toml_file import find_recipe, read_toml
+from grpo_megatron.errors import ConfigError, GrpoMegatronError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch.bindings import refuse_unbound_objective, refuse_unbound_rewards
 from grpo_megatron.rehearsal.evidence import Finding, at_cluster_scale, of_judges, of_run
@@ -41,6 +42,26 @@ def is_graph(target: str) -> bool:
         return target in assets.names(assets.root() / "recipes" / "graphs")
     path = Path(target)
     return path.is_file() and "stages" in read_toml(path).values
+
+
+def refuse_unknown(target: str) -> None:
+    """Raise ConfigError, with the nearest recipes and graphs, where `target` is neither."""
+    if is_graph(target):
+        return
+    shipped = assets.root() / "recipes"
+    try:
+        find_recipe(target, shipped)
+    except ConfigError as error:
+        labels = {Path(name).name: name for name in assets.names(shipped)}
+        for name in assets.names(shipped / "graphs"):
+            labels[name] = f"{name} (a graph)"
+        wanted = Path(target).name.removesuffix(".toml")
+        close = [labels[name] for name in nearest(wanted, labels)] or list(labels.values())
+        raise ConfigError(
+            f"no recipe or graph at {target!r}",
+            where=error.where,
+            remedy="give a .toml file or the name of a shipped one: " + ", ".join(close[:5]),
+        ) from None
 
 
 def rehearse_graph(

@@ -94,6 +94,23 @@ def test_graphs_and_recipes_are_told_apart(target, is_graph):
     assert graphs.is_graph(target) == is_graph
 
 
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [
+        ("tiny-r2", "tiny-r1 (a graph)"),
+        ("deepseek_v3_3", "deepseek_v3_2 (a graph)"),
+        ("qwen3-30b-a3bb", "moe/qwen3-30b-a3b"),
+        ("moe/deepseek-v4", "moe/deepseek-v3"),
+        ("moe/deepseek-v4", "deepseek_v3_2 (a graph)"),
+    ],
+)
+def test_a_mistyped_name_is_answered_with_recipes_and_graphs(typed, near, capsys):
+    assert main(["rehearse", typed]) == 2
+    message = capsys.readouterr().err
+    assert f"no recipe or graph at '{typed}'" in message
+    assert near in message
+
+
 def test_a_file_is_a_graph_if_it_has_stages(tmp_path):
     source = assets.root() / "recipes" / "graphs" / "tiny-r1.toml"
     copy = shutil.copy(source, tmp_path / "mine.toml")
