@@ -74,7 +74,19 @@ class PromptRenderer:
             text = self._chat_template.render(
                 messages, self._domain.template_arguments, day=self._domain.template_date
             )
-        return text + self._domain.assistant_prefix
+        prefix = self._domain.assistant_prefix
+        self._refuse_second_prefix(text, prefix)
+        return text + prefix
+
+    def _refuse_second_prefix(self, text: str, prefix: str) -> None:
+        """DataError where the chat template has begun the answer as the recipe would."""
+        if not prefix.strip() or not text.rstrip().endswith(prefix.strip()):
+            return
+        raise DataError(
+            f"the chat template already begins every answer with {prefix.strip()!r}",
+            where=f"{self._where}, assistant_prefix",
+            remedy="remove assistant_prefix of the domain",
+        )
 
     def _require_system_messages(self) -> None:
         if self._keeps_system:

@@ -12,6 +12,10 @@ _NUM_ROWS = 64
 _METADATA = re.compile(r"\{metadata\[([^\[\]]+)\]\}")
 _SPECIAL_TOKEN = re.compile(r"<[|｜][^<>\s]*?[|｜]>")
 _PROGRAM_TESTS = "code_tests"
+_RUBRIC = [
+    {"criterion": "It is a number.", "weight": 1.0},
+    {"criterion": "It is short.", "weight": 0.5},
+]
 
 
 def missing_files(config: RunConfig) -> list[int]:
@@ -68,6 +72,10 @@ def _row(config: RunConfig, domain: DomainConfig, index: int) -> dict[str, Any]:
         row["responses"] = _responses(total)
     for name in _METADATA.findall(domain.template):
         row.setdefault(name, f"{name} {index}")
+    for reward in domain.rewards:
+        criteria_field = reward.arguments.get("criteria_field")
+        if criteria_field is not None:
+            row[criteria_field] = _RUBRIC
     return row
 
 

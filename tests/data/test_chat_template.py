@@ -204,6 +204,12 @@ def test_todays_date_is_refused_and_a_day_is_written(directories):
     assert "Today Date: 31 Jan 2026" in renderer.render(asked).text
 
 
+def test_an_answer_that_begins_twice_is_refused(directories):
+    error = refused(directories["deepseek"], Problem("2 + 3?", "5"), assistant_prefix="<think>\n")
+    assert "already begins every answer with '<think>'" in str(error)
+    assert error.remedy == "remove assistant_prefix of the domain"
+
+
 def test_a_broken_template_is_refused_with_its_line(tmp_path):
     directory = write_tokenizer(tmp_path, "qwen")
     (directory / "chat_template.jinja").write_text("{{ bos_token }}\n{% if x %}")
