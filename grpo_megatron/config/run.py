@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from grpo_megatron.config.alarms import AlarmsConfig
+from grpo_megatron.config.allocation import AllocationConfig, SeedingConfig
 from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
@@ -75,6 +76,9 @@ class DomainConfig(Strict):
     """Chat template: the user's message where a row has a question and no conversation."""
     assistant_prefix: str = ""
     """Chat template: text with which every answer begins, for example `<think>` and a new line."""
+    response_template: str | None = None
+    """What supervised training trains of a row without responses, for example
+    `{metadata[thought]}</think>{answer}`; default: the answer."""
     weight: float = Field(1.0, ge=0)
     """Share of this domain in the training prompts, relative to the others."""
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
@@ -423,6 +427,8 @@ class RunConfig(Strict):
     sampling: SamplingConfig = SamplingConfig()
     curriculum: CurriculumConfig | None = None
     correction: CorrectionConfig | None = None
+    allocation: AllocationConfig | None = None
+    seeding: SeedingConfig | None = None
     distillation: DistillationConfig | None = None
     rejection: RejectionConfig = RejectionConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -445,6 +451,14 @@ class RunConfig(Strict):
             if known.name == domain and known.max_new_tokens is not None:
                 return known.max_new_tokens
         return self.rollout.max_new_tokens
+
+    @property
+    def largest_group(self) -> int:
+        """Most samples that a prompt may have in a step."""
+        size = self.batch.num_samples_per_prompt
+        if self.allocation is None:
+            return size
+        return self.allocation.max_samples_per_prompt or 2 * size
 
     @property
     def num_devices(self) -> int:
@@ -496,8 +510,13 @@ class RunConfig(Strict):
             and not self.rollout.truncation
             and self.objective.overlong == self.objective.subset == "none"
             and not self.correction
-            and (self.rollout.num_replicas == 1 or not self.rollout.deterministic)
+            and (self.rollout.num_replicas == 1 or self._groups_stay_on_one_engine)
         )
+
+    @property
+    def _groups_stay_on_one_engine(self) -> bool:
+        """Whether all samples of a prompt are one request."""
+        return not self.rollout.deterministic and self.allocation is None
 
     @property
     def records_routes(self) -> bool:

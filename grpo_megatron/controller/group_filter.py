@@ -37,6 +37,11 @@ class GroupFilter:
         values = group.components[domain.accuracy_component]
         return np.where(np.isnan(values), np.nan, values >= domain.least_correct)
 
+    def unaided(self, group: ScoredGroup) -> np.ndarray:
+        """As `correct`, NaN also for completions that answer more than the group's prompt."""
+        is_aided = [c.answered_ids is not None for c in group.group.completions]
+        return np.where(is_aided, np.nan, self.correct(group))
+
     def answers(self, group: ScoredGroup) -> list[str]:
         """Of completions, what is in the accuracy reward's `answer_tag` or a last `\\boxed{…}`."""
         domain = self._domains[group.group.prompt.domain]
@@ -84,13 +89,11 @@ class GroupFilter:
         """Acceptance, success and lengths of groups before any selection.
 
         pass_at_1 is the mean success rate of a prompt, pass_at_group the fraction of prompts with a
-        correct completion. What cannot be told (nothing correct, nothing scored) is left out."""
+        correct completion, both without the help of exemplars. What cannot be told (nothing
+        correct, nothing scored) is left out."""
         of_groups = [self.correct(group) for group in groups]
-        success_rates = []
-        for correct in of_groups:
-            if not np.isnan(correct).all():
-                success_rates.append(np.nanmean(correct))
-        rates = np.array(success_rates)
+        rates = _success_rates(of_groups)
+        unaided_rates = _success_rates([self.unaided(group) for group in groups])
         correct = np.concatenate(of_groups)
         lengths = _lengths(_completions(groups))
         lengths_correct = lengths[correct == 1]
@@ -103,11 +106,21 @@ class GroupFilter:
         _add_mean(metrics, "sampling/acceptance_rate", kept)
         _add_mean(metrics, "group/all_correct_fraction", rates == 1)
         _add_mean(metrics, "group/all_wrong_fraction", rates == 0)
-        _add_mean(metrics, "accuracy/pass_at_1", rates)
-        _add_mean(metrics, "accuracy/pass_at_group", rates > 0)
+        _add_mean(metrics, "accuracy/pass_at_1", unaided_rates)
+        _add_mean(metrics, "accuracy/pass_at_group", unaided_rates > 0)
         _add_mean(metrics, "response/length_correct_mean", lengths_correct)
         _add_mean(metrics, "response/length_incorrect_mean", lengths_incorrect)
         return metrics
+
+
+def _success_rates(of_groups: Sequence[np.ndarray]) -> np.ndarray:
+    """Share of correct completions, of every group with a known one; float64 [Q]. of_groups: 1
+    correct, 0 incorrect, NaN not known."""
+    rates = []
+    for correct in of_groups:
+        if not np.isnan(correct).all():
+            rates.append(np.nanmean(correct))
+    return np.array(rates)
 
 
 def _add_mean(metrics: dict[str, float], name: str, values: np.ndarray) -> None:

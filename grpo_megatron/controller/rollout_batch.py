@@ -3,17 +3,20 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifest
 from grpo_megatron.config.run import RunConfig, SamplingConfig
+from grpo_megatron.controller.allocation import Allocation
 from grpo_megatron.controller.correction import Correction
 from grpo_megatron.controller.display import Phases, show
+from grpo_megatron.controller.exemplars import ExemplarStore
 from grpo_megatron.controller.group_filter import (
     GroupFilter,
     by_domain,
@@ -23,6 +26,7 @@ from grpo_megatron.controller.group_filter import (
 )
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import record_step
+from grpo_megatron.controller.seeding import Seeding
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.data.dataset_answers import DatasetAnswers
 from grpo_megatron.data.sampler import PromptSampler
@@ -33,7 +37,7 @@ from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.samples import extremes
-from grpo_megatron.types import Prompt, ScoredGroup
+from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
 
 
 @dataclass
@@ -61,6 +65,7 @@ class StepSampler:
         run_dir: RunDir,
         *,
         sampler: PromptSampler,
+        exemplars: ExemplarStore | None,
         batches: "RolloutBatchBuilder",
         publisher: Publisher,
         judges: EngineControl,
@@ -71,6 +76,7 @@ class StepSampler:
         self._run_dir = run_dir
         self.sampler = sampler
         self._batches = batches
+        self._exemplars = exemplars
         self._publisher = publisher
         self._judges = judges
         self._teachers = teachers
@@ -82,7 +88,7 @@ class StepSampler:
         directory = self._run_dir.step_store(step)
         if is_recorded(directory):
             recorded = read_manifest(directory)
-            self.sampler.load_state_dict(recorded.sampler)  # its draws depended on its answers
+            load_sampling(recorded.sampler, self.sampler, self._exemplars)  # its answers decided
             return RecordedStep(step, directory, recorded)
 
         started = time.perf_counter()
@@ -136,11 +142,28 @@ class StepSampler:
             stale=is_stale,
             domains=[domain.name for domain in config.domains],
             verified_replicas=sorted(verified_replicas),
-            sampler=self.sampler.state_dict(),
+            sampler=sampling_state(self.sampler, self._exemplars),
             metrics=sampled.metrics | by_domain(lambda part: staleness(part, step), groups),
             extremes=extremes(step, groups, config.telemetry.samples_per_step),
             dropped_rewards=dropped,
         )
+
+
+def sampling_state(sampler: PromptSampler, exemplars: ExemplarStore | None) -> dict[str, Any]:
+    """What a checkpoint and a recorded step keep: the prompts that come next, and the exemplars."""
+    state = sampler.state_dict()
+    if exemplars is not None:
+        state["exemplars"] = exemplars.state_dict()
+    return state
+
+
+def load_sampling(
+    state: Mapping[str, Any], sampler: PromptSampler, exemplars: ExemplarStore | None
+) -> None:
+    """Continue from what `sampling_state` returned; without exemplars where it has none."""
+    sampler.load_state_dict(state)
+    if exemplars is not None and "exemplars" in state:
+        exemplars.load_state_dict(state["exemplars"])
 
 
 @dataclass(frozen=True)
@@ -164,6 +187,7 @@ class RolloutBatchBuilder:
         config: RunConfig,
         *,
         sampler: PromptSampler,
+        exemplars: ExemplarStore | None,
         worker: RolloutWorker,
         rewards: RewardPool,
         tokenizer: TextTokenizer,
@@ -174,6 +198,7 @@ class RolloutBatchBuilder:
         self._rewards = rewards
         self._phases = phases
         self._filter = GroupFilter(config)
+        self._worker = worker
         self._answers: RolloutWorker | DatasetAnswers = worker
         if config.uses_dataset:
             self._answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_new_tokens)
@@ -186,6 +211,24 @@ class RolloutBatchBuilder:
                 worker=worker,
                 rewards=rewards,
                 tokenizer=tokenizer,
+            )
+        self._seeding: Seeding | None = None
+        if config.seeding is not None and exemplars is not None:
+            self._seeding = Seeding(
+                config,
+                config.seeding,
+                exemplars=exemplars,
+                group_filter=self._filter,
+                tokenizer=tokenizer,
+            )
+        self._allocation: Allocation | None = None
+        if config.allocation is not None:
+            self._allocation = Allocation(
+                config,
+                config.allocation,
+                ask=self._ask,
+                group_filter=self._filter,
+                seeding=self._seeding,
             )
         self._surplus: list[ScoredGroup] = []
         self._rollout_s = 0.0
@@ -239,20 +282,42 @@ class RolloutBatchBuilder:
 
     async def _score(self, step: int, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
         """One round: sampled, scored and corrected groups of `prompts`."""
-        self._phases.show_sampling("rollout")
-        started = time.perf_counter()
-        groups = await self._answers.rollouts(step, prompts)
-        self._rollout_s += time.perf_counter() - started
-        self._phases.show_sampling("reward")
-        scored = await self._rewards.score(groups)
+        if self._allocation is not None:
+            scored = await self._allocation.sample(step, prompts)
+        else:
+            groups = await self._sampled(self._answers.rollouts(step, prompts))
+            scored = await self._rewards.score(groups)
         self._first_tries += scored
         if self._correction is None:
             return scored
         return await self._correction.retry(step, scored)
 
+    async def _ask(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        asked: Sequence[Prompt],
+        samples: Sequence[range],
+    ) -> list[ScoredGroup]:
+        """Samples of the prompts `asked`, scored as answers to `prompts`."""
+        groups = await self._sampled(self._worker.rollouts(step, asked, samples=samples))
+        answers = []
+        for group, prompt in zip(groups, prompts, strict=True):
+            answers.append(group.as_answers_to(prompt))
+        return await self._rewards.score(answers)
+
+    async def _sampled(self, rollouts: Awaitable[list[RolloutGroup]]) -> list[RolloutGroup]:
+        """What `rollouts` gives; its time is counted, and what comes next is shown as rewards."""
+        self._phases.show_sampling("rollout")
+        started = time.perf_counter()
+        groups = await rollouts
+        self._rollout_s += time.perf_counter() - started
+        self._phases.show_sampling("reward")
+        return groups
+
     def _tell_curriculum(self) -> None:
         for group in self._first_tries:
-            correct = self._filter.correct(group)
+            correct = self._filter.unaided(group)
             if not np.isnan(correct).all():
                 self._sampler.observe(group.group.prompt, float(np.nanmean(correct)))
 
@@ -267,6 +332,10 @@ class RolloutBatchBuilder:
         metrics |= by_domain(self._filter.metrics, seen)
         metrics |= self._sampler.metrics()
         metrics |= self._rewards.take_metrics()
+        if self._allocation is not None:
+            metrics |= self._allocation.take_metrics()
+        if self._seeding is not None:
+            metrics |= self._seeding.finish_step(self._first_tries)
         if self._correction is not None:  # acceptance is that of the corrected groups
             metrics |= self._correction.take_metrics()
             corrected = by_domain(self._filter.metrics, sampled or groups)

@@ -17,12 +17,17 @@ from grpo_megatron.config.run import ColdStartConfig, RunConfig
 from grpo_megatron.controller.cold_start import ColdStart
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.evaluation import Evaluator, Results
+from grpo_megatron.controller.exemplars import ExemplarStore
 from grpo_megatron.controller.recorder import drop_disconnected
 from grpo_megatron.controller.rejection import sample_dataset
 from grpo_megatron.controller.resources import Resources, open_resources
 from grpo_megatron.controller.restoring import newest_whole
 from grpo_megatron.controller.rl_loop import RLLoop
-from grpo_megatron.controller.rollout_batch import RolloutBatchBuilder, StepSampler
+from grpo_megatron.controller.rollout_batch import (
+    RolloutBatchBuilder,
+    StepSampler,
+    load_sampling,
+)
 from grpo_megatron.controller.trainer_link import RunState
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.errors import GateError
@@ -286,11 +291,15 @@ def make_rl_loop(
         config.seed,
         config.curriculum,
     )
+    exemplars = None
+    if config.seeding is not None:
+        exemplars = ExemplarStore(config.seeding.store_size)
     if state.sampler:
-        sampler.load_state_dict(state.sampler)
+        load_sampling(state.sampler, sampler, exemplars)
     batches = RolloutBatchBuilder(
         config,
         sampler=sampler,
+        exemplars=exemplars,
         worker=resources.worker,
         rewards=resources.rewards,
         tokenizer=resources.tokenizer,
@@ -300,6 +309,7 @@ def make_rl_loop(
         config,
         run_dir,
         sampler=sampler,
+        exemplars=exemplars,
         batches=batches,
         publisher=resources.publisher,
         judges=resources.judges,

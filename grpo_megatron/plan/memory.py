@@ -142,9 +142,8 @@ class Workload(TypedDict):
 def _workload(config: RunConfig, s: Sizes) -> Workload:
     """Of a rank, for `step_bytes`; all samples are taken to be as long as they may."""
     t = config.trainer
-    batch = config.batch
     length = config.rollout.max_model_len
-    samples = batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
+    samples = _samples_of_update(config)
     mine = -(-samples // s.trainer.dp)
     packed = max(t.max_tokens_per_microbatch // length, 1)
     return {
@@ -154,6 +153,25 @@ def _workload(config: RunConfig, s: Sizes) -> Workload:
         "replayed": config.routing.replay != "none",
         "on_gpu": config.placement.gpus_per_node > 0,
     }
+
+
+def _samples_of_update(config: RunConfig) -> int:
+    """Most samples of an optimizer step."""
+    batch = config.batch
+    if config.allocation is None:
+        return batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
+    prompts = -(-batch.num_prompts // batch.updates_per_rollout)
+    others = (batch.num_prompts - prompts) * config.allocation.base_samples_per_prompt
+    return min(prompts * config.largest_group, _samples_of_step(config) - others)
+
+
+def _samples_of_step(config: RunConfig) -> int:
+    """Most samples of a step."""
+    batch = config.batch
+    size = batch.num_samples_per_prompt
+    if config.sampling.dynamic:  # the groups that are kept may be the large ones
+        size = config.largest_group
+    return batch.num_prompts * size
 
 
 def _fullest(config: RunConfig, s: Sizes, work: Workload, stage: int) -> RankMemory:
@@ -185,8 +203,7 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     weights = parameters * s.symbols["element"]
     objective = config.objective
     references = objective.kl != "none" or objective.preference_weight > 0
-    samples = config.batch.num_prompts * config.batch.num_samples_per_prompt
-    tokens = samples * config.rollout.max_model_len
+    tokens = _samples_of_step(config) * config.rollout.max_model_len
     expert_id_bytes = 1 + (symbols["experts"] > 256)
     routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * expert_id_bytes
     return {

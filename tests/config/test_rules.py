@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
 from grpo_megatron.config.rules.check import check_rules
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
@@ -15,8 +16,11 @@ from tests.config.conftest import unchecked_config
 
 SEQUENCE_MEAN = ["objective.aggregation=seq_mean_token_mean"]
 DISTIL = ["kind=distil", "cold_start=null"]
+ALLOCATED = ["allocation={}", "objective.preset=grpo"]
+SEEDED = [*ALLOCATED, "seeding={}", "domains.0.template={question}"]
 ALL_RULES = (
     RUN_RULES,
+    ALLOCATION_RULES,
     DISTILLATION_RULES,
     PLACEMENT_RULES,
     DOMAIN_RULES,
@@ -40,6 +44,7 @@ BROKEN = [
     ("template", ["domains.0.template={question"]),
     ("template", ["domains.0.template={question} {answer}"]),
     ("template", ["domains.0.template=chat", "domains.0.question_template={answer}"]),
+    ("template", ["domains.0.response_template=so it is"]),
     ("chat_template", ["domains.0.system_prompt=x"]),
     ("chat_template", ["domains.0.template_arguments.enable_thinking=false"]),
     ("chat_template", ["domains.0.template=chat", "domains.0.template_arguments.messages=[]"]),
@@ -90,6 +95,28 @@ BROKEN = [
             "rollout.num_replicas=2",
         ],
     ),
+    ("allocation_sizes", ["allocation={base_samples_per_prompt=8}"]),
+    (
+        "allocation_sizes",
+        ["allocation.base_samples_per_prompt=2", "batch.num_samples_per_prompt=2"],
+    ),
+    ("allocation_sizes", ["allocation={max_samples_per_prompt=7}"]),
+    (
+        "allocation_objective",
+        [
+            "allocation={}",
+            "objective.advantage=passk",
+            "objective.advantage_std=none",
+            "objective.passk_k=5",
+        ],
+    ),
+    ("allocation_objective", ["allocation={}", "objective.preset=gfpo"]),
+    ("seeding_rounds", ["seeding={}", "domains.0.template={question}"]),
+    ("seeding_layout", [*SEEDED, "seeding.exemplar=Q: {question}"]),
+    ("seeding_layout", [*SEEDED, "seeding.question=Q:"]),
+    ("seeding_layout", [*SEEDED, "seeding.question=Q: {question} A: {answer}"]),
+    ("seeding_template", [*SEEDED, "domains.0.template={metadata[expression]}"]),
+    ("rl_only", ["kind=sft", "cold_start=null", "allocation={}"]),
     ("min_lr", ["optimizer.min_lr=1"]),
     ("min_lr", ["cold_start.optimizer.min_lr=1"]),
     ("rl_only", ["kind=sft"]),
@@ -225,7 +252,8 @@ def test_every_check_finds_something_in_a_case_above():
     unbroken = {check for rules in ALL_RULES for _, check in rules._checks}
     for _, overrides in BROKEN:
         run = unchecked_config(*overrides)
-        subjects = [(rules, (run,)) for rules in (RUN_RULES, DISTILLATION_RULES, PLACEMENT_RULES)]
+        of_runs = (RUN_RULES, ALLOCATION_RULES, DISTILLATION_RULES, PLACEMENT_RULES)
+        subjects = [(rules, (run,)) for rules in of_runs]
         subjects += [
             (DOMAIN_RULES, (run, domain, index)) for index, domain in enumerate(run.domains)
         ]
@@ -297,6 +325,9 @@ def test_a_rule_set_fills_in_names_and_values():
             "batch.num_samples_per_prompt=1",
         ],
         ["domains.0.accuracy=exact_match", "sampling.dynamic=true", "curriculum.floor=0.1"],
+        ["allocation={max_samples_per_prompt=8}", "sampling.dynamic=true", "correction={}"],
+        [*SEEDED, "batch.max_staleness=1", "allocation.samples_per_round=1"],
+        ["allocation={}", "seeding={}", "domains.0.template=chat"],
     ],
 )
 def test_valid_settings(overrides):

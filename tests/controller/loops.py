@@ -74,6 +74,7 @@ class Loop:
         self.num_engines = 1  # p8 is asked of the one after that of p7
         self.mismatch_at: int | None = None  # `Train` request
         self.states: dict[int, RunState] = {}
+        self.numbers: dict[str, range] = {}  # of the samples that were asked for last, by prompt
 
     def run(self, state: RunState = START) -> RunState:
         async def main() -> RunState:
@@ -81,6 +82,7 @@ class Loop:
                 tokenizer=SimpleNamespace(
                     decode=str,
                     stop_token_ids=(0,),
+                    chat_template=None,
                     encode=lambda text, where=None: [ord(c) for c in text],
                 ),
                 splits=SimpleNamespace(train=self.prompts, validation=[]),
@@ -128,7 +130,13 @@ class Loop:
         return SimpleNamespace(alive=[SimpleNamespace(index=i) for i in range(self.num_engines)])
 
     async def rollouts(
-        self, step: int, prompts, *, num_samples: int | None = None, max_tokens: int | None = None
+        self,
+        step: int,
+        prompts,
+        *,
+        num_samples: int | None = None,
+        max_tokens: int | None = None,
+        samples=None,
     ) -> list[RolloutGroup]:
         self.sampled.append((step, len(prompts)))
         self.asked.append((step, self.version))
@@ -138,16 +146,19 @@ class Loop:
             self.dropped.append(step)
             raise
         size = num_samples or self.config.batch.num_samples_per_prompt
+        if samples is None:
+            samples = [range(size)] * len(prompts)
+        self.numbers = dict(zip([p.prompt_id for p in prompts], samples, strict=True))
         return [
             RolloutGroup(
                 p,
                 tuple(
                     completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3)
-                    for g in range(size)
+                    for g in numbers
                 ),
                 sum(p.prompt_id.encode()) % self.num_engines,
             )
-            for p in prompts
+            for p, numbers in zip(prompts, samples, strict=True)
         ]
 
     async def score(self, groups) -> list[ScoredGroup]:
@@ -155,7 +166,10 @@ class Loop:
         scored = []
         for group in groups:
             right = np.array(
-                [float(self.answer(step, group.prompt, g)) for g in range(len(group.completions))]
+                [
+                    float(self.answer(step, group.prompt, g))
+                    for g in self.numbers.get(group.prompt.prompt_id, range(len(group.completions)))
+                ]
             )
             scored.append(ScoredGroup(group, {"right": right, "short": 0 * right}, right))
         return scored

@@ -1,5 +1,6 @@
 """Every rule that needs a recipe only, applied to one."""
 
+from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
 from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
@@ -12,7 +13,7 @@ from grpo_megatron.config.run import RunConfig
 def check_rules(run: RunConfig) -> list[Violation]:
     """Everything in which the tables of `run` contradict one another."""
     found: list[Violation] = []
-    for rules in (RUN_RULES, DISTILLATION_RULES, PLACEMENT_RULES):
+    for rules in (RUN_RULES, ALLOCATION_RULES, DISTILLATION_RULES, PLACEMENT_RULES):
         found += rules.violations(run, config=run)
     for index, domain in enumerate(run.domains):
         found += DOMAIN_RULES.violations(run, domain, index, config=run)

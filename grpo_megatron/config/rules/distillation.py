@@ -43,13 +43,13 @@ def only_training_has_steps(run: RunConfig) -> Violation | None:
 
 
 @DISTILLATION_RULES.rule("rl_only")
-def only_rl_starts_cold_and_corrects(run: RunConfig) -> list[Violation]:
+def only_rl_has_its_tables(run: RunConfig) -> list[Violation]:
     """Refuse the tables of RL in runs of other kinds."""
     found = []
-    for field in ("cold_start", "correction"):
+    for field in ("cold_start", "correction", "allocation", "seeding"):
         if run.kind != "rl" and getattr(run, field) is not None:
             violation = Violation(
-                field, f"only kind rl has a {field}", nearest=("null",), related=("kind",)
+                field, f"only kind rl has [{field}]", nearest=("null",), related=("kind",)
             )
             found.append(violation)
     return found
