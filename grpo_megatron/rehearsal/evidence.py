@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.loader import ResolvedConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch import slurm
 from grpo_megatron.plan.memory import memory_problems, plan_of
+from grpo_megatron.rehearsal.scale_down import has_served_teachers
 from grpo_megatron.rundir import RunDir
 
 _GIB = 2**30
@@ -58,6 +60,8 @@ def of_run(config: RunConfig, run_dir: RunDir, num_attempts: int) -> list[Findin
         if num_attempts > 1:
             findings.append(_resumed(run_dir, records))
         findings.append(_exported(run_dir.export))
+    if has_served_teachers(config):
+        findings.append(_taught(run_dir))
     if config.kind == "rejection_sample":
         num_rows = 0
         if run_dir.dataset.exists():
@@ -83,6 +87,17 @@ def of_judges(configs: Iterable[RunConfig], num_judged: int) -> list[Finding]:
                     detail = f"{num_judged} times"
                     return [Finding("learned rewards were asked", num_judged > 0, detail)]
     return []
+
+
+def _taught(run_dir: RunDir) -> Finding:
+    """Whether teachers behind servers said something of the tokens of recorded steps."""
+    num_tokens = 0
+    for directory in sorted(run_dir.store.glob("step_*")):
+        table = SampleTable(directory, verify=False)
+        for name, values in table.teacher_logprobs.items():
+            if name.endswith("/ids"):
+                num_tokens += len(values)
+    return Finding("teachers behind servers answered", num_tokens > 0, f"{num_tokens} tokens")
 
 
 def _of_steps(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[Finding]:

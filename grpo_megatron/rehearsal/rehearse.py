@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from grpo_megatron import assets
 from grpo_megatron.config.loader import ResolvedConfig, load_recipe
 from grpo_megatron.config.problems import as_toml
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch.bindings import (
@@ -32,6 +33,7 @@ from grpo_megatron.rehearsal.scale_down import (
     scale_down,
 )
 from grpo_megatron.rehearsal.stand_ins import StandInWriter
+from grpo_megatron.rehearsal.teacher_servers import TeacherServers
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.stages.interrupts import InterruptForwarder
 
@@ -84,10 +86,11 @@ def rehearse_recipe(
     findings = at_cluster_scale(at_scale, site)
     for finding in findings:
         say(told(finding))
-    with LocalServer() as server:
+    with LocalServer() as server, TeacherServers(folder / "inputs") as teachers:
         writer = StandInWriter(
             folder / "inputs",
             server.url,
+            teachers,
             num_layers_of(config.trainer),
             special_tokens_of(config),
             given_model=model,
@@ -99,6 +102,7 @@ def rehearse_recipe(
         scaled = [*overrides, *(change.override for change in changes)]
         scaled += [f"runs_dir={as_toml(str(folder))}", "name=run"]
         run_dir = RunDir(folder / "run")
+        start_teachers(teachers, [config], say)
         num_attempts = _run(recipe, scaled, run_dir, config.trains, say)
         shown = of_run(resolve(recipe, scaled).config, run_dir, num_attempts)
         shown += of_judges([config], server.num_judged)
@@ -137,6 +141,16 @@ def write_site(path: Path) -> str:
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(path)
+
+
+def start_teachers(teachers: TeacherServers, configs: Iterable[RunConfig], say: Say) -> None:
+    """Start the servers of random teachers, if any run asks one, and say so.
+
+    Raises EngineError where one does not answer in the time that the runs give their engines."""
+    if not teachers:
+        return
+    say(f"--- start {len(teachers)} server(s) of teachers")
+    teachers.start(max(config.rollout.startup_timeout_s for config in configs))
 
 
 def take_folder(folder: Path) -> None:

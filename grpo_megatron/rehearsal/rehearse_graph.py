@@ -22,6 +22,7 @@ from grpo_megatron.rehearsal.rehearse import (
     Rehearsal,
     Say,
     conclude,
+    start_teachers,
     table_of,
     take_folder,
     told,
@@ -29,6 +30,7 @@ from grpo_megatron.rehearsal.rehearse import (
 )
 from grpo_megatron.rehearsal.scale_down import Change, num_layers_of, scale_down
 from grpo_megatron.rehearsal.stand_ins import StandInWriter
+from grpo_megatron.rehearsal.teacher_servers import TeacherServers
 from grpo_megatron.stages.graph import Graph, load_graph
 from grpo_megatron.stages.runner import run_graph
 
@@ -87,11 +89,12 @@ def rehearse_graph(
     findings = _at_scale(graph, site)
     for finding in findings:
         say(told(finding))
-    with LocalServer() as server:
-        changes = _changes(graph, folder / "inputs", model, server.url)
+    with LocalServer() as server, TeacherServers(folder / "inputs") as teachers:
+        changes = _changes(graph, folder / "inputs", model, server.url, teachers)
         for line in table_of([_named(name, change) for name, change in changes]):
             say(line)
         scaled = load_graph(_write_graph(folder, graph, changes))
+        start_teachers(teachers, _configs(scaled).values(), say)
         code = run_graph(scaled, lambda text: say(f"--- {text}"))
         if code:
             error = GrpoMegatronError(
@@ -133,7 +136,9 @@ def _at_scale(graph: Graph, site: str) -> list[Finding]:
         resolved = graph.resolve(name)
         refuse_unbound_objective(resolved.config)
         refuse_unbound_rewards(resolved.config)
-        for finding in at_cluster_scale(resolved, site):
+        first = graph.resolve(_root_of(graph, name)).config.model  # others are not there yet
+        config = resolved.config.model_copy(update={"model": first})
+        for finding in at_cluster_scale(replace(resolved, config=config), site):
             detail = f"{name}: {finding.detail}"
             by_what.setdefault(finding.what, []).append(replace(finding, detail=detail))
     merged = []
@@ -147,7 +152,7 @@ def _at_scale(graph: Graph, site: str) -> list[Finding]:
 
 
 def _changes(
-    graph: Graph, inputs: Path, model: Path | None, server: str
+    graph: Graph, inputs: Path, model: Path | None, server: str, teachers: TeacherServers
 ) -> list[tuple[str, Change]]:
     """Changes of all stages, with the stage's name. What comes from another stage is not changed.
 
@@ -158,7 +163,9 @@ def _changes(
     for config in configs.values():
         special_tokens += special_tokens_of(config)
         num_layers.append(num_layers_of(config.trainer))
-    writer = StandInWriter(inputs, server, max(num_layers), special_tokens, given_model=model)
+    writer = StandInWriter(
+        inputs, server, teachers, max(num_layers), special_tokens, given_model=model
+    )
     found = []
     for name, config in configs.items():
         root = configs[_root_of(graph, name)]

@@ -19,8 +19,10 @@ from grpo_megatron.rehearsal.local_server import STEP_TOKEN
 
 NUM_STEPS = 3
 MAX_NEW_TOKENS = 32
-_MAX_MODEL_LEN = 1024
-_MAX_CACHE_GIB = 0.25
+MAX_MODEL_LEN = 1024
+MAX_CACHE_GIB = 0.25
+MAX_TOP_K = 16
+"""Likeliest tokens of a teacher."""
 _PROMPTS_PER_DOMAIN = 4
 _MAX_GROUP_SIZE = 4
 _MAX_COLD_START = {"batch_size": 8, "steps_per_evaluation": 1, "checkpoint_interval": 2}
@@ -52,6 +54,8 @@ class StandIns:
     """Rows by number of the domain, where its own file is missing."""
     server: str
     """Address of what answers for judges, reward models and shared servers."""
+    teacher_server: str = ""
+    """Address of a vLLM server with a random model, for teachers behind a `url`."""
     model_is_given: bool = False
     """`model` was chosen by the user, and is used also where the recipe's own is here."""
 
@@ -104,6 +108,13 @@ def num_layers_of(trainer: TrainerConfig) -> int:
     return layers
 
 
+def has_served_teachers(config: RunConfig) -> bool:
+    """Whether a teacher of the run is asked at a `url`."""
+    if config.distillation is None:
+        return False
+    return any(teacher.url is not None for teacher in config.distillation.teachers)
+
+
 def _two_at_most(count: int) -> int:
     return min(count, 2)
 
@@ -151,13 +162,19 @@ def _inputs(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
             if teacher.path is not None and not teacher.path.exists():
                 key = f"distillation.teachers.{number}.path"
                 changes.set(key, str(stand_ins.other_model), "a random teacher")
+            if teacher.url is not None:
+                key = f"distillation.teachers.{number}.url"
+                changes.set(key, stand_ins.teacher_server, "a local server of a random teacher")
 
 
 def _sizes(config: RunConfig, changes: _Changes) -> None:
     why = "short and few"
     rollout = config.rollout
     changes.at_most("rollout.max_new_tokens", rollout.max_new_tokens, MAX_NEW_TOKENS, why)
-    changes.at_most("rollout.max_model_len", rollout.max_model_len, _MAX_MODEL_LEN, why)
+    longest = MAX_MODEL_LEN
+    if has_served_teachers(config):
+        longest = MAX_MODEL_LEN - 1  # their server takes one token more
+    changes.at_most("rollout.max_model_len", rollout.max_model_len, longest, why)
     changes.at_most("rollout.segment_tokens", rollout.segment_tokens, MAX_NEW_TOKENS // 2, why)
     changes.at_most("rollout.max_num_seqs", rollout.max_num_seqs, 64, why)
     for number, domain in enumerate(config.domains):
@@ -172,7 +189,7 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
     changes.at_most(
         "batch.num_samples_per_prompt", batch.num_samples_per_prompt, _group_size(config), why
     )
-    most_tokens = max(_MAX_MODEL_LEN, min(config.trainer.max_tokens_per_microbatch, 2048))
+    most_tokens = max(MAX_MODEL_LEN, min(config.trainer.max_tokens_per_microbatch, 2048))
     key = "trainer.max_tokens_per_microbatch"
     changes.at_most(key, config.trainer.max_tokens_per_microbatch, most_tokens, why)
     changes.at_most("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens, 256, why)
@@ -182,8 +199,16 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
     if config.correction is not None:
         key = "correction.max_retry_tokens"
         changes.at_most(key, config.correction.max_retry_tokens, MAX_NEW_TOKENS // 2, why)
+    if config.allocation is not None:
+        most_samples = {
+            "base_samples_per_prompt": _base_size(config),
+            "samples_per_round": _MAX_GROUP_SIZE,
+            "max_samples_per_prompt": _group_size(config) + 1,  # every prompt gets some
+        }
+        for name, most in most_samples.items():
+            changes.at_most(f"allocation.{name}", getattr(config.allocation, name), most, why)
     if config.distillation is not None:
-        changes.at_most("distillation.top_k", config.distillation.top_k, 16, why)
+        changes.at_most("distillation.top_k", config.distillation.top_k, MAX_TOP_K, why)
     prompts = _PROMPTS_PER_DOMAIN * len(config.domains)
     if config.uses_dataset:
         prompts = len(config.domains)  # a stage before may have made few rows
@@ -203,6 +228,17 @@ def _group_size(config: RunConfig) -> int:
     smallest = max(_MAX_GROUP_SIZE, objective.passk_k)
     if objective.subset != "none":
         smallest = max(smallest, 2 * objective.subset_size)
+    if config.allocation is not None:
+        smallest = max(smallest, _base_size(config) + 1)
+    return smallest
+
+
+def _base_size(config: RunConfig) -> int:
+    """Samples that every prompt gets first: as few as the objective allows."""
+    objective = config.objective
+    smallest = max(2, objective.passk_k)
+    if objective.subset != "none":
+        smallest = max(smallest, objective.subset_size)
     return smallest
 
 
@@ -248,7 +284,7 @@ def _engines(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     rollout = config.rollout
     changes.set("rollout.num_replicas", _two_at_most(rollout.num_replicas), why)
     changes.set("rollout.tensor_parallel_size", _two_at_most(rollout.tensor_parallel_size), why)
-    changes.at_most("rollout.kv_cache_gib", rollout.kv_cache_gib, _MAX_CACHE_GIB, "this machine")
+    changes.at_most("rollout.kv_cache_gib", rollout.kv_cache_gib, MAX_CACHE_GIB, "this machine")
     arguments = _without_gpu_arguments(rollout.engine_arguments)
     changes.set("rollout.engine_arguments", arguments, "arguments of a GPU")
     servers = config.placement.shared_servers

@@ -8,8 +8,13 @@ from pathlib import Path
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.rehearsal.made_up_rows import missing_files, write_rows
-from grpo_megatron.rehearsal.scale_down import StandIns
-from grpo_megatron.rehearsal.tiny_family import tiny_config, write_tiny_checkpoint
+from grpo_megatron.rehearsal.scale_down import StandIns, has_served_teachers
+from grpo_megatron.rehearsal.teacher_servers import TeacherServers
+from grpo_megatron.rehearsal.tiny_family import (
+    tiny_config,
+    write_tiny_checkpoint,
+    write_tiny_relative,
+)
 
 _SAME_CODE = {"kimi_k2": "deepseek_v3"}
 """Families whose code transformers does not carry, and the one that computes the same."""
@@ -22,6 +27,8 @@ class StandInWriter:
     folder: Path
     server: str
     """Address of the local server."""
+    teachers: TeacherServers
+    """Get the models of teachers that the recipe asks at a `url`."""
     num_layers: int
     """Of every tiny model."""
     special_tokens: Sequence[str]
@@ -40,13 +47,32 @@ class StandInWriter:
         if config.distillation is not None or any(domain.reference for domain in config.domains):
             other_model = self._model(root, other=True)
         data = {number: self._data(config, number) for number in missing_files(config)}
+        teacher_server = ""
+        if has_served_teachers(config):
+            teacher = self._served_teacher(root).absolute()
+            teacher_server = self.teachers.url_of(teacher, config.rollout.dtype)
         return StandIns(
             model.absolute(),
             other_model.absolute(),
             data,
             self.server,
             model_is_given=self.given_model is not None,
+            teacher_server=teacher_server,
         )
+
+    def _served_teacher(self, root: RunConfig) -> Path:
+        """A random checkpoint with other weights than the student, and its tokenizer."""
+        student = self.given_model
+        if student is None and root.model.path is not None and root.model.path.exists():
+            student = root.model.path
+        if student is None:
+            return self._model(root, other=True)
+        key = str(student)
+        if key not in self._models:
+            directory = self.folder / f"teacher-{len(self._models)}"
+            write_tiny_relative(directory, student, self.num_layers, root.seed + 1, _SAME_CODE)
+            self._models[key] = directory
+        return self._models[key]
 
     def _model(self, config: RunConfig, *, other: bool) -> Path:
         """A random checkpoint of the configured architecture; `other`: with another seed."""
@@ -59,8 +85,9 @@ class StandInWriter:
         if other:
             seed += 1
             name = "other-model"
-        if len(self._models) > 1:
-            name += f"-{len(self._models)}"
+        taken = [path.name for path in self._models.values()]
+        if name in taken:
+            name += f"-{len(taken)}"
         directory = self.folder / name
         tiny = tiny_config(hf, self.num_layers)
         same_code = _SAME_CODE.get(tiny["model_type"])

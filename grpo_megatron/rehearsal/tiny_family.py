@@ -2,6 +2,7 @@
 shared experts, expert groups, dense first layers, biases, RoPE scaling), sizes shrink."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ _VOCABULARY_MULTIPLE = 64
 _NEVER_IN_TEXT = (0xC0, 0xC1, *range(0xF5, 0x100))
 """Bytes that UTF-8 does not use. They end a completion too, so that a model that knows nothing ends
 some of its completions within a few dozen tokens."""
+_TEXT_FILES = (".json", ".jinja", ".model", ".txt")
+"""Of a checkpoint, beside its weights: tokenizer, templates, configuration."""
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -181,12 +184,41 @@ def write_tiny_checkpoint(
     }
     for name, content in files.items():
         _write_json(directory / f"{name}.json", content)
+    _write_weights(directory, files["config"], seed, same_code_as)
+
+
+def write_tiny_relative(
+    directory: Path,
+    source: Path,
+    num_layers: int,
+    seed: int,
+    same_code: Mapping[str, str],
+) -> None:
+    """Write a random checkpoint of the family of `source`, with its vocabulary and tokenizer.
+
+    same_code: by model type that transformers does not carry, the one whose code it has. Raises
+    DataError where transformers cannot build the model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        is_of_weights = file.name.endswith(".index.json")
+        if file.suffix in _TEXT_FILES and not is_of_weights:
+            shutil.copy(file, directory / file.name)
+    config = tiny_config(json.loads((source / "config.json").read_text("utf-8")), num_layers)
+    _write_json(directory / "config.json", config)
+    _write_weights(directory, config, seed, same_code.get(config["model_type"]))
+
+
+def _write_weights(
+    directory: Path, config: Mapping[str, Any], seed: int, same_code_as: str | None
+) -> None:
+    """Initialise the model of config.json, which is `config`, by the code of another type if one is
+    given."""
     if same_code_as is None:
         init_weights(directory, seed)
         return
-    _write_json(directory / "config.json", {**files["config"], "model_type": same_code_as})
+    _write_json(directory / "config.json", {**config, "model_type": same_code_as})
     init_weights(directory, seed)
-    _write_json(directory / "config.json", files["config"])
+    _write_json(directory / "config.json", config)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

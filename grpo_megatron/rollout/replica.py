@@ -7,12 +7,13 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron import assets
 from grpo_megatron.config.loader import read_resolved
-from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.run import RolloutConfig, RunConfig
 from grpo_megatron.errors import EngineError
 from grpo_megatron.network import LOOPBACK, Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.plan.engine_rules import is_cpu_engine
@@ -92,47 +93,83 @@ def serve_command(
     `engine.toml`. Unseeded requests of each replica have random numbers of their own. vLLM's
     control routes have no authentication: `host` is loopback, or in a network of this job only."""
     rollout = config.rollout
+    values = {
+        "seed": derive_seed(config.seed, "engine", replica),
+        "num_threads": num_threads(config),
+        "max_logprobs": rollout.truncation.get("logprobs", 1),
+    }
+    conditions = {
+        "samples": True,
+        "routes": config.records_routes,
+        "gpu_colocated": config.placement.mode == "colocated" and not is_cpu_engine(),
+    }
+    words, environment = _from_tables(rollout, model_path, (host, port), values, conditions)
+    argv = [sys.executable, "-m", "grpo_megatron.rollout.serve", *words]
+    return [*argv, *rollout.engine_arguments], environment
+
+
+def scoring_command(
+    rollout: RolloutConfig, model_path: str, port: int, max_logprobs: int
+) -> tuple[list[str], dict[str, str]]:
+    """What to start for a server on loopback that scores text, as a teacher behind a `url` is
+    asked: vLLM's own server with a tokenizer. Returns `argv` and variables, as `serve_command`.
+
+    rollout: type, longest text and cache of the server."""
+    values = {"seed": 0, "num_threads": 1, "max_logprobs": max_logprobs}
+    words, environment = _from_tables(rollout, model_path, (LOOPBACK, port), values, {})
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words], environment
+
+
+def _from_tables(
+    rollout: RolloutConfig,
+    model_path: str,
+    address: tuple[str, int],
+    values: Mapping[str, object],
+    conditions: Mapping[str, bool],
+) -> tuple[list[str], dict[str, str]]:
+    """Arguments and variables of the tables of `engine.toml` whose condition holds.
+
+    conditions: of tables that not every server asks for; the others follow from `rollout`, the
+    model and the machine."""
+    host, port = address
     on_cpu = is_cpu_engine()
     hf = _hf_config(Path(model_path))
     loopback = host in (LOOPBACK, "::1", "localhost")
-    values = {
+    filled_in = {
         **rollout.model_dump(),
         "model": model_path,
         "host": host,
         "port": port,
-        "seed": derive_seed(config.seed, "engine", replica),
-        "num_threads": num_threads(config),
-        "max_logprobs": rollout.truncation.get("logprobs", 1),
         "kv_cache_bytes": int(rollout.kv_cache_gib * (1 << 30)),
         "plugins": ",".join(_plugins()),
+        **values,
     }
     conditions = {
         "always": True,
-        "routes": config.records_routes,
+        **conditions,
         "cpu": on_cpu,
         "cpu_one_worker": on_cpu and rollout.tensor_parallel_size == 1,
         "cpu_latent": on_cpu and hf.get("kv_lora_rank") is not None,
         "cpu_deterministic": on_cpu and rollout.deterministic,
         "gpu_deterministic": rollout.deterministic and not on_cpu,
-        "gpu_colocated": config.placement.mode == "colocated" and not on_cpu,
         "loopback": loopback,
         "cpu_loopback": on_cpu and loopback,
     }
     tables = assets.tables(__file__, "engine.toml")
-    argv = [sys.executable, "-m", "grpo_megatron.rollout.serve"]
+    words: list[str] = []
     environment: dict[str, str] = {}
     for name, holds in conditions.items():
         if not holds:
             continue
         variables = dict(tables[name])
-        argv += [word.format(**values) for word in variables.pop("arguments", ())]
+        words += [word.format(**filled_in) for word in variables.pop("arguments", ())]
         for key, text in variables.items():
-            environment[key] = text.format(**values)
+            environment[key] = text.format(**filled_in)
     if hf:
         overrides = engine_overrides(hf)
         if overrides:
-            argv += ["--hf-overrides", json.dumps(overrides)]
-    return [*argv, *rollout.engine_arguments], environment
+            words += ["--hf-overrides", json.dumps(overrides)]
+    return words, environment
 
 
 def _plugins() -> list[str]:

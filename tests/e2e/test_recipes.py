@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 
@@ -74,6 +76,28 @@ def test_a_recipe_of_its_users_own_is_rehearsed(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     [record, *_] = runs.metrics(tmp_path / "here" / "run")
     assert "reward/vowels/mean" in record
+
+
+def test_a_recipe_whose_teachers_are_served_is_rehearsed(tmp_path):
+    """A real server takes the place of both, and is gone afterwards."""
+    done = runs.command(
+        "rehearse",
+        "stages/tiny-distil",
+        "distillation.mode=topk_tail",
+        "distillation.teachers="
+        "[{url='http://big:8000', domains=['plus', 'minus']}, {url='http://other:8000'}]",
+        "--to",
+        str(tmp_path / "here"),
+        timeout_s=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "here" / "rehearsal.json").read_text())
+    found = {finding["what"]: finding for finding in report["findings"]}
+    assert all(finding["holds"] for finding in found.values())
+    assert "teachers behind servers answered" in found
+    [url] = {change["after"] for change in report["changes"] if change["key"].endswith(".url")}
+    with pytest.raises(URLError, match="refused"):
+        urlopen(f"{url}/health", timeout=5)
 
 
 def test_a_step_of_which_nothing_is_kept_is_told(inputs, tmp_path):

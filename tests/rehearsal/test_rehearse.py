@@ -18,6 +18,7 @@ from grpo_megatron.rehearsal.rehearse import (
     take_folder,
     told,
 )
+from grpo_megatron.rehearsal.teacher_servers import TeacherServers
 from grpo_megatron.rehearsal.tiny_family import write_tiny_checkpoint
 from grpo_megatron.stages.graph import load_graph
 
@@ -125,7 +126,9 @@ def test_a_scaled_graph_has_the_same_stages_and_no_gate(name, tmp_path, monkeypa
         "grpo_megatron.rehearsal.tiny_family.init_weights", lambda directory, seed: None
     )
     graph = load_graph(name)
-    changes = graphs._changes(graph, tmp_path / "inputs", None, "http://127.0.0.1:1")
+    with TeacherServers(tmp_path) as teachers:
+        changes = graphs._changes(graph, tmp_path / "inputs", None, "http://127.0.0.1:1", teachers)
+    assert not teachers
     scaled = load_graph(graphs._write_graph(tmp_path, graph, changes))
     assert scaled.order == graph.order
     assert [scaled.kind(stage) for stage in scaled.order] == [

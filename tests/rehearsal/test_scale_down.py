@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,16 @@ from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rehearsal.coin import COMPONENT, coin
 from grpo_megatron.rehearsal.made_up_rows import missing_files, special_tokens_of, write_rows
 from grpo_megatron.rehearsal.scale_down import (
+    MAX_MODEL_LEN,
     MAX_NEW_TOKENS,
+    MAX_TOP_K,
     StandIns,
     num_layers_of,
     scale_down,
 )
-from grpo_megatron.rehearsal.tiny_family import tiny_config
+from grpo_megatron.rehearsal.stand_ins import StandInWriter
+from grpo_megatron.rehearsal.teacher_servers import TeacherServers
+from grpo_megatron.rehearsal.tiny_family import tiny_config, write_tiny_checkpoint
 
 RECIPES = assets.names(assets.root() / "recipes")
 LAYOUT = (
@@ -38,8 +43,6 @@ LAYOUT = (
 
 def stand_ins(config, folder: Path) -> StandIns:
     """Rows and the config.json of a tiny model, without weights: enough to resolve a recipe."""
-    import json
-
     hf, _ = configuration_of(config.model)
     tiny = tiny_config(hf, num_layers_of(config.trainer)) | {"vocab_size": 320}
     (folder / "config.json").write_text(json.dumps(tiny))
@@ -146,6 +149,55 @@ def test_judges_are_asked_at_the_local_server(tmp_path):
     assert after.domains[2].rewards[0].arguments["url"] == "http://127.0.0.1:1"
 
 
+SERVED = (
+    "distillation.mode=topk_tail",
+    "distillation.teachers=[{url='http://big:8000'}]",
+    "rollout.max_model_len=2048",
+)
+
+
+def test_teachers_behind_servers_are_asked_at_a_local_one(tmp_path):
+    config = resolve("stages/tiny-distil", SERVED).config
+    inputs = replace(stand_ins(config, tmp_path), teacher_server="http://127.0.0.1:2")
+    changes = scale_down(config, inputs)
+    overrides = [*SERVED, *(change.override for change in changes)]
+    after = resolve("stages/tiny-distil", overrides).config
+    assert after.distillation is not None
+    [teacher] = after.distillation.teachers
+    assert teacher.url == "http://127.0.0.1:2" and teacher.path is None
+    assert after.distillation.mode == "topk_tail"
+    assert after.distillation.top_k == MAX_TOP_K
+    # its server takes one token more than the run's engines
+    assert after.rollout.max_model_len == MAX_MODEL_LEN - 1
+    of_teachers = [change.key for change in changes if "teachers" in change.key]
+    assert of_teachers == ["distillation.teachers.0.url"]
+
+
+def test_a_teacher_has_the_tokenizer_of_the_model_that_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "grpo_megatron.rehearsal.tiny_family.init_weights", lambda directory, seed: None
+    )
+    given = tmp_path / "given"
+    config = resolve("stages/tiny-distil", SERVED).config
+    hf, _ = configuration_of(config.model)
+    write_tiny_checkpoint(given, tiny_config(hf, 7), ["<|only_here|>"], seed=0)
+    (given / "model.safetensors").touch()
+    (given / "model.safetensors.index.json").touch()
+    with TeacherServers(tmp_path) as servers:
+        writer = StandInWriter(
+            tmp_path / "inputs", "http://127.0.0.1:1", servers, 4, [], given_model=given
+        )
+        inputs = writer.write(config, config)
+        again = writer.write(config, config)
+        assert len(servers) == 1
+    assert inputs.teacher_server == again.teacher_server
+    [teacher] = (tmp_path / "inputs").glob("teacher-*")
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (teacher / name).read_bytes() == (given / name).read_bytes()
+    assert not list(teacher.glob("*safetensors*"))
+    assert json.loads((teacher / "config.json").read_text())["num_hidden_layers"] == 4
+
+
 def test_control_tokens_of_templates_become_tokens():
     config = resolve("moe/deepseek-v3").config
     assert "<｜User｜>" in special_tokens_of(config)
@@ -170,3 +222,20 @@ def test_the_coin_is_right_half_of_the_time_and_always_the_same():
     assert set(tossed) == {0.0, 1.0}
     assert 120 < sum(tossed) < 280
     assert tossed == [coin("", "", prompt="p", token_ids=(token,)) for token in range(400)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        ([], (2, 4, 5)),
+        (["objective.subset=shortest", "objective.subset_size=3"], (3, 6, 7)),
+        (["objective.passk_k=4"], (4, 5, 6)),
+    ],
+)
+def test_prompts_have_fewer_samples_but_still_differ(tmp_path, overrides, sizes):
+    _, small = scaled("systems/xrpo", tmp_path, *overrides)
+    base, mean, most = sizes
+    assert small.allocation.base_samples_per_prompt == base
+    assert small.batch.num_samples_per_prompt == mean
+    assert small.largest_group == most
+    assert small.seeding is not None

@@ -35,6 +35,21 @@ def test_what_every_server_needs(monkeypatch, on_cpu):
     assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
 
 
+def test_a_server_that_scores_text_is_vllms_own(monkeypatch):
+    """With a tokenizer, and log-probs at temperature 1."""
+    monkeypatch.setattr(replica, "is_cpu_engine", lambda: True)
+    rollout = make_config(max_model_len=128).rollout
+    argv, environment = replica.scoring_command(rollout, "/teacher", 8001, 16)
+    text = " ".join(argv)
+    assert argv[2] == "vllm.entrypoints.openai.api_server"
+    for part in ("--model /teacher", "--port 8001", "--max-model-len 128", "--max-logprobs 16"):
+        assert part in text
+    for part in ("--skip-tokenizer-init", "processed_logprobs", "--weight-transfer-config"):
+        assert part not in text
+    assert "VLLM_SERVER_DEV_MODE" not in environment
+    assert environment["OMP_NUM_THREADS"] == "1"
+
+
 def test_routes_and_own_arguments(monkeypatch):
     argv, _ = command(
         monkeypatch, False, record_routes=True, engine_arguments=("--gpu-memory-utilization", "0.5")
