@@ -1,22 +1,26 @@
 """Long-lived process groups for tests: processes start slowly, so one group runs many cases.
 
 A case is a function `module:name` that every rank calls with the same keyword arguments; rank 0's
-return value comes back. Run as a module it is one worker.
+return value comes back. It is named and not imported: pytest's own process stays without Megatron.
+Ranks are forked from one process that has imported torch and Megatron, which takes seconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import select
 import socket
 import struct
-import subprocess
-import sys
 import time
 import traceback
+import warnings
 from typing import Any
+from unittest.mock import patch
 
 CASE_TIMEOUT_S = 400.0
 """Of one case, on a machine that is busy with other work: the first one waits for imports too."""
@@ -26,42 +30,45 @@ class CaseError(AssertionError):
     """A case raised on some rank."""
 
 
-class WorkerGroup:
-    """`world_size` processes on gloo. They are started anew after a case that failed."""
+_RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["tests.trainer.preload"])
+_SPAWNING = multiprocessing.get_context("spawn")
 
-    def __init__(self, world_size: int):
-        self.world_size, self._is_broken = world_size, False
+
+class WorkerGroup:
+    """`world_size` processes on gloo. They are started anew after a case that failed.
+
+    isolated: every rank imports for itself, where a case needs Megatron-Core as released or
+    measures its memory."""
+
+    def __init__(self, world_size: int, *, isolated: bool = False):
+        self.world_size = world_size
+        self._context = _SPAWNING if isolated else _FORKING
+        self._is_broken = False
         self._start()
+        atexit.register(self.close)  # before multiprocessing waits for its children
 
     def _start(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         with socket.create_server(("127.0.0.1", 0)) as probe:
             store_port = probe.getsockname()[1]
-        self._processes, self._links = [], []
-        for rank in range(self.world_size):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store_port),
-                "OMP_NUM_THREADS": "1",
-            }
-            self._processes.append(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-W",
-                        "ignore",
-                        "-m",
-                        __name__,
-                        str(listener.getsockname()[1]),
-                    ],
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                )
-            )
+        self._processes = []
+        self._links = []
+        with patch.dict(os.environ, _RANK_ENVIRONMENT):
+            for rank in range(self.world_size):
+                environment = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(self.world_size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(store_port),
+                }
+                port = listener.getsockname()[1]
+                # no daemon: those may not have children, and checkpoints are saved by some
+                process = self._context.Process(target=_worker, args=(port, environment))
+                process.start()
+                self._processes.append(process)
         by_rank = {}
         listener.settimeout(CASE_TIMEOUT_S)
         for _ in range(self.world_size):
@@ -106,11 +113,9 @@ class WorkerGroup:
         for link in self._links:
             link.close()
         for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.join(10)
+            process.kill()
+            process.join()
 
 
 _stores: list[Any] = []
@@ -154,22 +159,20 @@ def _exactly(link: socket.socket, size: int) -> bytes:
     return data
 
 
-def _worker(port: int) -> None:
+def _worker(port: int, environment: dict[str, str]) -> None:
+    """One rank, until the group is closed."""
+    os.environ |= environment
+    warnings.simplefilter("ignore")
     link = socket.create_connection(("127.0.0.1", port))
-    _send(link, int(os.environ["RANK"]))
+    _send(link, int(environment["RANK"]))
     while True:
         try:
             case, arguments = _receive(link)
         except EOFError:
-            return
+            os._exit(0)  # torch's threads may abort an orderly exit
         module, name = case.split(":")
         try:
             answer = (True, getattr(importlib.import_module(module), name)(**arguments))
         except BaseException:
             answer = (False, traceback.format_exc())
         _send(link, answer)
-
-
-if __name__ == "__main__":
-    _worker(int(sys.argv[1]))
-    os._exit(0)

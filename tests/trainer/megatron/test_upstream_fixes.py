@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def unfixed():
-    group = WorkerGroup(1)
+    group = WorkerGroup(1, isolated=True)
 
     def run(case: str, **arguments):
         return group.run(f"tests.trainer.unfixed:{case}", **arguments)
