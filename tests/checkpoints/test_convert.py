@@ -88,11 +88,11 @@ def assert_same(found: Path | str, expected: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("layout", "model", "probe"),
     [
-        ("w1", "moe", True),
         ("tp2_pp2_ep2", "moe", True),
         ("tp2", "tied", True),
-        ("pp2_vpp2", "dense", True),
-        ("etp2", "moe", False),
+        pytest.param("w1", "moe", True, marks=pytest.mark.matrix),
+        pytest.param("pp2_vpp2", "dense", True, marks=pytest.mark.matrix),
+        pytest.param("etp2", "moe", False, marks=pytest.mark.matrix),
     ],
 )
 def test_there_and_back_is_bit_exact(request, convert, tmp_path, layout, model, probe):
@@ -116,7 +116,14 @@ def test_there_and_back_is_bit_exact(request, convert, tmp_path, layout, model, 
         assert convert(directory, None) is None
 
 
-@pytest.mark.parametrize("layout", ["w1", "tp2", "ep2", "pp2_vpp2", "tp2_pp2_ep2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "w1",
+        "tp2_pp2_ep2",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("tp2", "ep2", "pp2_vpp2")),
+    ],
+)
 def test_checkpoints_of_a_run_at_any_layout(request, convert, moe_model, samples, tmp_path, layout):
     """With optimizer state, and not what the run started from."""
     size, parallel = MANY[layout]
@@ -326,6 +333,7 @@ def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "grpo_megatron.cli.main", "convert", *arguments]
 
 
+@pytest.mark.chaos
 def test_killed_in_the_middle_it_goes_on_with_the_next_file(moe_model, tmp_path):
     """Both ranks; finished files are not written again. The whole command, as a user runs it."""
     out, partial = tmp_path / "out", tmp_path / "out.partial"

@@ -183,6 +183,7 @@ def test_another_tokenizer_is_found_out():
 
 
 @pytest.mark.engine
+@pytest.mark.recipes
 @pytest.mark.timeout(300)
 def test_a_real_server_answers_as_transformers_does(tmp_path):
     import torch

@@ -189,6 +189,7 @@ def test_one_step_ahead_with_two_updates_and_mirrors(tmp_path, pause):
     assert list((tmp_path / "short").rglob("events.out.tfevents*"))
 
 
+@pytest.mark.chaos
 def test_an_engine_that_computes_something_else_trains_nothing(tmp_path):
     """Its samples are kept aside; without the fault, `resume` goes on from the start."""
     done = runs.command(

@@ -115,7 +115,9 @@ def test_predicted_peak(tmp_path, monkeypatch, hf, layout, max_tokens):
         max_tokens=max_tokens,
     )
     trainer = TrainerConfig(**layout)
-    group = worker_group.WorkerGroup(trainer.num_ranks, isolated=True)  # nobody's memory but these imports
+    group = worker_group.WorkerGroup(
+        trainer.num_ranks, isolated=True
+    )  # nobody's memory but these imports
     try:
         measured = group.run(
             "tests.plan.memory_cases:peak_bytes", hf=hf, recipe=recipe(layout), samples=samples

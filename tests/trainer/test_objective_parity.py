@@ -113,9 +113,9 @@ def reference(world1, train):
 @pytest.fixture(
     scope="module",
     params=[
-        "pp2",
         "ep2",  # with two data-parallel ranks, over which statistics and denominators are reduced
-        # tensor ranks share log-probs, whatever the objective: test_layout_parity has those
+        # tensor ranks share log-probs, and one stage has them: test_layout_parity has those
+        pytest.param("pp2", marks=pytest.mark.matrix),
         pytest.param("tp2_sp", marks=pytest.mark.matrix),
         pytest.param("small_microbatches", marks=pytest.mark.matrix),
     ],

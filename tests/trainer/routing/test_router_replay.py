@@ -166,7 +166,7 @@ ROUTERS = {
 @pytest.mark.parametrize(
     "router",
     [
-        "softmax",
+        pytest.param("softmax", marks=pytest.mark.matrix),
         pytest.param("pre_softmax", marks=pytest.mark.matrix),
         pytest.param("sigmoid", marks=pytest.mark.matrix),
         "deepseek",

@@ -146,7 +146,12 @@ def sampled_terms(
 
 @pytest.mark.parametrize(
     ("mode", "top_k", "forward_weight"),
-    [("full", 1, 0.0), ("full", 1, 0.3), ("topk_tail", 5, 0.0), ("sampled", 1, 0.0)],
+    [
+        pytest.param("full", 1, 0.0, marks=pytest.mark.matrix),
+        ("full", 1, 0.3),
+        ("topk_tail", 5, 0.0),
+        ("sampled", 1, 0.0),
+    ],
 )
 def test_the_first_loss_is_that_of_transformers(
     world1, moe_model, teachers, three_updates, mode, top_k, forward_weight
@@ -289,11 +294,10 @@ def alone(world1, moe_model, teachers, two_domains):
     "layout",
     [
         "tp2_sp",
-        "pp2",
         "ep2",
         *(
             pytest.param(name, marks=pytest.mark.matrix)
-            for name in ("dp2", "pp2_vpp2", "tp2_sp_pp2")
+            for name in ("pp2", "dp2", "pp2_vpp2", "tp2_sp_pp2")
         ),
     ],
 )
