@@ -13,14 +13,18 @@ from grpo_megatron.errors import DataError
 CHAT = "chat"
 """The value of `template` that stands for the tokenizer's own chat template."""
 
-_FIELD = re.compile(r"question|metadata\[[^\[\]]+\]")
-_LEAKS = ("answer", "solution")
-
 
 class PromptTemplate:
     """`PromptTemplate("{metadata[a]} =").render("", {"a": "37 + 48"})` gives `"37 + 48 ="`.
 
     DataError for unbalanced braces, an unknown field, or one that would leak the answer."""
+
+    _field = re.compile(r"question|metadata\[[^\[\]]+\]")
+    _leaks: tuple[str, ...] = ("answer", "solution")
+    _without_field = (
+        "uses no field: every prompt would be the same",
+        'use {question} or {metadata[key]}, or the chat template: template = "chat"',
+    )
 
     def __init__(self, text: str, *, where: str | None = None):
         self.text = text
@@ -36,18 +40,18 @@ class PromptTemplate:
             self._pieces.append((literal, field))
             has_field = has_field or field != ""
         if not has_field:
-            raise self._refused(
-                "uses no field: every prompt would be the same",
-                'use {question} or {metadata[key]}, or the chat template: template = "chat"',
-            )
+            raise self._refused(*self._without_field)
 
     def render(self, question: str, metadata: Mapping[str, Any]) -> str:
         """The prompt of a problem. Raises DataError where a metadata key is missing."""
+        return self._filled(metadata, {"question": question})
+
+    def _filled(self, metadata: Mapping[str, Any], texts: Mapping[str, str]) -> str:
         text = ""
         for literal, field in self._pieces:
             text += literal
-            if field == "question":
-                text += question
+            if field in texts:
+                text += texts[field]
             elif field:
                 key = field.removeprefix("metadata[").removesuffix("]")
                 text += self._value(key, metadata)
@@ -63,11 +67,11 @@ class PromptTemplate:
             ) from None
 
     def _checked(self, name: str | None, extra: str) -> str:
-        if name and any(leak in name.lower() for leak in _LEAKS):
+        if name and any(leak in name.lower() for leak in self._leaks):
             raise self._refused(
                 f"{{{name}}} would put the answer into the prompt", "remove the field"
             )
-        if name is not None and (extra or not _FIELD.fullmatch(name)):
+        if name is not None and (extra or not self._field.fullmatch(name)):
             raise self._refused(
                 f"{{{name}}} is not supported",
                 "use {question} or {metadata[key]}; write literal braces as {{ and }}",
@@ -76,3 +80,18 @@ class PromptTemplate:
 
     def _refused(self, reason: str, remedy: str) -> DataError:
         return DataError(f"template {self.text!r}: {reason}", where=self._where, remedy=remedy)
+
+
+class ResponseTemplate(PromptTemplate):
+    """`ResponseTemplate("so</think>{answer}").response("", "85", {})` gives `"so</think>85"`."""
+
+    _field = re.compile(r"question|answer|metadata\[[^\[\]]+\]")
+    _leaks = ()
+    _without_field = (
+        "uses no field: every response would be the same",
+        "use {answer}, {question} or {metadata[key]}",
+    )
+
+    def response(self, question: str, answer: str, metadata: Mapping[str, Any]) -> str:
+        """The response to a problem. Raises DataError where a metadata key is missing."""
+        return self._filled(metadata, {"question": question, "answer": answer})

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_megatron.config.run import DomainConfig
-from grpo_megatron.config.templates import CHAT
+from grpo_megatron.config.templates import CHAT, ResponseTemplate
 from grpo_megatron.data.conversation import opening_of
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
@@ -13,7 +13,8 @@ from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
 
 class DatasetAnswers:
     """A group is a prompt with all of its responses: the field `responses` of its row, or else its
-    one answer. Nobody sampled them, so that their log-probs count as unusable.
+    one answer, by the domain's `response_template`. Nobody sampled them, so that their log-probs
+    count as unusable.
 
     They end as the domain's chat template ends a turn; with a plain template, with the tokenizer's
     end. `longest` tokens are kept of one, the end included."""
@@ -23,7 +24,13 @@ class DatasetAnswers:
         self._longest = longest
         self._chat_domains: dict[str, DomainConfig] = {}
         self._ends: dict[str, tuple[int, ...]] = {}  # ids, by domain
+        self._templates: dict[str, ResponseTemplate] = {}  # by domain
         for domain in domains:
+            if domain.response_template is not None:
+                where = f"[[domains]] {domain.name}, response_template"
+                self._templates[domain.name] = ResponseTemplate(
+                    domain.response_template, where=where
+                )
             self._ends[domain.name] = (tokenizer.eos_token_id,)
             if domain.template == CHAT:
                 self._chat_domains[domain.name] = domain
@@ -33,17 +40,24 @@ class DatasetAnswers:
         """The groups of `prompts`, in their order."""
         groups = []
         for prompt in prompts:
-            texts = prompt.metadata.get("responses") or [prompt.answer]
+            texts = prompt.metadata.get("responses") or [self._answer(prompt)]
             completions = [self._completion(step, prompt, text) for text in texts]
             groups.append(RolloutGroup(prompt, tuple(completions), 0))
         return groups
 
     def first(self, step: int, prompt: Prompt) -> Completion:
         """The reference answer; of a conversation, what the assistant said."""
-        text = prompt.answer
+        text = self._answer(prompt)
         if prompt.domain in self._chat_domains and prompt.metadata.get("responses"):
             text = prompt.metadata["responses"][0]
         return self._completion(step, prompt, text)
+
+    def _answer(self, prompt: Prompt) -> str:
+        """What is trained of a row without responses."""
+        template = self._templates.get(prompt.domain)
+        if template is None:
+            return prompt.answer
+        return template.response(prompt.question, prompt.answer, prompt.metadata)
 
     def _completion(self, step: int, prompt: Prompt, text: str) -> Completion:
         chat = self._chat_domains.get(prompt.domain)

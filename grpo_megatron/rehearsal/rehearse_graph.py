@@ -138,7 +138,7 @@ def _at_scale(graph: Graph, site: str) -> list[Finding]:
         refuse_unbound_rewards(resolved.config)
         first = graph.resolve(_root_of(graph, name)).config.model  # others are not there yet
         config = resolved.config.model_copy(update={"model": first})
-        for finding in at_cluster_scale(replace(resolved, config=config), site):
+        for finding in at_cluster_scale(resolved.model_copy(update={"config": config}), site):
             detail = f"{name}: {finding.detail}"
             by_what.setdefault(finding.what, []).append(replace(finding, detail=detail))
     merged = []

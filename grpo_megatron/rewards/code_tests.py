@@ -35,6 +35,7 @@ def code_tests(
     *,
     mode: str = "all",
     answer_tag: str | None = None,
+    think_tag: str | None = None,
     timeout_s: float = 4.0,
     memory_mib: int = 512,
 ) -> float:
@@ -44,7 +45,7 @@ def code_tests(
     tests = _parse(answer)
     if tests is None:
         return math.nan
-    part = extract(completion, answer_tag) or ""
+    part = extract(completion, answer_tag, think_tag) or ""
     program = last_code_block(part)
     if not program and answer_tag:
         program = part
@@ -121,8 +122,13 @@ def _parse(answer: str) -> tuple[list[tuple[str, str]], dict[str, Any]] | None:
     return None
 
 
-def extract(completion: str, tag: str | None) -> str | None:
-    """The last closed `<tag>…</tag>`'s content; None where there is none; all without a tag."""
+def extract(completion: str, tag: str | None, think_tag: str | None = None) -> str | None:
+    """The last closed `<tag>…</tag>`'s content; None where there is none; all without a tag.
+    think_tag: only what stands behind the last thought counts, None where none was closed."""
+    if think_tag is not None:
+        _, thought, completion = completion.rpartition(f"</{think_tag}>")
+        if not thought:
+            return None
     if tag is None:
         return completion
     head, closed, _ = completion.rpartition(f"</{tag}>")

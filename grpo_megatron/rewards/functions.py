@@ -29,16 +29,23 @@ NOT_PROSE = re.compile(
 )
 
 
-def exact_match(completion: str, answer: str, *, answer_tag: str | None = None) -> float:
+def exact_match(
+    completion: str, answer: str, *, answer_tag: str | None = None, think_tag: str | None = None
+) -> float:
     """1 where the completion is the answer, but for surrounding white space; else 0."""
     if not answer.strip():
         return math.nan
-    given = extract(completion, answer_tag)
+    given = extract(completion, answer_tag, think_tag)
     return float(given is not None and given.strip() == answer.strip())
 
 
 def numeric_match(
-    completion: str, answer: str, *, tolerance: float = 0.0, answer_tag: str | None = None
+    completion: str,
+    answer: str,
+    *,
+    tolerance: float = 0.0,
+    answer_tag: str | None = None,
+    think_tag: str | None = None,
 ) -> float:
     """1 where the last number of the completion equals the answer, else 0; NaN where the answer
     is not a number. Numbers may have a sign, thousands separators, decimals, or be fractions; they
@@ -46,7 +53,7 @@ def numeric_match(
     expected = _number(answer.strip().lstrip("$"))
     if expected is None:
         return math.nan
-    found = _NUMBER.findall(extract(completion, answer_tag) or "")
+    found = _NUMBER.findall(extract(completion, answer_tag, think_tag) or "")
     value = None
     if found:
         value = _number(found[-1])
@@ -54,7 +61,9 @@ def numeric_match(
 
 
 @needs("math_verify")
-def math_verify(completion: str, answer: str, *, answer_tag: str | None = None) -> float:
+def math_verify(
+    completion: str, answer: str, *, answer_tag: str | None = None, think_tag: str | None = None
+) -> float:
     """1 where math-verify finds completion and answer equivalent; 0 where it does not or cannot
     read the completion; NaN where it cannot read the answer."""
     from math_verify import parse, verify
@@ -62,7 +71,7 @@ def math_verify(completion: str, answer: str, *, answer_tag: str | None = None) 
     gold = _parsed_gold(answer)
     if not gold:
         return math.nan
-    given = extract(completion, answer_tag)
+    given = extract(completion, answer_tag, think_tag)
     if given is None:
         return 0.0
     parsed = parse(given, parsing_timeout=_MATH_TIMEOUT_S)

@@ -85,6 +85,27 @@ def test_plain_templates_end_with_the_tokenizers_end(tmp_path, tokenizers):
     ]
 
 
+def test_a_response_is_made_of_the_fields_of_its_row(tmp_path, tokenizers):
+    tokenizer = tokenizers["qwen"]
+    rows = [
+        {"question": "2 + 3?", "answer": "5", "thought": "count"},
+        {"question": "3 + 4?", "answer": "7", "thought": "count", "responses": ["seven"]},
+    ]
+    domain, prompts = prompts_of(
+        tmp_path,
+        tokenizer,
+        *rows,
+        template="{question}<think>",
+        response_template="{metadata[thought]}: {question}</think>{answer}",
+    )
+    answers = DatasetAnswers([domain], tokenizer, LONGEST)
+    groups = asyncio.run(answers.rollouts(0, prompts))
+    texts = [group.completions[0].text for group in groups]
+    assert texts == ["count: 2 + 3?</think>5", "seven"]
+    assert answers.first(0, prompts[0]).text == texts[0]
+    assert prompts[0].answer == "5"
+
+
 @pytest.mark.parametrize("prefix", ["", "<think>\n"])
 def test_rejection_samples_go_from_one_family_to_another(tmp_path, tokenizers, prefix):
     """Sampled under a prompt that opened the thought; trained under one that does not."""

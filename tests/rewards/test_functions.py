@@ -193,3 +193,12 @@ def test_extract(completion, content):
 )
 def test_last_code_block(completion, code):
     assert last_code_block(completion) == code
+
+
+def test_a_guess_in_the_thought_is_no_answer():
+    for reward in (exact_match, numeric_match):
+        assert reward("5? No.</think> 7", "7", think_tag="think") == 1
+        assert reward("7? No.</think> 5", "7", think_tag="think") == 0
+        assert reward("7", "7", think_tag="think") == 0
+    tagged = "<answer>7</answer></think><answer>5</answer>"
+    assert exact_match(tagged, "5", answer_tag="answer", think_tag="think") == 1

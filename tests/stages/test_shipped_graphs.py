@@ -47,7 +47,7 @@ def test_every_pipeline_is_there_small_and_large():
 
 
 def test_rl_stages_of_r1_reward_form_and_one_language():
-    for name in ("r1",):
+    for name in ("r1", "tiny-r1"):
         graph = load_graph(name)
         for stage in graph.order:
             if graph.kind(stage) == "rl":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.suggest import nearest
-from grpo_megatron.config.templates import CHAT, PromptTemplate
+from grpo_megatron.config.templates import CHAT, PromptTemplate, ResponseTemplate
 from grpo_megatron.errors import DataError
 
 DOMAIN_RULES = RuleSet()
@@ -109,6 +109,21 @@ def template_can_be_read(run: RunConfig, domain: DomainConfig, index: int) -> Vi
         PromptTemplate(getattr(domain, field))
     except DataError as error:
         return Violation(f"domains.{index}.{field}", error.message, remedy=error.remedy or "")
+    return None
+
+
+@DOMAIN_RULES.rule("template")
+def response_template_can_be_read(
+    run: RunConfig, domain: DomainConfig, index: int
+) -> Violation | None:
+    """Refuse a template of responses with unknown fields, or without any."""
+    if domain.response_template is None:
+        return None
+    try:
+        ResponseTemplate(domain.response_template)
+    except DataError as error:
+        key = f"domains.{index}.response_template"
+        return Violation(key, error.message, remedy=error.remedy or "")
     return None
 
 
