@@ -10,16 +10,20 @@ _BY_DEVIATION = {
 }
 _BY_ESTIMATOR = {
     "rloo": "RLOO",
+    "opo": "OPO",
+    "batch": "Batch mean",
     "maxrl": "MaxRL",
     "passk": "pass@k",
     "pkpo": "PKPO",
     "reward": "REINFORCE",
 }
+_BY_GAP = {"none": "Best minus second", "group": "Best minus second / std"}
+_OF_THE_BATCH = ("Lite PPO", "Residual", "Batch mean")
+"""Columns that look at the other groups, of which the page has those of the same domain."""
 _NO_CHANGE = {
     "reward_shaping": "none",
     "whiten": "none",
     "shaping": "none",
-    "advantage_clip": None,
 }
 """Settings that change advantages before or after the estimator, as they are when they do not."""
 
@@ -39,6 +43,8 @@ def explorer_coverage(o: ObjectiveConfig) -> dict[str, object]:
         value = values.get(setting, unchanged)
         if value != unchanged:
             lacks.append(f"{setting} = {value}")
+    if column in _OF_THE_BATCH and o.statistics_scope == "global":
+        lacks.append("statistics_scope = global")
     if o.kl == "reward_k1":
         lacks.append('kl = "reward_k1"')
     subset: str = o.subset
@@ -51,6 +57,6 @@ def explorer_coverage(o: ObjectiveConfig) -> dict[str, object]:
 def _column(o: ObjectiveConfig) -> str | None:
     if o.advantage == "group":
         return _BY_DEVIATION[o.advantage_std]
-    if o.advantage == "best_minus_second" and o.advantage_std == "none":
-        return "Best minus second"
+    if o.advantage == "best_minus_second":
+        return _BY_GAP.get(o.advantage_std)
     return _BY_ESTIMATOR.get(o.advantage)

@@ -223,7 +223,9 @@ def test_a_young_run_in_a_browser(browser, tmp_path, lost):
     (run_dir.root / lost).unlink(missing_ok=True)
     plots = plots_of(browser, write_report(str(run_dir.root)))
     assert bool(plots) == (lost == "store")
-    assert browser.run("return document.querySelectorAll('.explorer td.bar').length") == 8 * 10
+    assert browser.run("return document.querySelectorAll('.explorer td.bar').length") == 8 * len(
+        ESTIMATORS
+    )
 
 
 def test_a_finished_graph_in_a_browser(browser, finished):
@@ -294,6 +296,9 @@ ESTIMATORS = {
     "pass@k": {"advantage": "passk"},
     "PKPO": {"advantage": "pkpo"},
     "Best minus second": {"advantage": "best_minus_second", "advantage_std": "none"},
+    "Best minus second / std": {"advantage": "best_minus_second", "advantage_std": "group"},
+    "OPO": {"advantage": "opo", "advantage_std": "none"},
+    "Batch mean": {"advantage": "batch", "advantage_std": "none"},
     "REINFORCE": {"advantage": "reward"},
 }
 GROUPS = [
@@ -319,7 +324,7 @@ SUBSETS = [
 COMPUTE = """const [name, subset, groups, lengths, settings] = arguments;
 const trained = groups.map((group, i) => SUBSETS[subset](group, lengths[i], settings.size));
 return trained.flatMap((group, i) =>
-  ESTIMATORS[name].of(group, trained.filter((_, j) => j !== i), settings))"""
+  advantagesBy(name, group, trained.filter((_, j) => j !== i), settings, lengths[i]))"""
 
 
 def explored_batch() -> SampleBatch:
@@ -354,13 +359,14 @@ def require_explored(browser, column: str, subset: str, config: ObjectiveConfig,
         "baseline": config.pkpo_baseline,
         "right": config.correct_threshold,
         "size": config.subset_size,
+        "clip": config.advantage_clip,
     }
     found = browser.run(COMPUTE, column, subset, GROUPS, LENGTHS, settings)
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-9, atol=1e-9, err_msg=column)
 
 
-@pytest.mark.parametrize("std", ["sample", "population"])
-def test_the_explorer_computes_what_the_library_does(browser, tmp_path, std):
+@pytest.mark.parametrize(("std", "clip"), [("sample", None), ("population", None), ("sample", 0.3)])
+def test_the_explorer_computes_what_the_library_does(browser, tmp_path, std, clip):
     plots_of(browser, write_report(str(write_run(tmp_path / "run", 1).root)))
     for name, choices in ESTIMATORS.items():
         for subset, of_subset, mean_reward in SUBSETS:
@@ -370,6 +376,7 @@ def test_the_explorer_computes_what_the_library_does(browser, tmp_path, std):
                     "advantage": "group",
                     "whiten": "none",
                     "std_kind": std,
+                    "advantage_clip": clip,
                     **choices,
                     **of_subset,
                 }
@@ -390,6 +397,7 @@ def test_every_objective_is_in_the_explorer_or_says_what_it_lacks(browser, tmp_p
             complete.append(preset)
             require_explored(browser, found["column"], found["subset"], config, {})
     assert {"grpo", "gspo", "dr_grpo", "rloo", "lite_ppo", "gfpo", "dapo"} <= set(complete)
+    assert "opo" in complete
 
 
 @pytest.mark.parametrize(
@@ -399,6 +407,12 @@ def test_every_objective_is_in_the_explorer_or_says_what_it_lacks(browser, tmp_p
         ({"preset": "mo_grpo"}, 'is in no column; the explorer lacks advantage = "components"'),
         ({"preset": "edge_grpo"}, "is the column GRPO; the explorer lacks shaping = eda"),
         ({"preset": "gfpo", "subset": "adaptive"}, "lacks quartiles of all groups of the run"),
+        ({"preset": "opo", "advantage_clip": 0.5}, "opo, is the column OPO."),
+        ({"preset": "otb"}, 'is in no column; the explorer lacks advantage = "otb"'),
+        (
+            {"preset": "grpo", "advantage": "batch", "statistics_scope": "global"},
+            "is the column Batch mean; the explorer lacks statistics_scope = global",
+        ),
     ],
 )
 def test_the_page_says_what_the_explorer_lacks(browser, tmp_path, objective, words):
@@ -422,6 +436,21 @@ def test_a_moved_slider_shows_at_once(browser, tmp_path):
     np.testing.assert_allclose(found, [0, *(rewards[1:] - rewards[1:].mean())], atol=1e-12)
     assert "unscorable" in browser.run("return document.querySelector('.explorer tbody').innerText")
     assert browser.console() == []
+
+
+def test_a_bound_of_advantages_holds_at_once(browser, tmp_path):
+    objective = {"preset": "dr_grpo", "advantage_clip": 0.25}
+    plots_of(browser, write_report(str(write_run(tmp_path / "r", 1, objective=objective).root)))
+    values = """const field = document.querySelector('.explorer input.clip');
+        if (arguments[0] !== null) {
+            field.value = arguments[0];
+            field.dispatchEvent(new Event('input'));
+        }
+        return [...document.querySelectorAll('.explorer td.bar')].map(
+            cell => Math.abs(Number(cell.dataset.advantage)))"""
+    assert max(browser.run(values, None)) == 0.25  # of the run
+    assert max(browser.run(values, "0.125")) == 0.125
+    assert max(browser.run(values, "")) > 0.25
 
 
 def test_a_subset_leaves_samples_out_at_once(browser, tmp_path):

@@ -3,7 +3,8 @@
 // rewards: of the group, [G]; null: unscorable, which counts nowhere and gets 0.
 // others: rewards of the other groups of its domain.
 // settings: eps, std ("sample", "population"), k (of pass@k), baseline (of PKPO), right (reward from
-// which on a sample is correct).
+// which on a sample is correct), clip (largest size of an advantage; null: none).
+// lengths: tokens of each sample of the group, [G].
 
 const ZERO_VARIANCE = 1e-8;
 const known = rewards => rewards.filter(reward => reward !== null);
@@ -31,6 +32,25 @@ function bestMinusSecond(rewards) {
   const order = rewards.map((reward, index) => [reward, index]).filter(([reward]) => reward !== null)
     .sort((a, b) => b[0] - a[0] || a[1] - b[1]);
   return rewards.map((_, index) => (order.length > 1 && index === order[0][1] ? order[0][0] - order[1][0] : 0));
+}
+
+/** R - the mean of all samples of the domain in the batch. */
+function batchCentred(rewards, others) {
+  const elsewhere = others.flat();
+  return centred([...elsewhere, ...rewards]).slice(elsewhere.length);
+}
+
+/** R - the mean of the group's tokens; exactly 0 for all where the group has no spread. */
+function lengthWeighted(rewards, others, settings, lengths) {
+  let tokens = 0, total = 0;
+  rewards.forEach((reward, i) => {
+    if (reward === null) return;
+    tokens += lengths[i];
+    total += lengths[i] * reward;
+  });
+  const there = known(rewards), baseline = total / Math.max(tokens, 1);
+  const live = there.length && Math.max(...there) - Math.min(...there) > ZERO_VARIANCE;
+  return rewards.map(reward => (live && reward !== null ? reward - baseline : 0));
 }
 
 /** C(top, k) / C(bottom, k); 0 where top < k. */
@@ -87,8 +107,18 @@ const ESTIMATORS = {
   "pass@k": { formula: "by the number of correct samples: pass@k of k of the group, standardised", of: (rewards, others, settings) => passAtK(rewards, settings) },
   "PKPO": { formula: "by the number of correct samples: what a sample adds to pass@k", of: (rewards, others, settings) => pkpo(rewards, settings) },
   "Best minus second": { formula: "only the best sample: R − the second best R", of: bestMinusSecond },
+  "Best minus second / std": { formula: "only the best sample: (R − the second best R) / (std of the group + ε)",
+    of: (rewards, others, { eps, std }) => over(bestMinusSecond(rewards), deviation(known(rewards), std) + eps) },
+  "OPO": { formula: "R − mean of the group, every sample weighted by its tokens", of: lengthWeighted },
+  "Batch mean": { formula: "R − mean of all rewards of the domain in the batch", of: batchCentred },
   "REINFORCE": { formula: "R, without a baseline", of: rewards => rewards.map(reward => (reward === null ? 0 : reward)) },
 };
+
+/** Advantages of a group by the estimator `name`, kept within `settings.clip` on both sides. */
+function advantagesBy(name, rewards, others, settings, lengths) {
+  const found = ESTIMATORS[name].of(rewards, others, settings, lengths), { clip } = settings;
+  return clip === null ? found : found.map(value => Math.min(Math.max(value, -clip), clip));
+}
 
 /** Rewards with null for samples outside of the first `size` by ascending key, as GFPO's subsets. */
 function keepFirst(rewards, keys, size) {

@@ -13,7 +13,7 @@ function explorer(groups, settings) {
 
   function refresh() {
     const own = trained({ rewards, lengths }), others = groups[chosen].others.map(trained);
-    const columns = names.map(name => ESTIMATORS[name].of(own, others, settings));
+    const columns = names.map(name => advantagesBy(name, own, others, settings, lengths));
     const full = Math.max(most(columns.flat().map(Math.abs)), 1e-9);
     columns.forEach((column, c) => column.forEach((value, i) => {
       const cell = cells[i][c];
@@ -60,13 +60,16 @@ function explorer(groups, settings) {
   subset.value = settings.subset;
   const size = el("input", { type: "number", min: 1, step: 1, "aria-label": "subset size", class: "length", value: settings.size,
     input: () => { settings.size = Number(size.value); refresh(); } });
+  const clip = el("input", { type: "number", min: 0, step: "any", "aria-label": "largest advantage", class: "length clip", value: settings.clip ?? "",
+    input: () => { settings.clip = Number(clip.value) > 0 ? Number(clip.value) : null; refresh(); } });
   build(groups[0]);
   return el("div", { class: "card explorer" },
     el("p", null, select, " ",
       el("button", { type: "button", click: () => build(groups[chosen]) }, "Reset"), " ",
       el("button", { type: "button", click: added }, "Add a sample"), " ",
       el("button", { type: "button", click: removed }, "Remove the last"), " ",
-      el("label", null, "Trained subset: ", subset), " ", el("label", null, "of ", size)),
+      el("label", null, "Trained subset: ", subset), " ", el("label", null, "of ", size), " ",
+      el("label", null, "Advantages within ± ", clip)),
     el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, el("th", null, "sample"), el("th", { class: "text" }, "reward"), el("th", { class: "text" }, "tokens"),
       names.map(name => el("th", { scope: "col", title: ESTIMATORS[name].formula }, name)))), body)),
     el("ul", { class: "muted" }, names.map(name => el("li", null, name + ": " + ESTIMATORS[name].formula))),

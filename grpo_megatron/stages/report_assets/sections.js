@@ -115,7 +115,8 @@ function coverageOf({ preset }, { column, lacks }) {
 function explorerOf(run) {
   const objective = run.config.objective, names = run.config.domains.map(domain => domain.name);
   const settings = { eps: objective.advantage_eps, std: objective.std_kind, k: objective.passk_k, baseline: objective.pkpo_baseline,
-    right: objective.correct_threshold, subset: run.explorer.subset, size: objective.subset_size };
+    right: objective.correct_threshold, subset: run.explorer.subset, size: objective.subset_size,
+    clip: objective.advantage_clip ?? null };
   const asGroup = ([, rewards, lengths]) => ({ rewards, lengths });
   const groups = [...(run.recorded || [])].reverse().flatMap(step => step.groups.map((group, i) => ({ ...asGroup(group),
     name: `step ${step.step}, group ${i} (${names[group[0]]}, mean ${show(known(group[1]).length ? mean(known(group[1])) : null)})`,
