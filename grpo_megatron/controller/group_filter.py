@@ -43,12 +43,15 @@ class GroupFilter:
         return np.where(is_aided, np.nan, self.correct(group))
 
     def answers(self, group: ScoredGroup) -> list[str]:
-        """Of completions, what is in the accuracy reward's `answer_tag` or a last `\\boxed{…}`."""
+        """Of completions, what the accuracy reward looks at (behind the thought, in `answer_tag`),
+        or a last `\\boxed{…}` in it."""
         domain = self._domains[group.group.prompt.domain]
         [reward] = [r for r in domain.rewards if r.component == domain.accuracy_component]
+        answer_tag = reward.arguments.get("answer_tag")
+        think_tag = reward.arguments.get("think_tag")
         answers = []
         for completion in group.group.completions:
-            answer = extract(completion.text, reward.arguments.get("answer_tag")) or ""
+            answer = extract(completion.text, answer_tag, think_tag) or ""
             boxed = _BOXED.findall(answer)
             if boxed:
                 answer = boxed[-1]
