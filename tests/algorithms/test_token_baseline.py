@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from grpo_megatron.algorithms.advantages.pipeline import needed_columns
 from grpo_megatron.algorithms.advantages.signal import carries_signal
 from grpo_megatron.algorithms.case import parse_case
+from grpo_megatron.cli.main import main
 from grpo_megatron.config.loader import load_objective
 from grpo_megatron.errors import DataError
 from tests.algorithms.evaluation import evaluated, flat
@@ -70,6 +73,19 @@ def test_advantages_are_those_of_the_formula():
     found = evaluated("otb", **case())["advantages"]
     compare(found, *by_formula(case()))
     assert found[1][4] == 0  # alone: its own reward is the baseline
+
+
+def test_the_command_computes_a_case_in_a_file(tmp_path, capsys):
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps(case()))
+    arguments = ["objective", "eval", "--objective", "otb", str(file)]
+    assert main(arguments) == 0
+    compare(json.loads(capsys.readouterr().out)["advantages"], *by_formula(case()))
+    without = case()
+    del without["squared_probs"]
+    file.write_text(json.dumps(without))
+    assert main(arguments) != 0
+    assert "objective otb needs squared_probs" in capsys.readouterr().err
 
 
 def test_the_baseline_of_two_tokens_by_hand():
