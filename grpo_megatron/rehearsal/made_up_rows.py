@@ -53,11 +53,14 @@ def special_tokens_of(config: RunConfig) -> list[str]:
 
 def _row(config: RunConfig, domain: DomainConfig, index: int) -> dict[str, Any]:
     total = index + index % 7
-    question = f"What is {index} + {index % 7}?"
+    # With the domain's name: prompts of equal templates would be duplicates of each other.
+    question = f"What is {index} + {index % 7} in {domain.name}?"
     answer = str(total)
     functions = [reward.function.rpartition(":")[2] for reward in domain.rewards]
     if _PROGRAM_TESTS in functions:
-        question = f"Write a program that reads a number and prints it plus {index}."
+        question = (
+            f"Write a program of {domain.name} that reads a number and prints it plus {index}."
+        )
         answer = _program_tests(index)
     marker = domain.arguments.get("answer_after")
     if marker is not None:
