@@ -108,3 +108,10 @@ def test_when_samples_prove(tables, prove):
     for table, values in tables.items():
         config = config.model_copy(update={table: getattr(config, table).model_copy(update=values)})
     assert config.can_verify_from_samples is prove, json.dumps(tables)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_samples_of_several_rounds_prove_where_there_is_one_engine(num_replicas):
+    rollout = {"num_replicas": num_replicas}
+    config = recipe(allocation={}, seeding={}, rollout=rollout)
+    assert config.can_verify_from_samples is (num_replicas == 1)
