@@ -63,6 +63,21 @@ def mla_without_te():
     return before, mla.HAVE_TE
 
 
+def latent_attention(model: str):
+    """Whether Megatron builds latent attention whose down-projections are whole on every rank."""
+    initialize(LAYOUT, RankInfo.from_environment(), fresh_store())
+    seed_everything(1)
+    hf = json.loads((Path(model) / "config.json").read_text())
+    upstream_fixes.report_te_absent_in_mla()
+
+    def build():
+        return len(build_models(transformer_config(hf, LAYOUT), hf, LAYOUT))
+
+    before = _outcome(build)
+    upstream_fixes.offer_linear_to_mla()
+    return before, _outcome(build)
+
+
 def slices_of_packed_rotation():
     """How many sequences are sliced one by one, and the rotated tensor."""
     from megatron.core.models.common.embeddings import rope_utils

@@ -1,12 +1,14 @@
-"""Megatron-Core 0.16.1 on a machine without CUDA, over gloo. A no-op where CUDA exists.
+"""Megatron-Core on a machine without CUDA, over gloo. A no-op where CUDA exists.
 
-Megatron calls `torch.cuda` unconditionally. Each replacement below names a call site; without
-it Megatron raises there, or (where said) silently does something else. Must run before
-`megatron` is imported for the first time."""
+Megatron calls `torch.cuda` unconditionally. Each replacement below names a call site, with lines
+of release 0.16.1 unless it says another; without it Megatron raises there, or (where said)
+silently does something else. Must run before `megatron` is imported for the first time."""
 
 import functools
+import importlib.util
 import logging
 import sys
+import types
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ def install() -> None:
             "megatron was imported before grpo_megatron.trainer.megatron.platform: it would keep "
             "functions that need CUDA, and seed no random numbers"
         )
+    _stand_in_for_triton_kernels()
     _replace_streams()
     _replace_random_state()
     _redirect_device_literals()
@@ -43,6 +46,20 @@ def install() -> None:
         warnings.simplefilter("ignore")  # Megatron warns of absent CUDA packages at import
         _split_sizes_as_numpy()
         _uneven_collectives()
+
+
+def _stand_in_for_triton_kernels() -> None:
+    """moe/paged_stash.py:12 of 0.19.2 imports kernels, and all of `megatron.core` imports that.
+
+    They need Triton, which builds of torch for the CPU do not bring. Only `moe_paged_stash`, which
+    is never on here, calls them."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+    kernels.GLOBAL_BLOCK_SIZE = 1024
+    kernels.paged_stash_copy_kernel = None
+    kernels.paged_stash_pop_kernel = None
+    sys.modules[kernels.__name__] = kernels
 
 
 class _Queue:

@@ -62,6 +62,7 @@ def _without_compiler() -> Iterator[None]:
 
 
 with _without_wandb(), _without_compiler():
+    upstream_fixes.installed_release()  # refuses others before anything of them is replaced
     cpu_platform.install()
     # the modules that import it, of which others are imported later
     importlib.import_module("megatron.core.timers")

@@ -1,7 +1,9 @@
-"""Fixes of Megatron-Core 0.16.1 defects on every platform, one function each, with file and line.
+"""Fixes of Megatron-Core's defects on every platform, one function each, with file and line.
 
+`FIXES` says which release has which defect; lines are those of the first release named there.
 `tests/trainer/megatron/test_upstream_fixes.py` fails for a fix that an upgrade made obsolete."""
 
+import importlib.metadata
 import queue
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,34 +15,34 @@ import torch.distributed as dist
 
 from grpo_megatron.errors import SetupError
 
-TESTED_VERSION = "0.16.1"
+RELEASES = ("0.16.1", "0.19.2")
+"""Of Megatron-Core. The first is the last one for Python 3.11, the second is for 3.12."""
 _NO_PARAMETER = "no parameter"
 """Key of an optimizer state that belongs to none; torch keeps such entries as they are."""
 
 
 @cache
+def installed_release() -> str:
+    """Return which of `RELEASES` is installed. Raises SetupError for another one."""
+    found = importlib.metadata.version("megatron-core")
+    if found not in RELEASES:
+        raise SetupError(
+            f"megatron-core {found} is installed; the fixes in {__name__} are for "
+            f"{' and '.join(RELEASES)}",
+            remedy="make setup",
+        )
+    return found
+
+
+@cache
 def install() -> None:
-    """Apply every fix, once. Refuses other versions of Megatron-Core."""
+    """Apply every fix of the installed release, once. Refuses other releases of Megatron-Core."""
+    release = installed_release()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of absent CUDA packages at import
-        import megatron.core
-
-        if megatron.core.__version__ != TESTED_VERSION:
-            raise SetupError(
-                f"megatron-core {megatron.core.__version__} is installed; the fixes "
-                f"in {__name__} are for {TESTED_VERSION}",
-                remedy="make setup",
-            )
-        for fix in (
-            define_missing_te_names,
-            report_te_absent_in_mla,
-            reduce_contiguous_tensors,
-            score_groups_as_deepseek,
-            rotate_packed_sequences_at_once,
-            save_torch_adam_without_step,
-            save_without_helper_processes,
-        ):
-            fix()
+        for fix, releases in FIXES.items():
+            if release in releases:
+                fix()
 
 
 def define_missing_te_names() -> None:
@@ -68,6 +70,14 @@ def report_te_absent_in_mla() -> None:
 
     if not isinstance(mla.TELinear, type):  # a MagicMock, not a class
         mla.HAVE_TE = False
+
+
+def offer_linear_to_mla() -> None:
+    """multi_latent_attention.py:86 knows the class `Linear` with TE only; :538 then refuses it."""
+    import megatron.core.transformer.multi_latent_attention as mla
+    from megatron.core.post_training.modelopt.layers import Linear
+
+    mla.Linear = Linear
 
 
 def reduce_contiguous_tensors() -> None:
@@ -131,25 +141,20 @@ def rotate_packed_sequences_at_once() -> None:
     original = rope_utils._apply_rotary_pos_emb_thd
 
     def apply(
-        t: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        freqs: torch.Tensor,
-        rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
-        mscale: float = 1.0,
-        cp_group: dist.ProcessGroup | None = None,
+        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **settings: Any
     ) -> torch.Tensor:
         by_position = freqs.size(0) != t.size(0) or len(cu_seqlens) == 2
+        cp_group = settings["cp_group"]
         is_whole = cp_group is not None and cp_group.size() == 1
-        if not by_position or not is_whole or rotary_interleaved:
-            rotated: torch.Tensor = original(
-                t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group
-            )
+        if not by_position or not is_whole or settings.get("rotary_interleaved"):
+            rotated: torch.Tensor = original(t, cu_seqlens, freqs, **settings)
             return rotated
-        if multi_latent_attention:  # pairs of neighbours become two halves
+        # the second is what 0.19.2 calls the first
+        is_latent = settings.get("multi_latent_attention", settings.get("mla_rotary_interleaved"))
+        if is_latent:  # pairs of neighbours become two halves
             size = freqs.size(-1)
             t = torch.cat([t[..., :size:2], t[..., 1:size:2], t[..., size:]], -1)
-        return rotate_packed(t, cu_seqlens, freqs, mscale)
+        return rotate_packed(t, cu_seqlens, freqs, settings.get("mscale", 1.0))
 
     rope_utils._apply_rotary_pos_emb_thd = apply
 
@@ -200,7 +205,8 @@ def save_without_helper_processes() -> None:
 
     filesystem_async.py:54 starts a manager process per rank that outlives a killed rank and keeps
     its 280 MB; :266 forks writers from a process full of threads and waits for ever for one that
-    dies. Both serve asynchronous saves; a synchronous one only pays for them."""
+    dies. Both serve asynchronous saves; a synchronous one only pays for them. 0.19.2 writes with
+    threads instead, but raises AssertionError where the disk is full: only the log says why."""
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
 
     writer = filesystem.FileSystemWriterAsync
@@ -226,7 +232,9 @@ def save_without_helper_processes() -> None:
         results.put(outcome)
 
     filesystem._results_queue = queue.Queue()
-    writer.write_preloaded_data_multiproc = staticmethod(write_buckets)
+    for name in ("write_preloaded_data_multiproc", "write_preloaded_data_multithread"):
+        if hasattr(writer, name):
+            setattr(writer, name, staticmethod(write_buckets))
 
 
 def mark_expert_parameters(model: torch.nn.Module) -> None:
@@ -279,3 +287,16 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]
     for group in optimizer.param_groups:
         parameters += group["params"]
     return parameters
+
+
+FIXES: dict[Callable[[], None], tuple[str, ...]] = {
+    define_missing_te_names: ("0.16.1",),
+    report_te_absent_in_mla: ("0.16.1",),
+    offer_linear_to_mla: ("0.19.2",),
+    reduce_contiguous_tensors: ("0.16.1",),
+    score_groups_as_deepseek: RELEASES,
+    rotate_packed_sequences_at_once: RELEASES,
+    save_torch_adam_without_step: RELEASES,
+    save_without_helper_processes: RELEASES,
+}
+"""Fixes, in the order in which they are applied, and the releases whose defects they mend."""

@@ -42,7 +42,8 @@ def test_nothing_is_replaced_where_cuda_exists(cuda):
 
 def test_megatron_must_not_come_first():
     script = (
-        "import megatron.core.tensor_parallel.random\n"
+        "import sys\n"
+        "sys.modules['megatron.core.tensor_parallel.random'] = sys  # as if imported\n"
         "from grpo_megatron.trainer.megatron import cpu_platform\n"
         "cpu_platform.install()"
     )

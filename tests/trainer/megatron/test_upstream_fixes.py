@@ -1,7 +1,7 @@
 """Each fix of Megatron-Core: the defect is there without it, and gone with it.
 
-A test that fails on its `before` means that this Megatron-Core no longer needs the fix: remove
-the fix.
+A test that fails on its `before` means that the table `FIXES` is wrong about the installed
+release: it has the defect, or has it no longer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ import sys
 import numpy as np
 import pytest
 
+from grpo_megatron.trainer.megatron import upstream_fixes as fixes
+from tests.trainer.families import MODELS
+from tests.trainer.models import write_model
 from tests.trainer.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def latent_model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "latent", MODELS["deepseek_v3"], 4)
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +36,32 @@ def unfixed():
     group.close()
 
 
+def is_defective(fix) -> bool:
+    """Whether the installed release needs the fix."""
+    return fixes.installed_release() in fixes.FIXES[fix]
+
+
 def test_router_without_transformer_engine(unfixed):
     before, after = unfixed("router_without_te")
-    assert before == "NameError"
+    assert (before == "NameError") == is_defective(fixes.define_missing_te_names)
     assert after == [[4.0, 4.0]] * 3
 
 
 def test_latent_attention_knows_that_transformer_engine_is_absent(unfixed):
-    assert unfixed("mla_without_te") == (True, False)
+    before, after = unfixed("mla_without_te")
+    assert before == is_defective(fixes.report_te_absent_in_mla)
+    assert not after
+
+
+def test_latent_attention_takes_the_layer_that_does_not_split(unfixed, latent_model):
+    before, after = unfixed("latent_attention", model=latent_model)
+    assert (before == "ValueError") == is_defective(fixes.offer_linear_to_mla)
+    assert after == 1
 
 
 def test_tensors_that_are_not_contiguous_are_reduced(unfixed):
     before, after = unfixed("reduce_of_a_transposed_tensor")
-    assert before == [[1.0, 1.0]] * 3
+    assert (before == [[1.0, 1.0]] * 3) == is_defective(fixes.reduce_contiguous_tensors)
     assert after == [[2.0, 2.0]] * 3
 
 
@@ -86,9 +107,16 @@ def test_packed_sequences_are_rotated_at_once(unfixed):
     np.testing.assert_allclose(rotated_after, rotated_before, rtol=1e-6, atol=1e-6)
 
 
-def test_another_version_is_refused():
+def test_every_fix_names_releases():
+    for fix, releases in fixes.FIXES.items():
+        assert releases, fix
+        assert set(releases) <= set(fixes.RELEASES), fix
+
+
+def test_another_release_is_refused():
     script = (
-        "import megatron.core; megatron.core.__version__ = '0.17.0'\n"
+        "import importlib.metadata\n"
+        "importlib.metadata.version = lambda name: '0.17.0'\n"
         "from grpo_megatron.trainer.megatron import upstream_fixes\n"
         "upstream_fixes.install()"
     )
