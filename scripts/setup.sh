@@ -2,15 +2,16 @@
 # Builds .venv in the checkout: the exact lock, then grpo-megatron itself (editable).
 # Idempotent; a second run with the same lock and pyproject.toml returns at once.
 #
-#   PYTHON           interpreter to use (default: python3.11)
+#   PYTHON           interpreter to use (default: a Python 3.12, else 3.11, on PATH or of pyenv)
 #   TORCH_INDEX_URL  index that serves CPU builds of torch, if the default index does not
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 lock=requirements/cpu.txt
+cuda_libraries=requirements/cuda-libraries.txt
 venv=.venv
 stamp=$venv/.setup-stamp
-wanted=$(cat "$lock" pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)
+wanted=$(cat "$lock" "$cuda_libraries" pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() {  # fail MESSAGE REMEDY
@@ -18,7 +19,14 @@ fail() {  # fail MESSAGE REMEDY
     exit 3
 }
 
-is_ready() { [[ -x $venv/bin/grpo-megatron && $(cat "$stamp" 2>/dev/null) == "$wanted" ]]; }
+version_of() {  # version_of PYTHON: 3.12, or nothing if it does not run
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
+}
+
+is_ready() {
+    [[ -x $venv/bin/grpo-megatron && $(cat "$stamp" 2>/dev/null) == "$wanted" ]] || return 1
+    [[ -z ${PYTHON:-} || $(version_of "$PYTHON") == "$(version_of "$venv/bin/python")" ]]
+}
 is_ready && exit 0
 
 # --- one set-up at a time: two pips in one environment leave half-installed packages behind
@@ -27,6 +35,31 @@ if command -v flock >/dev/null; then
     flock -n 9 || { say "waiting for another set-up of this checkout"; flock 9; }
     is_ready && exit 0
 fi
+
+# --- interpreter: a shim of pyenv may be on PATH for a version that is not there, so ask each one
+find_python() {
+    local wanted_version candidate
+    for wanted_version in 3.12 3.11; do
+        for candidate in "python$wanted_version" \
+            "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$wanted_version".*/bin/python; do
+            if [[ $(version_of "$candidate") == "$wanted_version" ]]; then
+                echo "$candidate"
+                return
+            fi
+        done
+    done
+}
+python=${PYTHON:-$(find_python)}
+[[ -n $python ]] ||
+    fail "no Python 3.12 or 3.11 on PATH or among pyenv's versions" "install one (apt-get install \
+python3.12-venv where the system has it, else pyenv install 3.12 or uv python install 3.12), or \
+set PYTHON to its path, and run make setup again"
+version=$(version_of "$python")
+[[ -n $version ]] || fail "$python does not run" "set PYTHON to a Python 3.12 or 3.11"
+[[ $version == 3.12 || $version == 3.11 ]] ||
+    fail "$python is Python $version, but $lock is for 3.12 and 3.11" \
+        "set PYTHON to a Python 3.12 or 3.11"
+say "using Python $version ($python)"
 
 # --- system libraries that vLLM's CPU build loads or runs
 has_libnuma() {
@@ -72,16 +105,11 @@ if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; the
 fi
 
 # --- virtual environment
-python=${PYTHON:-python3.11}
-command -v "$python" >/dev/null ||
-    fail "no $python" "install Python 3.11 (or set PYTHON to its path) and run make setup again"
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-[[ $version == 3.11 ]] ||
-    fail "$python is Python $version, but $lock is for 3.11" "set PYTHON to a Python 3.11"
-if [[ ! -x $venv/bin/python ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+if [[ $(version_of "$venv/bin/python") != "$version" ]] ||
+    ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "creating $venv"
     "$python" -m venv --clear "$venv" ||
-        fail "$python cannot create virtual environments" "apt-get install python3.11-venv"
+        fail "$python cannot create virtual environments" "apt-get install python$version-venv"
 fi
 rm -f "$stamp"
 
@@ -94,8 +122,14 @@ fi
 torch=$(grep '^torch==' "$lock")
 say "installing $(grep -c '==' "$lock") packages (about 2 minutes, 3 GB)"
 "${pip[@]}" install -q --no-deps "${index[@]}" "$torch" ||
-    fail "could not install $torch" "if the index has no CPU builds of torch, set \
+    fail "could not install $torch" "if the index has no build of torch for Python $version, set \
 TORCH_INDEX_URL to PyTorch's CPU wheel index (PyTorch's installation page names it)"
+if compgen -G "$venv/lib/python*/site-packages/torch/lib/libtorch_cuda.so" >/dev/null; then
+    say "no CPU build of torch for Python $version here: adding what its CUDA build loads (3 GB; \
+TORCH_INDEX_URL avoids it)"
+    "${pip[@]}" install -q --no-deps -r "$cuda_libraries" ||
+        fail "could not install $cuda_libraries" "see the message above; the disk needs 8 GB"
+fi
 "${pip[@]}" install -q --no-deps "${index[@]}" -r "$lock" ||
     fail "could not install the lock" "see the message above; the disk needs 5 GB"
 for name in torchvision torchaudio torchcodec; do  # CUDA builds: they break vLLM beside CPU torch

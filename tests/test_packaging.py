@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -10,35 +11,131 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from grpo_megatron.trainer.megatron.upstream_fixes import RELEASES
+
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "requirements/cpu.txt"
+CUDA_LIBRARIES = ROOT / "requirements/cuda-libraries.txt"
+PYTHONS = ("3.11", "3.12")
 
 
-def _pins() -> dict[str, str]:
-    rows = [row for row in LOCK.read_text().splitlines() if row and not row.startswith("#")]
-    assert all(re.fullmatch(r"[a-z0-9.-]+==\S+", row) for row in rows)
-    return dict(row.split("==") for row in rows)
+def _pins(path: Path, python: str) -> dict[str, str]:
+    """Versions by name, of the rows that are for this Python."""
+    pins = {}
+    for row in path.read_text().splitlines():
+        if not row or row.startswith("#"):
+            continue
+        assert re.fullmatch(r"[a-z0-9.-]+==\S+( ; .+)?", row), row
+        requirement = Requirement(row)
+        marker = requirement.marker
+        if marker is not None and not marker.evaluate({"python_version": python}):
+            continue
+        assert requirement.name not in pins, row
+        [pin] = requirement.specifier
+        pins[requirement.name] = pin.version
+    return pins
 
 
-def test_the_lock_keeps_cuda_builds_out():
-    pins = _pins()
-    assert pins["torch"] == "2.13.0+cpu"
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lock_keeps_cuda_builds_out(python):
+    pins = _pins(LOCK, python)
+    assert pins["torch"] == "2.13.0"  # 2.13.0+cpu is newer to pip
     assert not {"torchvision", "torchaudio", "torchcodec", "triton"} & set(pins)
     assert not any(name.startswith("nvidia") for name in pins)
 
 
-def test_the_lock_satisfies_the_project():
+def test_libraries_of_a_cuda_build_are_a_list_of_their_own():
+    pins = _pins(CUDA_LIBRARIES, "3.12")
+    assert pins
+    assert all(name.startswith("nvidia-") for name in pins)
+
+
+def test_each_python_has_a_tested_release_of_megatron_core():
+    found = {_pins(LOCK, python)["megatron-core"] for python in PYTHONS}
+    assert found == set(RELEASES)
+
+
+@pytest.mark.parametrize(
+    "python",
+    [
+        "3.11",
+        pytest.param(
+            "3.12",
+            marks=pytest.mark.xfail(
+                reason="pyproject.toml names the Megatron-Core of Python 3.11 only", strict=True
+            ),
+        ),
+    ],
+)
+def test_the_lock_satisfies_the_project(python):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    pins = _pins()
+    pins = _pins(LOCK, python)
     for text in (*project["dependencies"], *extras["cpu"], *extras["mirrors"], *extras["dev"]):
         requirement = Requirement(text)
-        assert requirement.specifier.contains(pins[requirement.name]), text
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"python_version": python, "extra": ""}):
+            assert requirement.specifier.contains(pins[requirement.name]), text
 
 
 def test_setup_script_is_valid_bash():
     subprocess.run(["bash", "-n", ROOT / "scripts/setup.sh"], check=True)
     subprocess.run(["bash", "-n", ROOT / ".ci/run"], check=True)
+
+
+def _set_up(tmp_path: Path, pythons: dict[str, str], **environment: str) -> str:
+    """What the script says on a machine with these commands only: by path, the version to report.
+
+    A version "" makes a shim of pyenv, which is there but does not run."""
+    checkout = tmp_path / "checkout"
+    for name in ("scripts/setup.sh", "requirements/cpu.txt", "requirements/cuda-libraries.txt"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    shutil.copy(ROOT / "pyproject.toml", checkout)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("bash", "cat", "cut", "dirname", "sha256sum"):
+        (commands / name).symlink_to(str(shutil.which(name)))
+    for path, version in pythons.items():
+        fake = tmp_path / path
+        fake.parent.mkdir(parents=True, exist_ok=True)
+        fake.write_text(f"#!/bin/sh\necho {version}\n" if version else "#!/bin/sh\nexit 127\n")
+        fake.chmod(0o755)
+    done = subprocess.run(
+        ["bash", checkout / "scripts/setup.sh"],
+        env={"PATH": str(commands), "HOME": str(tmp_path), **environment},
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout + done.stderr
+
+
+def test_set_up_finds_a_python_of_pyenv_behind_its_shim(tmp_path):
+    pythons = {"bin/python3.12": "", ".pyenv/versions/3.12.1/bin/python": "3.12"}
+    said = _set_up(tmp_path, {**pythons, "bin/python3.11": "3.11"})
+    assert f"using Python 3.12 ({tmp_path}/.pyenv/versions/3.12.1/bin/python)" in said
+
+
+def test_set_up_falls_back_to_python_3_11(tmp_path):
+    said = _set_up(tmp_path, {"bin/python3.12": "", "bin/python3.11": "3.11"})
+    assert "using Python 3.11 (python3.11)" in said
+
+
+def test_set_up_takes_the_python_that_it_is_given(tmp_path):
+    pythons = {"bin/python3.12": "3.12", "mine/python": "3.11"}
+    said = _set_up(tmp_path, pythons, PYTHON=str(tmp_path / "mine/python"))
+    assert "using Python 3.11" in said
+
+
+def test_set_up_says_how_to_get_a_python(tmp_path):
+    said = _set_up(tmp_path, {"bin/python3.13": "3.13"})
+    assert "error: no Python 3.12 or 3.11 on PATH or among pyenv's versions" in said
+    assert "remedy: install one" in said
+
+
+def test_set_up_refuses_other_pythons(tmp_path):
+    said = _set_up(tmp_path, {"bin/python3.13": "3.13"}, PYTHON="python3.13")
+    assert "error: python3.13 is Python 3.13, but requirements/cpu.txt is for 3.12 and 3.11" in said
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def python_version() -> Finding:
         "python",
         _required(good=good),
         platform.python_version(),
-        "Python 3.11 for `make setup`; 3.12: pip install",
+        "Python 3.12 or 3.11",
     )
 
 
