@@ -78,6 +78,25 @@ def latent_attention(model: str):
     return before, _outcome(build)
 
 
+def query_projection(model: str):
+    """What projects queries where latent attention has no low rank for them."""
+    initialize(LAYOUT, RankInfo.from_environment(), fresh_store())
+    seed_everything(1)
+    hf = json.loads((Path(model) / "config.json").read_text())
+    upstream_fixes.report_te_absent_in_mla()
+    upstream_fixes.offer_linear_to_mla()
+
+    def build():
+        [chunk] = build_models(transformer_config(hf, LAYOUT), hf, LAYOUT)
+        return type(chunk.decoder.layers[0].self_attention.linear_q_proj).__name__
+
+    before = _outcome(build)
+    fix = upstream_fixes.keep_query_projection_without_norm
+    if upstream_fixes.installed_release() in upstream_fixes.FIXES[fix]:
+        fix()
+    return before, _outcome(build)
+
+
 def slices_of_packed_rotation():
     """How many sequences are sliced one by one, and the rotated tensor."""
     from megatron.core.models.common.embeddings import rope_utils

@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import transformer_block
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -82,6 +83,8 @@ def _torch_layer_spec(config: TransformerConfig, num_experts: int | None) -> Mod
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        if config.q_lora_rank is None:  # 0.19.2 refuses a norm that has nothing to do
+            attention.q_layernorm = IdentityOp
         # column-parallel ones lose the gradient of the keys' rotary part on all ranks but one
         # (multi_latent_attention.py:618)
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear

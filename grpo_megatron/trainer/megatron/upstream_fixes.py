@@ -80,6 +80,23 @@ def offer_linear_to_mla() -> None:
     mla.Linear = Linear
 
 
+def keep_query_projection_without_norm() -> None:
+    """mla_qk_norm_config.py:142 puts a norm before the query projection of models that have none.
+
+    DeepSeek-V2-Lite and Moonlight project queries at once, without a low rank whose norm it would
+    be. Without Transformer Engine that one raises AttributeError."""
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    choose = QKNormConfigResolver._mla_fused_linear_or_default
+
+    def choose_as_specified(self: QKNormConfigResolver, specified: Any, name: str) -> Any:
+        if name == "linear_q_proj":
+            return specified
+        return choose(self, specified, name)
+
+    QKNormConfigResolver._mla_fused_linear_or_default = choose_as_specified
+
+
 def reduce_contiguous_tensors() -> None:
     """mappings.py `_reduce` all-reduces a contiguous copy and returns the original."""
     import megatron.core.tensor_parallel.mappings as mappings
@@ -293,6 +310,7 @@ FIXES: dict[Callable[[], None], tuple[str, ...]] = {
     define_missing_te_names: ("0.16.1",),
     report_te_absent_in_mla: ("0.16.1",),
     offer_linear_to_mla: ("0.19.2",),
+    keep_query_projection_without_norm: ("0.19.2",),
     reduce_contiguous_tensors: ("0.16.1",),
     score_groups_as_deepseek: RELEASES,
     rotate_packed_sequences_at_once: RELEASES,

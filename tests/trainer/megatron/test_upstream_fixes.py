@@ -59,6 +59,13 @@ def test_latent_attention_takes_the_layer_that_does_not_split(unfixed, latent_mo
     assert after == 1
 
 
+def test_query_projections_without_a_norm_stay_without(unfixed, tmp_path):
+    model = write_model(tmp_path / "lite", MODELS["deepseek_v2_lite"], 5)
+    before, after = unfixed("query_projection", model=model)
+    assert (before == "AttributeError") == is_defective(fixes.keep_query_projection_without_norm)
+    assert after == "ColumnParallelLinear"
+
+
 def test_tensors_that_are_not_contiguous_are_reduced(unfixed):
     before, after = unfixed("reduce_of_a_transposed_tensor")
     assert (before == [[1.0, 1.0]] * 3) == is_defective(fixes.reduce_contiguous_tensors)
