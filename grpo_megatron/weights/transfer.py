@@ -87,6 +87,9 @@ class WeightSender:
             self._finish(sending)
         except TransferError:
             self._group = None  # closed: workers that live wait no longer
+            # Python 3.12 keeps this frame until garbage is collected (a cycle through contextlib),
+            # and a work keeps its group open.
+            sending = None
             raise
         except BaseException:
             self._abort(publish, sending)

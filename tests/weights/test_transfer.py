@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import msgspec
 import pytest
@@ -226,6 +228,47 @@ def test_a_worker_that_died_ends_the_publish_with_an_error():
     process.join(60)
     with pytest.raises(TransferError, match="sender 0 sending"):
         sender.send(tensors_of(0).items(), plan_of(1))
+
+
+def _receive_one_bucket_and_die(port: int) -> None:
+    receiver = WeightReceiver([(HOST, port)], rank=1, world_size=3, timeout_s=60.0)
+    receiver.receive(plan_of(1), lambda views: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _receive_until_told(port: int) -> None:
+    receiver = WeightReceiver([(HOST, port)], rank=2, world_size=3, timeout_s=60.0)
+    with pytest.raises(TransferError, match="engine worker receiving"):
+        receiver.receive(plan_of(1), lambda views: None)
+
+
+def test_workers_that_live_are_told_at_once_of_one_that_died():
+    """Not when the sender happens to collect garbage, nor when their time is up."""
+    sender = WeightSender(HOST, 2, timeout_s=60.0)
+    spawn = multiprocessing.get_context("spawn")
+    targets = (_receive_one_bucket_and_die, _receive_until_told)
+    processes = [spawn.Process(target=target, args=(sender.port,)) for target in targets]
+    for process in processes:
+        process.start()
+    sender.join()
+
+    def slowly():
+        for name, tensor in tensors_of(0).items():
+            time.sleep(0.5)
+            yield name, tensor
+
+    gc.disable()
+    try:
+        with pytest.raises(TransferError, match="sender 0 sending") as raised:
+            sender.send(slowly(), plan_of(1))
+        del raised
+        start = time.monotonic()
+        processes[1].join(40)
+        waited_s = time.monotonic() - start
+    finally:
+        gc.enable()
+        processes[1].kill()
+    assert processes[1].exitcode == 0
+    assert waited_s < 20
 
 
 def test_weights_that_are_trained_are_sent_as_they_are():
