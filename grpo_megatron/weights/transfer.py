@@ -11,8 +11,9 @@ in the same order: no circle. Waits end after `timeout_s` with an error that nam
 import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class WeightSender:
 
         Raises TransferError after `timeout_s`."""
         if self._group is None:
-            with _naming(f"sender {self.index} waiting for {self._num_workers} workers to join"):
+            with _Naming(f"sender {self.index} waiting for {self._num_workers} workers to join"):
                 self._group = _group(
                     self._store, self.host, 0, 1 + self._num_workers, self._timeout
                 )
@@ -80,16 +81,13 @@ class WeightSender:
                     for name, _ in stream:
                         raise MismatchError(f"tensor {name!r} is not in the transfer plan")
                 self._finish(sending)
-                with _naming(f"sender {self.index} sending bucket {number} to the engine workers"):
+                with _Naming(f"sender {self.index} sending bucket {number} to the engine workers"):
                     header = torch.tensor([publish, number, data.numel(), _BUCKET])
                     self._group.broadcast(header, 0).wait()
                     sending = self._group.broadcast(data, 0), data
             self._finish(sending)
         except TransferError:
             self._group = None  # closed: workers that live wait no longer
-            # Python 3.12 keeps this frame until garbage is collected (a cycle through contextlib),
-            # and a work keeps its group open.
-            sending = None
             raise
         except BaseException:
             self._abort(publish, sending)
@@ -118,7 +116,7 @@ class WeightSender:
 
     def _finish(self, sending: tuple[Any, torch.Tensor] | None) -> None:
         if sending is not None:
-            with _naming(f"sender {self.index} sending to the engine workers"):
+            with _Naming(f"sender {self.index} sending to the engine workers"):
                 sending[0].wait()
 
     def _abort(self, publish: int, sending: tuple[Any, torch.Tensor] | None) -> None:
@@ -147,7 +145,7 @@ class WeightReceiver:
         timeout = timedelta(seconds=timeout_s)
         for number, (host, port) in enumerate(senders):
             name = f"weight sender {number} ({host}:{port})"
-            with _naming(f"engine worker {rank} joining {name}"):
+            with _Naming(f"engine worker {rank} joining {name}"):
                 store = TCPStore(host, port, None, is_master=False, timeout=timeout)
                 self._groups[name] = _group(store, host, rank, world_size, timeout)
 
@@ -179,7 +177,7 @@ class WeightReceiver:
 
     def _bucket(self, name: str, expected: list[int]) -> torch.Tensor:
         """Receive one bucket, uint8 [bytes]. expected: publish, bucket, bytes."""
-        with _naming(f"engine worker receiving bucket {expected[1]} from {name}"):
+        with _Naming(f"engine worker receiving bucket {expected[1]} from {name}"):
             header = torch.zeros(4, dtype=torch.int64)
             self._groups[name].broadcast(header, 0).wait()
             *got, status = header.tolist()
@@ -222,13 +220,26 @@ def _group(store: TCPStore, host: str, rank: int, world_size: int, timeout: time
     return _GLOO(PrefixStore("weights", store), rank, world_size, options)
 
 
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Turn gloo's and the store's errors into one that says what was waited for, and for whom."""
-    try:
-        yield
-    except RuntimeError as error:  # none of ours is one
-        raise TransferError(
-            f"{what}: {str(error).splitlines()[0]}",
-            remedy=("look for the first error in the logs of the trainer and of the engines"),
-        ) from error
+class _Naming:
+    """Turn gloo's and the store's errors into one that says what was waited for, and for whom.
+
+    No `contextmanager`: since Python 3.12 such an error and contextlib's frame hold each other, and
+    with them frames whose works keep the group open, until garbage is collected."""
+
+    def __init__(self, what: str):
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, RuntimeError):  # none of ours is one
+            raise TransferError(
+                f"{self._what}: {str(error).splitlines()[0]}",
+                remedy="look for the first error in the logs of the trainer and of the engines",
+            ) from error
