@@ -55,18 +55,7 @@ def test_each_python_has_a_tested_release_of_megatron_core():
     assert found == set(RELEASES)
 
 
-@pytest.mark.parametrize(
-    "python",
-    [
-        "3.11",
-        pytest.param(
-            "3.12",
-            marks=pytest.mark.xfail(
-                reason="pyproject.toml names the Megatron-Core of Python 3.11 only", strict=True
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("python", PYTHONS)
 def test_the_lock_satisfies_the_project(python):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
