@@ -66,6 +66,15 @@ def wait_for_endpoint(
     return Endpoint.read(path)
 
 
+def reserve_port(host: str) -> socket.socket:
+    """Bind a free port for a server that is yet to start: it binds beside this socket, and nobody
+    else is given the port until the socket is closed."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server sets it too
+    holder.bind((host, 0))  # never listens, so it takes no connection
+    return holder
+
+
 def own_address() -> str:
     """The address at which the other processes of the run reach this one; SetupError where the
     site's interface does not exist here, or no route leads to another node."""

@@ -10,7 +10,7 @@ import pytest
 from grpo_megatron import network
 from grpo_megatron.errors import EngineError, SetupError, TrainerError
 from grpo_megatron.network import Endpoint, own_address, wait_for_endpoint
-from grpo_megatron.rollout.replica import _reserve_port
+from grpo_megatron.rollout.replica import _inherited_port
 from grpo_megatron.rundir import RunDir
 
 
@@ -57,7 +57,7 @@ def test_nobody_waits_for_a_process_that_has_ended(tmp_path):
 
 
 def test_a_reserved_port_is_free_for_its_server_only():
-    port = _reserve_port("127.0.0.1")
+    port = _inherited_port("127.0.0.1")
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("127.0.0.1", port))
     with socket.socket() as server:

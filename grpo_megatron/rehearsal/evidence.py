@@ -130,11 +130,14 @@ def _rewarded(config: RunConfig, records: Sequence[dict[str, Any]]) -> Finding:
     """Whether every component of the domains that were drawn has a score in some step."""
     computed = _reward_components(records)
     missing = []
-    keys = {key for record in records for key in record}
+    keys: set[str] = set()
+    for record in records:
+        keys.update(record)
     for domain in config.domains:
-        was_drawn = len(config.domains) == 1 or any(key.endswith(f"@{domain.name}") for key in keys)
-        if was_drawn:  # a small share may get none of so few prompts
-            missing += [r.component for r in domain.rewards if r.component not in computed]
+        has_metrics = any(key.endswith(f"@{domain.name}") for key in keys)
+        if len(config.domains) > 1 and not has_metrics:
+            continue  # a small share may get none of so few prompts
+        missing += [r.component for r in domain.rewards if r.component not in computed]
     detail = ", ".join(computed)
     if missing:
         detail = f"no score of {', '.join(missing)}"

@@ -10,7 +10,7 @@ from typing import Any
 from grpo_megatron.config.run import RolloutConfig
 from grpo_megatron.errors import EngineError
 from grpo_megatron.launch.processes import ChildProcess, stop_all
-from grpo_megatron.network import LOOPBACK
+from grpo_megatron.network import LOOPBACK, reserve_port
 from grpo_megatron.rehearsal.scale_down import MAX_CACHE_GIB, MAX_MODEL_LEN, MAX_TOP_K
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.replica import scoring_command
@@ -57,9 +57,7 @@ class TeacherServers:
         return self._servers[key].url
 
     def _planned(self, model: Path, dtype: str) -> _Server:
-        reserved = socket.socket()
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server sets it too
-        reserved.bind((LOOPBACK, 0))  # never listens, so it takes no connection
+        reserved = reserve_port(LOOPBACK)
         port = int(reserved.getsockname()[1])
         settings: dict[str, Any] = {
             "dtype": dtype,

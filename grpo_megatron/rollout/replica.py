@@ -5,7 +5,6 @@ tensor parallelism over several nodes it is started once on each of them; the fi
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,14 @@ from grpo_megatron import assets
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RolloutConfig, RunConfig
 from grpo_megatron.errors import EngineError
-from grpo_megatron.network import LOOPBACK, Endpoint, bind_gloo, own_address, wait_for_endpoint
+from grpo_megatron.network import (
+    LOOPBACK,
+    Endpoint,
+    bind_gloo,
+    own_address,
+    reserve_port,
+    wait_for_endpoint,
+)
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.hf_config import engine_overrides
 from grpo_megatron.rollout.segments import derive_seed
@@ -32,7 +38,7 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     host = own_address()
     name = f"rollout-{index}"
     bind_gloo(host)
-    port = _reserve_port(host)
+    port = _inherited_port(host)
     argv, env = serve_command(config, str(config.model.path or run_dir.model), index, port, host)
     # The trainer publishes its weights before anything is sampled; a made-up model has none yet.
     argv += ["--load-format", "dummy"]
@@ -41,7 +47,7 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
         node = int(os.environ["SLURM_PROCID"])
         group = run_dir.endpoints / f"{name}-nodes.json"
         if node == 0:
-            Endpoint(host, _reserve_port(host)).write(group)
+            Endpoint(host, _inherited_port(host)).write(group)
         head = wait_for_endpoint(group, config.rollout.startup_timeout_s, error=EngineError)
         argv += [
             "--nnodes",
@@ -60,11 +66,9 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     os.execve(argv[0], argv, {**os.environ, **env, **_gpus(config, index)})
 
 
-def _reserve_port(host: str) -> int:
-    """A free port, kept for the server: it binds beside this socket, which outlives the exec."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server sets it too
-    holder.bind((host, 0))  # never listens, so it takes no connection
+def _inherited_port(host: str) -> int:
+    """A free port, kept for the server by a socket that outlives the exec."""
+    holder = reserve_port(host)
     os.set_inheritable(holder.fileno(), True)
     port = int(holder.getsockname()[1])
     holder.detach()

@@ -235,7 +235,7 @@ def _squared_score_norms(o: ObjectiveConfig, part: SampleBatch) -> Tensor:
     inputs = MismatchInputs(
         torch.where(is_usable, old_logprobs, 0.0),
         torch.where(is_usable, rollout_logprobs, 0.0),
-        torch.arange(len(part)).repeat_interleave(part.token_counts),
+        part.to_tokens(torch.arange(len(part))),
         part.token_counts,
     )
     return norms * mismatch_weights(o, inputs) ** 2
