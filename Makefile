@@ -13,12 +13,12 @@ args ?=
 demo_flags = $(if $(seed),seed=$(seed)) $(args)
 pytest := $(bin)/python -m pytest -q -rs --durations=25 --durations-min=5
 gate := not learning and not chaos and not slurm and not gpu and not families and not matrix \
-	and not recipes
+	and not recipes and not contract
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
 
 .PHONY: setup demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
-	test-slurm test-gpu clean
+	test-slurm test-contract test-gpu clean
 
 setup:
 	@scripts/setup.sh
@@ -50,14 +50,15 @@ lint: setup
 test-fast: setup
 	$(pytest) -n 2 -m "not engine and $(gate)"
 
-# Both halves at once: one waits for processes most of the time, the other needs one core. Each has
-# a session of its own, so that no signal to a process group reaches both.
+# Both halves at once: one waits for processes most of the time (two workers share its files, in
+# their order, which has the long ones first), the other needs one core. Each has a session of its
+# own, so that no signal to a process group reaches both.
 test: lint
 	@fast_log=$$(mktemp); code=0; \
 	setsid $(pytest) -p no:cacheprovider -m "not engine and $(gate)" > $$fast_log 2>&1 & fast=$$!; \
 	trap 'kill -- -$$fast 2> /dev/null || true; rm -f $$fast_log' EXIT; \
 	echo "tests with engines (those without run beside them and are shown after them)"; \
-	$(pytest) -m "engine and $(gate)" || code=$$?; \
+	$(pytest) -n 2 --dist loadscope --no-loadscope-reorder -m "engine and $(gate)" || code=$$?; \
 	wait $$fast || code=$$?; \
 	cat $$fast_log; exit $$code
 
@@ -82,6 +83,12 @@ test-chaos: setup
 
 test-slurm: setup
 	$(pytest) -m slurm $(or_empty)
+
+# The CUDA build of vLLM in place of the CPU's, on a machine without a GPU.
+test-contract: setup
+	@scripts/setup_contract.sh
+	PYTHONPATH=$(CURDIR)/.contract/packages LD_LIBRARY_PATH=$(CURDIR)/.contract/lib \
+		$(pytest) -m contract tests/contract
 
 test-gpu: setup
 	$(pytest) -m gpu $(or_empty)

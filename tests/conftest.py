@@ -6,15 +6,26 @@ asks for it and serves every later one.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # A loaded machine must not fail a property.
 settings.register_profile("default_without_deadline", deadline=None)
 settings.load_profile("default_without_deadline")
 
 
+# Several sessions share the cores, and threads of OpenMP that wait for work spin: a reference of
+# transformers took five times as long beside two other sessions. What starts processes of its own
+# says how many threads those have.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 _GROUPS = {"world1", "world2", "world4", "world8"}
+_FOLDERS_THAT_SHARE_SERVERS = {"integration", "rollout"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -23,6 +34,24 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if _GROUPS & set(item.fixturenames):
             item.add_marker(pytest.mark.engine)
+
+
+class _ByWhatTestsShare(LoadScopeScheduling):
+    """A file stays with one worker, and so do all files that use the same servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        if _FOLDERS_THAT_SHARE_SERVERS & set(Path(file).parts):
+            return "servers"
+        return file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """For `--dist loadscope`; xdist's own groups do nothing under pytest 9.2."""
+    if config.getvalue("dist") == "loadscope":
+        return _ByWhatTestsShare(config, log)
+    return None
 
 
 def _group(world_size: int):
@@ -51,6 +80,22 @@ def world4():
 @pytest.fixture(scope="session")
 def world8():
     yield from _group(8)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Of the models that `servers` have."""
+    from tests.rollout.servers import make_checkpoints
+
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def servers(checkpoints, tmp_path_factory):
+    """Real vLLM servers: an MoE model, the same at TP 2, and a dense one."""
+    from tests.rollout.servers import start_servers
+
+    yield from start_servers(checkpoints, tmp_path_factory.mktemp("logs"))
 
 
 @pytest.fixture(scope="session")

@@ -49,21 +49,29 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
         if node == 0:
             Endpoint(host, _inherited_port(host)).write(group)
         head = wait_for_endpoint(group, config.rollout.startup_timeout_s, error=EngineError)
-        argv += [
-            "--nnodes",
-            str(nodes),
-            "--node-rank",
-            str(node),
-            "--master-addr",
-            head.host,
-            "--master-port",
-            str(head.port),
-        ]
-        if node > 0:
-            argv.append("--headless")
+        argv += multi_node_arguments(nodes, node, head)
     if node == 0:
         Endpoint(host, port).write(run_dir.endpoints / f"{name}.json")
     os.execve(argv[0], argv, {**os.environ, **env, **_gpus(config, index)})
+
+
+def multi_node_arguments(nodes: int, node: int, head: Endpoint) -> list[str]:
+    """Arguments of a server's part on its `node`, from 0, of `nodes`, which meet at `head`.
+
+    The part on node 0 answers requests; the others are further workers."""
+    arguments = [
+        "--nnodes",
+        str(nodes),
+        "--node-rank",
+        str(node),
+        "--master-addr",
+        head.host,
+        "--master-port",
+        str(head.port),
+    ]
+    if node > 0:
+        arguments.append("--headless")
+    return arguments
 
 
 def _inherited_port(host: str) -> int:

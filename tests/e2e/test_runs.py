@@ -228,6 +228,7 @@ def test_a_dead_process_ends_the_run(tmp_path, role, code, message):
     assert runs.no_survivors(run)
 
 
+@pytest.mark.chaos
 def test_a_dead_replica_is_named_and_the_run_goes_on(tmp_path):
     run = tmp_path / "short"
     process = runs.start(

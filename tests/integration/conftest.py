@@ -1,14 +1,11 @@
-"""One set of real servers for all integration tests, and trainers that publish to them."""
+"""Trainers that publish to the servers that all tests of engines share."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.publishing import Publisher
@@ -16,58 +13,10 @@ from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.protocol import raise_reply
 from grpo_megatron.trainer.requests import Answer, Request, read_answer, to_json_values
-from tests.rollout.engines import Server, make_checkpoint, make_config
+from tests.rollout.engines import Server, make_config
 from tests.trainer.worker_group import WorkerGroup
 
-# As in production: a server's first weights are those that the trainer publishes.
-DUMMY = {"engine_arguments": ("--load-format", "dummy")}
 TOLERANCE = 1e-4
-
-
-@dataclass
-class Checkpoints:
-    dense: Path
-    moe: Path
-    other_moe: Path
-
-
-@dataclass
-class Servers:
-    dense: Server
-    moe: Server
-    moe_tp2: Server
-
-
-@pytest.fixture(scope="package")
-def checkpoints(tmp_path_factory) -> Checkpoints:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return Checkpoints(
-        make_checkpoint(root / "dense", moe=False, seed=5),
-        make_checkpoint(root / "moe", moe=True, seed=6),
-        make_checkpoint(root / "other", moe=True, seed=7),
-    )
-
-
-@pytest.fixture(scope="package")
-def servers(checkpoints, tmp_path_factory, request):
-    """Started together; the slow start of the trainers' processes falls into their own."""
-    logs = tmp_path_factory.mktemp("logs")
-    started: list[Server] = []
-    try:
-        for name, checkpoint, options in (
-            ("dense", checkpoints.dense, DUMMY),
-            ("moe", checkpoints.moe, DUMMY | {"top_p": 0.9}),  # may be asked for all log-probs
-            ("moe-tp2", checkpoints.moe, DUMMY | {"tensor_parallel_size": 2}),
-        ):
-            started.append(Server.start(name, checkpoint, logs, **options))
-        for world in ("world1", "world4"):
-            request.getfixturevalue(world)
-        for server in started:
-            server.wait()
-        yield Servers(*started)
-    finally:
-        for server in started:
-            server.stop()
 
 
 class GroupLink:

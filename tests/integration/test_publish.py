@@ -16,8 +16,9 @@ from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.trainer.requests import CompareLogprobs, Train
 from grpo_megatron.types import Prompt
-from tests.integration.conftest import DUMMY, TOLERANCE, publishing
+from tests.integration.conftest import TOLERANCE, publishing
 from tests.rollout.engines import Server
+from tests.rollout.servers import DUMMY
 from tests.trainer.models import write_samples
 
 LAYOUTS = {"world1": {}, "world4": {"pipeline_parallel_size": 2, "expert_parallel_size": 2}}
@@ -220,8 +221,8 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
     ("world", "left"),
     [
         ("world1", "moe"),
-        ("world1", "moe_tp2"),
-        pytest.param("world4", "moe", marks=pytest.mark.matrix),
+        pytest.param("world1", "moe_tp2", marks=pytest.mark.chaos),
+        pytest.param("world4", "moe", marks=pytest.mark.chaos),
     ],
 )
 def test_an_engine_that_dies_during_a_publish_costs_no_run(

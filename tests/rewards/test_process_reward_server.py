@@ -20,7 +20,7 @@ from grpo_megatron.config.presets import load_preset
 from grpo_megatron.rehearsal.tiny_family import tiny_config, write_tiny_checkpoint
 from grpo_megatron.rewards.step_rewards import process_reward_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.recipes]
 
 STEP_TOKEN = "<extra_0>"
 PROMPT = "What is 6 * 7?\n"

@@ -303,11 +303,12 @@ def test_deterministic_mode_ignores_order_and_concurrency(servers, checkpoints):
                 np.testing.assert_array_equal(a.routes, b.routes)
 
 
-def test_stop_tokens_end_completions_and_the_checkpoints_do_not(servers):
+def test_stop_tokens_end_completions_and_the_checkpoints_do_not(servers, checkpoints):
     """generation_config.json names token 2 as the end; only the request's own stop tokens count."""
 
     async def run():
         async with servers.dense.client() as client:
+            await _restore(client, checkpoints.dense)
             free = await client.generate(PROMPT, n=32, max_tokens=60, seed=0)
             stop = await client.generate(
                 PROMPT, n=32, max_tokens=60, seed=0, stop_token_ids=range(40)
@@ -332,7 +333,8 @@ def test_refusals_are_not_retried(servers):
 
 
 def test_killed_server_ends_in_a_clear_error(checkpoints, servers, tmp_path):
-    """kill -9 while requests are in flight. Last test: it takes the dense server away."""
+    """kill -9 while requests are in flight. Last test of all that share the servers: it takes the
+    dense one away."""
     server = servers.dense
     prompts = [Prompt(f"p{i}", "d", "", tuple(PROMPT), "") for i in range(8)]
     dead = []

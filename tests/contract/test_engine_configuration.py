@@ -1,0 +1,101 @@
+"""What every shipped recipe starts a vLLM server with is what the CUDA build takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron import assets
+from grpo_megatron.config.presets import load_preset
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.network import Endpoint
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.rollout import replica
+from tests.contract.pretended_gpus import GPUS_PER_NODE, in_a_process_of_its_own
+
+pytestmark = pytest.mark.contract
+
+RECIPES = assets.names(assets.root() / "recipes")
+
+
+def engine_configuration(config: RunConfig, folder: Path, *further: str) -> dict[str, Any]:
+    """What vLLM makes of our arguments, by its own parser and checks."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from grpo_megatron.rollout.plugin import register
+
+    with pytest.MonkeyPatch.context() as patch:
+        argv, environment = replica.serve_command(config, str(folder), 0, 8000)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        register()
+        parser = make_arg_parser(FlexibleArgumentParser())
+        words = argv[argv.index("grpo_megatron.rollout.serve") + 1 :]
+        arguments = parser.parse_args([*words, "--load-format", "dummy", *further])
+        validate_parsed_serve_args(arguments)
+        found = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+    return {
+        "architectures": found.model_config.architectures,
+        "tensor_parallel_size": found.parallel_config.tensor_parallel_size,
+        "nodes": found.parallel_config.nnodes,
+        "worker": found.parallel_config.worker_cls,
+        "routes": found.aux_output_config.enable_return_routed_experts,
+        "weights_by": found.weight_transfer_config.backend,
+        "sleeps": found.model_config.enable_sleep_mode,
+        "logprobs": found.model_config.logprobs_mode,
+        "longest": found.model_config.max_model_len,
+        "dtype": str(found.model_config.dtype),
+    }
+
+
+def write_model(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """The model's config.json at its real size, from the preset."""
+    hf = load_preset(config.model.preset).hf
+    (folder / "config.json").write_text(json.dumps(hf))
+    return hf
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipes_server_is_configured(recipe, tmp_path):
+    config = resolve(recipe).config
+    hf = write_model(config, tmp_path)
+    size = config.rollout.tensor_parallel_size
+    nodes = max(size // GPUS_PER_NODE, 1)
+    further = []
+    if nodes > 1:
+        further = replica.multi_node_arguments(nodes, 0, Endpoint("10.0.0.1", 29500))
+    found = in_a_process_of_its_own(engine_configuration, config, tmp_path, *further)
+    assert found == {
+        "architectures": hf["architectures"],
+        "tensor_parallel_size": size,
+        "nodes": nodes,
+        "worker": "vllm.v1.worker.gpu_worker.Worker",
+        "routes": config.records_routes,
+        "weights_by": "gloo",
+        "sleeps": config.placement.mode == "colocated",
+        "logprobs": "processed_logprobs",
+        "longest": config.rollout.max_model_len,
+        "dtype": f"torch.{config.rollout.dtype}",
+    }
+
+
+def test_an_argument_that_vllm_does_not_know_is_caught(tmp_path):
+    """The parser is strict; else the test above would let a renamed argument through."""
+    config = resolve(RECIPES[0]).config
+    write_model(config, tmp_path)
+    with pytest.raises(AssertionError, match="SystemExit"):
+        in_a_process_of_its_own(engine_configuration, config, tmp_path, "--enable-sleeping-mode")
+
+
+def test_every_variable_is_one_that_vllm_reads():
+    from vllm import envs
+
+    tables = assets.tables(replica.__file__, "engine.toml")
+    ours = {name for table in tables.values() for name in table if name.startswith("VLLM_")}
+    assert ours
+    assert sorted(ours - envs.environment_variables.keys()) == []

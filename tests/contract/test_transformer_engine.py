@@ -1,0 +1,84 @@
+"""Policies of every family are made of Transformer Engine's layers, and are the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config.presets import load_preset, preset_names
+from grpo_megatron.plan.model_facts import facts_from_hf
+from grpo_megatron.rehearsal.tiny_family import tiny_config
+from tests.contract import te_extension
+from tests.contract.pretended_gpus import in_a_process_of_its_own
+
+pytestmark = pytest.mark.contract
+
+SOURCES = Path(__file__).parents[2] / ".contract" / "sources"
+NUM_LAYERS = 4
+ONE_RANK: dict[str, int] = {"num_ranks": 1}
+EVERYTHING = {
+    "num_ranks": 4,
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+    "expert_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
+
+
+def one_preset_a_family() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in preset_names():
+        found.setdefault(load_preset(name).hf["model_type"], name)
+    return found
+
+
+def weights_of_ranks(
+    hf: dict[str, Any], layouts: list[dict[str, int]], transformer_engine: bool
+) -> tuple[list[Any], set[str]]:
+    """For each layout, of the first rank of every pipeline stage: each shard of a parameter, with
+    the Hugging Face tensors that it is a part of; and which classes of Transformer Engine are in
+    the model."""
+    te_extension.install(SOURCES)  # Megatron imports it in any case
+    import grpo_megatron.trainer.megatron.platform  # isort: skip  # before Megatron
+    import torch
+
+    from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
+    from grpo_megatron.trainer.megatron import layer_specs, model_config, policy
+    from tests.plan.meta_cases import _as_rank
+
+    for module in (grpo_megatron.trainer.megatron.platform, layer_specs, model_config):
+        module.HAS_TRANSFORMER_ENGINE = transformer_engine
+    if transformer_engine:  # its layers refuse to be made elsewhere; all tensors are on meta
+        torch.cuda.is_available = lambda: True
+        torch.cuda.current_device = lambda: 0
+    found = []
+    classes: set[str] = set()
+    for layout in layouts:
+        trainer = TrainerConfig(**layout)
+        for stage in range(trainer.pipeline_parallel_size):
+            rank = stage * trainer.num_ranks // trainer.pipeline_parallel_size
+            with _as_rank(trainer, rank):
+                built = policy.build_policy(hf, trainer, OptimizerConfig(), "trainable")
+                tensors = policy.tensor_map(hf, built.config)
+                num_experts = built.config.num_moe_experts or 0
+                for shard in policy.local_shards(built.chunks, num_experts):
+                    whole = tensors.parameter(shard.name, shard.full_shape)
+                    part = (shard.dim, shard.size, shard.rank)
+                    found.append((trainer.num_ranks, rank, whole.hf, whole.groups, part))
+                for chunk in built.chunks:
+                    classes |= {type(module).__name__ for module in chunk.modules()}
+    return sorted(found, key=repr), {name for name in classes if name.startswith("TE")}
+
+
+@pytest.mark.parametrize("preset", sorted(one_preset_a_family().values()))
+def test_the_weights_are_those_of_torchs_layers(preset):
+    hf = {"vocab_size": 96, **tiny_config(load_preset(preset).hf, num_layers=NUM_LAYERS)}
+    layouts = [ONE_RANK, EVERYTHING]
+    if not facts_from_hf(hf).num_experts:
+        layouts[1] = {key: size for key, size in EVERYTHING.items() if "expert" not in key}
+    fused, classes = in_a_process_of_its_own(weights_of_ranks, hf, layouts, True)
+    plain, without = in_a_process_of_its_own(weights_of_ranks, hf, layouts, False)
+    assert not without and {"TERowParallelLinear", "TEDotProductAttention"} <= classes
+    assert fused == plain
