@@ -34,6 +34,7 @@ LAYOUTS = [
             "trainer.recompute=full",
         ),
         id="pp2_recompute",
+        marks=pytest.mark.matrix,
     ),
 ]
 

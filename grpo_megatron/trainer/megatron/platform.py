@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Megatron decorates functions with torch.compile at import; on a CPU that needs a compiler.
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    # Megatron decorates functions with torch.compile at import; on a CPU that needs a compiler.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from grpo_megatron import gloo_device  # noqa: E402
 from grpo_megatron.trainer.megatron import cpu_platform, upstream_fixes  # noqa: E402

@@ -52,3 +52,27 @@ os.kill(os.getpid(), signal.SIGKILL)
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(tmp_path.glob("*wandb*")) == []
+
+
+@pytest.mark.parametrize(("cuda", "switched_off"), [(True, "None"), (False, "1")])
+def test_torchs_compiler_is_switched_off_where_there_is_no_gpu_only(cuda, switched_off):
+    """Megatron's fused functions are compiled by it."""
+    script = (
+        "import os, torch\n"
+        f"torch.cuda.is_available = lambda: {cuda}\n"
+        "try:\n"
+        "    import grpo_megatron.trainer.megatron.platform\n"
+        "except ModuleNotFoundError as error:  # for GPUs Megatron imports kernels\n"
+        "    assert error.name == 'triton'\n"
+        "print(os.environ.get('TORCHDYNAMO_DISABLE'))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=True,
+        env=environment,
+    )
+    assert done.stdout.split() == [switched_off]
