@@ -2,7 +2,8 @@
 # Puts the CUDA builds of requirements/contract.txt into .contract/packages, for tests that ask them
 # without a GPU, and a libcuda.so.1 into .contract/lib, whose functions all fail: the extensions of
 # those builds load with it. The sources of Transformer Engine's compiled half, which has no build
-# without nvcc, go to .contract/sources: they say which functions it has. Idempotent; needs .venv with torch's CUDA build, and a C compiler.
+# without nvcc, go to .contract/sources: they say which functions it has. Idempotent; needs .venv
+# with torch's CUDA build, and a C compiler.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

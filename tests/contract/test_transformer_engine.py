@@ -60,7 +60,7 @@ def weights_of_ranks(
         for stage in range(trainer.pipeline_parallel_size):
             rank = stage * trainer.num_ranks // trainer.pipeline_parallel_size
             with _as_rank(trainer, rank):
-                built = policy.build_policy(hf, trainer, OptimizerConfig(), "trainable")
+                built = policy.build_policy(hf, trainer, OptimizerConfig())
                 tensors = policy.tensor_map(hf, built.config)
                 num_experts = built.config.num_moe_experts or 0
                 for shard in policy.local_shards(built.chunks, num_experts):
