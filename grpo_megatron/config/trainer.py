@@ -7,6 +7,9 @@ from pydantic import Field
 
 from grpo_megatron.config.base import Strict
 
+FP8_ROWS = 16
+"""Rows of an FP8 matrix product come in multiples of this (Transformer Engine)."""
+
 
 class TrainerConfig(Strict):
     """Parallel layout: `num_ranks = tensor * pipeline * context * data`."""
@@ -35,6 +38,14 @@ class TrainerConfig(Strict):
     """Shard optimizer state over data-parallel ranks."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations; log-probs and router are always float32."""
+    fp8: Literal["none", "blockwise"] = "none"
+    """Matrix products of the layers in FP8 with a scale for every block (GPUs with Transformer
+    Engine); parameters and gradients keep their precision."""
+    moe_dispatcher: Literal["auto", "alltoall", "deepep", "hybridep"] = "auto"
+    """How tokens reach their experts' ranks; 'auto': the fastest that is installed."""
+    overlap_communication: bool | None = None
+    """Reduce gradients during the backward and gather weights during the next forward; default: on
+    GPUs. The gather is over before weights are published, saved, exported or exchanged."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     max_tokens_per_microbatch: int = Field(8192, ge=1)
@@ -65,6 +76,14 @@ class TrainerConfig(Strict):
     def etp(self) -> int:
         """Tensor-parallel ranks of an expert."""
         return self.expert_tensor_parallel_size or self.tensor_parallel_size
+
+    @property
+    def token_multiple(self) -> int:
+        """What the packed tokens of a micro-batch are padded to a multiple of."""
+        multiple = self.tensor_parallel_size
+        if self.fp8 != "none":
+            multiple *= FP8_ROWS
+        return multiple
 
     @property
     def sp(self) -> bool:

@@ -189,9 +189,14 @@ def has_frozen_routers(config: RunConfig) -> bool:
 def fullest_static(s: Sizes, stage: int, *, frozen_routers: bool, on_gpu: bool) -> RankMemory:
     """What the fullest rank of a stage holds from start to end."""
     count = s.trainer.num_ranks // s.trainer.pipeline_parallel_size
+    overlaps = s.trainer.overlap_communication
+    if overlaps is None:
+        overlaps = on_gpu
     static = {}
     for rank in (0, count - 1):  # shards differ by padding only
-        static[rank] = static_bytes(s, stage, rank, frozen_routers=frozen_routers, overlaps=on_gpu)
+        static[rank] = static_bytes(
+            s, stage, rank, frozen_routers=frozen_routers, overlaps=overlaps
+        )
     rank = max(static, key=lambda rank: sum(static[rank].values()))
     return RankMemory(stage, stage * count + rank, static[rank])
 

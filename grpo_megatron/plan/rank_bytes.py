@@ -39,7 +39,7 @@ def static_bytes(
 ) -> dict[str, int]:
     """`weights`, `gradients`, `optimizer` (Adam's moments, and float32 weights where the model's
     are not) and `buffers` of rank `local_rank` of a pipeline stage's ranks. Frozen routers have no
-    gradients; reductions that overlap with computation (on GPUs) are done in buckets."""
+    gradients; reductions that overlap with computation are done in buckets."""
     t = s.trainer
     element = s.symbols["element"]
     replicas, expert_replicas = shard_counts(t)

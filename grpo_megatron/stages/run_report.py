@@ -40,11 +40,13 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
     if run_dir.result.exists():
         result = json.loads(run_dir.result.read_text())
     every = len(steps) // CURVE_POINTS + 1
+    events = read_events(run_dir.events)
     found: dict[str, Any] = {
         "name": run_dir.root.resolve().name,
         "config": config.model_dump(mode="json"),
         "result": result,
-        "events": [event["kind"] for event in read_events(run_dir.events)],
+        "events": [event["kind"] for event in events],
+        "kernels": _newest_kernels(events),
         "metrics": _curves(_thinned(steps, every)),
         "every": every,
         "samples": _shown_samples(run_dir),
@@ -65,6 +67,15 @@ def report_run(run_dir: RunDir) -> dict[str, Any]:
             notes.append(f"{part}: {reason}")
     found["notes"] = notes
     return found
+
+
+def _newest_kernels(events: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """`part`, `chosen` and `why` of every kernel of the newest attempt; [] of an older run."""
+    kernels: list[dict[str, str]] = []
+    for event in events:
+        if event["kind"] == "kernels":
+            kernels = event["kernels"]
+    return kernels
 
 
 def _thinned(steps: Sequence[dict[str, Any]], every: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.errors import TrainerError, TransferError
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.trainer.protocol import encode, error_reply
 from grpo_megatron.trainer.requests import AnyRequest, Stop, read_request, to_json_values
 from grpo_megatron.weights.transfer import listening_store
@@ -104,6 +105,7 @@ def main(run_path: str, attempt: str = "") -> None:
     bind_gloo(own_address())
     config = read_resolved(run_dir.config).config
     from grpo_megatron.trainer.megatron import platform  # before Megatron
+    from grpo_megatron.trainer.megatron.policy import describe_kernels
     from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
     from grpo_megatron.trainer.service import TrainerService
 
@@ -118,9 +120,14 @@ def main(run_path: str, attempt: str = "") -> None:
     # A million objects of torch, Megatron and the model stay until the end: without this every full
     # collection, of which Megatron asks for some in each checkpoint, looks at all of them (0.3 s).
     gc.freeze()
-    print(f"rank {info.rank}: {platform.BACKEND}, {service.policy.kernels()}", flush=True)
+    kernels = describe_kernels(service.policy, config.trainer)
+    print(
+        f"rank {info.rank}: {platform.BACKEND}, policy kernels: {'; '.join(map(str, kernels))}",
+        flush=True,
+    )
     link: ControllerLink | None = None
     if info.rank == 0:
+        append_event(run_dir.events, "kernels", kernels=[kernel.told() for kernel in kernels])
         link = ControllerLink(endpoint)
     serve(service, link, group)
     dist.destroy_process_group()

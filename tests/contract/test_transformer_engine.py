@@ -25,6 +25,17 @@ EVERYTHING = {
     "expert_parallel_size": 2,
     "expert_tensor_parallel_size": 1,
 }
+FP8 = {"num_ranks": 1, "fp8": "blockwise"}
+SETTINGS = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "apply_rope_fusion",
+    "fp8",
+)
 
 
 def one_preset_a_family() -> dict[str, str]:
@@ -38,29 +49,33 @@ def weights_of_ranks(
     hf: dict[str, Any], layouts: list[dict[str, int]], transformer_engine: bool
 ) -> tuple[list[Any], set[str]]:
     """For each layout, of the first rank of every pipeline stage: each shard of a parameter, with
-    the Hugging Face tensors that it is a part of; and which classes of Transformer Engine are in
-    the model."""
+    the Hugging Face tensors that it is a part of; which classes of Transformer Engine are in the
+    model; and what Megatron's settings say of the kernels."""
     te_extension.install(SOURCES)  # Megatron imports it in any case
     import grpo_megatron.trainer.megatron.platform  # isort: skip  # before Megatron
     import torch
 
     from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
-    from grpo_megatron.trainer.megatron import layer_specs, model_config, policy
+    from grpo_megatron.trainer.megatron import layer_specs, policy
     from tests.plan.meta_cases import _as_rank
 
-    for module in (grpo_megatron.trainer.megatron.platform, layer_specs, model_config):
+    for module in (grpo_megatron.trainer.megatron.platform, layer_specs):
         module.HAS_TRANSFORMER_ENGINE = transformer_engine
+    grpo_megatron.trainer.megatron.platform.HAS_CUDA = transformer_engine  # kernels are chosen
     if transformer_engine:  # its layers refuse to be made elsewhere; all tensors are on meta
         torch.cuda.is_available = lambda: True
         torch.cuda.current_device = lambda: 0
+        torch.cuda.set_device = lambda device: None
     found = []
     classes: set[str] = set()
+    settings: list[dict[str, Any]] = []
     for layout in layouts:
         trainer = TrainerConfig(**layout)
         for stage in range(trainer.pipeline_parallel_size):
             rank = stage * trainer.num_ranks // trainer.pipeline_parallel_size
             with _as_rank(trainer, rank):
                 built = policy.build_policy(hf, trainer, OptimizerConfig())
+                settings.append({name: getattr(built.config, name) for name in SETTINGS})
                 tensors = policy.tensor_map(hf, built.config)
                 num_experts = built.config.num_moe_experts or 0
                 for shard in policy.local_shards(built.chunks, num_experts):
@@ -69,7 +84,8 @@ def weights_of_ranks(
                     found.append((trainer.num_ranks, rank, whole.hf, whole.groups, part))
                 for chunk in built.chunks:
                     classes |= {type(module).__name__ for module in chunk.modules()}
-    return sorted(found, key=repr), {name for name in classes if name.startswith("TE")}
+    of_transformer_engine = {name for name in classes if name.startswith("TE")}
+    return sorted(found, key=repr), of_transformer_engine, settings
 
 
 @pytest.mark.parametrize("preset", sorted(one_preset_a_family().values()))
@@ -78,7 +94,20 @@ def test_the_weights_are_those_of_torchs_layers(preset):
     layouts = [ONE_RANK, EVERYTHING]
     if not facts_from_hf(hf).num_experts:
         layouts[1] = {key: size for key, size in EVERYTHING.items() if "expert" not in key}
-    fused, classes = in_a_process_of_its_own(weights_of_ranks, hf, layouts, True)
-    plain, without = in_a_process_of_its_own(weights_of_ranks, hf, layouts, False)
+    fused, classes, settings = in_a_process_of_its_own(weights_of_ranks, hf, layouts, True)
+    plain, without, plain_settings = in_a_process_of_its_own(weights_of_ranks, hf, layouts, False)
     assert not without and {"TERowParallelLinear", "TEDotProductAttention"} <= classes
     assert fused == plain
+    assert not any(value for stage in plain_settings for value in stage.values())
+    for stage in settings:
+        assert stage["bias_activation_fusion"] and stage["gradient_accumulation_fusion"]
+        assert not stage["moe_router_fusion"]
+        assert stage["moe_permute_fusion"] == bool(facts_from_hf(hf).num_experts)
+
+
+@pytest.mark.parametrize("preset", sorted(one_preset_a_family().values()))
+def test_every_family_is_made_for_fp8(preset):
+    hf = {"vocab_size": 96, **tiny_config(load_preset(preset).hf, num_layers=NUM_LAYERS)}
+    _, classes, settings = in_a_process_of_its_own(weights_of_ranks, hf, [FP8], True)
+    assert "TERowParallelLinear" in classes
+    assert [stage["fp8"] for stage in settings] == ["e4m3"]

@@ -92,6 +92,9 @@ def write_run(
                     tokenizer.decode,
                 )
                 _train(run_dir.step_store(step), rng)
+    for swiglu in ("fused", "separate"):  # of the first attempt, and of the newest
+        kernel = {"part": "swiglu", "chosen": swiglu, "why": "said"}
+        append_event(run_dir.events, "kernels", kernels=[kernel])
     append_event(run_dir.events, "resumed", step=1)
     if result is not None:
         run_dir.result.write_text(json.dumps(result))

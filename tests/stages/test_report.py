@@ -70,7 +70,9 @@ def test_metrics_are_columns(tmp_path):
     assert run["metrics"]["step"] == [0, 1, 2, 3, 4] and run["result"]["before"] == 0.33
     assert [value is None for value in run["metrics"]["reward/mean"]] == [False, True] + 3 * [False]
     assert run["metrics"]["telemetry/nonfinite/count"][0] == ""  # absent
-    assert run["events"] == ["resumed"] and run["notes"] == [] and run["memory"]["weights"] > 0
+    assert run["events"] == ["kernels", "kernels", "resumed"]
+    assert run["kernels"] == [{"part": "swiglu", "chosen": "separate", "why": "said"}]
+    assert run["notes"] == [] and run["memory"]["weights"] > 0
 
 
 def test_long_runs_are_thinned_but_keep_the_last_step_and_evaluations(tmp_path, monkeypatch):
@@ -263,6 +265,16 @@ def test_memory_of_ppo_and_grpo(browser, tmp_path):
     ]
     assert rows[0][1] == f"{ppo['models'][0]['parameters']:,}" and rows[2][3:5] == ["–", "–"]
     assert rows[-1][-1] == f"{ppo['algorithms'][-1]['share_of_ppo'] * 100:.1f} %"
+
+
+def test_kernels_are_listed_with_their_reason(browser, tmp_path):
+    page = write_report(str(write_run(tmp_path / "run", 1).root))
+    plots_of(browser, page)
+    rows = browser.run(
+        "return [...document.querySelectorAll('.kernels tbody tr')].map("
+        "row => [...row.cells].map(cell => cell.textContent))"
+    )
+    assert rows == [["swiglu", "separate", "said"]]
 
 
 def test_hover_and_keys_show_values(browser, tmp_path):

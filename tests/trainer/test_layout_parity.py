@@ -12,6 +12,7 @@ TOLERANCE = 1e-5
 
 LAYOUTS_2 = {
     "dp2": {},
+    "dp2_overlap": {"overlap_communication": True},
     "tp2_sp": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
     "pp2_vpp2": {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
@@ -23,6 +24,7 @@ LAYOUTS_2 = {
 LAYOUTS_4 = {
     "pp2_ep2": {"pipeline_parallel_size": 2, "expert_parallel_size": 2},
     "tp2_sp_pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "ep2_overlap": {"expert_parallel_size": 2, "overlap_communication": True},
     "etp2_ep2": {
         "tensor_parallel_size": 2,
         "expert_tensor_parallel_size": 2,

@@ -25,6 +25,7 @@ import megatron.core.tensor_parallel.mappings as mappings  # noqa: E402
 import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: E402
 import megatron.core.transformer.multi_latent_attention as mla  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig  # noqa: E402
 from grpo_megatron.trainer.megatron.model_config import transformer_config  # noqa: E402
@@ -94,6 +95,27 @@ def query_projection(model: str):
     fix = upstream_fixes.keep_query_projection_without_norm
     if upstream_fixes.installed_release() in upstream_fixes.FIXES[fix]:
         fix()
+    return before, _outcome(build)
+
+
+def output_layer_with_fused_accumulation(model: str):
+    """Whether Megatron's own output layer is made where others accumulate gradients by themselves.
+
+    Afterwards, whether it accumulates separately, and the others' setting is as it was."""
+    initialize(LAYOUT, RankInfo.from_environment(), fresh_store())
+    seed_everything(1)
+    hf = json.loads((Path(model) / "config.json").read_text())
+    config = transformer_config(hf, LAYOUT)
+    config.gradient_accumulation_fusion = True
+
+    def build():
+        layer = ColumnParallelLinear(
+            8, 16, config=config, init_method=torch.nn.init.zeros_, bias=False
+        )
+        return layer.gradient_accumulation_fusion, config.gradient_accumulation_fusion
+
+    before = _outcome(build)
+    upstream_fixes.make_output_layer_without_apex()
     return before, _outcome(build)
 
 

@@ -105,6 +105,14 @@ function memoryOf(run) {
       + `Left out: activations, KV cache, engine; here the host keeps references.${free}`));
 }
 
+/** Which kernels trained, as the newest attempt chose them, each with its reason. */
+function kernelsOf({ kernels }) {
+  if (!kernels.length) return null;
+  const rows = kernels.map(({ part, chosen, why }) => [part, chosen, why]);
+  return el("details", { class: "kernels" }, el("summary", null, "Kernels of the policy"),
+    table(["part", "chosen", "because"], rows, [0, 1, 2]));
+}
+
 /** What the explorer has of the run's objective, in words. */
 function coverageOf({ preset }, { column, lacks }) {
   const as = column ? `is the column ${column}` : "is in no column";
@@ -148,7 +156,8 @@ function runSection(run) {
     steps.length ? routingOf(run) : null,
     el("h3", null, "Samples"), samplesOf(run.recorded || [], run.samples),
     config.kind === "rl" ? [el("h3", null, "A policy update, token by token"), updateOf(run.moved || []),
-      el("h3", null, "Advantages of a group"), explorerOf(run), memoryOf(run)] : null);
+      el("h3", null, "Advantages of a group"), explorerOf(run), memoryOf(run)] : null,
+    kernelsOf(run));
 }
 
 const GLYPHS = { done: "✓", "gate closed": "✕", begun: "…", ready: "○", waiting: "–" };

@@ -120,7 +120,7 @@ def _by_megatron(
     microbatches = []
     for index in range(layout.pipeline_parallel_size):  # the schedule wants one a stage
         microbatches.append(
-            build_microbatch(index, table, row, device=device(), pad_to=layout.tensor_parallel_size)
+            build_microbatch(index, table, row, device=device(), pad_to=layout.token_multiple)
         )
     batch = UpdateBatch(torch.from_numpy(row), tuple(microbatches), len(ids))
     logprobs = logprob_pass(policy, batch)[0][0]

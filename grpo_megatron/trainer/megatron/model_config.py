@@ -12,7 +12,13 @@ from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import megatron_settings, model_fields
-from grpo_megatron.trainer.megatron.platform import HAS_CUDA, HAS_TRANSFORMER_ENGINE
+from grpo_megatron.trainer.megatron.kernels import (
+    Computation,
+    Kernel,
+    choose,
+    installed,
+    settings_of,
+)
 from grpo_megatron.trainer.megatron.rope import rotary
 
 _NAMES: dict[str, str] = {
@@ -43,15 +49,8 @@ def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> Transformer
         **_parallel(layout),
         **megatron_settings(family_of(hf["model_type"]), fields),
     }
-    if settings.get("num_moe_experts"):
-        settings["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
-    if not HAS_CUDA:
-        settings |= {
-            "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
-            "masked_softmax_fusion": False,
-            "gradient_accumulation_fusion": False,
-        }
+    settings |= settings_of(kernels_of(hf, layout))
+    settings["masked_softmax_fusion"] = False  # of an attention that is not used
     if settings.get("multi_latent_attention"):
         return MLATransformerConfig(**settings, **_latent_rope(fields["rope"]))
     config = TransformerConfig(**settings)
@@ -62,12 +61,32 @@ def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> Transformer
     return config
 
 
+def kernels_of(hf: dict[str, Any], layout: TrainerConfig) -> list[Kernel]:
+    """Say which kernels compute a `config.json` at a layout on this machine.
+
+    Raises ConfigError as `transformer_config` does, SetupError where one that the layout names is
+    not installed."""
+    fields = model_fields(hf)
+    settings = megatron_settings(family_of(hf["model_type"]), fields)
+    is_latent = bool(settings.get("multi_latent_attention"))
+    rotary_factor = 1.0
+    if not is_latent:
+        rotary_factor = rotary(fields["rope"], fields["head_dim"])[1]
+    wanted = Computation(
+        layout,
+        num_experts=settings.get("num_moe_experts") or 0,
+        latent_attention=is_latent,
+        rotary_factor=rotary_factor,
+    )
+    return choose(installed(), wanted)
+
+
 def _latent_rope(rope: dict[str, Any]) -> dict[str, Any]:
     """Return the settings by which latent attention rotates by itself.
 
     rope: the result of `plan.hf_config.rope_fields`. Raises ConfigError for what is not supported.
     """
-    settings = {"rope_type": "rope", "rotary_base": rope["theta"], "apply_rope_fusion": False}
+    settings = {"rope_type": "rope", "rotary_base": rope["theta"]}
     if rope["type"] == "default":
         return settings | {"rotary_scaling_factor": 1.0}
     if rope["type"] != "yarn" or rope["attention_factor"] or not rope["truncate"]:

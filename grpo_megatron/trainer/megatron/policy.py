@@ -18,8 +18,9 @@ from megatron.core.utils import unwrap_model
 
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.plan.hf_config import model_fields
+from grpo_megatron.trainer.megatron.kernels import Kernel
 from grpo_megatron.trainer.megatron.layer_specs import block_spec
-from grpo_megatron.trainer.megatron.model_config import transformer_config
+from grpo_megatron.trainer.megatron.model_config import kernels_of, transformer_config
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA
 from grpo_megatron.trainer.megatron.policy_model import PolicyModel
 from grpo_megatron.trainer.megatron.rope import rotary
@@ -56,20 +57,18 @@ class Policy:
             list(local_shards(self.chunks, self.config.num_moe_experts or 0)),
         )
 
-    def kernels(self) -> str:
-        """Say which classes compute here, for the log: fused ones are used where installed."""
-        wanted = ("core_attention", "linear_qkv", "experts", "input_layernorm")
-        found: dict[str, type] = {}
-        for model in self.models:
-            for path, module in model.named_modules():
-                name = path.rpartition(".")[2]
-                if name in wanted:
-                    found[name] = type(module)
-        found["optimizer"] = type(self._optimizer_parts()[0].optimizer)
-        described = []
-        for name, kind in found.items():
-            described.append(f"{name} {kind.__module__}.{kind.__qualname__}")
-        return ", ".join(described)
+    def optimizer_class(self) -> type:
+        """Return the class that holds the moments: Transformer Engine's, Apex' or torch's."""
+        kind: type = type(self._optimizer_parts()[0].optimizer)
+        return kind
+
+    # --- weights that the next forward gathers (`TrainerConfig.overlap_communication`)
+
+    def gather_weights(self) -> None:
+        """Wait until this rank has all of its weights. Collective over data parallelism."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def _optimizer_parts(self) -> list[Any]:
         """Return Megatron's optimizers of dense and expert parameters, where this rank has any."""
@@ -93,6 +92,13 @@ class Policy:
         """Let the next optimizer steps have the learning rate `lr`, times that of the group."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
+
+
+def describe_kernels(policy: Policy, layout: TrainerConfig) -> list[Kernel]:
+    """Say which kernels compute the policy, and which optimizer it has."""
+    kind = policy.optimizer_class()
+    optimizer = Kernel("optimizer", f"{kind.__module__}.{kind.__qualname__}", "of those installed")
+    return [*kernels_of(policy.hf, layout), optimizer]
 
 
 def state_tensors(policy: Policy) -> list[torch.Tensor]:
@@ -133,11 +139,15 @@ def build_policy(
     if router_policy != "none":
         config.moe_router_bias_update_rate = 0.0
     distributed = layout.distributed_optimizer
+    overlaps = layout.overlap_communication
+    if overlaps is None:
+        overlaps = HAS_CUDA
     ddp_config = ddp.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed,
-        overlap_grad_reduce=HAS_CUDA,
-    )  # a gather in the next forward is too late to publish
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps and distributed,
+    )
     chunks = []
     for index, model in enumerate(build_models(config, hf, layout)):
         model.temperature = temperature
@@ -148,6 +158,8 @@ def build_policy(
             module = Float16Module(config, model)
         chunk = ddp.DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         chunk.broadcast_params()
+        if ddp_config.overlap_param_gather:
+            model.await_weight = _GatheredWeight(chunk)
         chunks.append(chunk)
     megatron_optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -172,6 +184,18 @@ def build_policy(
         if len(syncs) == 1:  # Megatron takes a list of several only
             config.no_sync_func = syncs[0]
     return Policy(hf, config, chunks, megatron_optimizer, RouteReplay(unwrap_model(chunks), config))
+
+
+@dataclass(frozen=True)
+class _GatheredWeight:
+    """Waits for one weight where the layer that owns it is not called, so that its hook is not."""
+
+    chunk: ddp.DistributedDataParallel
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        group = self.chunk.param_to_bucket_group.get(weight)
+        if group is not None:  # a frozen one is in none
+            group.finish_param_sync()
 
 
 def _freeze_routers(model: torch.nn.Module) -> None:

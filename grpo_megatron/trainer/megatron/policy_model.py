@@ -1,6 +1,6 @@
 """GPTModel whose last stage answers with token log-probs instead of logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     real_vocab_size: int  # without the padding, which gets probability 0
     logprob_chunk_tokens: int
     temperature: float = 1.0
+
+    await_weight: Callable[[torch.Tensor], None] | None = None
+    """Returns once a weight is whole, where forwards gather weights; None: they are."""
 
     answers_states: bool = False  # [n, H], what the output layer would get, instead
     _kept: KeptIds | None = None
@@ -50,6 +53,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             weight = self.shared_embedding_or_output_weight()
         else:
             weight = self.output_layer.weight
+        if self.await_weight is not None:
+            self.await_weight(weight)
         return weight
 
     def _postprocess(

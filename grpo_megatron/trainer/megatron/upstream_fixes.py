@@ -217,6 +217,26 @@ def save_torch_adam_without_step() -> None:
     DistributedOptimizer.load_state_dict = load_with_own_steps
 
 
+def make_output_layer_without_apex() -> None:
+    """layers.py:1070 refuses fused gradient accumulation where Apex is absent.
+
+    Transformer Engine's layers accumulate by themselves, but the output layer is Megatron's own:
+    without Apex it accumulates as it does where the setting is off."""
+    import copy
+
+    from megatron.core.tensor_parallel import layers
+
+    initialise = layers.ColumnParallelLinear.__init__
+
+    def initialise_unfused(self: Any, *args: Any, config: Any, **settings: Any) -> None:
+        if config.gradient_accumulation_fusion and not layers._grad_accum_fusion_available:
+            config = copy.copy(config)
+            config.gradient_accumulation_fusion = False
+        initialise(self, *args, config=config, **settings)
+
+    layers.ColumnParallelLinear.__init__ = initialise_unfused
+
+
 def save_without_helper_processes() -> None:
     """Checkpoints are written by the rank itself.
 
@@ -315,6 +335,7 @@ FIXES: dict[Callable[[], None], tuple[str, ...]] = {
     score_groups_as_deepseek: RELEASES,
     rotate_packed_sequences_at_once: RELEASES,
     save_torch_adam_without_step: RELEASES,
+    make_output_layer_without_apex: RELEASES,
     save_without_helper_processes: RELEASES,
 }
 """Fixes, in the order in which they are applied, and the releases whose defects they mend."""

@@ -71,7 +71,7 @@ def prepare(
             index,
             table,
             rows[part],
-            pad_to=layout.tensor_parallel_size,
+            pad_to=layout.token_multiple,
             device=device(),
         )
         microbatches.append(microbatch)
@@ -119,12 +119,17 @@ def compute_gradients(
     return reduce_stats(stats)
 
 
-def apply_gradients(policy: Policy, stats: Stats) -> Stats:
+def apply_gradients(policy: Policy, stats: Stats, *, gather: bool = True) -> Stats:
     """Clip the gradients, step the optimizer, and add the norm to the step's metrics.
 
-    Raises TrainerError when the loss or the norm is not finite; weights are lost then."""
+    gather: leave every rank with all of its weights. Without, the next forward gathers them while
+    it computes, and until then, or until `policy.gather_weights`, nobody may read them.
+    Raises TrainerError when the loss or the norm is not finite; weights are lost then. Collective.
+    """
     _require_finite("loss", stats.result()["loss/value"])
     _, grad_norm, _ = policy.optimizer.step()
+    if gather:
+        policy.gather_weights()
     grad_norm = float(grad_norm)
     _require_finite("gradient norm", grad_norm)
     stats.mean("grad/norm", torch.tensor(grad_norm), 1.0, "update")

@@ -114,13 +114,16 @@ class Training:
 
         rates = []
         by_update: list[Stats] = []
+        num_updates_here = self.config.batch.epochs * len(self.updates)
         for epoch in range(self.config.batch.epochs):
             self.recorded_masks.append([])
             for update in self.updates:
                 number = first_update + len(by_update)
                 rate = self.config.optimizer.rate(number, num_updates)
                 self.policy.set_learning_rate(rate)
-                stats = self._train(update, self._constants(update, advantages), epoch)
+                constants = self._constants(update, advantages)
+                is_last = len(by_update) + 1 == num_updates_here
+                stats = self._train(update, constants, epoch, is_last=is_last)
                 self._learn(stats)
                 rates.append(rate)
                 by_update.append(stats)
@@ -228,8 +231,11 @@ class Training:
             constants = with_preference(constants, self.objective, self._margins(update))
         return constants
 
-    def _train(self, update: UpdateBatch, constants: LossConstants, epoch: int) -> Stats:
-        """Take one optimizer step. epoch: how often the batch was trained before, from 0."""
+    def _train(
+        self, update: UpdateBatch, constants: LossConstants, epoch: int, *, is_last: bool
+    ) -> Stats:
+        """Take one optimizer step. epoch: how often the batch was trained before, from 0; is_last:
+        no other one follows, so that the weights are read next."""
         routing = self.source.training_pass(update, constants)
         sampled_by_these_weights = not self.table.manifest.stale
         loss = PolicyGradientLoss(
@@ -242,7 +248,7 @@ class Training:
         )
         stats = optimizer_step.compute_gradients(self.policy, update, loss, routing)
         self._require_agreement(stats)
-        stats = optimizer_step.apply_gradients(self.policy, stats)
+        stats = optimizer_step.apply_gradients(self.policy, stats, gather=is_last)
         self.recorded_masks[epoch] += loss.recorded_masks
         self.source.finish(routing, update)
         return stats

@@ -106,6 +106,12 @@ def test_a_save_leaves_no_process_behind(unfixed, dense_model, tmp_path):
     assert after == (0, weight)
 
 
+def test_the_output_layer_needs_no_apex(unfixed, dense_model):
+    before, after = unfixed("output_layer_with_fused_accumulation", model=dense_model)
+    assert before == "RuntimeError"
+    assert after == (False, True)
+
+
 def test_packed_sequences_are_rotated_at_once(unfixed):
     (slices_before, rotated_before), (slices_after, rotated_after) = unfixed(
         "slices_of_packed_rotation"
