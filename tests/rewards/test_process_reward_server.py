@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.config.presets import load_preset
+from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rehearsal.tiny_family import tiny_config, write_tiny_checkpoint
 from grpo_megatron.rewards.step_rewards import process_reward_model
 
@@ -81,7 +83,11 @@ def url(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "server.log"
     with open(log, "w") as file:
         server = subprocess.Popen(
-            command, env={**os.environ, **ENVIRONMENT}, stdout=file, stderr=subprocess.STDOUT
+            command,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(die_with_parent, os.getpid()),  # of a session that is ended
         )
     try:
         wait_for(f"http://127.0.0.1:{port}/health", server, log)

@@ -8,12 +8,14 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.replica import serve_command
@@ -160,6 +162,7 @@ class Server:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid()),  # of a session that is ended
             )
         return cls(config, checkpoint, port, process, log, name)
 
