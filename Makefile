@@ -13,12 +13,12 @@ args ?=
 demo_flags = $(if $(seed),seed=$(seed)) $(args)
 pytest := $(bin)/python -m pytest -q -rs --durations=25 --durations-min=5
 gate := not learning and not chaos and not slurm and not gpu and not families and not matrix \
-	and not recipes and not contract
+	and not recipes and not contract and not device
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
 
 .PHONY: setup demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
-	test-slurm test-contract test-gpu clean
+	test-slurm test-contract test-device test-gpu clean
 
 setup:
 	@scripts/setup.sh
@@ -89,6 +89,10 @@ test-contract: setup
 	@scripts/setup_contract.sh
 	PYTHONPATH=$(CURDIR)/.contract/packages LD_LIBRARY_PATH=$(CURDIR)/.contract/lib \
 		$(pytest) -m contract tests/contract
+
+# The trainer's CUDA branch on the CPU, with tensors that say they are on a GPU.
+test-device: setup
+	$(pytest) -m device tests/device
 
 test-gpu: setup
 	$(pytest) -m gpu $(or_empty)

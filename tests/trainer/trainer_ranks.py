@@ -111,7 +111,7 @@ class Setup:
         """Full tensors under Hugging Face names, on rank 0."""
         model = ShardedModel(self.policy.sharded.map, shards)
         found = {
-            name: tensor.float().numpy().copy()
+            name: tensor.float().cpu().numpy().copy()
             for name, tensor in model.stream(model.entries, [0] * len(model.entries))
         }
         return found if dist.get_rank() == 0 else None

@@ -22,6 +22,8 @@ import warnings
 from typing import Any
 from unittest.mock import patch
 
+from grpo_megatron import pretended_cuda
+
 CASE_TIMEOUT_S = 400.0
 """Of one case, on a machine that is busy with other work: the first one waits for imports too."""
 
@@ -40,11 +42,12 @@ class WorkerGroup:
     """`world_size` processes on gloo. They are started anew after a case that failed.
 
     isolated: every rank imports for itself, where a case needs Megatron-Core as released or
-    measures its memory."""
+    measures its memory. pretended: every rank has a GPU that only pretends."""
 
-    def __init__(self, world_size: int, *, isolated: bool = False):
+    def __init__(self, world_size: int, *, isolated: bool = False, pretended: bool = False):
         self.world_size = world_size
-        self._context = _SPAWNING if isolated else _FORKING
+        self._context = _SPAWNING if isolated or pretended else _FORKING
+        self._environment = pretended_cuda.environment() if pretended else {}
         self._is_broken = False
         self._start()
         atexit.register(self.close)  # before multiprocessing waits for its children
@@ -55,7 +58,7 @@ class WorkerGroup:
             store_port = probe.getsockname()[1]
         self._processes = []
         self._links = []
-        with patch.dict(os.environ, _RANK_ENVIRONMENT):
+        with patch.dict(os.environ, {**_RANK_ENVIRONMENT, **self._environment}):
             for rank in range(self.world_size):
                 environment = {
                     "RANK": str(rank),

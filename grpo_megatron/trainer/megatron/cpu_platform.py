@@ -37,7 +37,7 @@ def install() -> None:
             "megatron was imported before grpo_megatron.trainer.megatron.platform: it would keep "
             "functions that need CUDA, and seed no random numbers"
         )
-    _stand_in_for_triton_kernels()
+    stand_in_for_triton_kernels()
     _replace_streams()
     _replace_random_state()
     _redirect_device_literals()
@@ -48,7 +48,7 @@ def install() -> None:
         _uneven_collectives()
 
 
-def _stand_in_for_triton_kernels() -> None:
+def stand_in_for_triton_kernels() -> None:
     """moe/paged_stash.py:12 of 0.19.2 imports kernels, and all of `megatron.core` imports that.
 
     They need Triton, which builds of torch for the CPU do not bring. Only `moe_paged_stash`, which

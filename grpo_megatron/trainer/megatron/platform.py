@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from grpo_megatron import pretended_cuda
+
+pretended_cuda.install_if_wanted()  # before anything looks for a GPU
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Megatron decorates functions with torch.compile at import; on a CPU that needs a compiler.
@@ -64,6 +67,8 @@ def _without_compiler() -> Iterator[None]:
 with _without_wandb(), _without_compiler():
     upstream_fixes.installed_release()  # refuses others before anything of them is replaced
     cpu_platform.install()
+    if pretended_cuda.is_wanted():  # it cannot run kernels either
+        cpu_platform.stand_in_for_triton_kernels()
     # the modules that import it, of which others are imported later
     importlib.import_module("megatron.core.timers")
     importlib.import_module("megatron.core.inference.contexts.dynamic_context")

@@ -1,0 +1,49 @@
+"""On a CUDA device that only pretends, the trainer computes what it computes on the CPU.
+
+The ranks run the CUDA branch of everything, with collectives of NCCL over gloo; a tensor that was
+forgotten on the host, or numpy of one that was not, ends a case with an error. Which kernels a GPU
+would compute with is another matter: docs/pretended-device.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.device, pytest.mark.timeout(400)]
+
+TRAIN = "tests.trainer.trainer_ranks:train_objectives"
+GRPO = {"grpo": {"preset": "grpo"}}
+TOLERANCE = 1e-6
+LAYOUTS_2 = {
+    "tp2_sp": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
+    "ep2": {"expert_parallel_size": 2},
+}
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    """Three steps each."""
+    assert len(expected["losses"]) == len(expected["grad_norms"]) == 3
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense", "latent"])
+def test_one_rank(request, pretended1, world1, three_updates, kind):
+    model = request.getfixturevalue(f"{kind}_model")
+    arguments = {"model": model, "samples": three_updates, "layout": {}, "objectives": GRPO}
+    found = pretended1.run(TRAIN, **arguments)["grpo"]
+    assert_same(found, world1.run(TRAIN, **arguments)["grpo"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_2)
+def test_two_ranks(pretended2, world2, moe_model, three_updates, layout):
+    arguments = {
+        "model": moe_model,
+        "samples": three_updates,
+        "layout": LAYOUTS_2[layout],
+        "objectives": GRPO,
+    }
+    found = pretended2.run(TRAIN, **arguments)["grpo"]
+    assert_same(found, world2.run(TRAIN, **arguments)["grpo"])
