@@ -13,12 +13,12 @@ args ?=
 demo_flags = $(if $(seed),seed=$(seed)) $(args)
 pytest := $(bin)/python -m pytest -q -rs --durations=25 --durations-min=5
 gate := not learning and not chaos and not slurm and not gpu and not families and not matrix \
-	and not recipes and not contract and not device
+	and not recipes and not contract and not device and not trace
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
 
 .PHONY: setup demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
-	test-slurm test-contract test-device test-gpu clean
+	test-trace test-slurm test-contract test-device test-gpu clean
 
 setup:
 	@scripts/setup.sh
@@ -83,6 +83,10 @@ test-chaos: setup
 
 test-slurm: setup
 	$(pytest) -m slurm $(or_empty)
+
+# Ranks of recipes at their real sizes, without memory, held against the plan.
+test-trace: setup
+	$(pytest) -m trace
 
 # The CUDA build of vLLM in place of the CPU's, on a machine without a GPU.
 test-contract: setup

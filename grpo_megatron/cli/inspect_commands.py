@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -139,9 +139,18 @@ def plan(
             help="Memory of PPO's models beside GRPO's; also of a model preset, 7b, 13b or 70b.",
         ),
     ] = None,
+    trace: Annotated[
+        bool,
+        flag(
+            "trace",
+            "Run the trainer's own step at real sizes without memory, and compare; minutes.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Memory by component, bubble, tokens, bytes; an error if the recipe does not fit."""
+    if trace:
+        _trace(recipe, overrides or [], search, compare, as_json)
     if compare is not None:
         _compare(recipe, overrides or [], compare, search, as_json)
         return
@@ -179,6 +188,20 @@ def plan(
         where=recipe,
         remedy="\n".join(remedies),
     )
+
+
+def _trace(
+    source: str, overrides: list[str], search: str | None, compare: str | None, as_json: bool
+) -> NoReturn:
+    from grpo_megatron.cli.trace_plan import trace
+
+    if search or compare:
+        raise ConfigError(
+            "--trace stands alone",
+            where="command line",
+            remedy="leave out --search and --compare",
+        )
+    raise typer.Exit(trace(source, overrides, as_json=as_json))
 
 
 def _compare(

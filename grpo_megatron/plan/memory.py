@@ -60,7 +60,7 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
         usable = int((memory - DEVICES["context"] * _GIB) * (1 - DEVICES["gaps"]))
         if config.placement.mode == "colocated":
             usable -= int(_utilisation(config) * memory)
-    work = _workload(config, sizes)
+    work = workload_of(config, sizes)
     pp = config.trainer.pipeline_parallel_size
     wanted = list(range(pp))
     if worst_only:
@@ -139,7 +139,7 @@ class Workload(TypedDict):
     on_gpu: bool
 
 
-def _workload(config: RunConfig, s: Sizes) -> Workload:
+def workload_of(config: RunConfig, s: Sizes) -> Workload:
     """Of a rank, for `step_bytes`; all samples are taken to be as long as they may."""
     t = config.trainer
     length = config.rollout.max_model_len

@@ -184,8 +184,8 @@ def step_bytes(
     on_gpu: bool,
     replayed: bool,
 ) -> dict[str, int]:
-    """Bytes of `activations`, `logits`, `routing`, `communication` of a rank at their highest,
-    for `tokens` of a full micro-batch and of the longest `sequence`."""
+    """Bytes of `activations`, `logits`, `routing`, `communication` and `libraries` of a rank at
+    their highest, for `tokens` of a full micro-batch and of the longest `sequence`."""
     t = s.trainer
     chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
     symbols = {

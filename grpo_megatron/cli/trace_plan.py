@@ -1,0 +1,18 @@
+"""`plan --trace`: the trainer's own step of a recipe, in a process that has torch."""
+
+import subprocess
+import sys
+
+from grpo_megatron.cli.inspect_commands import resolve_any
+from grpo_megatron.cli.run_commands import print_advice
+
+_PROGRAM = "grpo_megatron.trace"
+
+
+def trace(source: str, overrides: list[str], *, as_json: bool) -> int:
+    """Print the report of a recipe or a run; return the exit code of the process that made it."""
+    print_advice(resolve_any(source, overrides).config)  # refuses before torch is imported
+    command = [sys.executable, "-m", _PROGRAM, source, *overrides]
+    if as_json:
+        command.append("--json")
+    return subprocess.run(command, check=False).returncode

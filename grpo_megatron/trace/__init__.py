@@ -1,0 +1,1 @@
+"""The real trainer at a recipe's real sizes, without its memory: one process plays any rank."""

@@ -1,0 +1,106 @@
+"""Which kernels of torch's own layers a trace takes: a GPU's fused ones, or a CPU's.
+
+On the meta device torch takes attention apart into a matrix of scores, and norms into float32
+steps, which is what neither keeps."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+_LARGEST_FLASH_HEAD = 256
+
+
+@contextmanager
+def fused_kernels(*, on_gpu: bool) -> Iterator[None]:
+    """Let attention, and on a GPU RMS norms, keep what the device's kernels keep."""
+    with ExitStack() as stack:
+        attention = _cpu_attention
+        if on_gpu:
+            attention = _gpu_attention
+            stack.enter_context(mock.patch.object(F, "rms_norm", _gpu_norm))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        yield
+
+
+def _gpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Flash attention, or, where it has none for the type or the sizes, the memory-efficient."""
+    found: torch.Tensor
+    size = query.size(-1)
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    if is_half and size == value.size(-1) and size <= _LARGEST_FLASH_HEAD:
+        found = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, scale=scale
+        )[0]
+        return found
+    if enable_gqa:
+        repeats = query.size(1) // key.size(1)
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+    needs_gradient = torch.is_grad_enabled()
+    found = aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, needs_gradient, 0.0, is_causal, scale=scale
+    )[0]
+    return found
+
+
+_scaled_dot_product_attention = F.scaled_dot_product_attention
+
+
+def _cpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The CPU's flash attention; none where keys and values differ in size."""
+    found: torch.Tensor
+    if query.size(-1) == value.size(-1):
+        found = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, scale=scale
+        )[0]
+        return found
+    found = _scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return found
+
+
+def _gpu_norm(
+    x: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    found: torch.Tensor = _FusedNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Shapes of `aten._fused_rms_norm`, which torch takes apart for the meta device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        inverse_root = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, inverse_root, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, _, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

@@ -1,0 +1,65 @@
+"""Which ranks are traced, and with how much work."""
+
+from dataclasses import dataclass
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.memory import fullest_static, has_frozen_routers, workload_of
+from grpo_megatron.plan.weights import Sizes
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a traced rank computes."""
+
+    num_microbatches: int
+    of_recipe: int
+    """Micro-batches of an optimizer step of the recipe; more than a trace needs change nothing."""
+    samples_per_microbatch: int
+    sequence: int
+    """Tokens of every sample."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch, without padding."""
+        return self.samples_per_microbatch * self.sequence
+
+
+def load_of(config: RunConfig, sizes: Sizes) -> Load:
+    """Full micro-batches, as many as fill the pipeline."""
+    layout = config.trainer
+    work = workload_of(config, sizes)
+    samples = max(work["tokens"] // work["sequence"], 1)
+    enough = max(layout.pipeline_parallel_size, 2)
+    multiple = 1
+    if layout.virtual_pipeline_parallel_size:
+        enough = 2 * layout.pipeline_parallel_size
+        multiple = layout.pipeline_parallel_size
+    of_recipe = -(-work["num_microbatches"] // multiple) * multiple
+    return Load(min(enough, of_recipe), of_recipe, samples, work["sequence"])
+
+
+def ranks_to_trace(config: RunConfig, sizes: Sizes) -> list[int]:
+    """The fullest rank of the first pipeline stage of every kind.
+
+    Stages are of a kind that have the same layers and the same end of the model."""
+    layout = config.trainer
+    pp = layout.pipeline_parallel_size
+    found: dict[object, int] = {}
+    for stage in range(pp):
+        layers = tuple(tuple(sizes.layers_of(stage, chunk)) for chunk in range(sizes.num_chunks))
+        kind = (layers, stage == 0, stage == pp - 1)
+        found.setdefault(kind, stage)
+    on_gpu = config.placement.gpus_per_node > 0
+    ranks = []
+    for stage in found.values():
+        fullest = fullest_static(
+            sizes, stage, frozen_routers=has_frozen_routers(config), on_gpu=on_gpu
+        )
+        ranks.append(fullest.rank)
+    return ranks
+
+
+def stage_and_place(layout: TrainerConfig, rank: int) -> tuple[int, int]:
+    """Pipeline stage of a rank, and its number among the ranks of the stage."""
+    return divmod(rank, layout.num_ranks // layout.pipeline_parallel_size)

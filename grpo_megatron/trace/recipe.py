@@ -1,0 +1,60 @@
+"""A recipe's ranks, traced one after the other and held against its plan."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.memory import vocabulary_of
+from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.resolve import resolve, resolve_run
+from grpo_megatron.plan.weights import sizes_of
+from grpo_megatron.trace.compare import Comparison, comparisons_of
+from grpo_megatron.trace.loads import Load, load_of, ranks_to_trace
+from grpo_megatron.trace.step import RankTrace, trace_rank
+
+
+@dataclass
+class RecipeTrace:
+    """What was found of a recipe, by rank."""
+
+    load: Load
+    on_gpu: bool
+    traces: list[RankTrace]
+    compared: list[list[Comparison]]
+
+
+def trace_recipe(source: str, overrides: list[str], *, say: Callable[[str], None]) -> RecipeTrace:
+    """Trace a recipe or a run directory; `say` hears of every rank.
+
+    Raises ConfigError for a recipe that is not valid, or does not train."""
+    path = Path(source)
+    is_run = path.is_dir() or path.suffix == ".json"
+    resolved = resolve_run(path, overrides) if is_run else resolve(source, overrides)
+    return trace_config(resolved.config, say=say)
+
+
+def trace_config(config: RunConfig, *, say: Callable[[str], None]) -> RecipeTrace:
+    """Trace a valid configuration. Raises ConfigError where it does not train."""
+    if not config.trains:
+        raise ConfigError(
+            f"a run of kind {config.kind!r} has no training step to trace",
+            where="kind",
+            remedy="name a recipe of kind rl, sft or distil",
+        )
+    hf, _ = configuration_of(config.model)
+    sizes = sizes_of(hf, vocabulary_of(hf, config.model), config.trainer)
+    load = load_of(config, sizes)
+    found = RecipeTrace(load, config.placement.gpus_per_node > 0, [], [])
+    for rank in ranks_to_trace(config, sizes):
+        started = time.monotonic()
+        trace = trace_rank(config, rank, load)
+        say(
+            f"rank {rank}, pipeline stage {trace.stage}: {trace.num_operators:,} operators in "
+            f"{time.monotonic() - started:.0f} s"
+        )
+        found.traces.append(trace)
+        found.compared.append(comparisons_of(config, sizes, load, trace))
+    return found

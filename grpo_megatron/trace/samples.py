@@ -1,0 +1,81 @@
+"""A recorded step with samples of full length, as the plan takes them to be."""
+
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.batching.manifest import StepFacts
+from grpo_megatron.batching.store import (
+    SampleRow,
+    SampleTable,
+    begin_step,
+    finish_step,
+    write_shard,
+)
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.routing.shape import RouteShape, RouteStatus
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+
+
+class FullTable(SampleTable):
+    """A step of which every route is recorded: the experts 0 to K - 1."""
+
+    def __init__(self, directory: Path, shape: RouteShape | None):
+        super().__init__(directory)
+        self._route_shape = shape
+
+    @property
+    def route_shapes(self) -> list[RouteShape]:
+        """Of the one shard."""
+        if self._route_shape is None:
+            return []
+        return [self._route_shape]
+
+    def routes(self, row: int, layers: object, shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids [layers, T_p + T - 1, K] and that all of them are known."""
+        num_layers = len(list(layers))  # type: ignore[call-overload]
+        num_rows = int(self.prompt_lengths[row] + self.completion_lengths[row]) - 1
+        of_token = np.arange(shape.experts_per_token).astype(shape.dtype)
+        ids = np.broadcast_to(of_token, (num_layers, num_rows, shape.experts_per_token))
+        known = np.broadcast_to(np.uint8(RouteStatus.OK), (num_layers, num_rows))
+        return ids, known
+
+
+def write_full_step(
+    directory: Path,
+    config: RunConfig,
+    num_samples: int,
+    *,
+    vocab_size: int,
+    route_shape: RouteShape | None,
+) -> FullTable:
+    """Record `num_samples` samples for one optimizer step, each as long as the recipe allows."""
+    length = config.rollout.max_model_len
+    num_completion = min(config.rollout.max_new_tokens, length - 1)
+    rng = np.random.default_rng(0)
+    group_size = min(config.batch.num_samples_per_prompt, num_samples)
+    working = begin_step(directory)
+    ids = rng.integers(0, vocab_size, num_completion).astype(np.int32)
+    logprobs = np.full(num_completion, -1.0, np.float32)
+    completion = Completion(
+        ids, logprobs, (VersionSpan(0, 0, num_completion),), "stop", "", None, (), None
+    )
+    prompt_ids = tuple(rng.integers(0, vocab_size, length - num_completion).tolist())
+    domain = config.domains[0].name
+    groups: list[RolloutGroup] = []
+    for first in range(0, num_samples, group_size):
+        size = min(group_size, num_samples - first)
+        prompt = Prompt(str(len(groups)), domain, "", prompt_ids, "")
+        groups.append(RolloutGroup(prompt, (completion,) * size, 0))
+    rows = []
+    for index in range(num_samples):
+        group = index // group_size
+        rows.append(SampleRow(0, index, group, 0, float(rng.normal()), 0))
+    components = {}
+    for of_domain in config.domains:
+        for reward in of_domain.rewards:
+            components[reward.component] = rng.normal(size=num_samples)
+    is_stale = config.batch.max_staleness > 0 or config.batch.updates_per_rollout > 1
+    shard = write_shard(working / "rollout-0.safetensors", groups)
+    finish_step(directory, [shard], rows, StepFacts(kind="rl", stale=is_stale), components)
+    return FullTable(directory, route_shape)
