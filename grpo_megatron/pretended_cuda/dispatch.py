@@ -327,23 +327,9 @@ def _is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
     return not isinstance(tensor, PretendedTensor) and pinned.is_pinned(tensor)
 
 
-def _math_attention(*args: Any, **kwargs: Any) -> int:
-    """Choose the attention that is made of other operations: the fused ones are kernels."""
-    return int(torch.nn.attention.SDPBackend.MATH.value)
-
-
-def _fused_attention(*args: Any, **kwargs: Any) -> int:
-    """Ask torch's own choice on the host."""
-    if any(isinstance(value, PretendedTensor) for value in args):
-        return _math_attention()
-    chosen: int = aten._fused_sdp_choice.default(*args, **kwargs)
-    return chosen
-
-
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,
     aten._pin_memory.default: _pin_memory,
     aten.is_pinned.default: _is_pinned,
-    aten._fused_sdp_choice.default: _fused_attention,
 }

@@ -1,6 +1,7 @@
 """Kernels that torch has for CUDA only, made of other operations. All of them take and give tensors
 of the host: what the tensors on a device hold."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,22 +33,69 @@ def rms_norm_backward(
     weight: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of `rms_norm` by values and weight; `wanted` says which of them."""
+    """Gradients of `rms_norm` by values and weight; `wanted` says which of them.
+
+    Rounded as on a CPU, where autograd goes back through the operations of the formula."""
     dims = _last(shape)
-    normed = values.float() * inverse
+    wide = values.float()
     by_normed = grad.float()
-    by_weight = by_normed * normed
+    grad_weight = None
     if weight is not None:
+        if wanted[1]:
+            others = tuple(range(values.dim() - len(shape)))
+            grad_weight = (by_normed * (wide * inverse)).sum(others).to(weight.dtype)
         by_normed = by_normed * weight
     grad_values = None
     if wanted[0]:
-        along = (by_normed * normed).mean(dims, keepdim=True)
-        grad_values = ((by_normed - normed * along) * inverse).to(values.dtype)
-    grad_weight = None
-    if wanted[1] and weight is not None:
-        others = tuple(range(values.dim() - len(shape)))
-        grad_weight = by_weight.sum(others).to(weight.dtype)
+        by_inverse = (by_normed * wide).sum(dims, keepdim=True)
+        by_mean = -0.5 * by_inverse * inverse.pow(3)
+        by_square = by_mean.expand_as(wide) / math.prod(shape)
+        grad_values = (by_normed * inverse + by_square * (2 * wide)).to(values.dtype)
     return grad_values, grad_weight
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """The CPU's flash attention, with empty places for what only CUDA's returns."""
+    found, log_sums = aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query, key, value, dropout, is_causal, scale=scale
+    )
+    nothing = query.new_empty(0)
+    state = torch.empty(2, dtype=torch.int64)
+    lengths = (query.size(2), key.size(2))
+    return (found, log_sums, nothing, nothing, *lengths, state, nothing, nothing)
+
+
+def flash_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    found: torch.Tensor,
+    log_sums: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    dropout: float,
+    is_causal: bool,
+    *random_state: torch.Tensor,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of `flash_attention` by query, key and value."""
+    gradients: tuple[torch.Tensor, ...]
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        grad, query, key, value, found, log_sums, dropout, is_causal, scale=scale
+    )
+    return gradients
 
 
 def _last(shape: Sequence[int]) -> tuple[int, ...]:
@@ -57,4 +105,6 @@ def _last(shape: Sequence[int]) -> tuple[int, ...]:
 STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._fused_rms_norm.default: rms_norm,
     aten._fused_rms_norm_backward.default: rms_norm_backward,
+    aten._scaled_dot_product_flash_attention.default: flash_attention,
+    aten._scaled_dot_product_flash_attention_backward.default: flash_attention_backward,
 }

@@ -12,8 +12,8 @@ import pytest
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(400)]
 
-TRAIN = "tests.trainer.trainer_ranks:train_objectives"
-GRPO = {"grpo": {"preset": "grpo"}}
+UPDATE = "tests.device.device_ranks:rl_update"
+GRPO = {"objective": {"preset": "grpo"}, "routing": {}}
 TOLERANCE = 1e-6
 LAYOUTS_2 = {
     "tp2_sp": {"tensor_parallel_size": 2},
@@ -23,7 +23,7 @@ LAYOUTS_2 = {
 
 
 def assert_same(found: dict, expected: dict) -> None:
-    """Three steps each."""
+    """Two reports of three steps each."""
     assert len(expected["losses"]) == len(expected["grad_norms"]) == 3
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=TOLERANCE)
@@ -32,18 +32,13 @@ def assert_same(found: dict, expected: dict) -> None:
 @pytest.mark.parametrize("kind", ["moe", "dense", "latent"])
 def test_one_rank(request, pretended1, world1, three_updates, kind):
     model = request.getfixturevalue(f"{kind}_model")
-    arguments = {"model": model, "samples": three_updates, "layout": {}, "objectives": GRPO}
-    found = pretended1.run(TRAIN, **arguments)["grpo"]
-    assert_same(found, world1.run(TRAIN, **arguments)["grpo"])
+    arguments = {"model": model, "samples": three_updates, "layout": {}, **GRPO}
+    found = pretended1.run(UPDATE, **arguments)
+    assert_same(found.report, world1.run(UPDATE, **arguments).report)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_2)
 def test_two_ranks(pretended2, world2, moe_model, three_updates, layout):
-    arguments = {
-        "model": moe_model,
-        "samples": three_updates,
-        "layout": LAYOUTS_2[layout],
-        "objectives": GRPO,
-    }
-    found = pretended2.run(TRAIN, **arguments)["grpo"]
-    assert_same(found, world2.run(TRAIN, **arguments)["grpo"])
+    arguments = {"model": moe_model, "samples": three_updates, "layout": LAYOUTS_2[layout], **GRPO}
+    found = pretended2.run(UPDATE, **arguments)
+    assert_same(found.report, world2.run(UPDATE, **arguments).report)
