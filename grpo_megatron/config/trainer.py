@@ -52,6 +52,9 @@ class TrainerConfig(Strict):
     """Packed tokens per micro-batch and data-parallel rank."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose full-vocabulary logits exist at one time."""
+    keep_logits: bool = False
+    """Keep the logits of a micro-batch for its backward, in `precision`, instead of computing them
+    twice: faster, the same numbers, and max_tokens_per_microbatch x vocabulary / TP more memory."""
     num_threads: int | None = Field(None, ge=1)
     """CPU: threads a rank; default: cores divided by ranks."""
     command_timeout_s: float = Field(1800.0, gt=0)

@@ -247,6 +247,7 @@ def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[st
         "chunk": min(t.logprob_chunk_tokens, tokens),
         "plain": t.recompute == "none" and not on_gpu,
         "is_last": stage == pp - 1,
+        "keeps_logits": t.keep_logits,
         "pipelined": pp > 1,
         "dispatched": t.expert_parallel_size > 1,
         "nccl_dimensions": nccl_dimensions,

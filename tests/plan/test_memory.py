@@ -44,6 +44,7 @@ EP2 = {"num_ranks": 2, "expert_parallel_size": 2, "precision": "float32"}
 DP2 = {"num_ranks": 2, "precision": "float32"}
 TP2 = {"num_ranks": 2, "tensor_parallel_size": 2, "precision": "float32"}
 PP2 = {"num_ranks": 2, "pipeline_parallel_size": 2, "precision": "float32"}
+KEPT = {**TP2, "keep_logits": True}
 ALONE = {"precision": "float32", "recompute": "full"}
 BF16 = {"precision": "bfloat16", "recompute": "selective"}
 
@@ -92,6 +93,27 @@ def test_the_models_have_about_100_m_parameters(hf):
     assert 90e6 < numel < 110e6
 
 
+def test_kept_logits_are_those_of_the_last_stage():
+    tokens = 1000
+    found = {}
+    for keep_logits in (False, True):
+        trainer = TrainerConfig(**PP2, keep_logits=keep_logits)
+        sizes = sizes_of(DENSE, VOCAB, trainer)
+        for stage in (0, 1):
+            moving = step_bytes(
+                sizes,
+                stage,
+                tokens=tokens,
+                on_gpu=True,
+                sequence=tokens,
+                replayed=False,
+                num_microbatches=4,
+            )
+            found[keep_logits, stage] = moving["logits"]
+    assert found[True, 0] == found[False, 0] == 0
+    assert found[True, 1] - found[False, 1] == 4 * tokens * VOCAB
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("hf", "layout", "max_tokens"),
@@ -99,6 +121,7 @@ def test_the_models_have_about_100_m_parameters(hf):
         pytest.param(MOE, EP2, 150, id="experts", marks=pytest.mark.matrix),
         pytest.param(MOE, DP2, 150, id="replicated", marks=pytest.mark.matrix),
         pytest.param(DENSE, TP2, 300, id="tensor", marks=pytest.mark.matrix),
+        pytest.param(DENSE, KEPT, 300, id="logits", marks=pytest.mark.matrix),
         pytest.param(DENSE, PP2, 300, id="pipeline", marks=pytest.mark.matrix),
         pytest.param(DENSE, ALONE, 300, id="recomputed", marks=pytest.mark.matrix),
         pytest.param(DENSE, BF16, 40, id="bfloat16", marks=pytest.mark.matrix),

@@ -121,18 +121,20 @@ def head(
     chunk_tokens: int,
     sequence_parallel: bool,
     truncated: bool,
+    keep_logits: bool = False,
+    dtype: str = "float32",
 ) -> dict[str, np.ndarray]:
     """Log-probs, entropies, squared probabilities and gradients of a random head; whole tensors on
-    rank 0."""
+    rank 0. `saved`: bytes that wait for the backward."""
     _initialize(layout)
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     group = parallel_state.get_tensor_model_parallel_group()
     inputs = head_inputs(seed, vocab_size)
     padding = -vocab_size % size
-    full = F.pad(inputs["weight"], (0, 0, 0, padding), value=3.0).float()
+    full = F.pad(inputs["weight"], (0, 0, 0, padding), value=3.0).to(getattr(torch, dtype))
     weight = full.chunk(size)[rank].clone().requires_grad_()
-    hidden = inputs["hidden"].float()
+    hidden = inputs["hidden"].to(getattr(torch, dtype))
     local = (hidden.chunk(size)[rank] if sequence_parallel else hidden).clone().requires_grad_()
     kept = None
     if truncated:
@@ -149,20 +151,23 @@ def head(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         squared_probs=True,
+        keep_logits=keep_logits,
     )
+    saved = found[1].grad_fn.saved_tensors
     sum(part @ inputs[name].float() for part, name in zip(found, "abc", strict=False)).backward()
 
     def gather(tensor: torch.Tensor) -> np.ndarray:
         parts = [torch.empty_like(tensor) for _ in range(size)]
         dist.all_gather(parts, tensor.contiguous(), group=group)
-        return torch.cat(parts).numpy()
+        return torch.cat(parts).float().numpy()
 
     weight_gradient = gather(weight.grad)
     names = ("logprobs", "entropies", "untruncated")
     return {
+        "saved": sum(tensor.nbytes for tensor in saved),
         **{n: part.detach().numpy() for n, part in zip(names, found, strict=False)},
         "squares": squares.numpy(),
-        "hidden": gather(local.grad) if sequence_parallel else local.grad.numpy(),
+        "hidden": gather(local.grad) if sequence_parallel else local.grad.float().numpy(),
         "weight": weight_gradient[:vocab_size],
         "padding": weight_gradient[vocab_size:],
     }

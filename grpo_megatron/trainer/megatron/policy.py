@@ -234,6 +234,7 @@ def build_models(
             model.rotary_pos_emb.inv_freq = rotary(rope, config.kv_channels)[0]
         model.real_vocab_size = hf["vocab_size"]
         model.logprob_chunk_tokens = layout.logprob_chunk_tokens
+        model.keep_logits = layout.keep_logits
         mark_expert_parameters(model)
         if HAS_CUDA:
             model.to(torch.cuda.current_device())

@@ -21,6 +21,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
     real_vocab_size: int  # without the padding, which gets probability 0
     logprob_chunk_tokens: int
+    keep_logits: bool = False
     temperature: float = 1.0
 
     await_weight: Callable[[torch.Tensor], None] | None = None
@@ -83,6 +84,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             chunk_tokens=self.logprob_chunk_tokens,
             kept=self._kept,
             squared_probs=self._squared_probs,
+            keep_logits=self.keep_logits,
         )
         answer = torch.stack(found)
         teachers = [teacher for teacher in self._teachers if teacher.is_whole]

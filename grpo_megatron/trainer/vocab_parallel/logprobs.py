@@ -1,7 +1,8 @@
 """Token log-probs and entropies from hidden states, vocabulary split over tensor ranks.
 
 Full-vocabulary logits exist for one chunk of tokens at a time, in the forward and in the
-backward, which computes them again. Nothing of size [tokens, vocabulary] is kept."""
+backward, which computes them again: nothing of size [tokens, vocabulary] is kept. With
+`keep_logits` they are kept instead, as the output layer gave them, which is the same to the bit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class _Settings:
     temperature: float
     chunk_tokens: int
     squared_probs: bool
+    keep_logits: bool
 
 
 def policy_states(
@@ -55,19 +57,29 @@ def token_logprobs(
     chunk_tokens: int,
     kept: KeptIds | None = None,
     squared_probs: bool = False,
+    keep_logits: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Compute `log softmax(hidden @ weight.T / temperature)[targets]`, and the entropy.
 
     hidden: last hidden states of the wanted positions, [n, H]; weight: this rank's rows of the
     output layer, [V / TP, H]; targets: int64 [n], the tokens that follow; vocab_size: columns above
-    it are padding, with probability 0; kept: truncated sampling, the softmax is over these only.
+    it are padding, with probability 0; kept: truncated sampling, the softmax is over these only;
+    keep_logits: [n, V / TP] in the dtype of `hidden` stay until the backward, which saves it the
+    output layer's product.
 
     Returns fp32 [n] log-probs and entropies (nats), with gradient, equal on all tensor ranks; with
     `kept`, entropies and a third [n], log-probs, are those of the untruncated policy. With
     `squared_probs`, a last [n], without gradient, is the sum over the vocabulary of the untruncated
     policy's squared probabilities."""
     group = parallel_state.get_tensor_model_parallel_group()
-    settings = _Settings(group, vocab_size, temperature, chunk_tokens, squared_probs)
+    settings = _Settings(
+        group,
+        vocab_size,
+        temperature,
+        chunk_tokens,
+        squared_probs,
+        keep_logits and torch.is_grad_enabled(),
+    )
     found: tuple[torch.Tensor, ...]
     found = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
         hidden, weight, targets, settings, kept
@@ -81,7 +93,8 @@ def token_logprobs(
 class Chunk:
     """Logits of some tokens on this rank's slice of the vocabulary, fp32 [tokens, V / TP].
 
-    The slice begins with token id `start`; columns that are padding are minus infinity."""
+    The slice begins with token id `start`; columns that are padding are minus infinity. product:
+    `hidden @ weight.T`, where it is there already; it stays as it is."""
 
     def __init__(
         self,
@@ -90,12 +103,16 @@ class Chunk:
         group: dist.ProcessGroup,
         vocab_size: int,
         temperature: float,
+        product: torch.Tensor | None = None,
     ):
         self.group: dist.ProcessGroup | None = None
         if group.size() > 1:
             self.group = group
         self.start = group.rank() * weight.size(0)
-        logits = (hidden @ weight.t()).float()
+        if product is None:
+            logits = (hidden @ weight.t()).float()
+        else:
+            logits = product.to(torch.float32, copy=True)  # it is changed below
         if temperature != 1.0:
             logits /= temperature
         if self.start + weight.size(0) > vocab_size:
@@ -135,8 +152,11 @@ class _TargetChunk(Chunk):
         weight: torch.Tensor,
         targets: torch.Tensor,
         settings: _Settings,
+        product: torch.Tensor | None = None,
     ):
-        super().__init__(hidden, weight, settings.group, settings.vocab_size, settings.temperature)
+        super().__init__(
+            hidden, weight, settings.group, settings.vocab_size, settings.temperature, product
+        )
         local = targets - self.start
         self.owned = (local >= 0) & (local < weight.size(0))
         self.local = local.clamp(0, weight.size(0) - 1)
@@ -205,9 +225,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             squares = torch.empty_like(logprobs)
             found.append(squares)
             ctx.mark_non_differentiable(squares)
+        products: list[torch.Tensor] = []
         for number, start in enumerate(range(0, len(targets), settings.chunk_tokens)):
             part = slice(start, start + settings.chunk_tokens)
-            chunk = _TargetChunk(hidden[part], weight, targets[part], settings)
+            product: torch.Tensor | None = None
+            if settings.keep_logits:
+                product = hidden[part] @ weight.t()
+                products.append(product)
+            chunk = _TargetChunk(hidden[part], weight, targets[part], settings, product)
             normaliser = chunk.log_normaliser()
             normalisers[part] = normaliser
             target = chunk.target_logits()
@@ -220,7 +245,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             entropies[part] = chunk.reduce(-(log_p.exp() * log_p).sum(-1))
             if settings.squared_probs:  # in place: `log_p` is not used again
                 squares[part] = chunk.reduce(log_p.mul_(2).exp_().sum(-1))
-        ctx.save_for_backward(*saved)
+        ctx.num_products = len(products)
+        ctx.save_for_backward(*saved, *products)
         return tuple(found)
 
     @staticmethod
@@ -231,6 +257,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         *grads_of_others: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, normalisers, entropies, *rest = ctx.saved_tensors
+        num_others = len(rest) - ctx.num_products
+        products = rest[num_others:]
+        rest = rest[:num_others]
         settings: _Settings = ctx.settings
         kept: KeptIds | None = ctx.kept
         grad_targets = grad_logprobs
@@ -244,7 +273,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for number, start in enumerate(range(0, len(targets), settings.chunk_tokens)):
             part = slice(start, start + settings.chunk_tokens)
-            chunk = _TargetChunk(hidden[part], weight, targets[part], settings)
+            product: torch.Tensor | None = None
+            if products:
+                product = products[number]
+            chunk = _TargetChunk(hidden[part], weight, targets[part], settings, product)
             log_p = (chunk.logits - normalisers[part, None]).clamp_(min=LOWEST_LOG_PROB)
             p = log_p.exp()
             grad = -grad_logprobs[part, None] * p

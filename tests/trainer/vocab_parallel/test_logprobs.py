@@ -61,3 +61,31 @@ def test_head(request, layout, temperature, truncated, vocab_size, chunk_tokens)
         np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=2e-5, err_msg=name)
     assert not found["padding"].any()
     assert len(found["padding"]) == (1 if vocab_size == 93 and size == 2 else 0)
+
+
+@pytest.mark.parametrize("layout", ["w1", "tp2_sp"])
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_that_are_kept_change_no_bit(request, layout, truncated, dtype):
+    size = 1 if layout == "w1" else 2
+    found = {}
+    for keep_logits in (False, True):
+        found[keep_logits] = request.getfixturevalue(f"world{size}").run(
+            CASE,
+            layout={"tensor_parallel_size": size},
+            seed=5,
+            vocab_size=93,
+            temperature=0.7,
+            chunk_tokens=5,
+            sequence_parallel=layout == "tp2_sp",
+            truncated=truncated,
+            keep_logits=keep_logits,
+            dtype=dtype,
+        )
+    computed_twice, kept = found[False], found[True]
+    element = 4 if dtype == "float32" else 2
+    num_columns = -(-93 // size)
+    num_tokens = len(kept["logprobs"])
+    assert kept["saved"] - computed_twice["saved"] == num_tokens * num_columns * element
+    for name in computed_twice.keys() - {"saved"}:
+        np.testing.assert_array_equal(kept[name], computed_twice[name], err_msg=name)
