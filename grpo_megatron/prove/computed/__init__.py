@@ -1,0 +1,1 @@
+"""What trainer ranks compute for a part. Imported in ranks only: Megatron looks at the machine."""
