@@ -15,6 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from grpo_megatron.device_copies import to_device
+
 CHUNK_TOKENS = 65_536
 """Token-level estimators work on whole groups of about this many tokens at a time."""
 
@@ -252,14 +254,15 @@ class LossConstants:
         replayed_masks: bool by name, of all tokens of the whole batch."""
         device = logprobs.device
         counts = self.batch.token_counts[rows]
-        device_counts = counts.to(device)
         index = self.batch.flat_index(rows)
 
         def to_tokens(values: Tensor) -> Tensor:
-            return values[rows].to(logprobs).repeat_interleave(device_counts)
+            # on the host, which knows how many tokens that makes
+            of_tokens = values[rows].to(logprobs.dtype).repeat_interleave(counts)
+            return to_device(of_tokens, device)
 
         if self.advantages.per_token:
-            advantages = self.advantages.values[index].to(logprobs)
+            advantages = to_device(self.advantages.values[index].to(logprobs.dtype), device)
         else:
             advantages = to_tokens(self.advantages.values)
         weight_slopes = None
@@ -268,22 +271,24 @@ class LossConstants:
         turn = None
         if self.turns is not None:
             _, turn = torch.unique_consecutive(self.turns[index], return_inverse=True)
-            turn = turn.to(device)
+            turn = to_device(turn, device)
         preference = None
         if self.preference is not None:
-            preference = self.preference[:, rows].to(logprobs)
+            preference = to_device(self.preference[:, rows].to(logprobs.dtype), device)
         positive_weights = None
         if self.positive_weights is not None:
             positive_weights = to_tokens(self.positive_weights)
         low_entropy = None
         if self.low_entropy is not None:
-            low_entropy = self.low_entropy[index].to(device)
+            low_entropy = to_device(self.low_entropy[index], device)
         covariant = None
         if self.covariant is not None:
-            covariant = self.covariant[index].to(device)
+            covariant = to_device(self.covariant[index], device)
         masks = None
         if replayed_masks is not None:
-            masks = {name: mask[index].to(device) for name, mask in replayed_masks.items()}
+            masks = {}
+            for name, mask in replayed_masks.items():
+                masks[name] = to_device(mask[index], device)
         if untruncated_logprobs is None:
             untruncated_logprobs = logprobs
         return LossBatch(
@@ -293,9 +298,9 @@ class LossConstants:
             entropies=entropies,
             advantages=advantages,
             weights=to_tokens(self.weights),
-            sample=torch.arange(len(rows)).repeat_interleave(counts).to(device),
-            token_counts=device_counts,
-            domain=self.batch.domains[rows].to(device),
+            sample=to_device(torch.arange(len(rows)).repeat_interleave(counts), device),
+            token_counts=to_device(counts, device),
+            domain=to_device(self.batch.domains[rows], device),
             untruncated_logprobs=untruncated_logprobs,
             ref_logprobs=ref_logprobs,
             turn=turn,

@@ -88,7 +88,7 @@ def evaluate_case(objective: Objective, case: Case) -> dict[str, Any]:
         constant_length=objective.config.aggregation_length,
     )
     metrics = derived(found.stats.result())
-    for domain, distances in found.stats.samples.items():
+    for domain, distances in found.stats.kept_samples().items():
         metrics[f"opsm/calibrated_delta@{domain}"] = calibrated_delta(distances)
     metrics |= batch_metrics(objective, batch, found.advantages)
     advantages: list[Any] = found.advantages.values.tolist()

@@ -14,6 +14,7 @@ from grpo_megatron.algorithms.batch import ClipInputs, LossBatch, MismatchInputs
 from grpo_megatron.algorithms.custom import function_of, require_shape
 from grpo_megatron.algorithms.stats import MetricRecorder, Stats, measure
 from grpo_megatron.config.objective import DomainObjective, ObjectiveConfig
+from grpo_megatron.device_copies import to_device
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,10 @@ def _opsm_mask(objective: Objective, batch: LossBatch, stats: Stats) -> Tensor:
     bounds = []
     for number, delta in enumerate(objective.deltas()):
         if delta is None:  # not calibrated yet: nobody is rejected
-            stats.samples[objective.domains[number]] = distance[batch.domain == number].double()
+            here = batch.domain == number
+            stats.samples[objective.domains[number]] = torch.where(
+                here, distance.double(), torch.nan
+            )
             delta = torch.inf
         bounds.append(delta)
     return (batch.advantages < 0) & (distance[batch.sample] > _at_tokens(bounds, batch))
@@ -285,8 +289,7 @@ def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
     if batch.ref_logprobs is not None:
         columns["ref_logprobs"] = batch.ref_logprobs
     infinite = torch.stack([torch.isinf(column.detach()) for column in columns.values()]).any(0)
-    if not bool(infinite.any()):
-        return batch, infinite
+    # without asking whether there are any, for which the host would wait
     columns["weights"] = batch.weights
     finite: dict[str, Any] = {}
     for name, column in columns.items():
@@ -298,4 +301,5 @@ def _at_tokens(values: Sequence[float], batch: LossBatch) -> float | Tensor:
     """A number where all domains have the same, else each token's own, [n]."""
     if all(value == values[0] for value in values):
         return values[0]
-    return batch.logprobs.new_tensor(values)[batch.domain][batch.sample]
+    by_domain = torch.tensor(values, dtype=batch.logprobs.dtype)
+    return to_device(by_domain, batch.logprobs.device)[batch.domain][batch.sample]

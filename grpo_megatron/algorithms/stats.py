@@ -22,7 +22,7 @@ class Stats:
     """Tensors float64 [2]: (sum, count)."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     samples: dict[str, Tensor] = field(default_factory=dict)
-    """Values that are kept one by one, [S] each."""
+    """Values that are kept one by one, [S] each; NaN for samples that have none."""
     units: dict[str, str] = field(default_factory=dict)
     """What a metric is normalised by: tokens, samples, weight, or sum and max for neither."""
     masks: dict[str, Tensor] = field(default_factory=dict)
@@ -32,8 +32,11 @@ class Stats:
         """Set a mean by its sum and what it is divided by, both scalars; unit "sum": a plain sum,
         whose count means nothing."""
         total = total.detach().double()
-        count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-        self.means[name] = torch.stack([total, count])
+        if isinstance(count, Tensor):
+            divisor = count.detach().to(total)
+        else:
+            divisor = torch.full_like(total, count)
+        self.means[name] = torch.stack([total, divisor])
         self.units[name] = unit
 
     def maximum(self, name: str, values: Tensor) -> None:
@@ -42,7 +45,7 @@ class Stats:
         if values.numel():
             self.maxima[name] = values.max()
         else:
-            self.maxima[name] = values.new_tensor(-torch.inf)
+            self.maxima[name] = values.new_full((), -torch.inf)
         self.units[name] = "max"
 
     def add(self, other: Self) -> None:
@@ -60,6 +63,10 @@ class Stats:
             if name in self.samples:
                 values = torch.cat([self.samples[name], values])
             self.samples[name] = values
+
+    def kept_samples(self) -> dict[str, Tensor]:
+        """Values that were kept one by one, without the samples that have none."""
+        return {name: values[~values.isnan()] for name, values in self.samples.items()}
 
     def result(self) -> dict[str, float]:
         """Numbers by name: means, sums (unit "sum") as they are, maxima; what nothing was counted
@@ -82,10 +89,16 @@ class MetricRecorder:
 
     def __init__(self, token_domain: Tensor | None, sample_domain: Tensor, domains: Sequence[str]):
         self.stats = Stats()
-        self._domain = {"tokens": token_domain, "samples": sample_domain}
         self._domains: Sequence[str] = ()
-        if len(domains) > 1:
+        self._is_of_domain: dict[str, Tensor] = {}
+        """By unit, bool [D, n] or [D, S]. Selecting by them would let the host wait for sizes."""
+        if len(domains) > 1 and token_domain is not None:
             self._domains = domains
+            numbers = torch.arange(len(domains), device=sample_domain.device)[:, None]
+            self._is_of_domain = {
+                "tokens": token_domain == numbers,
+                "samples": sample_domain == numbers,
+            }
 
     def mean(
         self, name: str, values: Tensor, unit: str = "tokens", where: Tensor | None = None
@@ -97,16 +110,20 @@ class MetricRecorder:
             counts = where.double()
             values = torch.where(where, values, 0.0)
         self.stats.mean(name, values.sum(), counts.sum(), unit)
-        domain = self._domain[unit]
-        for number, label in enumerate(self._domains):
-            here = domain == number
-            self.stats.mean(f"{name}@{label}", values[here].sum(), counts[here].sum(), unit)
+        if not self._domains:
+            return
+        here = self._is_of_domain[unit]
+        totals = torch.where(here, values, 0.0).sum(1)
+        counts_here = torch.where(here, counts, 0.0).sum(1)
+        for label, total, count in zip(self._domains, totals, counts_here, strict=True):
+            self.stats.mean(f"{name}@{label}", total, count, unit)
 
     def maximum(self, name: str, values: Tensor) -> None:
         """Maximum of `values`, [n]."""
         self.stats.maximum(name, values)
         for number, label in enumerate(self._domains):
-            self.stats.maximum(f"{name}@{label}", values[self._domain["tokens"] == number])
+            here = self._is_of_domain["tokens"][number]
+            self.stats.maximum(f"{name}@{label}", torch.where(here, values, -torch.inf))
 
 
 def measure(

@@ -62,7 +62,7 @@ def cispo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
 @CLIPS.register("sapo")
 def sapo(o: ObjectiveConfig, inputs: ClipInputs) -> Tensor:
     """`(4 / tau) sigmoid(tau (r - 1)) A`, tau by the sign of A (SAPO, arXiv:2511.20347)."""
-    positive = inputs.log_ratio.new_tensor(o.sapo_tau_positive)
+    positive = torch.full_like(inputs.advantages, o.sapo_tau_positive)
     tau = torch.where(inputs.advantages > 0, positive, o.sapo_tau_negative)
     return 4 / tau * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1)) * inputs.advantages
 

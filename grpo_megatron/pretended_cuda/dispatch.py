@@ -88,12 +88,14 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _note_waits(func, args, kwargs)
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    kwargs.pop("pin_memory", None)
+    is_pinned = kwargs.pop("pin_memory", False)
     compute = STAND_INS.get(func, func)
     found = compute(*_held(args), **_held_by_name(kwargs))
     if func._schema.is_mutable:
         _follow_changed_shapes(on_device)
     if device is None:
+        if is_pinned:
+            pinned.mark(found)
         return found
     return _wrapped(found, on_device, device)
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from grpo_megatron.device_copies import to_host
+
 AGREEMENT = ("slot_flip_rate", "token_flip_rate", "jaccard")
 
 
@@ -50,17 +52,29 @@ class RoutingSums:
         """Count what a layer's router did. row: of the layer, here.
 
         chosen: [n, K] of real tokens; entropy: [n] of the live router."""
-        self.load[row] += torch.bincount(chosen.flatten(), minlength=self.load.size(1))
+        ids = chosen.flatten()
+        # torch.bincount asks for the largest id, for which the host would wait
+        self.load[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=self.load.dtype))
         self.entropy[row, 0] += entropy.sum()
         self.entropy[row, 1] += len(entropy)
 
-    def add_comparison(self, name: str, row: int, flips: Tensor, jaccard: Tensor) -> None:
-        """Count what `agreement` found in a layer. row: of the layer, here; flips, jaccard: [n]."""
-        sums = torch.stack([flips, flips > 0, jaccard, torch.ones_like(flips)])
-        self.compared[self.comparisons.index(name), row] += sums.double().sum(1)
+    def add_comparison(
+        self, name: str, row: int, flips: Tensor, jaccard: Tensor, known: Tensor
+    ) -> None:
+        """Count what `agreement` found in a layer. row: of the layer, here; flips, jaccard: [n];
+        known: bool [n], the tokens that count."""
+        found = torch.stack([flips, flips > 0, jaccard, torch.ones_like(flips)]).double()
+        sums = torch.where(known, found, 0.0).sum(1)
+        self.compared[self.comparisons.index(name), row] += sums
+
+    def move_to_host(self) -> None:
+        """Copy all sums to the host, where `result` reads them one by one."""
+        sums = to_host([self.load, self.entropy, self.compared, self.any_layer])
+        self.load, self.entropy, self.compared, self.any_layer = sums
 
     def result(self) -> dict[str, float]:
         """Metrics of all layers together and, as `name/layer_N`, of each."""
+        self.move_to_host()
         out: dict[str, float] = {}
         for name, sums, tokens in zip(self.comparisons, self.compared, self.any_layer, strict=True):
             for i, quantity in enumerate(AGREEMENT):

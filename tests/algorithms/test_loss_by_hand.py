@@ -276,7 +276,7 @@ def test_thresholds_of_the_off_policy_mask_are_those_of_the_domain():
         loss, stats = policy_loss(Objective(config, ("a", "b"), own, state), batch)
         (gradient,) = torch.autograd.grad(loss, [batch.logprobs])
         assert gradient.tolist() == expected
-        calibrated = {name: values.tolist() for name, values in stats.samples.items()}
+        calibrated = {name: values.tolist() for name, values in stats.kept_samples().items()}
         assert calibrated == ({"b": [LN2]} if not state else {})
 
 

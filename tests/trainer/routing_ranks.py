@@ -205,7 +205,7 @@ def _gradients(
         """The loss, and by how much clipping divided the gradients."""
         run = source.training_pass(update, constants)
         found = train_step(policy, update, of_logprobs, run).result()
-        return found["loss/value"] + run.keep_loss, max(found["grad/norm"], 1.0)
+        return found["loss/value"] + float(run.keep_loss), max(found["grad/norm"], 1.0)
 
     found = []
     for hook in policy.replay.hooks:

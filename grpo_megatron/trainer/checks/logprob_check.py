@@ -10,6 +10,7 @@ import torch
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.device_copies import to_device
 
 REMEDY = "the engine has other weights than it was sent, or another precision"
 
@@ -23,11 +24,12 @@ def compare(
     of their completion tokens less the engine's."""
     stats = Stats()
     diff = logprob_diff.detach().abs().double()
-    engines = torch.from_numpy(np.repeat(table.shard[rows], table.completion_lengths[rows]))
-    for engine in engines.unique().tolist():
-        is_of_engine = (engines == engine).to(diff.device)
-        bounded = diff[is_of_engine].clamp(max=4 * config.canary_tolerance)
-        stats.mean(f"canary/of_{engine}", bounded.sum(), len(bounded))
+    of_tokens = np.repeat(table.shard[rows], table.completion_lengths[rows])
+    engines = to_device(torch.from_numpy(of_tokens), diff.device)
+    bounded = diff.clamp(max=4 * config.canary_tolerance)
+    for engine, num_tokens in zip(*np.unique(of_tokens, return_counts=True), strict=True):
+        total = torch.where(engines == engine, bounded, 0.0).sum()
+        stats.mean(f"canary/of_{engine}", total, float(num_tokens))
     stats.mean("canary/abs_mean", diff.sum(), len(diff))
     stats.maximum("canary/abs_max", diff)
     return stats

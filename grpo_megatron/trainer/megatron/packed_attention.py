@@ -15,6 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from grpo_megatron.device_copies import to_device
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -36,13 +38,11 @@ class Bucket:
 
 
 def plan_buckets(
-    cu_seqlens: torch.Tensor, growth: float = 1.25
+    bounds: list[int], device: torch.device, growth: float = 1.25
 ) -> tuple[list[Bucket], torch.Tensor | None]:
-    """Group sequences whose lengths differ by at most the factor `growth`; cu_seqlens: cumulative
+    """Group sequences whose lengths differ by at most the factor `growth`; bounds: cumulative
     lengths, [num_sequences + 1], starting at 0. Returns buckets, and where each token's output is
-    in their concatenation, int64 [T]; None: where it is already."""
-    bounds = cu_seqlens.tolist()
-    device = cu_seqlens.device
+    in their concatenation, int64 [T] on `device`; None: where it is already."""
     order = torch.empty(bounds[-1], dtype=torch.int64)
     buckets = []
     base = 0
@@ -58,12 +58,20 @@ def plan_buckets(
         bucket_rows: torch.Tensor | None = None
         are_adjacent = torch.equal(rows, torch.arange(first, first + len(rows)))
         if not are_adjacent:
-            bucket_rows = rows.to(device)
+            bucket_rows = to_device(rows, device)
         buckets.append(Bucket(bucket_rows, first, len(group), longest))
         base += real.numel()
     if torch.equal(order, torch.arange(base)):
         return buckets, None
-    return buckets, order.to(device)
+    return buckets, to_device(order, device)
+
+
+def _bounds(packed: Any) -> list[int]:
+    """Return cumulative lengths: what `build_microbatch` left on the host, else from the device."""
+    bounds: list[int] | None = getattr(packed, "bounds_on_host", None)
+    if bounds is None:
+        bounds = packed.cu_seqlens_q.tolist()
+    return bounds
 
 
 def _similar_lengths(bounds: list[int], growth: float) -> list[list[tuple[int, int]]]:
@@ -114,7 +122,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no 
         """Attend within sequences: q, k, v [T, heads, d], packed, to [T, heads * d_v]."""
         if getattr(packed_seq_params, "bucket_plan", None) is None:
             # the same in every layer: kept on the parameters of the batch
-            packed_seq_params.bucket_plan = plan_buckets(packed_seq_params.cu_seqlens_q)
+            bounds = _bounds(packed_seq_params)
+            packed_seq_params.bucket_plan = plan_buckets(bounds, query.device)
         buckets, order = packed_seq_params.bucket_plan
         outputs = []
         for bucket in buckets:

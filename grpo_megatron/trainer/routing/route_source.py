@@ -9,6 +9,7 @@ from torch import Tensor
 from grpo_megatron.algorithms.batch import LossConstants
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.device_copies import pinned, to_host
 from grpo_megatron.errors import DataError
 from grpo_megatron.routing.router_losses import balance_coefficients
 from grpo_megatron.routing.shape import RouteStatus
@@ -78,7 +79,7 @@ class RouteSource:
             ids = ids.astype(np.int16)
         own_ids = local_part(torch.from_numpy(ids), 1)
         own_known = local_part(torch.from_numpy(known), 1)
-        return Routes(own_ids.contiguous(), own_known.contiguous())
+        return Routes(pinned(own_ids.contiguous()), pinned(own_known.contiguous()))
 
     def _check(self) -> None:
         """Stop all ranks together where any of them found a route that it may not do without."""
@@ -183,7 +184,8 @@ class RouteSource:
             for row in range(num_layers):
                 ids[row] = update.old_routing.recorded[microbatch.index, row]
             is_real = torch.arange(size) < router_replay.count_real(microbatch)
-            found.append(Routes(ids, is_real.expand(num_layers, size)))
+            known = is_real.expand(num_layers, size).contiguous()
+            found.append(Routes(pinned(ids), pinned(known)))
         return found
 
     def _keep(
@@ -199,8 +201,9 @@ class RouteSource:
             rows = torch.from_numpy(microbatch.table_rows)
             of_sample = constants.weights[rows] * by_domain[constants.batch.domains[rows]]
             at_tokens = torch.zeros(microbatch.num_tokens)
-            at_tokens[microbatch.rows.cpu()] = of_sample[microbatch.sample.cpu()].float()
-            weights.append(local_part(at_tokens))
+            of_tokens, samples = to_host([microbatch.rows, microbatch.sample])
+            at_tokens[of_tokens] = of_sample[samples].float()
+            weights.append(pinned(local_part(at_tokens).contiguous()))
         balance = None
         if settings.balance_weight > 0:
             assert replayed is not None  # rule routing_replay

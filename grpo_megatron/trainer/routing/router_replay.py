@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from grpo_megatron.device_copies import on_the_way_to_host, to_device, wait_for_copies
 from grpo_megatron.routing import router_losses
 from grpo_megatron.routing.agreement import RoutingSums, agreement
 from grpo_megatron.routing.shape import RouteShape
@@ -32,9 +33,9 @@ from grpo_megatron.trainer.steps.microbatch import MicroBatch
 
 @dataclass(frozen=True)
 class Routes:
-    """Experts of one micro-batch in this rank's layers."""
+    """Experts of one micro-batch in this rank's layers: on the host, pinned beside a GPU."""
 
-    ids: Tensor  # uint8 or int16 [R, T, K], on the host
+    ids: Tensor  # uint8 or int16 [R, T, K]
     known: Tensor  # bool [R, T]; False: the live router decides
 
     def of_row(self, row: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -70,7 +71,7 @@ class RoutingPass:
     keep: KeepTerms | None = None
     recorded: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     recorded_log_probs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    keep_loss: float = 0.0
+    keep_loss: Tensor | float = 0.0
     sums: RoutingSums | None = None
     flipped: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(comparison, micro-batch) -> 0 or 1 [2, T]: flipped in a layer of this rank, compared."""
@@ -134,9 +135,11 @@ class RouterReplayHook:
     ) -> None:
         """Record and measure what the router does in the forward of micro-batch `index`."""
         if run.record:
-            run.recorded[index, self.row] = live.to("cpu", self.replay.id_dtype)
+            narrow = live.to(self.replay.id_dtype)
+            run.recorded[index, self.row] = on_the_way_to_host(narrow)
         if run.record_log_probs:
-            run.recorded_log_probs[index, self.row] = self.log_probs(scores).cpu()
+            log_probs = self.log_probs(scores)
+            run.recorded_log_probs[index, self.row] = on_the_way_to_host(log_probs)
         if run.sums is None:
             return
         real = self.replay.num_real[index]
@@ -147,7 +150,7 @@ class RouterReplayHook:
         for name, all_routes in run.compared.items():
             ids, known = all_routes[index].of_row(self.row, live.device)
             flips, jaccard = agreement(ids, live)
-            run.sums.add_comparison(name, row, flips[known], jaccard[known])
+            run.sums.add_comparison(name, row, flips, jaccard, known)
             flags = torch.stack([(flips > 0) & known, known]).long()
             run.flipped[name, index] = run.flipped.get((name, index), 0) | flags
 
@@ -161,11 +164,11 @@ class RouterReplayHook:
         forward: bool,
     ) -> None:
         """Compute the losses on the router, which `_attach` joins to the layer's output."""
-        weights = keep.weights[index].to(scores.device)
+        weights = to_device(keep.weights[index], scores.device)
         log_p = self.log_probs(scores)
         loss = scores.new_zeros((), dtype=torch.float32)
         if keep.kind == "kl":
-            old = keep.old_log_probs[index, self.row].to(scores.device)
+            old = to_device(keep.old_log_probs[index, self.row], scores.device)
             loss = loss + (weights * router_losses.kl(log_p, old)).sum()
         elif keep.kind != "none":
             loss = loss + (weights * getattr(router_losses, keep.kind)(log_p, chosen)).sum()
@@ -174,7 +177,7 @@ class RouterReplayHook:
             real = self.replay.num_real[index]
             loss = loss + (log_p[:real].exp() @ keep.balance[self.row].to(log_p)).sum()
         if forward:
-            run.keep_loss += float(loss.detach())
+            run.keep_loss = run.keep_loss + loss.detach().double()
         self._loss = None
         if torch.is_grad_enabled():
             self._loss = loss * keep.scale
@@ -229,6 +232,8 @@ class RouteReplay:
             yield
         finally:
             self.running = None
+            if run is not None and (run.recorded or run.recorded_log_probs):
+                wait_for_copies()
 
     def enter(self, model: torch.nn.Module, index: int) -> None:
         """Say that the chunk `model` is about to compute micro-batch `index`."""
@@ -276,7 +281,7 @@ class RouteReplay:
             dist.all_reduce(tensor)
         metrics = run.sums.result()
         if run.keep is not None:
-            loss = torch.tensor(run.keep_loss, dtype=torch.float64)
+            loss = torch.as_tensor(run.keep_loss, dtype=torch.float64)
             metrics["routing/loss"] = float(summed(loss))
         return metrics
 

@@ -7,9 +7,10 @@ Shape legend: T packed tokens (with padding), S samples, n policy tokens."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.device_copies import to_device
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens
 from grpo_megatron.trainer.vocab_parallel.logprobs import KeptIds
 from grpo_megatron.types import SamplingMask
@@ -117,7 +119,7 @@ def build_microbatch(
         joined = np.empty(0)
         if parts:
             joined = np.concatenate(parts)
-        return torch.as_tensor(joined).to(device=device, dtype=dtype)
+        return to_device(torch.as_tensor(joined).to(dtype), device)
 
     kept = None
     if any(mask is not None for mask in masks):
@@ -129,20 +131,23 @@ def build_microbatch(
             ids=flat([ids], torch.int64),
             missing=flat([~known], torch.bool),
         )
-    cumulative = flat([np.array([0]), np.cumsum(lengths)], torch.int32)
+    bounds = [0, *itertools.accumulate(lengths)]
+    cumulative = flat([np.array(bounds)], torch.int32)
+    packed: Any = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    packed.bounds_on_host = bounds  # attention need not ask the device for them
     return MicroBatch(
         index=index,
         table_rows=table_rows,
         lengths=tuple(lengths[: len(table_rows)]),
         tokens=flat(sequences, torch.int64)[None],
         position_ids=flat([np.arange(length) for length in lengths], torch.int64)[None],
-        packed=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cumulative,
-            cu_seqlens_kv=cumulative,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-        ),
+        packed=packed,
         rows=flat(rows, torch.int64),
         targets=flat(targets, torch.int64),
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),

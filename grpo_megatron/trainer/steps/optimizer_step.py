@@ -23,6 +23,7 @@ from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.device_copies import to_host
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer.megatron.platform import device
 from grpo_megatron.trainer.megatron.policy import Policy
@@ -289,7 +290,7 @@ def reduce_stats(stats: Stats) -> Stats:
     numbers = None
     if is_output_rank():
         # numbers and no pickled tensors: 10 ms a step for 100 of these
-        samples = {name: values.tolist() for name, values in stats.samples.items()}
+        samples = {name: values.tolist() for name, values in stats.kept_samples().items()}
         numbers = (_to_numbers(stats.means), _to_numbers(stats.maxima), samples)
     total = Stats()
     for parts, units in all_gathered((numbers, stats.units)):
@@ -335,7 +336,8 @@ def gather_tokens(
     flat = torch.zeros(batch.num_tokens)
     if is_output_rank():
         for update, of_update in zip(updates, values, strict=True):
-            for microbatch, tokens in zip(update.microbatches, of_update, strict=True):
+            on_host = to_host(of_update)
+            for microbatch, tokens in zip(update.microbatches, on_host, strict=True):
                 index = batch.flat_index(torch.from_numpy(microbatch.table_rows))
-                flat[index] = tokens.cpu()
+                flat[index] = tokens
     return summed(flat)

@@ -10,6 +10,7 @@ from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.device_copies import to_host
 from grpo_megatron.trainer.checks import logprob_check
 from grpo_megatron.trainer.steps.microbatch import MicroBatch
 from grpo_megatron.trainer.steps.optimizer_step import untruncated
@@ -19,7 +20,7 @@ MaskRecord = tuple[np.ndarray, dict[str, np.ndarray]]
 
 
 class PolicyGradientLoss:
-    """A `LossFunction`; keeps what it masked in `recorded_masks`.
+    """A `LossFunction`; keeps what it masked for `recorded_masks`.
 
     `replayed_masks`, bool [n of the step] by name, are followed instead of deciding anew.
     `compare_engines` adds what `canary` measures: whether the engine computed the same."""
@@ -40,7 +41,7 @@ class PolicyGradientLoss:
         self.constants = constants
         self.replayed_masks = replayed_masks
         self.compare_engines = compare_engines
-        self.recorded_masks: list[MaskRecord] = []
+        self._masks: list[tuple[np.ndarray, dict[str, torch.Tensor]]] = []
 
     def __call__(self, microbatch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
         """Return the micro-batch's loss and metrics. output: fp32 [2 or 3, n]."""
@@ -65,6 +66,16 @@ class PolicyGradientLoss:
                 self.config, self.table, microbatch.table_rows, differences
             )
             stats.add(compared)
-        masks = {name: mask.cpu().numpy() for name, mask in stats.masks.items()}
-        self.recorded_masks.append((microbatch.table_rows, masks))
+        self._masks.append((microbatch.table_rows, stats.masks))
         return loss, stats
+
+    def recorded_masks(self) -> list[MaskRecord]:
+        """Copy the masks of all micro-batches so far to the host, at once."""
+        on_device: list[torch.Tensor] = []
+        for _, masks in self._masks:
+            on_device += masks.values()
+        on_host = iter(to_host(on_device))
+        records: list[MaskRecord] = []
+        for rows, masks in self._masks:
+            records.append((rows, {name: next(on_host).numpy() for name in masks}))
+        return records

@@ -18,6 +18,7 @@ from grpo_megatron.batching.drift_file import SampleDrift
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import load_model, save_model
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.device_copies import to_device, to_host, wait_for_copies
 from grpo_megatron.trainer.megatron.platform import HAS_CUDA
 from grpo_megatron.trainer.megatron.policy import Policy, state_tensors
 from grpo_megatron.trainer.steps import optimizer_step
@@ -53,7 +54,8 @@ class References:
         copies = []
         for tensor in state_tensors(policy):
             host = torch.empty_like(tensor, device="cpu", pin_memory=HAS_CUDA)
-            copies.append(host.copy_(tensor))
+            copies.append(host.copy_(tensor, non_blocking=True))
+        wait_for_copies()
         self._weights[name] = copies
         if name == START:
             self._saved = None
@@ -143,9 +145,10 @@ class References:
     def _exchange(self, policy: Policy, name: str) -> None:
         """Swap the policy's weights with the reference's."""
         for tensor, kept in zip(state_tensors(policy), self._weights[name], strict=True):
-            aside = tensor.to(kept.device, copy=True)
-            tensor.copy_(kept)
-            kept.copy_(aside)
+            aside = tensor.clone()  # the queue of the device keeps the order of the three
+            tensor.copy_(kept, non_blocking=True)
+            kept.copy_(aside, non_blocking=True)
+        wait_for_copies()
 
 
 def _take_over(
@@ -159,7 +162,7 @@ def _take_over(
         values = of_this[index]
         if not len(values):  # no output on this pipeline stage
             continue
-        of_sample = torch.from_numpy(uses[microbatch.table_rows]).to(values.device)
+        of_sample = to_device(torch.from_numpy(uses[microbatch.table_rows]), values.device)
         of_token = of_sample[microbatch.sample]
         so_far[index] = torch.where(of_token, values, so_far[index])
 
@@ -201,7 +204,7 @@ class PolicyDriftMonitor:
         stats = Stats()
         for microbatch, meter, before, after in self._measured(self._logprobs()):
             rows = torch.from_numpy(microbatch.table_rows)
-            of_tokens = of_samples[rows].to(after.device)[microbatch.sample]
+            of_tokens = to_device(of_samples[rows], after.device)[microbatch.sample]
             measure_move(meter, "step", after - before, of_tokens)
             stats.add(meter.stats)
             self._keep(microbatch.table_rows, before, after, batch.offsets, by_token)
@@ -218,11 +221,12 @@ class PolicyDriftMonitor:
         """Put the samples of a micro-batch into `moved`. rows: int64 [S]; before, after: fp32 [n]
         of these; offsets: int64 [N+1] into advantages, [n] of the step."""
         lengths = self._table.completion_lengths[rows].tolist()
+        before, after = to_host([before, after])
         parts = zip(rows.tolist(), before.split(lengths), after.split(lengths), strict=True)
         for row, of_before, of_after in parts:
             of_sample = advantages[offsets[row] : offsets[row + 1]]
             self.moved[row] = SampleDrift(
-                of_before.cpu().numpy(), of_after.cpu().numpy(), of_sample.float().cpu().numpy()
+                of_before.numpy(), of_after.numpy(), of_sample.float().cpu().numpy()
             )
 
     def _logprobs(self) -> list[torch.Tensor]:
@@ -240,6 +244,7 @@ class PolicyDriftMonitor:
             values = found[microbatch.index]
             if not len(values):  # no output on this pipeline stage
                 continue
-            domain = torch.from_numpy(self._table.domain[microbatch.table_rows]).to(values.device)
+            domain = torch.from_numpy(self._table.domain[microbatch.table_rows])
+            domain = to_device(domain, values.device)
             meter = MetricRecorder(domain[microbatch.sample], domain, self._objective.domains)
             yield microbatch, meter, before, values

@@ -249,7 +249,7 @@ class Training:
         stats = optimizer_step.compute_gradients(self.policy, update, loss, routing)
         self._require_agreement(stats)
         stats = optimizer_step.apply_gradients(self.policy, stats, gather=is_last)
-        self.recorded_masks[epoch] += loss.recorded_masks
+        self.recorded_masks[epoch] += loss.recorded_masks()
         self.source.finish(routing, update)
         return stats
 

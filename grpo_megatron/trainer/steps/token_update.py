@@ -11,6 +11,7 @@ from grpo_megatron.algorithms.stats import MetricRecorder, Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import OptimizerConfig
+from grpo_megatron.device_copies import to_device
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.trainer.requests import TrainReport
@@ -42,7 +43,8 @@ class TokenLoss:
         Raises TrainerError where samples of a distillation have no teacher."""
         if not self.distils:
             return self._likelihood_loss(output)
-        domain = torch.from_numpy(self.table.domain[microbatch.table_rows]).to(output.device)
+        domain = torch.from_numpy(self.table.domain[microbatch.table_rows])
+        domain = to_device(domain, output.device)
         meter = MetricRecorder(domain[microbatch.sample], domain, self.domains)
         loss = _distillation_loss(self.config, microbatch, output, self.weight, meter)
         return loss, meter.stats
