@@ -67,8 +67,8 @@ def _as_it_is(model: Any = None, **settings: Any) -> Any:
 def _keep_parameters_through_conversions() -> None:
     """`module.to("cuda")` keeps parameters and what was set on them.
 
-    Where types differ torch exchanges what two tensors are, attributes included."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    Where types differ torch exchanges what two tensors are, attributes included. Only then: what
+    loads a state into a module has to copy, as it does for tensors of a GPU."""
     module: Any = torch.nn.Module
     convert = module._apply
 
@@ -76,7 +76,12 @@ def _keep_parameters_through_conversions() -> None:
         before = {}
         for name, parameter in self.named_parameters():
             before[name] = dict(parameter.__dict__)
-        convert(self, fn, recurse)
+        swapped_before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            convert(self, fn, recurse)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swapped_before)
         for name, parameter in self.named_parameters():
             attributes = before[name]
             attributes.pop("held", None)
