@@ -25,7 +25,8 @@ MEGATRON = "megatron"
 TESTS = "tests"
 TORCH = "torch"
 _ROOT = Path(__file__).parents[2]
-_HERE = f"{_ROOT / OURS / 'pretended_cuda'}/"
+_PASS_IT_ON = (f"{_ROOT / OURS / 'pretended_cuda'}/", f"{_ROOT / OURS / 'device_copies.py'}")
+"""Files that are not asked about: whoever calls them is."""
 
 
 @dataclass(frozen=True, order=True)
@@ -80,7 +81,7 @@ def note(kind: str) -> None:
 
 
 def _site(frame: FrameType | None, kind: str) -> Site:
-    """Find the line that asked: torch's own and those of this package only pass it on."""
+    """Find the line that asked: lines of torch only pass it on."""
     while frame is not None:
         path = frame.f_code.co_filename
         for owner, start in _starts(path):
@@ -92,7 +93,7 @@ def _site(frame: FrameType | None, kind: str) -> Site:
 @functools.cache
 def _starts(path: str) -> list[tuple[str, int]]:
     """Say whose a source file is, and where its name begins in the path; nothing for others."""
-    if path.startswith(_HERE):
+    if path.startswith(_PASS_IT_ON):
         return []
     for owner in (OURS, TESTS):
         if path.startswith(f"{_ROOT / owner}/"):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from msgspec.structs import asdict
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RoutingConfig
 from grpo_megatron.trainer.megatron import platform
+from grpo_megatron.trainer.routing import route_source
+from grpo_megatron.trainer.steps import microbatch, policy_gradient
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
 from tests.trainer.trainer_ranks import Setup, _perturb
@@ -37,8 +41,24 @@ def rl_update(
     layout: dict[str, Any],
     objective: dict[str, Any],
     routing: dict[str, Any],
+    mistake: str | None = None,
 ) -> Found:
-    """A whole RL update of recorded rollouts, against a reference that is not the policy."""
+    """A whole RL update of recorded rollouts, against a reference that is not the policy.
+
+    mistake: one of `MISTAKES` that is made on the way."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake is not None:
+            MISTAKES[mistake](patch)
+        return _rl_update(model, samples, layout, objective, routing)
+
+
+def _rl_update(
+    model: str,
+    samples: str,
+    layout: dict[str, Any],
+    objective: dict[str, Any],
+    routing: dict[str, Any],
+) -> Found:
     setup = Setup(model, layout)
     config = setup.config(**objective)
     config = config.model_copy(
@@ -59,6 +79,44 @@ def rl_update(
         report = training.run(0, 3)
     num_microbatches = sum(len(update.microbatches) for update in training.updates)
     return Found(asdict(report), num_microbatches, waits)
+
+
+# --- mistakes that a run on a CPU does not notice
+
+
+def _forget_a_transfer(patch: pytest.MonkeyPatch) -> None:
+    """The tensors of a micro-batch stay on the host."""
+    patch.setattr(microbatch, "to_device", lambda values, device: values)
+
+
+def _take_numpy_of_a_device_tensor(patch: pytest.MonkeyPatch) -> None:
+    """Masks are not copied to the host before they are arrays."""
+    patch.setattr(policy_gradient, "to_host", lambda tensors: tensors)
+
+
+def _leave_routes_unpinned(patch: pytest.MonkeyPatch) -> None:
+    """Routes are in memory that a GPU cannot copy from while the host goes on."""
+    patch.setattr(route_source, "pinned", lambda values: values)
+
+
+def _read_a_number(patch: pytest.MonkeyPatch) -> None:
+    """The loss of every micro-batch is looked at."""
+    original = policy_gradient.PolicyGradientLoss.__call__
+
+    def looked_at(self, batch, output):
+        loss, stats = original(self, batch, output)
+        assert loss.item() < 1e9
+        return loss, stats
+
+    patch.setattr(policy_gradient.PolicyGradientLoss, "__call__", looked_at)
+
+
+MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "forgotten transfer": _forget_a_transfer,
+    "numpy": _take_numpy_of_a_device_tensor,
+    "unpinned routes": _leave_routes_unpinned,
+    "number read": _read_a_number,
+}
 
 
 @contextmanager

@@ -197,12 +197,17 @@ class RouteSource:
             return None
         by_domain = self._keep_weights()
         weights = []
+        places = []
+        for microbatch in update.microbatches:
+            places += [microbatch.rows, microbatch.sample]
+        places_on_host = iter(to_host(places))
         for microbatch in update.microbatches:
             rows = torch.from_numpy(microbatch.table_rows)
             of_sample = constants.weights[rows] * by_domain[constants.batch.domains[rows]]
             at_tokens = torch.zeros(microbatch.num_tokens)
-            of_tokens, samples = to_host([microbatch.rows, microbatch.sample])
-            at_tokens[of_tokens] = of_sample[samples].float()
+            of_tokens = next(places_on_host)
+            sample_of_token = next(places_on_host)
+            at_tokens[of_tokens] = of_sample[sample_of_token].float()
             weights.append(pinned(local_part(at_tokens).contiguous()))
         balance = None
         if settings.balance_weight > 0:
