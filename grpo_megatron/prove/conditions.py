@@ -5,7 +5,11 @@ from typing import Literal
 
 import msgspec
 
+from grpo_megatron import pretended_cuda
+
 Device = Literal["cuda", "pretended", "none"]
+PRETENDING = {**pretended_cuda.environment(), "CUDA_VISIBLE_DEVICES": ""}
+"""Variables of processes that pretend to have a GPU; real ones would be in the way."""
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import ConfigError, GateError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.prove.child import CONDITIONS_FILE, read_conditions
-from grpo_megatron.prove.conditions import Conditions
+from grpo_megatron.prove.conditions import PRETENDING, Conditions
 from grpo_megatron.prove.page import PAGE_FILE, Proof, write_page
 from grpo_megatron.prove.part import Part
 from grpo_megatron.prove.runner import Outcome, run_parts
@@ -109,7 +109,7 @@ def look_at_machine(folder: Path, *, pretend: bool) -> Conditions:
     environment = dict(os.environ)
     environment.pop(pretended_cuda.VARIABLE, None)
     if pretend:
-        environment.update(pretended_cuda.environment())
+        environment.update(PRETENDING)
     file = folder / CONDITIONS_FILE
     problem = ""
     try:

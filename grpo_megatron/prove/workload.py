@@ -76,6 +76,11 @@ class Size:
 
 WIDE = Size(_WIDE, 128, {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128})
 NARROW = Size(_NARROW, 32, {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16})
+_ENGINE_NARROW = {**_NARROW, "head_dim": 32, "intermediate_size": 128}
+ENGINE_NARROW = Size(
+    _ENGINE_NARROW, 64, {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+)
+"""The narrowest that vLLM's CPU kernels take."""
 
 
 def models(size: Size) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ def test_the_list_names_every_part_and_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name in ("machine", "device", "layouts", "nodes"):
+    for name in ("machine", "device", "layouts", "nodes", "run-moe", "speed", "profile"):
         assert f"{name} " in done.stdout
 
 

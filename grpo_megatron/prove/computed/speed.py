@@ -10,12 +10,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from grpo_megatron import pretended_cuda
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.prove.computed.memory import peak_bytes
 from grpo_megatron.prove.computed.recipe import recipe_of
 from grpo_megatron.prove.requests import MeasuredSpeed, MeasureSpeed, Times
 from grpo_megatron.trainer.megatron import platform
@@ -40,10 +42,13 @@ def measure_speed(request: MeasureSpeed, layout: TrainerConfig) -> MeasuredSpeed
     """Time all passes on each recorded step, the first time of each uncounted. Collective."""
     config = recipe_of(layout, replays_routes=request.replays_routes)
     policy = build_policy(request.hf, layout, config.optimizer)
-    times = []
+    times: list[Times] = []
+    optimizer_s = 0.0
     for directory in request.samples:
         step = _Step(config, policy, directory)
-        times.append(step.times(request.repeats))
+        if not times:  # it does not depend on the tokens
+            optimizer_s = step.optimizer_s(request.repeats)
+        times.append(step.times(request.repeats, optimizer_s))
     top_kernels: list[tuple[str, float, int]] = []
     if request.trace is not None:
         top_kernels = step.traced(request.trace)
@@ -70,13 +75,12 @@ class _Step:
             config, objective, table, constants, replayed_masks=None, compare_engines=False
         )
 
-    def times(self, repeats: int) -> Times:
-        """Median seconds of each pass. Collective."""
+    def times(self, repeats: int, optimizer_s: float) -> Times:
+        """Median seconds of each pass, the optimizer's being known. Collective."""
         if platform.HAS_CUDA:
             torch.cuda.reset_peak_memory_stats()
         logprobs_s = _median_s(self._logprobs, repeats)
         train_s = _median_s(self._gradients, repeats)
-        optimizer_s = self._optimizer_s(repeats)
         replayed_s = 0.0
         if self.routing is not None:
             replayed_s = _median_s(self._replayed_gradients, repeats)
@@ -86,7 +90,7 @@ class _Step:
             train_s=train_s,
             optimizer_s=optimizer_s,
             replayed_train_s=replayed_s,
-            peak_bytes=max(all_gathered(platform.peak_memory_bytes())),
+            peak_bytes=max(all_gathered(peak_bytes())),
         )
 
     def _logprobs(self) -> None:
@@ -98,7 +102,7 @@ class _Step:
     def _replayed_gradients(self) -> None:
         compute_gradients(self.policy, self.update, self.loss, self.routing)
 
-    def _optimizer_s(self, repeats: int) -> float:
+    def optimizer_s(self, repeats: int) -> float:
         """Seconds of the optimizer alone: each time with new gradients, which are not timed."""
         seconds = []
         for repeat in range(repeats + 1):
@@ -117,7 +121,7 @@ class _Step:
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
-        has_kernels = platform.HAS_CUDA and torch.profiler.ProfilerActivity.CUDA in _supported()
+        has_kernels = platform.HAS_CUDA and not pretended_cuda.is_wanted()
         if has_kernels:
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as profiler:
@@ -135,11 +139,6 @@ class _Step:
                 rows.append((str(described.key), float(micros), int(described.count)))
         rows.sort(key=_micros, reverse=True)
         return rows[:_NUM_TOP_KERNELS]
-
-
-def _supported() -> set[Any]:
-    supported: set[Any] = torch.profiler.supported_activities()
-    return supported
 
 
 def _micros(row: tuple[str, float, int]) -> float:

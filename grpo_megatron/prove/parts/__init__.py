@@ -1,7 +1,23 @@
 """The parts of `prove`, in the order in which they run: what others rest on comes first."""
 
-from grpo_megatron.prove.part import Part, a_gpu, two_gpus
-from grpo_megatron.prove.parts import device, layouts, machine, nodes
+from grpo_megatron.prove.part import (
+    Part,
+    a_gpu,
+    fp8_in_blocks,
+    transformer_engine,
+    two_gpus,
+)
+from grpo_megatron.prove.parts import (
+    device,
+    layers,
+    layouts,
+    machine,
+    memory,
+    nodes,
+    profile,
+    runs,
+    speed,
+)
 
 PARTS = (
     Part(
@@ -21,6 +37,14 @@ PARTS = (
         limit_s=240.0,
     ),
     Part(
+        "layers",
+        "Transformer Engine's layers compute what torch's do, gradients by name, also in FP8",
+        layers.run,
+        needs=(a_gpu, transformer_engine),
+        usual_s=60.0,
+        limit_s=240.0,
+    ),
+    Part(
         "layouts",
         "tensor, pipeline, expert and data parallelism give the losses and norms of one rank",
         layouts.run,
@@ -35,5 +59,62 @@ PARTS = (
         needs=(a_gpu, nodes.several_nodes),
         usual_s=60.0,
         limit_s=300.0,
+    ),
+    Part(
+        "run-dense",
+        "the whole command on a dense model: log-probs of trainer and engine, both ways to "
+        "publish, checkpoint, resume, export",
+        runs.run_dense,
+        needs=(a_gpu,),
+        usual_s=60.0,
+        limit_s=240.0,
+    ),
+    Part(
+        "run-moe",
+        "the same on a mixture of experts whose routes are replayed (R3)",
+        runs.run_experts,
+        needs=(a_gpu,),
+        usual_s=60.0,
+        limit_s=240.0,
+    ),
+    Part(
+        "run-colocated",
+        "trainer and engine take turns on the same GPU: the engine sleeps and wakes",
+        runs.run_colocated,
+        needs=(a_gpu,),
+        usual_s=45.0,
+        limit_s=180.0,
+    ),
+    Part(
+        "run-fp8",
+        "training in FP8 by blocks, judged by how far trainer and engine are apart",
+        runs.run_fp8,
+        needs=(a_gpu, transformer_engine, fp8_in_blocks),
+        usual_s=45.0,
+        limit_s=180.0,
+    ),
+    Part(
+        "memory",
+        "the highest memory of an update of 16k tokens is what `plan` says",
+        memory.run,
+        needs=(a_gpu,),
+        usual_s=30.0,
+        limit_s=180.0,
+    ),
+    Part(
+        "speed",
+        "tokens per second and MFU of log-probs, training and optimizer at 4k, 16k and 64k tokens",
+        speed.run,
+        needs=(a_gpu,),
+        usual_s=60.0,
+        limit_s=240.0,
+    ),
+    Part(
+        "profile",
+        "a trace of one optimizer step, and the kernels that took longest",
+        profile.run,
+        needs=(a_gpu,),
+        usual_s=20.0,
+        limit_s=120.0,
     ),
 )

@@ -1,0 +1,158 @@
+"""Part `layers`: Transformer Engine's layers against torch's.
+
+Both round in bfloat16, each in its own way, so each is held against torch's layers in float32: what
+Transformer Engine adds to the error of a gradient has to be about what torch adds."""
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from grpo_megatron.errors import TrainerError
+from grpo_megatron.prove.compare import largest_difference
+from grpo_megatron.prove.part import Job, fp8_in_blocks
+from grpo_megatron.prove.ranks import WITHOUT_TF32, Asked, on_this_machine
+from grpo_megatron.prove.requests import TrainedSteps, TrainerTable, TrainSteps
+from grpo_megatron.prove.settings import sizes_for
+from grpo_megatron.prove.workload import models, write_model, write_step
+
+_TIMES_TORCH = 2.0
+"""How many times torch's own error Transformer Engine's may be."""
+_ON_TOP = 0.02
+"""What may come on top of that, relative to the gradient."""
+_FLOAT32_ERROR = 1e-3
+_FP8_ERROR = 0.5
+"""Relative to the gradient: FP8 has three bits of mantissa."""
+_LOGPROB = {"bfloat16": 0.1, "float32": 1e-3, "fp8": 0.5}
+"""Largest mean |difference| of log-probs to torch's in float32, in nats."""
+_NO_ATTENTION = "No dot product attention"
+_TABLES: dict[str, TrainerTable] = {
+    "bfloat16": {"precision": "bfloat16"},
+    "fp8": {"precision": "bfloat16", "fp8": "blockwise"},
+    "float32": {"precision": "float32"},
+}
+
+
+def run(job: Job) -> None:
+    """Compute gradients of each tiny model with both, by Hugging Face names."""
+    sizes = sizes_for(job.conditions)
+    for name, hf in models(sizes.model).items():
+        folder = job.folder / name
+        model = write_model(folder / "model", hf)
+        samples = write_step(
+            folder / "samples",
+            hf,
+            sizes.lengths,
+            num_groups=sizes.num_groups,
+            group_size=sizes.group_size,
+            with_routes=name != "dense",
+        )
+        _compare(job, name, folder, model, samples)
+
+
+def _compare(job: Job, name: str, folder: Path, model: Path, samples: Path) -> None:
+    precisions = ["bfloat16", "float32"]
+    if not fp8_in_blocks(job.conditions) and job.conditions.device == "cuda":
+        precisions.insert(1, "fp8")
+
+    def request(precision: str, *, torch_layers: bool) -> TrainSteps:
+        kind = "torch" if torch_layers else "engine"
+        return TrainSteps(
+            model=model,
+            samples=samples,
+            trainer={**_TABLES[precision], "max_tokens_per_microbatch": 2048},
+            replays_routes=name != "dense",
+            torch_layers=torch_layers,
+            gradients=(folder / f"{kind}-{precision}.safetensors").absolute(),
+        )
+
+    of_torch = Asked(
+        [request("float32", torch_layers=True), request("bfloat16", torch_layers=True)],
+        TrainedSteps,
+        folder / "torch",
+        on_this_machine(1, WITHOUT_TF32),
+    )
+    of_engine = Asked(
+        [request(precision, torch_layers=False) for precision in precisions],
+        TrainedSteps,
+        folder / "engine",
+        on_this_machine(1, WITHOUT_TF32),
+    )
+    exact, rounded = of_torch.answers()
+    found = dict(zip(precisions, of_engine.answers(), strict=True))
+    for answer in (exact, rounded):
+        if isinstance(answer, TrainerError):
+            raise answer
+    assert isinstance(exact, TrainedSteps)
+    expected = load_file(folder / "torch-float32.safetensors")
+    torch_errors = errors_by_name(load_file(folder / "torch-bfloat16.safetensors"), expected)
+    for precision, answer in found.items():
+        told = f"{name}, {precision}"
+        if isinstance(answer, TrainerError):
+            if precision == "float32" and _NO_ATTENTION in answer.message:
+                why = "Transformer Engine has no attention of packed rows in float32"
+                job.recorder.impossible(f"{told}: gradients agree", why)
+            else:
+                job.recorder.check(f"{told}: it computes", False, str(answer))
+            continue
+        _check_logprobs(job, told, answer, exact, _LOGPROB[precision])
+        gradients = load_file(folder / f"engine-{precision}.safetensors")
+        errors = errors_by_name(gradients, expected)
+        _check_gradients(job, told, errors, _allowed(precision, torch_errors))
+
+
+def _allowed(precision: str, torch_errors: Mapping[str, float]) -> dict[str, float]:
+    """The largest relative error of each gradient."""
+    allowed = {}
+    for name, error in torch_errors.items():
+        allowed[name] = _TIMES_TORCH * error + _ON_TOP
+        if precision == "float32":
+            allowed[name] = _FLOAT32_ERROR
+        elif precision == "fp8":
+            allowed[name] = _FP8_ERROR
+    return allowed
+
+
+def errors_by_name(
+    found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """Norm of the difference of each gradient, relative to the norm of what was expected; infinite
+    where one is missing. A gradient that is expected to be zero is compared as it is."""
+    errors = {}
+    for name, gradient in expected.items():
+        if name not in found or found[name].shape != gradient.shape:
+            errors[name] = float("inf")
+            continue
+        size = float(np.linalg.norm(gradient)) or 1.0
+        errors[name] = float(np.linalg.norm(found[name] - gradient)) / size
+    return errors
+
+
+def _check_logprobs(
+    job: Job, told: str, found: TrainedSteps, exact: TrainedSteps, most: float
+) -> None:
+    differences = np.abs(np.array(found.logprobs) - np.array(exact.logprobs))
+    mean = float(differences.mean())
+    largest = largest_difference(found.logprobs, exact.logprobs)
+    job.recorder.check(
+        f"{told}: log-probs are those of torch in float32",
+        mean <= most,
+        f"mean difference {mean:.2g} nats, largest {largest:.2g}, allowed mean {most:g}",
+    )
+
+
+def _check_gradients(
+    job: Job, told: str, errors: Mapping[str, float], allowed: Mapping[str, float]
+) -> None:
+    def excess(name: str) -> float:
+        return errors[name] / allowed[name]
+
+    worst = max(errors, key=excess)
+    job.recorder.check(
+        f"{told}: {len(errors)} gradients are those of torch in float32",
+        excess(worst) <= 1.0,
+        f"median error {statistics.median(errors.values()):.2g}; worst {worst}: "
+        f"{errors[worst]:.2g}, allowed {allowed[worst]:.2g}",
+    )
