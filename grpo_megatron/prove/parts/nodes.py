@@ -1,5 +1,7 @@
 """Part `nodes`: the layouts once more, with ranks on different nodes of a Slurm job."""
 
+import shutil
+
 from grpo_megatron.prove.conditions import Conditions, num_nodes
 from grpo_megatron.prove.part import Job
 from grpo_megatron.prove.parts.layouts import compare_layouts
@@ -10,6 +12,8 @@ def several_nodes(conditions: Conditions) -> str:
     """Need a Slurm job of two nodes or more (slurm/prove.sbatch)."""
     if num_nodes() < 2:
         return "it needs a Slurm job of two nodes: sbatch slurm/prove.sbatch"
+    if shutil.which("srun") is None:
+        return "it starts ranks with srun, which is not there (in a container?)"
     return ""
 
 

@@ -63,6 +63,8 @@ kv_cache_gib = 0.125
 [checkpoint]
 interval = 1
 """
+_STREAMED_STEPS = 2
+"""Before the run is resumed with another method."""
 _SHARE_OF_GPU = "0.3"
 """Of the GPU's memory, for an engine that shares it with the trainer or not: tiny models."""
 _EAGER = "--enforce-eager"
@@ -129,7 +131,9 @@ def _run(job: Job, wanted: Wanted) -> None:
     config = read_resolved(run_dir.config).config
     for finding in of_run(config, run_dir, num_attempts):
         job.recorder.check(finding.what, finding.holds, finding.detail)
-    _record_agreement(job, config.canary_tolerance, read_metrics(run_dir.metrics))
+    steps = read_metrics(run_dir.metrics)
+    _record_publishes(job, wanted, steps)
+    _record_agreement(job, config.canary_tolerance, steps)
 
 
 def _write_model(job: Job, name: str) -> None:
@@ -187,6 +191,26 @@ def _last_words(run_dir: RunDir) -> list[str]:
         for line in last_lines(log, 15):
             found.append(f"    {log.stem}| {line}")
     return found
+
+
+def _record_publishes(job: Job, wanted: Wanted, steps: Sequence[dict[str, Any]]) -> None:
+    """Record that every step brought its weights into the engine, by which method.
+
+    Where a tensor arrived changed, the publish has ended the run already."""
+    num_published = sum(step.get("time/publish_s") is not None for step in steps)
+    num_streamed = min(num_published, _STREAMED_STEPS)
+    job.recorder.check(
+        "weights were streamed to the engine, digests of all tensors equal on both sides",
+        num_streamed == _STREAMED_STEPS,
+        f"after {num_streamed} steps",
+    )
+    if wanted.is_resumed:
+        num_by_file = num_published - num_streamed
+        job.recorder.check(
+            "weights were read by the engine from files",
+            num_by_file == 1,
+            f"after {num_by_file} step",
+        )
 
 
 def _record_agreement(job: Job, tolerance: float, steps: Sequence[dict[str, Any]]) -> None:
