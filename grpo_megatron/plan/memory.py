@@ -11,7 +11,8 @@ from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.model_facts import configuration_of, origin_of
-from grpo_megatron.plan.rank_bytes import static_bytes, step_bytes
+from grpo_megatron.plan.rank_bytes import static_bytes
+from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
 
 DEVICES = assets.tables(__file__, "devices.toml")
@@ -133,7 +134,6 @@ class Workload(TypedDict):
     """What a rank computes in an optimizer step, as `step_bytes` takes it."""
 
     tokens: int  # of a micro-batch
-    sequence: int  # tokens of the longest sample
     num_microbatches: int
     replayed: bool  # routes
     on_gpu: bool
@@ -148,7 +148,6 @@ def workload_of(config: RunConfig, s: Sizes) -> Workload:
     packed = max(t.max_tokens_per_microbatch // length, 1)
     return {
         "tokens": min(t.max_tokens_per_microbatch, mine * length),
-        "sequence": length,
         "num_microbatches": -(-mine // packed),
         "replayed": config.routing.replay != "none",
         "on_gpu": config.placement.gpus_per_node > 0,

@@ -1,16 +1,15 @@
-"""Bytes that a rank holds from start to end (weights, gradients, optimizer state, buffers), and
-beside them in a training step: the closed forms of `closed_forms.toml`.
+"""Bytes that a rank holds from start to end: weights, gradients, optimizer state, buffers.
+`step_memory` has those beside them in a training step.
 
 The buffers of Megatron's DistributedDataParallel, which the distributed optimizer pads
 (megatron/core/distributed/param_and_grad_buffer.py) and shards over data-parallel ranks."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.weights import FORMS, Sizes, Weight, product, weights_of_chunk
+from grpo_megatron.plan.weights import Sizes, Weight, weights_of_chunk
 
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
@@ -43,29 +42,24 @@ def static_bytes(
     t = s.trainer
     element = s.symbols["element"]
     replicas, expert_replicas = shard_counts(t)
-    dense_shard = _Shard(local_rank // t.tensor_parallel_size, replicas)
-    expert_shard = _Shard(local_rank // (t.etp * t.expert_parallel_size), expert_replicas)
+    shards = {
+        "": _Shard(local_rank // t.tensor_parallel_size, replicas),
+        "expert": _Shard(local_rank // (t.etp * t.expert_parallel_size), expert_replicas),
+    }
     num_frozen = 0
     num_elements = 0
     num_states = 0
     for chunk in range(s.num_chunks):
-        bucket_limit = math.inf
-        if overlaps and stage == chunk == 0:
-            bucket_limit = max(40_000_000, 1_000_000 * replicas)
-        trained = []
-        for weight in weights_of_chunk(s, stage, chunk):
-            if frozen_routers and weight.kind == "router":
-                num_frozen += weight.numel
-            else:
-                trained.append(weight)
-        experts = [weight for weight in trained if weight.kind == "expert"]
-        others = [weight for weight in trained if weight.kind != "expert"]
-        for weights, shard in ((others, dense_shard), (experts, expert_shard)):
-            if not t.distributed_optimizer:
-                shard = _WHOLE
-            for bucket in _buckets(weights, shard.count, bucket_limit):
-                num_elements += bucket.size
-                num_states += bucket.num_states(shard)
+        if frozen_routers:
+            for weight in weights_of_chunk(s, stage, chunk):
+                num_frozen += weight.numel * (weight.kind == "router")
+    buckets = _buckets_of_stage(s, stage, frozen_routers=frozen_routers, overlaps=overlaps)
+    for kind, bucket in buckets:
+        shard = shards[kind]
+        if not t.distributed_optimizer:
+            shard = _WHOLE
+        num_elements += bucket.size
+        num_states += bucket.num_states(shard)
     of_one = bytes_per_parameter(element)
     return {
         "weights": of_one.weights * (num_elements + num_frozen),
@@ -73,6 +67,45 @@ def static_bytes(
         "optimizer": of_one.optimizer * num_states,
         "buffers": _buffers(s, stage),
     }
+
+
+def gradient_elements(
+    s: Sizes, stage: int, *, frozen_routers: bool = False, overlaps: bool = False
+) -> tuple[int, int]:
+    """Elements of a stage's gradient buffers, with padding: of experts, after those of the rest."""
+    found = {"": 0, "expert": 0}
+    buckets = _buckets_of_stage(s, stage, frozen_routers=frozen_routers, overlaps=overlaps)
+    for kind, bucket in buckets:
+        found[kind] += bucket.size
+    return found[""], found["expert"]
+
+
+def _buckets_of_stage(
+    s: Sizes, stage: int, *, frozen_routers: bool, overlaps: bool
+) -> Iterator[tuple[str, "_Bucket"]]:
+    """Every bucket of a stage's buffers, with "expert" or "" as its kind."""
+    replicas, expert_replicas = shard_counts(s.trainer)
+    for chunk in range(s.num_chunks):
+        bucket_limit = math.inf
+        if overlaps and stage == chunk == 0:
+            bucket_limit = max(40_000_000, 1_000_000 * replicas)
+        experts = []
+        others = []
+        for weight in weights_of_chunk(s, stage, chunk):
+            if frozen_routers and weight.kind == "router":
+                continue
+            if weight.kind == "expert":
+                experts.append(weight)
+            else:
+                others.append(weight)
+        for kind, weights, count in (
+            ("", others, replicas),
+            ("expert", experts, expert_replicas),
+        ):
+            if not s.trainer.distributed_optimizer:
+                count = _WHOLE.count
+            for bucket in _buckets(weights, count, bucket_limit):
+                yield kind, bucket
 
 
 def shard_counts(trainer: TrainerConfig) -> tuple[int, int]:
@@ -155,7 +188,7 @@ def _up(number: int, multiple: int) -> int:
 
 def _buffers(s: Sizes, stage: int) -> int:
     """Expert biases (float32, and counts of tokens) and yarn's rotary tables of MLA layers."""
-    layers = _layers_of_stage(s, stage)
+    layers = s.layers_of_stage(stage)
     element = s.symbols["element"]
     found = 0
     if s.model.get("moe_router_enable_expert_bias"):
@@ -164,124 +197,3 @@ def _buffers(s: Sizes, stage: int) -> int:
         positions = s.hf["rope"].get("original_max_position_embeddings", 0)
         found += len(layers) * 2 * positions * s.model["qk_pos_emb_head_dim"] * element
     return found
-
-
-def _layers_of_stage(s: Sizes, stage: int) -> list[bool]:
-    """Of all model chunks of a stage: does the layer have experts?"""
-    layers = []
-    for chunk in range(s.num_chunks):
-        layers += s.layers_of(stage, chunk)
-    return layers
-
-
-def step_bytes(
-    s: Sizes,
-    stage: int,
-    *,
-    tokens: int,
-    sequence: int,
-    num_microbatches: int,
-    on_gpu: bool,
-    replayed: bool,
-) -> dict[str, int]:
-    """Bytes of `activations`, `logits`, `routing`, `communication` and `libraries` of a rank at
-    their highest, for `tokens` of a full micro-batch and of the longest `sequence`."""
-    t = s.trainer
-    chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
-    symbols = {
-        **s.symbols,
-        **_step_symbols(s, stage, tokens, on_gpu=on_gpu),
-        "sequence": sequence,
-        "replayed": replayed,
-    }
-    if t.distributed_optimizer and not on_gpu:
-        symbols["gloo_copy"] = 4 * _largest_buffer(chunks)
-    s = replace(s, symbols=symbols)
-
-    found = {name: _total(forms, s) for name, forms in FORMS["beside"].items()}
-    boundary = symbols["own"] * symbols["hidden"] * symbols["element"]
-    layers = [_kept(s, is_moe) for is_moe in _layers_of_stage(s, stage)]
-    if t.recompute == "full":
-        held = boundary * len(layers)
-        computed_again = 2 * max(layers)
-    else:
-        held = sum(layers)
-        computed_again = max(layers) // 2
-    if t.pipeline_parallel_size > 1:
-        held += 2 * boundary
-    activations = int(in_flight(s, stage, num_microbatches) * held) + computed_again
-    # Adam's two float32 copies of the largest weight's share, when activations have gone
-    largest = 0
-    for weights in chunks:
-        for weight in weights:
-            largest = max(largest, weight.numel)
-    adam = 8 * largest
-    if t.distributed_optimizer:
-        adam //= t.dp
-    return {**found, "activations": max(activations, adam - found["logits"])}
-
-
-def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[str, Any]:
-    """What the closed forms of a step say beside the model's sizes."""
-    t = s.trainer
-    element = s.symbols["element"]
-    tp = t.tensor_parallel_size
-    pp = t.pipeline_parallel_size
-    own = tokens
-    if t.sp:
-        own = tokens // tp
-    norm_copy = element
-    nccl_dimensions = 0
-    if on_gpu:
-        sizes = (tp, pp, t.dp, t.expert_parallel_size)
-        nccl_dimensions = sum(size > 1 for size in sizes)
-    else:
-        norm_copy = 8  # torch's plain norms keep float32
-    return {
-        "tokens": tokens,
-        "own": own,
-        "norm": norm_copy + element,
-        "qk_copies": norm_copy * bool(s.symbols.get("head_norm")),
-        "rows": tokens * s.symbols["top_k"] * t.etp // tp,
-        "upcast": 4 - element,
-        "chunk": min(t.logprob_chunk_tokens, tokens),
-        "plain": t.recompute == "none" and not on_gpu,
-        "is_last": stage == pp - 1,
-        "keeps_logits": t.keep_logits,
-        "pipelined": pp > 1,
-        "dispatched": t.expert_parallel_size > 1,
-        "nccl_dimensions": nccl_dimensions,
-        "gloo_copy": 0,
-    }
-
-
-def _largest_buffer(chunks: Sequence[Sequence[Weight]]) -> int:
-    """Elements; each model chunk has one buffer for experts and one for the rest."""
-    sizes = []
-    for weights in chunks:
-        experts = sum(weight.numel for weight in weights if weight.kind == "expert")
-        others = sum(weight.numel for weight in weights if weight.kind != "expert")
-        sizes += [experts, others]
-    return max(sizes)
-
-
-def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
-    """Micro-batches whose activations a stage holds at one time; its chunks are parts of one."""
-    later = s.trainer.pipeline_parallel_size - stage - 1
-    if s.num_chunks == 1:
-        return min(later + 1, num_microbatches)
-    chunks = 2 * later + (s.num_chunks - 1) * s.trainer.pipeline_parallel_size + 1
-    return min(chunks, num_microbatches * s.num_chunks) / s.num_chunks
-
-
-def _kept(s: Sizes, is_moe: bool) -> int:
-    """Bytes of one layer and micro-batch between forward and backward."""
-    mlp = "mlp"
-    if is_moe:
-        mlp = "moe"
-    parts = ("norms", s.attention, mlp)
-    return sum(_total(FORMS["kept"][part], s) for part in parts)
-
-
-def _total(forms: Mapping[str, int], s: Sizes) -> int:
-    return sum(count * product(form, s.symbols) for form, count in forms.items())

@@ -52,6 +52,13 @@ class Sizes:
         pattern = self.hf["moe_layers"] or [0] * self.model["num_layers"]
         return [bool(has_experts) for has_experts in pattern[start:end]]
 
+    def layers_of_stage(self, stage: int) -> list[bool]:
+        """For each layer of all model chunks of a stage: does it have experts?"""
+        layers = []
+        for chunk in range(self.num_chunks):
+            layers += self.layers_of(stage, chunk)
+        return layers
+
     def _layers_of_stages(self) -> list[int]:
         """Number of layers of each pipeline stage, over all of its chunks."""
         t = self.trainer

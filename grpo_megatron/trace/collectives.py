@@ -43,8 +43,8 @@ class Collective:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    """Of the largest side: what an all-gather gives, what a reduce-scatter or an all-to-all takes;
-    else of the tensor."""
+    """Of the larger side: the result of an all-gather, the input of a reduce-scatter; of an
+    all-to-all the input; else of the tensor."""
     line: str
     module: str
 
@@ -62,6 +62,8 @@ class GroupNames:
             "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "edp": parallel_state.get_expert_data_parallel_group(),
             "pp": parallel_state.get_pipeline_model_parallel_group(),
+            "optimizer": parallel_state.get_intra_distributed_optimizer_instance_group(),
+            "tp_dp": parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
             "mp": parallel_state.get_model_parallel_group(),
             "expert_mp": parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
             "embd": parallel_state.get_embedding_group(check_initialized=False),
@@ -108,6 +110,11 @@ def described(
     if kind == "barrier" or group is None:
         return None
     largest = max(sides, key=_bytes_of)
+    name = groups.name(group)
+    if kind == "all-to-all":
+        largest = sides[1]  # what is given; what comes depends on others
+    if kind in ("send", "receive"):
+        name = "pp"  # Megatron takes the world's group too, to have two directions at once
     first = largest[0]
     shape = tuple(first.shape)
     if len(largest) > 1:
@@ -115,7 +122,7 @@ def described(
     return Collective(
         phase=phase,
         kind=kind,
-        group=groups.name(group),
+        group=name,
         size=group.size(),
         dtype=str(first.dtype).removeprefix("torch."),
         shape=shape,
@@ -138,7 +145,7 @@ def fill_known(operation: Any, args: Sequence[Any], boundary: Sequence[int]) -> 
     if name == "recv_":
         [tensor] = args[0]
         if not tensor.is_meta and tensor.numel() == len(boundary):
-            tensor.copy_(torch.tensor(boundary))
+            tensor.copy_(torch.tensor(boundary, device="cpu"))
     elif name == "_allgather_base_":
         output, given = args[:2]
         if not output.is_meta and not given.is_meta:

@@ -1,12 +1,22 @@
 """What the plan says of a rank beside what its trace saw."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.plan.memory import has_frozen_routers, workload_of
-from grpo_megatron.plan.rank_bytes import static_bytes, step_bytes
+from grpo_megatron.plan.rank_bytes import static_bytes
+from grpo_megatron.plan.step_memory import step_bytes
+from grpo_megatron.plan.traffic import (
+    Key,
+    Step,
+    Traffic,
+    forward_traffic,
+    gradient_traffic,
+    update_traffic,
+)
 from grpo_megatron.plan.weights import Sizes, weights_of_chunk
 from grpo_megatron.trace.loads import Load, stage_and_place
 from grpo_megatron.trace.step import RankTrace
@@ -51,16 +61,14 @@ def comparisons_of(
     moving = _planned_moving(config, sizes, load, trace.stage)
     planned_peak = sum(static.values()) + sum(moving.values())
     found.append(Comparison("peak", planned_peak, trace.peak.bytes, PEAK_TOLERANCE))
+    found += _traffic(config, sizes, load, trace)
     return found
 
 
 def _planned_static(config: RunConfig, sizes: Sizes, rank: int) -> dict[str, int]:
     stage, place = stage_and_place(config.trainer, rank)
-    overlaps = config.trainer.overlap_communication
-    if overlaps is None:
-        overlaps = config.placement.gpus_per_node > 0
     return static_bytes(
-        sizes, stage, place, frozen_routers=has_frozen_routers(config), overlaps=overlaps
+        sizes, stage, place, frozen_routers=has_frozen_routers(config), overlaps=_overlaps(config)
     )
 
 
@@ -86,9 +94,53 @@ def _shapes(sizes: Sizes, trace: RankTrace) -> Iterator[Comparison]:
                 break
 
 
-def totals(trace: RankTrace) -> Mapping[tuple[str, str, str, str], int]:
-    """Bytes of collectives by phase, kind, group and type."""
-    found: Counter[tuple[str, str, str, str]] = Counter()
+def _traffic(config: RunConfig, sizes: Sizes, load: Load, trace: RankTrace) -> Iterator[Comparison]:
+    """Compare the bytes of collectives by phase, kind, group and type; scalars are left out."""
+    planned = _planned_traffic(config, sizes, load, trace)
+    traced: Counter[tuple[str, Key]] = Counter()
     for call in trace.collectives:
-        found[call.phase, call.kind, call.group, call.dtype] += call.bytes
+        is_scalar = math.prod(call.shape) == 1
+        if call.phase in _COMPARED_PHASES and not is_scalar:
+            traced[call.phase, (call.kind, call.group, call.dtype)] += call.bytes
+    for phase, key in sorted({*planned, *traced}):
+        what = f"{phase}: {' '.join(key)}"
+        yield Comparison(what, planned[phase, key], traced[phase, key])
+
+
+_COMPARED_PHASES = ("log-probs", "gradients", "update")
+
+
+def _planned_traffic(
+    config: RunConfig, sizes: Sizes, load: Load, trace: RankTrace
+) -> Counter[tuple[str, Key]]:
+    """Bytes by phase and key, for the passes that the trace has seen."""
+    stage, place = stage_and_place(config.trainer, trace.rank)
+    step = Step(stage, place, load.padded_tokens, load.policy_tokens, on_gpu=_is_on_gpu(config))
+    frozen = has_frozen_routers(config)
+    found: Counter[tuple[str, Key]] = Counter()
+
+    def add(phase: str, traffic: Traffic) -> None:
+        for key, size in traffic.items():
+            found[phase, key] += size
+
+    for one in trace.passes:
+        if one.phase == "log-probs":
+            add(one.phase, forward_traffic(sizes, step, one.num_microbatches))
+        else:
+            traffic = gradient_traffic(sizes, step, one.num_microbatches, frozen_routers=frozen)
+            add(one.phase, traffic)
+            overlaps = _overlaps(config)
+            add("update", update_traffic(sizes, step, frozen_routers=frozen, overlaps=overlaps))
     return found
+
+
+def _is_on_gpu(config: RunConfig) -> bool:
+    return config.placement.gpus_per_node > 0
+
+
+def _overlaps(config: RunConfig) -> bool:
+    """Whether gradients are reduced during the backward."""
+    overlaps = config.trainer.overlap_communication
+    if overlaps is None:
+        overlaps = _is_on_gpu(config)
+    return overlaps

@@ -10,6 +10,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions import fused_bias_swiglu
+
+from grpo_megatron.trace.mode import TraceMode
 
 aten = torch.ops.aten
 _LARGEST_FLASH_HEAD = 256
@@ -25,6 +28,28 @@ def fused_kernels(*, on_gpu: bool) -> Iterator[None]:
             stack.enter_context(mock.patch.object(F, "rms_norm", _gpu_norm))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         yield
+
+
+@contextmanager
+def compiled_kernels(mode: TraceMode) -> Iterator[None]:
+    """Let what torch compiles for a GPU hold nothing in between, here where it is not compiled."""
+    with ExitStack() as stack:
+        for name in _COMPILED:
+            function = mode.in_one_kernel(getattr(fused_bias_swiglu, name))
+            stack.enter_context(mock.patch.object(fused_bias_swiglu, name, function))
+        adam = mode.in_one_kernel(torch.optim.AdamW.step)
+        stack.enter_context(mock.patch.object(torch.optim.AdamW, "step", adam))
+        yield
+
+
+_COMPILED = (
+    "swiglu",
+    "bias_swiglu",
+    "weighted_swiglu",
+    "swiglu_back",
+    "bias_swiglu_back",
+    "weighted_swiglu_back",
+)
 
 
 def _gpu_attention(

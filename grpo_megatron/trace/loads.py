@@ -18,25 +18,47 @@ class Load:
     samples_per_microbatch: int
     sequence: int
     """Tokens of every sample."""
+    completion: int
+    """Tokens of every completion."""
+    token_multiple: int
+    """What a micro-batch is padded to."""
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch, without padding."""
         return self.samples_per_microbatch * self.sequence
 
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of a micro-batch, with padding."""
+        return -(-self.tokens // self.token_multiple) * self.token_multiple
+
+    @property
+    def policy_tokens(self) -> int:
+        """Tokens of a micro-batch whose log-probs are wanted."""
+        return self.samples_per_microbatch * self.completion
+
 
 def load_of(config: RunConfig, sizes: Sizes) -> Load:
     """Full micro-batches, as many as fill the pipeline."""
     layout = config.trainer
     work = workload_of(config, sizes)
-    samples = max(work["tokens"] // work["sequence"], 1)
+    sequence = config.rollout.max_model_len
+    samples = max(work["tokens"] // sequence, 1)
     enough = max(layout.pipeline_parallel_size, 2)
     multiple = 1
     if layout.virtual_pipeline_parallel_size:
         enough = 2 * layout.pipeline_parallel_size
         multiple = layout.pipeline_parallel_size
     of_recipe = -(-work["num_microbatches"] // multiple) * multiple
-    return Load(min(enough, of_recipe), of_recipe, samples, work["sequence"])
+    return Load(
+        num_microbatches=min(enough, of_recipe),
+        of_recipe=of_recipe,
+        samples_per_microbatch=samples,
+        sequence=sequence,
+        completion=min(config.rollout.max_new_tokens, sequence - 1),
+        token_multiple=layout.token_multiple,
+    )
 
 
 def ranks_to_trace(config: RunConfig, sizes: Sizes) -> list[int]:

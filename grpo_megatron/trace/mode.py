@@ -1,6 +1,7 @@
 """Looks at every operator of a rank: computes its shapes, follows memory and collectives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,6 +11,14 @@ from grpo_megatron.trace.collectives import Collective, GroupNames
 from grpo_megatron.trace.memory import LiveMemory
 from grpo_megatron.trace.places import Places
 from grpo_megatron.trace.values import Values, tensors_in
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the micro-batches of a rank."""
+
+    phase: str
+    num_microbatches: int
 
 
 class TraceMode(TorchDispatchMode):
@@ -23,10 +32,10 @@ class TraceMode(TorchDispatchMode):
         self.memory = LiveMemory()
         self.places = Places()
         self.collectives: list[Collective] = []
-        self.passes: list[str] = []
-        """Phases, one for each pass over the micro-batches, in order."""
+        self.passes: list[Pass] = []
         self.num_operators = 0
         self._boundary = boundary
+        self._inside_kernel = False
         self._groups = GroupNames()
 
     def __torch_dispatch__(
@@ -45,8 +54,25 @@ class TraceMode(TorchDispatchMode):
         self._follow(found)
         return found
 
+    def in_one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let `function` hold nothing but its result, as if torch had compiled it."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            was_inside = self._inside_kernel
+            self._inside_kernel = True
+            try:
+                found = function(*args, **kwargs)
+            finally:
+                self._inside_kernel = was_inside
+            self._follow(found)
+            return found
+
+        return call
+
     def _follow(self, found: Any) -> None:
         """Count storages that this operator made."""
+        if self._inside_kernel:
+            return
         has_new = False
         for tensor in tensors_in((found,)):
             storage = tensor.untyped_storage()

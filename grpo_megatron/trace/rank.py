@@ -2,6 +2,7 @@
 
 Megatron's groups are made on torch's fake backend, which answers at once and moves nothing."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from unittest import mock
 from grpo_megatron.trainer.megatron import cpu_platform, platform  # isort: skip  # before Megatron
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
@@ -55,6 +57,9 @@ def _replacements(on_gpu: bool) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "set_device", _nothing),
         (cpu_platform, "CPU", DEVICE),  # what `device="cuda"` becomes
     ]
+    if on_gpu:  # without what gloo needs
+        for name in ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"):
+            found.append((mappings, name, inspect.unwrap(getattr(mappings, name))))
     for module in _trainer_modules():
         if getattr(module, "device", None) is platform.device:
             found.append((module, "device", _the_device))

@@ -44,6 +44,9 @@ def trace_config(config: RunConfig, *, say: Callable[[str], None]) -> RecipeTrac
             where="kind",
             remedy="name a recipe of kind rl, sft or distil",
         )
+    # passes that only look on, over a share of the samples, would hide what an update moves
+    objective = config.objective.model_copy(update={"monitor_share": 0.0})
+    config = config.model_copy(update={"objective": objective})
     hf, _ = configuration_of(config.model)
     sizes = sizes_of(hf, vocabulary_of(hf, config.model), config.trainer)
     load = load_of(config, sizes)

@@ -14,6 +14,7 @@ from grpo_megatron.batching.store import (
 )
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
+from grpo_megatron.trace.loads import Load
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
 
 
@@ -45,13 +46,13 @@ def write_full_step(
     directory: Path,
     config: RunConfig,
     num_samples: int,
+    load: Load,
     *,
     vocab_size: int,
     route_shape: RouteShape | None,
 ) -> FullTable:
     """Record `num_samples` samples for one optimizer step, each as long as the recipe allows."""
-    length = config.rollout.max_model_len
-    num_completion = min(config.rollout.max_new_tokens, length - 1)
+    num_completion = load.completion
     rng = np.random.default_rng(0)
     group_size = min(config.batch.num_samples_per_prompt, num_samples)
     working = begin_step(directory)
@@ -60,7 +61,7 @@ def write_full_step(
     completion = Completion(
         ids, logprobs, (VersionSpan(0, 0, num_completion),), "stop", "", None, (), None
     )
-    prompt_ids = tuple(rng.integers(0, vocab_size, length - num_completion).tolist())
+    prompt_ids = tuple(rng.integers(0, vocab_size, load.sequence - num_completion).tolist())
     domain = config.domains[0].name
     groups: list[RolloutGroup] = []
     for first in range(0, num_samples, group_size):

@@ -16,10 +16,10 @@ from grpo_megatron.plan.memory import vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.trace.collectives import Collective
-from grpo_megatron.trace.kernels import fused_kernels
+from grpo_megatron.trace.kernels import compiled_kernels, fused_kernels
 from grpo_megatron.trace.loads import Load, stage_and_place
 from grpo_megatron.trace.memory import Peak
-from grpo_megatron.trace.mode import TraceMode
+from grpo_megatron.trace.mode import Pass, TraceMode
 from grpo_megatron.trace.routing import balanced_routes
 from grpo_megatron.trace.samples import write_full_step
 from grpo_megatron.trace.static import StaticBytes, static_bytes_of
@@ -40,8 +40,7 @@ class RankTrace:
     static: StaticBytes
     peak: Peak
     collectives: list[Collective]
-    passes: list[str]
-    """Phases, one for each pass over the micro-batches, in order."""
+    passes: list[Pass]
     num_operators: int
 
 
@@ -60,15 +59,18 @@ def trace_rank(config: RunConfig, rank: int, load: Load) -> RankTrace:
             folder / "step_000000",
             config,
             load.num_microbatches * load.samples_per_microbatch * layout.dp,
+            load,
             vocab_size=hf["vocab_size"],
             route_shape=_route_shape(config, hf),
         )
         if not on_gpu:  # where host and device are one
             stack.enter_context(DEVICE)
         mode = TraceMode(_boundary(config, hf, load))
+        if on_gpu:
+            stack.enter_context(compiled_kernels(mode))
         stack.enter_context(_phases(mode))
         stack.enter_context(mode)
-        with mode.places.during("build"):
+        with mode.places.during("build"), DEVICE:  # moved there, parameters lose their marks
             policy = _build(config, hf)
         static = static_bytes_of(policy)
         for number, model in enumerate(policy.models):
@@ -95,6 +97,7 @@ def _build(config: RunConfig, hf: dict[str, Any]) -> Policy:
         hf, config.trainer, config.optimizer, config.routing.router_policy, temperature
     )
     create_adam_state(policy.optimizer)  # there from the second step on
+    policy.gather_weights()  # as at the end of every update
     return policy
 
 
@@ -118,11 +121,9 @@ def _route_shape(config: RunConfig, hf: dict[str, Any]) -> RouteShape | None:
 def _boundary(config: RunConfig, hf: dict[str, Any], load: Load) -> tuple[int, int, int]:
     """Shape of what one pipeline stage hands to the next: [tokens, 1, hidden]."""
     layout = config.trainer
-    tp = layout.tensor_parallel_size
-    tokens = load.samples_per_microbatch * load.sequence
-    tokens = -(-tokens // tp) * tp
+    tokens = load.padded_tokens
     if layout.sp:
-        tokens //= tp
+        tokens //= layout.tensor_parallel_size
     return (tokens, 1, hf["hidden_size"])
 
 
@@ -148,7 +149,8 @@ _PHASES = {
 
 def _named(function: Callable[..., Any], phase: str, mode: TraceMode) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        mode.passes.append(phase)
+        if phase != "update":
+            mode.passes.append(Pass(phase, len(args[1].microbatches)))
         with mode.places.during(phase):
             return function(*args, **kwargs)
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from grpo_megatron.trace.shapes import Operation, Shapes
+
 DEVICE = torch.device("meta")
 """Stands for the accelerator."""
 _HOST = torch.device("cpu")
@@ -20,14 +22,13 @@ _MOST_KNOWN = 1 << 20
 """Elements of a tensor on the host that is made in memory; a larger one has no numbers either."""
 
 aten = torch.ops.aten
-Operation = Any
-"""An overload of torch's operators; torch has no name for its type."""
 
 
 class Values:
     """Computes operators on known and unknown tensors."""
 
     def __init__(self) -> None:
+        self._shapes = Shapes()
         self.of_device: set[int] = set()
         """Storages of known tensors that lie on the device."""
         self.of_host: set[int] = set()
@@ -48,7 +49,7 @@ class Values:
         if asked is not None and torch.device(asked) != DEVICE:
             return self._to_host(operation, args, dict(kwargs))
         if num_unknown == len(tensors):
-            return operation(*args, **kwargs)
+            return self._shapes.compute(operation, args, kwargs)
         changed = _changed_argument(operation, args, kwargs)
         if changed is not None and not changed.is_meta:
             return changed  # it would take on numbers that nobody knows
@@ -100,7 +101,7 @@ class Values:
         self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
-        return operation(*args, **kwargs)
+        return self._shapes.compute(operation, args, kwargs)
 
     def _to_host(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Copy to the host, or make a tensor like another one there: all ones."""

@@ -9,7 +9,8 @@ import pytest
 from grpo_megatron.batching.packing import plan_microbatches
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.rank_bytes import static_bytes, step_bytes
+from grpo_megatron.plan.rank_bytes import static_bytes
+from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 from tests.trainer import worker_group
 from tests.trainer.models import write_samples
@@ -79,7 +80,6 @@ def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
             stage,
             tokens=tokens,
             on_gpu=False,
-            sequence=int(lengths.max()),
             replayed=False,
             num_microbatches=len(packing[0]),
         )
@@ -105,7 +105,6 @@ def test_kept_logits_are_those_of_the_last_stage():
                 stage,
                 tokens=tokens,
                 on_gpu=True,
-                sequence=tokens,
                 replayed=False,
                 num_microbatches=4,
             )

@@ -159,6 +159,7 @@ def _uneven_collectives() -> None:
     gather_equal = mappings._gather_along_first_dim
     scatter_equal = mappings._reduce_scatter_along_first_dim
 
+    @functools.wraps(gather_equal)
     def gather(
         tensor: torch.Tensor,
         group: dist.ProcessGroup,
@@ -176,6 +177,7 @@ def _uneven_collectives() -> None:
         dist.all_to_all_single(out, copies, sizes, [tensor.shape[0]] * group.size(), group=group)
         return out
 
+    @functools.wraps(scatter_equal)
     def scatter(
         tensor: torch.Tensor,
         group: dist.ProcessGroup,

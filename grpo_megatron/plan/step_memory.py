@@ -1,0 +1,174 @@
+"""Bytes that a rank holds in a training step beside what it holds from start to end.
+
+A step is highest at one of a few moments: while a layer is computed or differentiated, while the
+loss is, while the embedding is, while Adam updates. `closed_forms.toml` says what lives then."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from grpo_megatron.plan.weights import FORMS, Sizes, Weight, product, weights_of_chunk
+
+
+def step_bytes(
+    s: Sizes,
+    stage: int,
+    *,
+    tokens: int,
+    num_microbatches: int,
+    on_gpu: bool,
+    replayed: bool,
+) -> dict[str, int]:
+    """Bytes of a rank at its highest moment, for `tokens` of a full micro-batch.
+
+    `activations` wait for the backward, `layer`, `logits`, `embedding` and `adam` are what is
+    computed in that moment, `routing` and `communication` hold ids and gathered tensors,
+    `libraries` is beside tensors."""
+    t = s.trainer
+    chunks = [weights_of_chunk(s, stage, chunk) for chunk in range(s.num_chunks)]
+    symbols = {
+        **s.symbols,
+        **_step_symbols(s, stage, tokens, on_gpu=on_gpu),
+        "replayed": replayed,
+    }
+    if t.distributed_optimizer and not on_gpu:
+        symbols["gloo_copy"] = 4 * _largest_buffer(chunks)
+    s = replace(s, symbols=symbols)
+
+    boundary = _total(FORMS["boundary"], s)
+    layers = s.layers_of_stage(stage)
+    held = boundary * s.num_chunks
+    if t.recompute == "full":
+        held += boundary * len(layers)
+    else:
+        held += sum(_kept(s, is_moe) for is_moe in layers)
+    waiting = in_flight(s, stage, num_microbatches)
+    is_last = stage == t.pipeline_parallel_size - 1
+    moments = {
+        "layer": (waiting, max(_working(s, is_moe) for is_moe in set(layers))),
+        "logits": (waiting, is_last * _highest(FORMS["logits"], s)),
+        "embedding": (waiting - 1, (stage == 0) * _total(FORMS["embedding"], s)),
+        "adam": (0, _adam(s, chunks, on_gpu=on_gpu)),
+    }
+    parts = dict.fromkeys(("activations", *moments), 0)
+    highest = -1
+    for name, (num_waiting, working) in moments.items():
+        activations = int(max(num_waiting, 0) * held)
+        if activations + working > highest:
+            highest = activations + working
+            parts = {**dict.fromkeys(parts, 0), "activations": activations, name: working}
+    for name, forms in FORMS["beside"].items():
+        parts[name] = _total(forms, s)
+    return parts
+
+
+def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[str, Any]:
+    """What the closed forms of a step say beside the model's sizes."""
+    t = s.trainer
+    element = s.symbols["element"]
+    tp = t.tensor_parallel_size
+    pp = t.pipeline_parallel_size
+    splits_sequences = t.sp and tp > 1
+    own = tokens
+    if splits_sequences:
+        own = -(-tokens // tp)
+    top_k = s.symbols["top_k"] or 0
+    rows = own * top_k * t.etp
+    num_experts = (s.symbols["experts"] or 0) // t.expert_parallel_size
+    norm_copy = element
+    nccl_dimensions = 0
+    if on_gpu:
+        sizes = (tp, pp, t.dp, t.expert_parallel_size)
+        nccl_dimensions = sum(size > 1 for size in sizes)
+    else:
+        norm_copy = 8  # torch's plain norms keep float32
+    return {
+        "tokens": tokens,
+        "own": own,
+        "gathered": tokens * splits_sequences,
+        "scattered": own * splits_sequences,
+        "norm": norm_copy + element,
+        "qk_copies": 8 * bool(s.symbols.get("head_norm")) * (not on_gpu),
+        "query_copy": element * bool(s.symbols.get("head_norm")) * on_gpu,
+        "permuted": own * top_k,
+        "rows": rows,
+        "expert_rows": rows // max(num_experts, 1),
+        "several": num_experts > 1,
+        "tensor_experts": t.etp > 1,
+        "shared_experts": bool(s.symbols["shared"]),
+        "later": stage > 0,
+        "etp_copy": 4 * (t.etp > 1) * (element < 4),
+        "chunk": min(t.logprob_chunk_tokens, tokens),
+        "keeps_logits": t.keep_logits,
+        "separate": not on_gpu,
+        "half": element < 4,
+        "again": t.recompute == "full",
+        "nccl_dimensions": nccl_dimensions,
+        "gloo_copy": 0,
+    }
+
+
+def _largest_buffer(chunks: Sequence[Sequence[Weight]]) -> int:
+    """Elements; each model chunk has one buffer for experts and one for the rest."""
+    sizes = []
+    for weights in chunks:
+        experts = sum(weight.numel for weight in weights if weight.kind == "expert")
+        others = sum(weight.numel for weight in weights if weight.kind != "expert")
+        sizes += [experts, others]
+    return max(sizes)
+
+
+def in_flight(s: Sizes, stage: int, num_microbatches: int) -> float:
+    """Micro-batches whose activations a stage holds at one time; its chunks are parts of one."""
+    later = s.trainer.pipeline_parallel_size - stage - 1
+    if s.num_chunks == 1:
+        return min(later + 1, num_microbatches)
+    chunks = 2 * later + (s.num_chunks - 1) * s.trainer.pipeline_parallel_size + 1
+    return min(chunks, num_microbatches * s.num_chunks) / s.num_chunks
+
+
+def _kept(s: Sizes, is_moe: bool) -> int:
+    """Bytes of one layer and micro-batch between forward and backward."""
+    parts = ("norms", s.attention, _mlp(is_moe))
+    return sum(_total(FORMS["kept"][part], s) for part in parts)
+
+
+def _working(s: Sizes, is_moe: bool) -> int:
+    """Bytes that a layer takes while it is computed or differentiated, beside what waits."""
+    kept = 0
+    if s.trainer.recompute == "full":
+        kept = _kept(s, is_moe)
+    return kept + _highest(FORMS["working"][_mlp(is_moe)], s)
+
+
+def _mlp(is_moe: bool) -> str:
+    """As the closed forms name it."""
+    if is_moe:
+        return "moe"
+    return "mlp"
+
+
+def _adam(s: Sizes, chunks: Sequence[Sequence[Weight]], *, on_gpu: bool) -> int:
+    """Bytes of torch's Adam: two copies of the largest weight's share, and one of that before.
+
+    Fused ones of GPUs take none."""
+    if on_gpu:
+        return 0
+    highest = 0
+    for weights in chunks:
+        before = 0
+        for weight in weights:
+            highest = max(highest, before + 2 * weight.numel)
+            before = weight.numel
+    if s.trainer.distributed_optimizer:
+        highest //= s.trainer.dp
+    return 4 * highest
+
+
+def _highest(moments: Mapping[str, Mapping[str, int]], s: Sizes) -> int:
+    """Bytes of the highest of several moments."""
+    return max(_total(forms, s) for forms in moments.values())
+
+
+def _total(forms: Mapping[str, int], s: Sizes) -> int:
+    return sum(count * product(form, s.symbols) for form, count in forms.items())
