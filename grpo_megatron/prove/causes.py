@@ -15,6 +15,12 @@ class Cause:
 
 CAUSES = (
     Cause(
+        r"is the driver loaded",
+        "torch sees no GPU",
+        "`nvidia-smi` has to list GPUs (containers: --gpus all, Apptainer: --nv), torch to be a "
+        "CUDA build, CUDA_VISIBLE_DEVICES must not be empty; without a GPU there is --pretend",
+    ),
+    Cause(
         r"driver[^.\n]* is (too old|insufficient)|forward compatibility was attempted",
         "the NVIDIA driver is too old for this build of torch",
         "update the driver, or install a build of torch for the CUDA version that `nvidia-smi` "

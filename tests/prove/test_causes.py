@@ -7,6 +7,7 @@ import pytest
 from grpo_megatron.prove.causes import likely_cause
 
 SAYINGS = {
+    "torch sees no GPU": "is the driver loaded (nvidia-smi), and torch a CUDA build?",
     "the NVIDIA driver is too old": (
         "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."
     ),

@@ -118,6 +118,7 @@ class _Step:
     def traced(self, path: Path) -> list[tuple[str, float, int]]:
         """Trace one optimizer step with Kineto; rank 0 writes it. Returns name, microseconds and
         calls of what took longest: kernels on a GPU, else operations of the CPU. Collective."""
+        from torch.autograd import DeviceType  # type: ignore[attr-defined]
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
@@ -132,6 +133,9 @@ class _Step:
         rows = []
         for event in profiler.key_averages():
             described: Any = event
+            is_kernel = described.device_type == DeviceType.CUDA
+            if is_kernel != has_kernels:  # operations count their kernels' time once more
+                continue
             micros = described.self_cpu_time_total
             if has_kernels:
                 micros = described.self_device_time_total

@@ -1,5 +1,6 @@
 """Part `speed`: tokens per second and MFU of the trainer's passes, for released models' shapes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,9 @@ def _shapes(job: Job) -> list[_Shape]:
             _Shape("tiny experts", "experts", tiny["moe"], table, (64, 128)),
         ]
     tokens = (4096, 16384, 65536)
-    with_experts = {**table, "expert_parallel_size": conditions.num_gpus}
+    num_experts = int(qwen3_30b_a3b()["num_experts"])
+    expert_ranks = math.gcd(num_experts, conditions.num_gpus)
+    with_experts = {**table, "expert_parallel_size": expert_ranks}
     wanted = [
         _Shape("Qwen3-0.6B", "dense", QWEN3_0_6B, table, tokens),
         _Shape("Qwen3-4B", "dense", QWEN3_4B, table, tokens),
