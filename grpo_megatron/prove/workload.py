@@ -1,6 +1,5 @@
 """Models and recorded steps for the parts: random, and made on this machine."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 
 from grpo_megatron.batching.manifest import StepFacts
 from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
-from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.plan.model_facts import facts_from_hf
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
@@ -110,14 +108,6 @@ def models(size: Size) -> dict[str, dict[str, Any]]:
     }
     latent.pop("head_dim")
     return {"dense": dense, "moe": experts, "latent": latent}
-
-
-def write_model(directory: Path, hf: Mapping[str, Any], seed: int = 1) -> Path:
-    """Write a random Hugging Face checkpoint of `hf`, in float32; returns its directory."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(hf, indent=2), encoding="utf-8")
-    init_weights(directory, seed)
-    return directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Transformer Engine adds to the error of a gradient has to be about what torch ad
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from safetensors.numpy import load_file
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.prove.compare import largest_difference
 from grpo_megatron.prove.part import Job, fp8_in_blocks
+from grpo_megatron.prove.random_weights import write_model
 from grpo_megatron.prove.ranks import WITHOUT_TF32, Asked, on_this_machine
 from grpo_megatron.prove.requests import TrainedSteps, TrainerTable, TrainSteps
 from grpo_megatron.prove.settings import sizes_for
-from grpo_megatron.prove.workload import models, write_model, write_step
+from grpo_megatron.prove.workload import models, write_step
 
 _TIMES_TORCH = 2.0
 """How many times torch's own error Transformer Engine's may be."""
@@ -35,61 +37,85 @@ _TABLES: dict[str, TrainerTable] = {
 }
 
 
+@dataclass(frozen=True)
+class _Model:
+    """A tiny model that both kinds of layers are computing."""
+
+    name: str
+    folder: Path
+    precisions: list[str]
+    of_torch: Asked[TrainedSteps]
+    of_engine: Asked[TrainedSteps]
+
+
 def run(job: Job) -> None:
     """Compute gradients of each tiny model with both, by Hugging Face names."""
     sizes = sizes_for(job.conditions)
+    precisions = ["bfloat16", "float32"]
+    if job.conditions.device == "cuda" and not fp8_in_blocks(job.conditions):
+        precisions.insert(1, "fp8")
+    started = []
     for name, hf in models(sizes.model).items():
         folder = job.folder / name
-        model = write_model(folder / "model", hf)
+        has_experts = name != "dense"
         samples = write_step(
             folder / "samples",
             hf,
             sizes.lengths,
             num_groups=sizes.num_groups,
             group_size=sizes.group_size,
-            with_routes=name != "dense",
+            with_routes=has_experts,
         )
-        _compare(job, name, folder, model, samples)
+        model = write_model(folder / "model", hf)
+        started.append(_start(name, folder, model, samples, precisions))
+    for of_model in started:
+        _compare(job, of_model)
 
 
-def _compare(job: Job, name: str, folder: Path, model: Path, samples: Path) -> None:
-    precisions = ["bfloat16", "float32"]
-    if not fp8_in_blocks(job.conditions) and job.conditions.device == "cuda":
-        precisions.insert(1, "fp8")
+def _start(name: str, folder: Path, model: Path, samples: Path, precisions: list[str]) -> _Model:
+    """Let ranks begin: torch's layers in float32 and bfloat16, Transformer Engine's in all of
+    `precisions`."""
 
-    def request(precision: str, *, torch_layers: bool) -> TrainSteps:
-        kind = "torch" if torch_layers else "engine"
+    def request(kind: str, precision: str) -> TrainSteps:
         return TrainSteps(
             model=model,
             samples=samples,
             trainer={**_TABLES[precision], "max_tokens_per_microbatch": 2048},
             replays_routes=name != "dense",
-            torch_layers=torch_layers,
-            gradients=(folder / f"{kind}-{precision}.safetensors").absolute(),
+            torch_layers=kind == "torch",
+            gradients=_gradients_of(folder, kind, precision).absolute(),
         )
 
-    of_torch = Asked(
-        [request("float32", torch_layers=True), request("bfloat16", torch_layers=True)],
-        TrainedSteps,
-        folder / "torch",
-        on_this_machine(1, WITHOUT_TF32),
+    ranks = on_this_machine(1, WITHOUT_TF32)
+    of_torch = [request("torch", "float32"), request("torch", "bfloat16")]
+    of_engine = [request("engine", precision) for precision in precisions]
+    return _Model(
+        name,
+        folder,
+        precisions,
+        Asked(of_torch, TrainedSteps, folder / "torch", ranks),
+        Asked(of_engine, TrainedSteps, folder / "engine", ranks),
     )
-    of_engine = Asked(
-        [request(precision, torch_layers=False) for precision in precisions],
-        TrainedSteps,
-        folder / "engine",
-        on_this_machine(1, WITHOUT_TF32),
-    )
-    exact, rounded = of_torch.answers()
-    found = dict(zip(precisions, of_engine.answers(), strict=True))
+
+
+def _gradients_of(folder: Path, kind: str, precision: str) -> Path:
+    return folder / f"{kind}-{precision}.safetensors"
+
+
+def _compare(job: Job, model: _Model) -> None:
+    """Record how far both are from torch in float32."""
+    exact, rounded = model.of_torch.answers()
+    found = dict(zip(model.precisions, model.of_engine.answers(), strict=True))
     for answer in (exact, rounded):
         if isinstance(answer, TrainerError):
-            raise answer
+            job.recorder.check(f"{model.name}: torch's layers compute", False, str(answer))
+            return
     assert isinstance(exact, TrainedSteps)
-    expected = load_file(folder / "torch-float32.safetensors")
-    torch_errors = errors_by_name(load_file(folder / "torch-bfloat16.safetensors"), expected)
+    expected = load_file(_gradients_of(model.folder, "torch", "float32"))
+    of_torch = load_file(_gradients_of(model.folder, "torch", "bfloat16"))
+    torch_errors = errors_by_name(of_torch, expected)
     for precision, answer in found.items():
-        told = f"{name}, {precision}"
+        told = f"{model.name}, {precision}"
         if isinstance(answer, TrainerError):
             if precision == "float32" and _NO_ATTENTION in answer.message:
                 why = "Transformer Engine has no attention of packed rows in float32"
@@ -98,7 +124,7 @@ def _compare(job: Job, name: str, folder: Path, model: Path, samples: Path) -> N
                 job.recorder.check(f"{told}: it computes", False, str(answer))
             continue
         _check_logprobs(job, told, answer, exact, _LOGPROB[precision])
-        gradients = load_file(folder / f"engine-{precision}.safetensors")
+        gradients = load_file(_gradients_of(model.folder, "engine", precision))
         errors = errors_by_name(gradients, expected)
         _check_gradients(job, told, errors, _allowed(precision, torch_errors))
 

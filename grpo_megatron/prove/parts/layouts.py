@@ -3,10 +3,11 @@
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.prove.compare import FLOAT32, compare_steps
 from grpo_megatron.prove.part import Job
+from grpo_megatron.prove.random_weights import write_model
 from grpo_megatron.prove.ranks import WITHOUT_TF32, Asked, Launch, on_this_machine
 from grpo_megatron.prove.requests import TrainedSteps, TrainerTable, TrainSteps
 from grpo_megatron.prove.settings import NUM_UPDATES, sizes_for
-from grpo_megatron.prove.workload import models, write_model, write_step
+from grpo_megatron.prove.workload import models, write_step
 
 LAYOUTS: dict[str, TrainerTable] = {
     "TP 2 with sequence parallelism": {"tensor_parallel_size": 2},

@@ -1,10 +1,11 @@
 """Part `machine`: what is installed, and which kernels follow from it."""
 
 from grpo_megatron.prove.part import Job
+from grpo_megatron.prove.random_weights import write_model
 from grpo_megatron.prove.ranks import Asked, on_this_machine
 from grpo_megatron.prove.requests import TrainedSteps, TrainSteps
 from grpo_megatron.prove.settings import sizes_for
-from grpo_megatron.prove.workload import models, write_model, write_step
+from grpo_megatron.prove.workload import models, write_step
 
 _WORTH_HAVING = {
     "transformer-engine": "wanted for fused layers, grouped experts and FP8",

@@ -126,7 +126,12 @@ def _run(job: Job, wanted: Wanted) -> None:
     _command(run_dir, "train", str(recipe), *settings)
     num_attempts = 1
     if wanted.is_resumed:
-        _command(run_dir, "resume", str(run_dir.root), "num_steps=3", "publish.method=file")
+        others = [
+            "num_steps=3",
+            "publish.method=file",
+            *_engine_arguments(job.conditions, [_EAGER]),
+        ]
+        _command(run_dir, "resume", str(run_dir.root), *others)
         num_attempts = 2
     config = read_resolved(run_dir.config).config
     for finding in of_run(config, run_dir, num_attempts):
@@ -149,13 +154,20 @@ def _placement(conditions: Conditions, wanted: Wanted) -> list[str]:
         if wanted.colocated:
             return ["placement.mode=colocated"]
         return []
-    arguments = ["--gpu-memory-utilization", _SHARE_OF_GPU, *wanted.engine_arguments]
-    settings = [f"rollout.engine_arguments={json.dumps(arguments)}"]
+    settings = _engine_arguments(conditions, wanted.engine_arguments)
     if wanted.colocated:
         return [*settings, "placement.mode=colocated", "placement.gpus_per_node=1"]
     if conditions.num_gpus > 1:
         return [*settings, "placement.gpus_per_node=2"]
     return settings  # without a placement nobody is told which GPU is whose
+
+
+def _engine_arguments(conditions: Conditions, others: Sequence[str]) -> list[str]:
+    """What engines on a GPU are started with."""
+    if conditions.device != "cuda":
+        return []
+    arguments = ["--gpu-memory-utilization", _SHARE_OF_GPU, *others]
+    return [f"rollout.engine_arguments={json.dumps(arguments)}"]
 
 
 def _toml(text: str) -> str:
