@@ -1,5 +1,7 @@
 """Which of the pretended devices this process works on."""
 
+from typing import Any
+
 import torch
 
 NUM_DEVICES = 8
@@ -19,3 +21,13 @@ def set_current(index: int) -> None:
     if not 0 <= index < NUM_DEVICES:
         raise RuntimeError(f"invalid device ordinal: {index} of {NUM_DEVICES} pretended devices")
     _index = index
+
+
+def as_device(device: Any) -> torch.device | None:
+    """Return `device` with its index; None for what is no GPU."""
+    found = torch.device(device)
+    if found.type != "cuda":
+        return None
+    if found.index is None:
+        return current_device()
+    return found

@@ -51,7 +51,8 @@ def install_once() -> None:
     mode: Any = PretendedCuda
     _left_open.enter_context(mode())
     print(
-        "pretended CUDA: no GPU computes here, tensors of cuda:N have their data on the CPU",
+        f"*** PRETENDED CUDA ({VARIABLE}): no GPU computes here; tensors of cuda:N have their "
+        "data on the CPU ***",
         file=sys.stderr,
         flush=True,
     )

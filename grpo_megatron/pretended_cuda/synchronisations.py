@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from grpo_megatron.pretended_cuda import in_flight
+
 READ = "number read"
 SHAPE = "shape depends on values"
 TO_HOST = "copy to the host"
@@ -72,7 +74,11 @@ def recorded() -> Iterator[Record]:
 
 
 def note(kind: str) -> None:
-    """Count a synchronisation for the innermost frame that is ours, Megatron's or a test's."""
+    """Count a synchronisation for the innermost frame that is ours, Megatron's or a test's.
+
+    Copies to the host that were queued before are done then."""
+    if kind != FROM_HOST:
+        in_flight.finish()
     if not _records:
         return
     site = _site(sys._getframe(1), kind)

@@ -108,3 +108,21 @@ def count_as_plain() -> None:
     """Let torch's optimizers take their paths for tensors of a GPU, which are for plain types."""
     plain_types: list[Any] = torch.utils._foreach_utils._foreach_supported_types
     plain_types.append(PretendedTensor)
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a tensor on a device holds; one on the host as it is."""
+    if isinstance(tensor, PretendedTensor):
+        return tensor.held
+    return tensor
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """List the tensors in an argument, which may be a list of lists. torch's trees take longer."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found = []
+    if isinstance(value, list | tuple):
+        for part in value:
+            found += tensors_in(part)
+    return found

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RoutingConfig
 from grpo_megatron.trainer.megatron import platform
-from grpo_megatron.trainer.routing import route_source
+from grpo_megatron.trainer.routing import route_source, router_replay
 from grpo_megatron.trainer.steps import microbatch, policy_gradient
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
@@ -111,11 +111,17 @@ def _read_a_number(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy_gradient.PolicyGradientLoss, "__call__", looked_at)
 
 
+def _read_before_the_copy_is_done(patch: pytest.MonkeyPatch) -> None:
+    """Recorded routes are read without a wait for the copies that brought them."""
+    patch.setattr(router_replay, "wait_for_copies", lambda: None)
+
+
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgotten transfer": _forget_a_transfer,
     "numpy": _take_numpy_of_a_device_tensor,
     "unpinned routes": _leave_routes_unpinned,
     "number read": _read_a_number,
+    "read too early": _read_before_the_copy_is_done,
 }
 
 
