@@ -5,13 +5,21 @@ import sys
 
 from grpo_megatron.cli.inspect_commands import resolve_any
 from grpo_megatron.cli.run_commands import print_advice
+from grpo_megatron.errors import ConfigError
 
 _PROGRAM = "grpo_megatron.trace"
 
 
 def trace(source: str, overrides: list[str], *, as_json: bool) -> int:
     """Print the report of a recipe or a run; return the exit code of the process that made it."""
-    print_advice(resolve_any(source, overrides).config)  # refuses before torch is imported
+    config = resolve_any(source, overrides).config  # refuses before torch is imported
+    print_advice(config)
+    if not config.trains:
+        raise ConfigError(
+            f"a run of kind {config.kind!r} has no training step to trace",
+            where="kind",
+            remedy="name a recipe of kind rl, sft or distil",
+        )
     command = [sys.executable, "-m", _PROGRAM, source, *overrides]
     if as_json:
         command.append("--json")

@@ -26,10 +26,10 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     if as_json:
-        values = report.as_json(found.traces, found.compared, found.load, on_gpu=found.on_gpu)
+        values = report.as_json(found.traces, found.compared, on_gpu=found.on_gpu)
         print(json.dumps(values, indent=2))
     else:
-        for line in report.as_text(found.traces, found.compared, found.load, on_gpu=found.on_gpu):
+        for line in report.as_text(found.traces, found.compared, on_gpu=found.on_gpu):
             print(line)
     if report.all_agree(found.compared):
         return 0

@@ -49,19 +49,17 @@ class Comparison:
         return self.planned / self.traced - 1
 
 
-def comparisons_of(
-    config: RunConfig, sizes: Sizes, load: Load, trace: RankTrace
-) -> list[Comparison]:
+def comparisons_of(config: RunConfig, sizes: Sizes, trace: RankTrace) -> list[Comparison]:
     """Compare static bytes, the peak and the bytes of collectives of one rank."""
     static = _planned_static(config, sizes, trace.rank)
     found = []
     for part, planned in static.items():
         found.append(Comparison(part, planned, trace.static.parts[part]))
     found += _shapes(sizes, trace)
-    moving = _planned_moving(config, sizes, load, trace.stage)
+    moving = _planned_moving(config, sizes, trace.load, trace.stage)
     planned_peak = sum(static.values()) + sum(moving.values())
     found.append(Comparison("peak", planned_peak, trace.peak.bytes, PEAK_TOLERANCE))
-    found += _traffic(config, sizes, load, trace)
+    found += _traffic(config, sizes, trace)
     return found
 
 
@@ -94,9 +92,9 @@ def _shapes(sizes: Sizes, trace: RankTrace) -> Iterator[Comparison]:
                 break
 
 
-def _traffic(config: RunConfig, sizes: Sizes, load: Load, trace: RankTrace) -> Iterator[Comparison]:
+def _traffic(config: RunConfig, sizes: Sizes, trace: RankTrace) -> Iterator[Comparison]:
     """Compare the bytes of collectives by phase, kind, group and type; scalars are left out."""
-    planned = _planned_traffic(config, sizes, load, trace)
+    planned = _planned_traffic(config, sizes, trace)
     traced: Counter[tuple[str, Key]] = Counter()
     for call in trace.collectives:
         is_scalar = math.prod(call.shape) == 1
@@ -110,11 +108,10 @@ def _traffic(config: RunConfig, sizes: Sizes, load: Load, trace: RankTrace) -> I
 _COMPARED_PHASES = ("log-probs", "gradients", "update")
 
 
-def _planned_traffic(
-    config: RunConfig, sizes: Sizes, load: Load, trace: RankTrace
-) -> Counter[tuple[str, Key]]:
+def _planned_traffic(config: RunConfig, sizes: Sizes, trace: RankTrace) -> Counter[tuple[str, Key]]:
     """Bytes by phase and key, for the passes that the trace has seen."""
     stage, place = stage_and_place(config.trainer, trace.rank)
+    load = trace.load
     step = Step(stage, place, load.padded_tokens, load.policy_tokens, on_gpu=_is_on_gpu(config))
     frozen = has_frozen_routers(config)
     found: Counter[tuple[str, Key]] = Counter()

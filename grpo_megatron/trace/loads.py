@@ -39,13 +39,13 @@ class Load:
         return self.samples_per_microbatch * self.completion
 
 
-def load_of(config: RunConfig, sizes: Sizes) -> Load:
-    """Full micro-batches, as many as fill the pipeline."""
+def load_of(config: RunConfig, sizes: Sizes, stage: int) -> Load:
+    """Full micro-batches, as many as fill the pipeline up to `stage`."""
     layout = config.trainer
     work = workload_of(config, sizes)
     sequence = config.rollout.max_model_len
     samples = max(work["tokens"] // sequence, 1)
-    enough = max(layout.pipeline_parallel_size, 2)
+    enough = max(layout.pipeline_parallel_size - stage, 2)
     multiple = 1
     if layout.virtual_pipeline_parallel_size:
         enough = 2 * layout.pipeline_parallel_size

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.errors import ConfigError
 from grpo_megatron.plan.memory import vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.resolve import resolve, resolve_run
 from grpo_megatron.plan.weights import sizes_of
 from grpo_megatron.trace.compare import Comparison, comparisons_of
-from grpo_megatron.trace.loads import Load, load_of, ranks_to_trace
+from grpo_megatron.trace.loads import load_of, ranks_to_trace, stage_and_place
 from grpo_megatron.trace.step import RankTrace, trace_rank
 
 
@@ -20,7 +19,6 @@ from grpo_megatron.trace.step import RankTrace, trace_rank
 class RecipeTrace:
     """What was found of a recipe, by rank."""
 
-    load: Load
     on_gpu: bool
     traces: list[RankTrace]
     compared: list[list[Comparison]]
@@ -29,7 +27,7 @@ class RecipeTrace:
 def trace_recipe(source: str, overrides: list[str], *, say: Callable[[str], None]) -> RecipeTrace:
     """Trace a recipe or a run directory; `say` hears of every rank.
 
-    Raises ConfigError for a recipe that is not valid, or does not train."""
+    Raises ConfigError for a recipe that is not valid."""
     path = Path(source)
     is_run = path.is_dir() or path.suffix == ".json"
     resolved = resolve_run(path, overrides) if is_run else resolve(source, overrides)
@@ -37,27 +35,21 @@ def trace_recipe(source: str, overrides: list[str], *, say: Callable[[str], None
 
 
 def trace_config(config: RunConfig, *, say: Callable[[str], None]) -> RecipeTrace:
-    """Trace a valid configuration. Raises ConfigError where it does not train."""
-    if not config.trains:
-        raise ConfigError(
-            f"a run of kind {config.kind!r} has no training step to trace",
-            where="kind",
-            remedy="name a recipe of kind rl, sft or distil",
-        )
+    """Trace a valid configuration of a kind that trains."""
     # passes that only look on, over a share of the samples, would hide what an update moves
     objective = config.objective.model_copy(update={"monitor_share": 0.0})
     config = config.model_copy(update={"objective": objective})
     hf, _ = configuration_of(config.model)
     sizes = sizes_of(hf, vocabulary_of(hf, config.model), config.trainer)
-    load = load_of(config, sizes)
-    found = RecipeTrace(load, config.placement.gpus_per_node > 0, [], [])
+    found = RecipeTrace(config.placement.gpus_per_node > 0, [], [])
     for rank in ranks_to_trace(config, sizes):
         started = time.monotonic()
-        trace = trace_rank(config, rank, load)
+        stage, _ = stage_and_place(config.trainer, rank)
+        trace = trace_rank(config, rank, load_of(config, sizes, stage))
         say(
             f"rank {rank}, pipeline stage {trace.stage}: {trace.num_operators:,} operators in "
             f"{time.monotonic() - started:.0f} s"
         )
         found.traces.append(trace)
-        found.compared.append(comparisons_of(config, sizes, load, trace))
+        found.compared.append(comparisons_of(config, sizes, trace))
     return found

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_megatron.trace.compare import Comparison
-from grpo_megatron.trace.loads import Load
 from grpo_megatron.trace.step import RankTrace
 
 _LAYERS = {
@@ -19,7 +18,7 @@ _CAVEAT = (
 
 
 def as_json(
-    traces: list[RankTrace], compared: list[list[Comparison]], load: Load, *, on_gpu: bool
+    traces: list[RankTrace], compared: list[list[Comparison]], *, on_gpu: bool
 ) -> dict[str, Any]:
     """Return the whole report as plain values."""
     ranks = []
@@ -31,6 +30,7 @@ def as_json(
             {
                 "rank": trace.rank,
                 "stage": trace.stage,
+                "load": asdict(trace.load),
                 "static": trace.static.parts,
                 "peak": asdict(trace.peak),
                 "collectives": _collective_rows(trace),
@@ -40,7 +40,6 @@ def as_json(
     return {
         "layers": _LAYERS[on_gpu],
         "caveat": _CAVEAT,
-        "load": asdict(load),
         "agrees": all_agree(compared),
         "ranks": ranks,
     }
@@ -52,18 +51,19 @@ def all_agree(compared: list[list[Comparison]]) -> bool:
 
 
 def as_text(
-    traces: list[RankTrace], compared: list[list[Comparison]], load: Load, *, on_gpu: bool
+    traces: list[RankTrace], compared: list[list[Comparison]], *, on_gpu: bool
 ) -> Iterator[str]:
     """Yield the lines of the report."""
     yield f"layers\t{_LAYERS[on_gpu]}"
     yield f"\t{_CAVEAT}"
-    yield (
-        f"work\t{load.num_microbatches} of the {load.of_recipe} micro-batches of an optimizer "
-        f"step, {load.tokens:,} tokens each"
-    )
     for trace, rows in zip(traces, compared, strict=True):
         yield ""
+        load = trace.load
         yield f"rank {trace.rank}, pipeline stage {trace.stage}"
+        yield (
+            f"work\t{load.num_microbatches} of the {load.of_recipe} micro-batches of an optimizer "
+            f"step, {load.tokens:,} tokens each"
+        )
         yield f"highest\t{trace.peak.place}"
         for owner, size in sorted(trace.peak.by_owner.items(), key=_largest_first)[:8]:
             yield f"  {size / 2**20:,.1f} MiB\t{owner}"

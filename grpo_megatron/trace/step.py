@@ -12,6 +12,7 @@ from grpo_megatron.trace.rank import as_rank  # isort: skip  # before Megatron
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of, facts_from_hf
 from grpo_megatron.routing.shape import RouteShape
@@ -37,11 +38,21 @@ class RankTrace:
 
     rank: int
     stage: int
+    load: Load
     static: StaticBytes
     peak: Peak
     collectives: list[Collective]
     passes: list[Pass]
     num_operators: int
+
+
+@contextmanager
+def building(layout: TrainerConfig, rank: int) -> Iterator[None]:
+    """Let this process be a rank on whose device everything lies, without memory, in the block.
+
+    For what only builds models there; `trace_rank` also runs them."""
+    with as_rank(layout, rank, on_gpu=False), TraceMode(boundary=()), DEVICE:
+        yield
 
 
 def trace_rank(config: RunConfig, rank: int, load: Load) -> RankTrace:
@@ -81,6 +92,7 @@ def trace_rank(config: RunConfig, rank: int, load: Load) -> RankTrace:
         return RankTrace(
             rank,
             stage,
+            load,
             static,
             mode.memory.peak,
             mode.collectives,

@@ -20,6 +20,8 @@ DEVICE = torch.device("meta")
 _HOST = torch.device("cpu")
 _MOST_KNOWN = 1 << 20
 """Elements of a tensor on the host that is made in memory; a larger one has no numbers either."""
+_MOST_WHOLE = 1 << 26
+"""Elements of a tensor of whole numbers on the device that is made in memory."""
 
 aten = torch.ops.aten
 
@@ -69,7 +71,7 @@ class Values:
                 return found
             return operation(*args, **kwargs)
         shape = operation(*args, **kwargs)
-        if not isinstance(shape, torch.Tensor) or not _is_whole(shape):
+        if not _is_whole(shape) or shape.numel() > _MOST_WHOLE:
             return shape
         kwargs["device"] = _HOST
         return self._mark(operation(*args, **kwargs), self.of_device)
