@@ -13,8 +13,10 @@ from msgspec.structs import asdict
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RoutingConfig
+from grpo_megatron.device_copies import on_the_way_to_host
+from grpo_megatron.routing import agreement
 from grpo_megatron.trainer.megatron import platform
-from grpo_megatron.trainer.routing import route_source, router_replay
+from grpo_megatron.trainer.routing import route_source
 from grpo_megatron.trainer.steps import microbatch, policy_gradient
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
@@ -112,8 +114,8 @@ def _read_a_number(patch: pytest.MonkeyPatch) -> None:
 
 
 def _read_before_the_copy_is_done(patch: pytest.MonkeyPatch) -> None:
-    """Recorded routes are read without a wait for the copies that brought them."""
-    patch.setattr(router_replay, "wait_for_copies", lambda: None)
+    """Sums of a pass are read without a wait for the copies that bring them."""
+    patch.setattr(agreement, "to_host", lambda sums: [on_the_way_to_host(part) for part in sums])
 
 
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
