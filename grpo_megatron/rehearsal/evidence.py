@@ -122,21 +122,22 @@ def _of_steps(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[Find
         what = f"experts were replayed ({config.routing.replay})"
         findings.append(Finding(what, len(flips) > 0, detail))
     if config.kind == "rl":
-        findings.append(_rewarded(config, records))
+        findings.append(rewarded(config, records))
     return findings
 
 
-def _rewarded(config: RunConfig, records: Sequence[dict[str, Any]]) -> Finding:
-    """Whether every component of the domains that were drawn has a score in some step."""
+def rewarded(config: RunConfig, records: Sequence[dict[str, Any]]) -> Finding:
+    """Whether every component of the domains that were trained has a score in some step."""
     computed = _reward_components(records)
     missing = []
     keys: set[str] = set()
     for record in records:
         keys.update(record)
     for domain in config.domains:
-        has_metrics = any(key.endswith(f"@{domain.name}") for key in keys)
-        if len(config.domains) > 1 and not has_metrics:
-            continue  # a small share may get none of so few prompts
+        # of tokens that were trained; counts of samples are there for domains without any, as 0
+        has_tokens = f"policy/entropy@{domain.name}" in keys
+        if len(config.domains) > 1 and not has_tokens:
+            continue  # a small share may get none of so few prompts, and a weight of 0 gets none
         missing += [r.component for r in domain.rewards if r.component not in computed]
     detail = ", ".join(computed)
     if missing:
