@@ -154,7 +154,7 @@ def on_this_machine(world_size: int, environment: Mapping[str, str] | None = Non
                 f"rank-{rank}",
                 [sys.executable, "-m", _RANK, str(folder)],
                 folder / f"rank-{rank}.log",
-                {**QUIET, **rank_variables(rank, world_size), **(environment or {})},
+                {**QUIET, **rank_variables(rank, world_size, 1), **(environment or {})},
             )
             children.append(child)
         return children
