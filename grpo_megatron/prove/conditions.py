@@ -21,6 +21,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     gpu_name: str = ""
     memory_bytes: int = 0
     """Of one GPU."""
+    free_bytes: int = 0
+    """Of the GPU with the least."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability, (9, 0) is an H100's."""
     transformer_engine: str = ""

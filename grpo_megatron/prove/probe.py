@@ -49,6 +49,7 @@ def probe() -> Conditions:
             "num_gpus": torch.cuda.device_count(),
             "gpu_name": properties.name,
             "memory_bytes": properties.total_memory,
+            "free_bytes": min(_free_bytes(torch)),
             "capability": (properties.major, properties.minor),
         }
     why_not = _why_no_transformer_engine(device)
@@ -63,6 +64,15 @@ def probe() -> Conditions:
         versions=versions,
         **facts,
     )
+
+
+def _free_bytes(torch: Any) -> list[int]:
+    """Memory that is free, of each GPU."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, _ = torch.cuda.mem_get_info(index)
+        found.append(int(free))
+    return found
 
 
 def _version(package: str) -> str:

@@ -24,7 +24,7 @@ from grpo_megatron.prove.requests import (
 from grpo_megatron.rundir import RunDir
 
 _RENDEZVOUS_S = 60.0
-_COLLECTIVES_S = 60.0
+_COLLECTIVES_S = 100.0
 """How long ranks wait for each other."""
 
 

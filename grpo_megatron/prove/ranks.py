@@ -154,12 +154,22 @@ def on_this_machine(world_size: int, environment: Mapping[str, str] | None = Non
                 f"rank-{rank}",
                 [sys.executable, "-m", _RANK, str(folder)],
                 folder / f"rank-{rank}.log",
-                {**QUIET, **rank_variables(rank, world_size, 1), **(environment or {})},
+                {
+                    **QUIET,
+                    **_nccl_warns(),
+                    **rank_variables(rank, world_size, num_threads=1),
+                    **(environment or {}),
+                },
             )
             children.append(child)
         return children
 
     return launch
+
+
+def _nccl_warns() -> dict[str, str]:
+    """Let NCCL say in the log what went wrong, unless the user asked for more."""
+    return {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
 
 
 def on_nodes(
@@ -184,6 +194,7 @@ def on_nodes(
     ]
     variables = {
         **QUIET,
+        **_nccl_warns(),
         **thread_limit(ranks_per_node, None),
         NODES_VARIABLE: _nodes_of_job(),
         **(environment or {}),

@@ -33,6 +33,8 @@ def run(job: Job) -> None:
     if sees_gpu:
         recorder.figure("GPUs", conditions.num_gpus)
         recorder.figure("memory of a GPU", conditions.memory_bytes / 2**30, "GiB")
+        free = conditions.free_bytes / 2**30
+        recorder.figure("free memory of the fullest GPU", free, "GiB", "nearly all of it")
         recorder.figure("compute capability", ".".join(map(str, conditions.capability)))
     for name, version in conditions.versions.items():
         recorder.figure(name, version or "not there", expected=_WORTH_HAVING.get(name, ""))
