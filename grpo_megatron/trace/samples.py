@@ -78,5 +78,10 @@ def write_full_step(
             components[reward.component] = rng.normal(size=num_samples)
     is_stale = config.batch.max_staleness > 0 or config.batch.updates_per_rollout > 1
     shard = write_shard(working / "rollout-0.safetensors", groups)
-    finish_step(directory, [shard], rows, StepFacts(kind="rl", stale=is_stale), components)
+    steps = []  # for process supervision: one ends in the middle of a completion, one with it
+    for index in range(num_samples):
+        for end in (num_completion // 2, num_completion - 1):
+            steps.append((index, end, float(rng.normal())))
+    facts = StepFacts(kind="rl", stale=is_stale)
+    finish_step(directory, [shard], rows, facts, components, steps)
     return FullTable(directory, route_shape)

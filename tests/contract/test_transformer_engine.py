@@ -56,8 +56,8 @@ def weights_of_ranks(
     import torch
 
     from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
-    from grpo_megatron.trace.step import building
     from grpo_megatron.trainer.megatron import layer_specs, policy
+    from tests.contract.meta_rank import as_rank
 
     for module in (grpo_megatron.trainer.megatron.platform, layer_specs):
         module.HAS_TRANSFORMER_ENGINE = transformer_engine
@@ -73,7 +73,7 @@ def weights_of_ranks(
         trainer = TrainerConfig(**layout)
         for stage in range(trainer.pipeline_parallel_size):
             rank = stage * trainer.num_ranks // trainer.pipeline_parallel_size
-            with building(trainer, rank):
+            with as_rank(trainer, rank):
                 built = policy.build_policy(hf, trainer, OptimizerConfig())
                 settings.append({name: getattr(built.config, name) for name in SETTINGS})
                 tensors = policy.tensor_map(hf, built.config)

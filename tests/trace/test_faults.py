@@ -26,7 +26,7 @@ def test_a_layer_that_takes_five_gigabytes_more(world1, tmp_path):
     found = differences(world1, tmp_path, "greedy layer")
     assert found["differences"] == {0: ["peak"]}
     planned, traced = found["peaks"][0]
-    assert traced - planned > 5 * 10**9
+    assert traced - planned > 4 * 10**9  # the moment that was highest without it took some too
     [place] = found["places"]
     assert "decoder.layers" in place
 
