@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.loader import read_resolved
@@ -84,23 +85,28 @@ class Wanted:
     """Stopped after two steps and resumed for a third, which publishes through files."""
 
 
+DENSE = Wanted("dense")
+EXPERTS = Wanted("moe", ["routing.replay=r3", "routing.on_missing=fail"], [_EAGER])
+COLOCATED = Wanted("dense", (), [_EAGER], colocated=True, is_resumed=False)
+FP8 = Wanted("dense", ["trainer.fp8=blockwise"], [_EAGER], is_resumed=False)
+
+
 def run_dense(job: Job) -> None:
     """A dense model; the engine is compiled and has graphs, as recipes have it."""
-    _run(job, Wanted("dense"))
+    _run(job, DENSE)
 
 
 def run_experts(job: Job) -> None:
     """A mixture of experts whose routes the engine records and the trainer replays."""
-    settings = ["routing.replay=r3", "routing.on_missing=fail"]
     on_gpu = job.conditions.device == "cuda"
-    _run(job, Wanted("moe", settings, [_EAGER], is_resumed=on_gpu))
+    _run(job, replace(EXPERTS, is_resumed=on_gpu))
     if not on_gpu:
         job.recorder.note("On a CPU it is not resumed, to save time: run-dense is.")
 
 
 def run_colocated(job: Job) -> None:
     """Trainer and engine on one GPU; the engine sleeps while the trainer works."""
-    _run(job, Wanted("dense", (), [_EAGER], colocated=True, is_resumed=False))
+    _run(job, COLOCATED)
     if job.conditions.device != "cuda":
         job.recorder.note(
             "On a CPU an engine has nothing to give back: it pauses, it does not sleep."
@@ -109,20 +115,15 @@ def run_colocated(job: Job) -> None:
 
 def run_fp8(job: Job) -> None:
     """FP8 in the trainer, bfloat16 in the engine: how far are their log-probs apart?"""
-    wanted = Wanted("dense", ["trainer.fp8=blockwise"], [_EAGER], is_resumed=False)
-    _run(job, wanted)
+    _run(job, FP8)
 
 
 def _run(job: Job, wanted: Wanted) -> None:
     """Train two steps with weights streamed, resume for one with weights through files, and record
     what the run has shown."""
     run_dir = RunDir(job.folder / "run")
-    recipe = job.folder / "recipe.toml"
-    recipe.write_text(_RECIPE, encoding="utf-8")
     _write_model(job, wanted.model)
-    settings = [*_placement(job.conditions, wanted), *wanted.settings]
-    settings.append(f"runs_dir={_toml(str(job.folder))}")
-    settings.append(f"model.path={_toml(str(job.folder / 'model'))}")
+    recipe, settings = recipe_of(job.conditions, wanted, job.folder)
     _command(run_dir, "train", str(recipe), *settings)
     num_attempts = 1
     if wanted.is_resumed:
@@ -139,6 +140,16 @@ def _run(job: Job, wanted: Wanted) -> None:
     steps = read_metrics(run_dir.metrics)
     _record_publishes(job, wanted, steps)
     _record_agreement(job, config.canary_tolerance, steps)
+
+
+def recipe_of(conditions: Conditions, wanted: Wanted, folder: Path) -> tuple[Path, list[str]]:
+    """Write the recipe of a run into `folder`; returns it and what is set otherwise."""
+    recipe = folder / "recipe.toml"
+    recipe.write_text(_RECIPE, encoding="utf-8")
+    settings = [*_placement(conditions, wanted), *wanted.settings]
+    settings.append(f"runs_dir={_toml(str(folder))}")
+    settings.append(f"model.path={_toml(str(folder / 'model'))}")
+    return recipe, settings
 
 
 def _write_model(job: Job, name: str) -> None:
