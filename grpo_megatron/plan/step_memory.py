@@ -38,25 +38,28 @@ def step_bytes(
     boundary = _total(FORMS["boundary"], s)
     layers = s.layers_of_stage(stage)
     held = boundary * s.num_chunks
+    left_over = 0
     if t.recompute == "full":
         held += boundary * len(layers)
+        left_over = boundary * sum(layers)  # input gradients, which dispatchers of experts keep
     else:
         held += sum(_kept(s, is_moe) for is_moe in layers)
     waiting = in_flight(s, stage, num_microbatches)
     is_last = stage == t.pipeline_parallel_size - 1
+    working = left_over + max(_working(s, is_moe) for is_moe in set(layers))
     moments = {
-        "layer": (waiting, max(_working(s, is_moe) for is_moe in set(layers))),
+        "layer": (waiting, working),
         "logits": (waiting, is_last * _highest(FORMS["logits"], s)),
         "embedding": (waiting - 1, (stage == 0) * _total(FORMS["embedding"], s)),
         "adam": (0, _adam(s, chunks, on_gpu=on_gpu)),
     }
     parts = dict.fromkeys(("activations", *moments), 0)
     highest = -1
-    for name, (num_waiting, working) in moments.items():
+    for name, (num_waiting, of_moment) in moments.items():
         activations = int(max(num_waiting, 0) * held)
-        if activations + working > highest:
-            highest = activations + working
-            parts = {**dict.fromkeys(parts, 0), "activations": activations, name: working}
+        if activations + of_moment > highest:
+            highest = activations + of_moment
+            parts = {**dict.fromkeys(parts, 0), "activations": activations, name: of_moment}
     for name, forms in FORMS["beside"].items():
         parts[name] = _total(forms, s)
     return parts
