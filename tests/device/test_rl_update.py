@@ -79,11 +79,23 @@ def told(by_line: dict[str, float]) -> str:
     return "".join(f"\n{count:8.2f} {line}" for line, count in by_line.items())
 
 
-@pytest.mark.parametrize("case", ["v3.2", "r2"])
-def test_the_host_does_not_wait_for_each_microbatch(pretended1, arguments, found, case):
+@pytest.fixture(scope="session")
+def truncated_samples(tmp_path_factory) -> str:
+    """Drawn from kept sets, some of which are not known."""
+    directory = tmp_path_factory.mktemp("store") / "step_000001"
+    return write_samples(directory, num_domains=2, stale=True, hf=MOE, truncated=True)
+
+
+@pytest.mark.parametrize("case", ["v3.2", "r2", "truncated"])
+def test_the_host_does_not_wait_for_each_microbatch(
+    pretended1, arguments, found, truncated_samples, case
+):
     few = found
     if case == "r2":
         arguments = arguments | R2_KEPT
+    elif case == "truncated":
+        arguments = arguments | {"samples": truncated_samples}
+    if case != "v3.2":
         few = pretended1.run(UPDATE, **arguments)
     many = pretended1.run(UPDATE, **arguments | {"layout": SMALLER})
     assert few.waits["megatron"], "nothing was recorded at all"

@@ -130,6 +130,7 @@ def build_microbatch(
             token=flat([token], torch.int64),
             ids=flat([ids], torch.int64),
             missing=flat([~known], torch.bool),
+            token_on_host=token,
         )
     bounds = [0, *itertools.accumulate(lengths)]
     cumulative = flat([np.array(bounds)], torch.int32)

@@ -7,6 +7,7 @@ backward, which computes them again: nothing of size [tokens, vocabulary] is kep
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,6 +24,7 @@ class KeptIds:
     token: torch.Tensor  # int64 [m], ascending
     ids: torch.Tensor  # int64 [m], vocabulary ids, no two the same of a token
     missing: torch.Tensor  # bool [n]: the token itself is not in its set, use the vocabulary
+    token_on_host: np.ndarray | None = None  # `token`, which need not be asked of a device then
 
 
 @dataclass(frozen=True)
@@ -172,11 +174,13 @@ class _KeptChunk:
     def __init__(self, chunk: Chunk, kept: KeptIds, bounds: list[int], number: int, first: int):
         entries = slice(bounds[number], bounds[number + 1])
         local = kept.ids[entries] - chunk.start
-        own = (local >= 0) & (local < chunk.logits.size(1))
+        size = chunk.logits.size(1)
+        own = (local >= 0) & (local < size)
         self.chunk = chunk
-        self.local = local[own]
-        self.token = kept.token[entries][own] - first
-        self.logits = chunk.logits[self.token, self.local]
+        # other ranks' ids stay, with probability 0: to count them the host would wait
+        self.local = local.clamp(0, size - 1)
+        self.token = kept.token[entries] - first
+        self.logits = torch.where(own, chunk.logits[self.token, self.local], -torch.inf)
 
     def log_normaliser(self) -> torch.Tensor:
         """Compute the log of the softmax's denominator; minus infinity for an empty set."""
@@ -191,6 +195,9 @@ class _KeptChunk:
 
 def _entry_bounds(kept: KeptIds, num_tokens: int, chunk_tokens: int) -> list[int]:
     """Find the first entry of every chunk, and the end."""
+    if kept.token_on_host is not None:
+        starts = np.arange(0, num_tokens + chunk_tokens, chunk_tokens)
+        return [int(bound) for bound in np.searchsorted(kept.token_on_host, starts)]
     firsts = torch.arange(0, num_tokens + chunk_tokens, chunk_tokens, device=kept.token.device)
     bounds: list[int] = torch.searchsorted(kept.token, firsts).tolist()
     return bounds
