@@ -14,6 +14,7 @@ from grpo_megatron.launch import slurm
 from grpo_megatron.plan.memory import memory_problems, plan_of
 from grpo_megatron.rehearsal.scale_down import has_served_teachers
 from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import read_events
 
 _GIB = 2**30
 _COMPARED = "mismatch/abs_max"
@@ -55,8 +56,11 @@ def of_run(config: RunConfig, run_dir: RunDir, num_attempts: int) -> list[Findin
     num_attempts: 2 where it was stopped and resumed."""
     findings: list[Finding] = []
     records = _records(run_dir.metrics)
-    if config.trains:
+    if config.cold_start is not None:
+        findings.append(cold_started(run_dir))
+    if config.trains and config.num_steps:
         findings += _of_steps(config, records)
+    if config.trains:
         if num_attempts > 1:
             findings.append(_resumed(run_dir, records))
         findings.append(_exported(run_dir.export))
@@ -98,6 +102,15 @@ def _taught(run_dir: RunDir) -> Finding:
             if name.endswith("/ids"):
                 num_tokens += len(values)
     return Finding("teachers behind servers answered", num_tokens > 0, f"{num_tokens} tokens")
+
+
+def cold_started(run_dir: RunDir) -> Finding:
+    """Whether the supervised start, which a run without RL steps consists of, ended."""
+    num_steps = 0
+    for event in read_events(run_dir.events):
+        if event["kind"] == "cold_start_done":
+            num_steps = event["steps"]
+    return Finding("the cold start was trained", num_steps > 0, f"{num_steps} optimizer steps")
 
 
 def _of_steps(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[Finding]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.rehearsal.evidence import rewarded
+from grpo_megatron.rehearsal.evidence import cold_started, rewarded
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import append_event
 
 COUNTED = {"batch/empty_responses@sums": 0.0, "batch/empty_responses@poems": 0.0}
 """Of every domain of the recipe, also where none of its prompts was drawn."""
@@ -41,3 +43,14 @@ def test_rewards_of_domains_that_were_trained_have_scores(record, missing):
     assert finding.holds == (not missing)
     if missing:
         assert finding.detail == f"no score of {missing}"
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_run_may_be_a_cold_start_alone(tmp_path, num_steps):
+    run_dir = RunDir(tmp_path)
+    append_event(run_dir.events, "started", role="controller")
+    if num_steps:
+        append_event(run_dir.events, "cold_start_done", steps=num_steps, accuracy=0.5)
+    finding = cold_started(run_dir)
+    assert finding.holds == (num_steps > 0)
+    assert finding.detail == f"{num_steps} optimizer steps"
