@@ -2,7 +2,6 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +34,8 @@ class LiveMemory:
         """Say whether a storage is counted."""
         return storage._cdata in self._alive
 
-    def hold(
-        self, storage: torch.UntypedStorage, owner: str, forget: Callable[[int], None]
-    ) -> None:
-        """Count a storage that is not counted yet, until it ends; `forget` is told then."""
+    def hold(self, storage: torch.UntypedStorage, owner: str) -> None:
+        """Count a storage that is not counted yet, until it ends."""
         key = storage._cdata
         size = storage.nbytes()
 
@@ -46,7 +43,6 @@ class LiveMemory:
             del self._alive[key]
             self.bytes -= size
             self.by_owner[owner] -= size
-            forget(key)
 
         self._alive[key] = weakref.ref(storage, end)
         self.bytes += size

@@ -78,7 +78,7 @@ class TraceMode(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if self.memory.knows(storage) or not self.values.lies_on_device(tensor):
                 continue
-            self.memory.hold(storage, self._owner(), self.values.forget)
+            self.memory.hold(storage, self._owner())
             has_new = True
         if has_new and self.memory.bytes > self.memory.peak.bytes:
             self.memory.note_peak(self.places.describe(), self.num_operators)

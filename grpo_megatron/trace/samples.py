@@ -1,5 +1,6 @@
 """A recorded step with samples of full length, as the plan takes them to be."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +33,11 @@ class FullTable(SampleTable):
             return []
         return [self._route_shape]
 
-    def routes(self, row: int, layers: object, shape: RouteShape) -> tuple[np.ndarray, np.ndarray]:
+    def routes(
+        self, row: int, layers: Sequence[int], shape: RouteShape
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return ids [layers, T_p + T - 1, K] and that all of them are known."""
-        num_layers = len(list(layers))  # type: ignore[call-overload]
+        num_layers = len(layers)
         num_rows = int(self.prompt_lengths[row] + self.completion_lengths[row]) - 1
         of_token = np.arange(shape.experts_per_token).astype(shape.dtype)
         ids = np.broadcast_to(of_token, (num_layers, num_rows, shape.experts_per_token))

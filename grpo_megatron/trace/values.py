@@ -6,6 +6,7 @@ so that what follows from lengths is what would follow on a GPU. Unknown numbers
 for are 1, and True."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -25,16 +26,19 @@ _MOST_WHOLE = 1 << 26
 
 aten = torch.ops.aten
 
+_Storages = dict[int, weakref.ref[Any]]
+"""Storages that live, by address."""
+
 
 class Values:
     """Computes operators on known and unknown tensors."""
 
     def __init__(self) -> None:
         self._shapes = Shapes()
-        self.of_device: set[int] = set()
-        """Storages of known tensors that lie on the device."""
-        self.of_host: set[int] = set()
-        """Storages of unknown tensors that lie on the host."""
+        self.of_device: _Storages = {}
+        """Of known tensors that lie on the device."""
+        self.of_host: _Storages = {}
+        """Of unknown tensors that lie on the host."""
 
     def compute(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what `operation` answers, as far as it is known."""
@@ -109,11 +113,7 @@ class Values:
         """Copy to the host, or make a tensor like another one there: all ones."""
         kwargs.pop("pin_memory", None)
         kwargs["device"] = DEVICE
-        shape = self._compute_unknown(operation, args, kwargs)
-        return self.on_host(shape)
-
-    def on_host(self, unknown: torch.Tensor) -> torch.Tensor:
-        """Return ones of the shape of `unknown`, or itself where that would be too large."""
+        unknown = self._compute_unknown(operation, args, kwargs)
         if unknown.numel() > _MOST_KNOWN:
             return self._mark(unknown, self.of_host)
         return torch.ones(unknown.shape, dtype=unknown.dtype)
@@ -127,13 +127,15 @@ class Values:
             return storage not in self.of_host
         return storage in self.of_device
 
-    def forget(self, storage: int) -> None:
-        """Forget a storage that has gone, whose address another one may get."""
-        self.of_device.discard(storage)
-        self.of_host.discard(storage)
+    def _mark(self, tensor: torch.Tensor, storages: _Storages) -> torch.Tensor:
+        """Put its storage into `storages` until that ends: another may get the address."""
+        storage = tensor.untyped_storage()
+        address: int = storage._cdata
 
-    def _mark(self, tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-        storages.add(_storage_of(tensor))
+        def end(_: Any) -> None:
+            storages.pop(address, None)
+
+        storages[address] = weakref.ref(storage, end)
         return tensor
 
 

@@ -80,3 +80,15 @@ def test_so_is_that_of_a_cpu(world1, tmp_path, preset, trainer):
         on_gpu=False,
     )
     assert not any(found["differences"].values()), found
+
+
+@pytest.mark.parametrize("trainer", [EP_TP, ETP], ids=["whole_experts", "split_experts"])
+def test_rows_that_do_not_divide_by_experts(world1, tmp_path, trainer):
+    found = world1.run(
+        "tests.trace.cases:compared",
+        folder=str(tmp_path),
+        preset="qwen3-30b-a3b",
+        trainer=trainer,
+        tokens=1003,
+    )
+    assert not any(found["differences"].values()), found
