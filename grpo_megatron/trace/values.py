@@ -22,7 +22,7 @@ _HOST = torch.device("cpu")
 _MOST_KNOWN = 1 << 20
 """Elements of a tensor on the host that is made in memory; a larger one has no numbers either."""
 _MOST_WHOLE = 1 << 26
-"""Elements of a tensor of whole numbers on the device that is made in memory."""
+"""The same of whole numbers, wherever they are."""
 
 aten = torch.ops.aten
 
@@ -70,9 +70,11 @@ class Values:
         asked = kwargs.get("device")
         if asked is None or torch.device(asked) != DEVICE:
             found = _shape_of(operation, args, kwargs)
-            if isinstance(found, torch.Tensor) and found.numel() > _MOST_KNOWN:
-                self._mark(found, self.of_host)
-                return found
+            most = _MOST_KNOWN
+            if _is_whole(found):
+                most = _MOST_WHOLE
+            if isinstance(found, torch.Tensor) and found.numel() > most:
+                return self._mark(found, self.of_host)
             return operation(*args, **kwargs)
         shape = operation(*args, **kwargs)
         if not _is_whole(shape) or shape.numel() > _MOST_WHOLE:
