@@ -92,7 +92,8 @@ def test_a_notice_in_the_first_second_is_not_lost(cluster, whole, moment):
 def test_the_time_limit_is_no_end(cluster):
     """Slurm's own notice, at most a minute earlier than asked for, again and again.
 
-    More steps than any machine takes in a limit: the second attempt is looked at, then cancelled."""
+    More steps than any machine takes in a limit: the second attempt is looked at, then cancelled.
+    """
     job, run = cluster.submit(
         "limited", "num_steps=5000", "checkpoint.interval=0", TIME_LIMIT="2", NOTICE_S="30"
     )
