@@ -11,9 +11,9 @@ import pytest
 from grpo_megatron.cli.main import main
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import plan_of
-from grpo_megatron.plan.rank_bytes import in_flight
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.plan.search import search
+from grpo_megatron.plan.step_memory import in_flight
 from grpo_megatron.plan.weights import sizes_of, weights_of_chunk
 
 SMALL, LARGE = "dense/qwen3-8b", "moe/qwen3-235b-a22b"
