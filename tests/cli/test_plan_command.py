@@ -29,9 +29,13 @@ def test_json_has_every_component_of_every_stage(capsys):
         "optimizer",
         "buffers",
         "activations",
+        "layer",
         "logits",
+        "embedding",
+        "adam",
         "routing",
         "communication",
+        "libraries",
     }
     assert found["worst"]["parts"] == max(
         (stage["parts"] for stage in found["stages"]), key=lambda parts: sum(parts.values())
