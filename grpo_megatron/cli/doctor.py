@@ -43,13 +43,13 @@ _FUSED_PATHS = (
     FusedPath(
         "Transformer Engine",
         "transformer_engine.pytorch",
-        "its fused layers: pip install 'grpo-megatron[gpu]'",
+        "its fused layers, Adam and grouped GEMM: make setup-gpu (docs/gpus.md)",
     ),
     FusedPath(
         "Apex FusedAdam",
         "amp_C",
-        "NVIDIA Apex comes from its source (containers/Dockerfile); the package of that name in "
-        "the index is unrelated",
+        "not needed beside Transformer Engine, which has its own; NVIDIA Apex comes from its "
+        "source, the package of that name in the index is unrelated",
     ),
     FusedPath(
         "flash attention",

@@ -35,8 +35,8 @@ CAUSES = (
         r"transformer_engine.*(undefined symbol|cannot open shared object)"
         r"|undefined symbol.*transformer_engine|transformer_engine_torch",
         "Transformer Engine was built for another torch, CUDA or C++ ABI",
-        "build it against this torch: pip install --no-build-isolation --no-binary :all: "
-        "'transformer-engine[pytorch]', or remove it: the trainer then uses torch's layers",
+        "build it against this torch (make setup-gpu does), or remove it: the trainer then uses "
+        "torch's layers",
     ),
     Cause(
         r"libnccl[\w.]*: cannot open|Distributed package doesn't have NCCL",

@@ -47,7 +47,11 @@ def as_json(
 
 def all_agree(compared: list[list[Comparison]]) -> bool:
     """Say whether every number of every rank agrees."""
-    return all(row.agrees for rows in compared for row in rows)
+    for rows in compared:
+        for row in rows:
+            if not row.agrees:
+                return False
+    return True
 
 
 def as_text(

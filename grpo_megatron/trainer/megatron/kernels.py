@@ -160,7 +160,7 @@ def _matrix_precision(there: Installed, layout: TrainerConfig) -> Kernel:
         raise SetupError(
             f"FP8 training needs Transformer Engine: {_without_transformer_engine(there)}",
             where="trainer.fp8",
-            remedy="set it to 'none', or install the extra 'gpu' on a machine with GPUs",
+            remedy="set it to 'none', or run in the environment of make setup-gpu, on GPUs",
         )
     settings = {"fp8": "e4m3", "fp8_recipe": layout.fp8}
     return Kernel("matrices", f"fp8 {layout.fp8}", "trainer.fp8", settings)
