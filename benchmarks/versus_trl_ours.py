@@ -29,7 +29,8 @@ from grpo_megatron.launch.processes import stop_all
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rollout.worker_service import WorkerService
+from grpo_megatron.rollout.workers import RolloutWorkers, WorkerPool
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import make_mirrors
@@ -87,6 +88,17 @@ class ForcedLengthClient(EngineClient):
         return [completion for part in await asyncio.gather(*parts) for completion in part]
 
 
+class ForcedLengthWorker(WorkerService):
+    """A worker of this process whose clients ask for the drawn lengths, and give no stop token."""
+
+    lengths: dict[tuple[int, ...], list[int]]  # by prompt
+
+    def make_client(self, address: str, name: str) -> EngineClient:
+        client = ForcedLengthClient(address, name)
+        client.lengths = self.lengths
+        return client
+
+
 class OurSide:
     """Use as an async context manager; `run` makes steps."""
 
@@ -110,7 +122,11 @@ class OurSide:
         self._stack = stack = AsyncExitStack()
         self.run_dir = self.run_dir.begin()
         roles = LocalProcesses(self.config, self.run_dir)
-        self.children = children = [*roles.replicas(), *roles.trainers()]
+        self.children = children = [
+            *roles.replicas(),
+            *roles.workers(),
+            *roles.trainers(),
+        ]
         stack.callback(stop_all, children)
         for child in children:
             child.start()
@@ -128,7 +144,7 @@ class OurSide:
             resources,
             evaluator=Evaluator(
                 self.config,
-                worker=resources.worker,
+                workers=resources.workers,
                 rewards=resources.rewards,
                 judges=resources.judges,
             ),
@@ -143,15 +159,17 @@ class OurSide:
         await self._stack.aclose()
 
     def _force_lengths(self, resources: Resources) -> None:
-        """Clients that ask for the drawn lengths, and no stop token that could end one early."""
+        """Workers whose clients ask for the drawn lengths."""
         self.lengths: dict[tuple[int, ...], list[int]] = {}
-        for replica in resources.publisher.engines.replicas:
-            old, replica.client = replica.client, ForcedLengthClient(replica.client.base_url)
-            replica.client.name = old.name
-            self._stack.push_async_callback(replica.client.close)
-            replica.client.lengths = self.lengths
-        resources.worker = RolloutWorker(
-            self.config, resources.publisher.engines, decode=resources.tokenizer.decode
+        engines = resources.publisher.engines
+        workers = {}
+        for replica in engines.replicas:
+            worker = ForcedLengthWorker(self.config, decode=resources.tokenizer.decode)
+            worker.lengths = self.lengths
+            self._stack.push_async_callback(worker.close)
+            workers[replica.index] = worker
+        resources.workers = RolloutWorkers(
+            self.config, engines, WorkerPool(workers), self.run_dir.rollouts
         )
 
     async def run(self, num_steps: int, *, ahead: bool = False) -> dict:

@@ -28,6 +28,7 @@ from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.objective import Objective, policy_loss
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.manifest import StepFacts
+from grpo_megatron.batching.spool import store_groups
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.hf_import import import_weights
 from grpo_megatron.config.loader import ResolvedConfig, write_resolved
@@ -92,8 +93,10 @@ async def train(resolved: ResolvedConfig) -> None:
 
         for step in range(config.num_steps):
             prompts = sampler.draw(config.batch.num_prompts)
-            # 2. Rollouts: a group of samples for every prompt, with the engine's log-probs.
-            groups = await rollout.rollouts(step, prompts)
+            # 2. Rollouts: a group of samples for every prompt, with the engine's log-probs. A run
+            #    has this done, and written, by a process beside every engine.
+            sampled = await rollout.rollouts(step, prompts)
+            groups = store_groups(run_dir.rollouts / str(step), sampled)
             # 3. Rewards: of every sample, in processes of their own.
             scored = await rewards.score(groups)
             # 4. The hand-over: an immutable, checksummed directory.

@@ -1,8 +1,9 @@
 """One root error; every failure class has its own exit code, so that scripts can tell them apart.
 A message says what is wrong, where it was set, the nearest valid value and the remedy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 
 class GrpoMegatronError(Exception):
@@ -45,6 +46,26 @@ def raised_as(
         if where:
             place = str(where)
         raise kind(f"{what}: {_told(error)}", where=place, remedy=remedy) from error
+
+
+def describe_error(error: BaseException, other: type[GrpoMegatronError]) -> dict[str, Any]:
+    """Put an error into JSON values, for another process. One that is not ours becomes `other`."""
+    if not isinstance(error, GrpoMegatronError):
+        error = other(f"{type(error).__name__}: {error}")
+    return {
+        "type": type(error).__name__,
+        "message": error.message,
+        "where": error.where,
+        "remedy": error.remedy,
+    }
+
+
+def raise_described(described: Mapping[str, Any], other: type[GrpoMegatronError]) -> NoReturn:
+    """Raise what `describe_error` described, of its class, or of `other` where it is not known."""
+    cls = globals().get(described["type"])
+    if not (isinstance(cls, type) and issubclass(cls, GrpoMegatronError)):
+        cls = other
+    raise cls(described["message"], where=described["where"], remedy=described["remedy"])
 
 
 def _told(error: BaseException) -> str:

@@ -1,11 +1,14 @@
 """Files and directories that are there whole or not at all."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -16,14 +19,37 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 @contextmanager
-def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` when the block ends."""
+def open_atomically(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `path` when the block ends. Where that fails, what
+    was written is removed.
+
+    Raises FileExistsError where `path` exists and is to be `new`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            link_or_copy(partial, path)
+        else:
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name; its bytes are copied only where the file system has no hard links.
+
+    Raises FileExistsError where something has that name."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with source.open("rb") as whole, target.open("xb") as copy:
+            shutil.copyfileobj(whole, copy, 1 << 20)
+        sync(target)
 
 
 def empty_directory(path: Path) -> Path:

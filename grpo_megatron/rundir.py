@@ -34,6 +34,7 @@ class RunDir:
     metrics_normalisers = _Entry("metrics_normalisers.json")  # what each metric is a mean over
     events = _Entry("events.jsonl")  # starts, deaths, checkpoints, publishes
     store = _Entry("store")  # step_000123/: immutable, checksummed samples of one step
+    rollouts = _Entry("rollouts", by_attempt=True)  # samples that are not in the store yet
     samples = _Entry("samples")  # best and worst completions per step, readable
     checkpoints = _Entry("checkpoints")  # step_000100/: Megatron checkpoint and run state
     logs = _Entry("logs", by_attempt=True)  # one file per process; `logs/latest` is a link
@@ -108,7 +109,8 @@ class RunDir:
         folder = self.root / "logs"
         started = [int(p.name) for p in folder.glob("*") if p.name.isdecimal()]
         run_dir = RunDir(self.root, attempt or str(max(started, default=0) + 1))
-        shutil.rmtree(self.root / "endpoints", ignore_errors=True)
+        for name in ("endpoints", "rollouts"):
+            shutil.rmtree(self.root / name, ignore_errors=True)
         run_dir.create()
         link = folder / ".latest"
         link.unlink(missing_ok=True)

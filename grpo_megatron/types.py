@@ -14,9 +14,10 @@
     ClipInputs    ratios, as a clip sees them            policy_loss       algorithms.batch
     Stats         metrics of the loss, to be added up    policy_loss       algorithms.stats
 
-The controller makes the first four; every trainer rank reads the table and makes the rest. A step
-has one optimizer step ("update") or several, and the gradients of all micro-batches and ranks add
-up to those of the update.
+Rollout workers make groups of completions and write them down; the controller has these groups as
+`StoredCompletion`s, scores them and lists them in the table; every trainer rank reads the table and
+makes the rest. A step has one optimizer step ("update") or several, and the gradients of all
+micro-batches and ranks add up to those of the update.
 
 One prompt with two completions (G = 2), trained on policy with the preset `grpo`. "85" is right,
 "7" is wrong; token 1 ends an answer. The prompt has T_p = 6 tokens, the completions T = 3 and 2.
@@ -65,9 +66,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+
+from grpo_megatron.file_part import FilePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +140,80 @@ class Completion:
     a guided retry with the attempt and the cue, of a seeded prompt with its exemplars."""
 
     @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it ended because no more tokens were allowed."""
+        return self.finish_reason == "length"
+
+    @property
+    def kept_counts(self) -> "KeptCounts | None":
+        """How many ids truncated sampling left; None: it was not truncated."""
+        if self.kept is None:
+            return None
+        sizes = self.kept.sizes
+        num_known = int((sizes > 0).sum())
+        return KeptCounts(int(sizes.sum()), num_known, len(sizes) - num_known)
+
+
+class KeptCounts(NamedTuple):
+    """What truncated sampling left of a completion's candidates, in numbers."""
+
+    num_ids: int  # over all tokens
+    num_known: int  # tokens of which the ids are known
+    num_missing: int  # tokens of which they are not
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCompletion:
+    """A completion that lies in a shard: what the controller knows of it.
+
+    Its log-probs, routes and kept ids stay in the shard. Token ids and text are read from its files
+    each time they are asked for."""
+
+    shard: Any
+    """The `batching.spool.StoredShard` whose sample number `index` it is."""
+    index: int
+    num_tokens: int
+    versions: tuple[VersionSpan, ...]  # cover [0, num_tokens) without gaps
+    finish_reason: str  # "stop" or "length"
+    stored_token_ids: FilePart
+    stored_text: FilePart
+    kept_counts: KeptCounts | None = None
+    answered_ids: tuple[int, ...] | None = None  # as of `Completion`
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [T], read now."""
+        return np.frombuffer(self.stored_token_ids.read(), np.int32)
+
+    @property
+    def text(self) -> str:
+        """Read now."""
+        return self.stored_text.text()
+
+    @property
     def truncated(self) -> bool:
         """Whether it ended because no more tokens were allowed."""
         return self.finish_reason == "length"
 
 
+Answer = TypeVar("Answer", Completion, StoredCompletion)
+
+
 @dataclass(frozen=True, slots=True)
-class RolloutGroup:
-    """All G completions of one prompt, with the engine that sampled them."""
+class RolloutGroup(Generic[Answer]):
+    """All G completions of one prompt, with the engine that sampled them: with their arrays beside
+    the engine (`Completion`), as records in the controller (`StoredCompletion`)."""
 
     prompt: Prompt
-    completions: tuple[Completion, ...]
+    completions: tuple[Answer, ...]
     replica: int
 
-    def by_answered_ids(self) -> list["RolloutGroup"]:
+    def by_answered_ids(self) -> list["RolloutGroup[Answer]"]:
         """In parts: neighbours that answer the same tokens, which are the prompt of their part."""
         parts = []
         for answered_ids, completions in groupby(self.completions, attrgetter("answered_ids")):
@@ -160,7 +223,7 @@ class RolloutGroup:
             parts.append(RolloutGroup(prompt, tuple(completions), self.replica))
         return parts
 
-    def as_answers_to(self, prompt: Prompt) -> "RolloutGroup":
+    def as_answers_to(self, prompt: Prompt) -> "RolloutGroup[Answer]":
         """The completions as those of `prompt`, which rewards look at; each names the tokens that
         it answers, where they are others."""
         if self.prompt.token_ids == prompt.token_ids:
@@ -175,7 +238,7 @@ class RolloutGroup:
 class ScoredGroup:
     """A group with its rewards. `components[name][g]` is NaN where a component was skipped."""
 
-    group: RolloutGroup
+    group: RolloutGroup[StoredCompletion]
     components: Mapping[str, np.ndarray]  # name -> float64 [G]
     rewards: np.ndarray  # float64 [G]; NaN: unscorable
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()

@@ -23,6 +23,7 @@ from grpo_megatron.controller.recorder import record_step
 from grpo_megatron.trainer.steps.microbatch import build_microbatch
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
+from tests.controller.scored_groups import stored
 
 CONFIG = RunConfig.model_validate(
     {
@@ -75,7 +76,8 @@ def computed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     )
 
     facts = StepFacts(domains=["addition"])
-    record_step(directory, [scored], 1, facts, decode=lambda token_ids: "")
+    in_store = stored(directory.with_name("rollouts"), [scored])
+    record_step(directory, in_store, 1, facts, decode=lambda token_ids: "")
     table = SampleTable(directory)
 
     objective = objective_of(CONFIG, state={})

@@ -12,13 +12,16 @@ from grpo_megatron.errors import DataError, raised_as
 from grpo_megatron.files import open_atomically
 
 
-def write_columns(path: Path, columns: dict[str, np.ndarray]) -> str:
-    """Write `columns` durably and atomically; returns the file's checksum."""
+def write_columns(path: Path, columns: dict[str, np.ndarray], *, new: bool = False) -> str:
+    """Write `columns` durably and atomically; returns the file's checksum.
+
+    Raises FileExistsError where `path` exists and is to be `new`."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in columns.items()}
     payload = save(contiguous)
-    with open_atomically(path) as file:
+    checksum = xxhash.xxh3_128_hexdigest(payload)
+    with open_atomically(path, new=new) as file:
         file.write(payload)
-    return xxhash.xxh3_128_hexdigest(payload)
+    return checksum
 
 
 def read_columns(path: Path) -> dict[str, np.ndarray]:

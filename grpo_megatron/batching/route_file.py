@@ -27,14 +27,19 @@ _NO_EXCEPTION = np.iinfo(np.int32).max
 
 
 def write_routes(
-    path: Path, groups: Sequence[RolloutGroup], shape: RouteShape
+    path: Path,
+    groups: Sequence[RolloutGroup[Completion]],
+    shape: RouteShape,
+    *,
+    new: bool = False,
 ) -> dict[str, np.ndarray]:
     """Write a shard's routes durably; returns their columns.
 
-    Raises EngineError where the engine's routes are not those of a model of `shape`."""
+    Raises EngineError where the engine's routes are not those of a model of `shape`,
+    FileExistsError where `path` exists and is to be `new`."""
     prompt_part: list[int] = []
     checksums: list[int] = []
-    with open_atomically(path) as file:
+    with open_atomically(path, new=new) as file:
         for block in _blocks(_parts(groups, shape, prompt_part)):
             file.write(block)
             checksums.append(xxhash.xxh3_64_intdigest(block))
@@ -54,7 +59,7 @@ def write_routes(
 
 
 def _parts(
-    groups: Sequence[RolloutGroup], shape: RouteShape, prompt_part: list[int]
+    groups: Sequence[RolloutGroup[Completion]], shape: RouteShape, prompt_part: list[int]
 ) -> Iterator[np.ndarray]:
     """The parts of a file in order, [tokens, layers, experts]; which prompt part of its group each
     sample has is appended to `prompt_part`."""
@@ -95,7 +100,9 @@ def _ids(completion: Completion, start: int, end: int, shape: RouteShape) -> np.
     return completion.routes[start:end, list(shape.layers)].astype(shape.dtype, copy=False)
 
 
-def _distinct_prompts(group: RolloutGroup, shape: RouteShape) -> tuple[list[np.ndarray], list[int]]:
+def _distinct_prompts(
+    group: RolloutGroup[Completion], shape: RouteShape
+) -> tuple[list[np.ndarray], list[int]]:
     """The different prompt routes of a group, and which each sample has."""
     parts: list[np.ndarray] = []
     part_of_sample = []

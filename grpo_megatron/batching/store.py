@@ -1,7 +1,7 @@
 """The sample store: one immutable, checksummed directory per step.
 
     step_000123/manifest.json          step, counts, shards with checksums
-    step_000123/rollout-0.safetensors  tokens, written by the worker beside replica 0
+    step_000123/rollout-0.safetensors  tokens, written by a rollout worker (`batching.spool`)
     step_000123/rollout-0.routes       their experts, where recorded (`batching.route_file`)
     step_000123/train.safetensors      one row a sample: where it is, its rewards
     step_000123/decisions-0.safetensors  `rows` int64 [S]; per name, packed bits of their tokens
@@ -38,10 +38,16 @@ _ROW_COLUMNS = {
 
 
 def write_shard(
-    path: Path, groups: Sequence[RolloutGroup], route_shape: RouteShape | None = None
+    path: Path,
+    groups: Sequence[RolloutGroup[Completion]],
+    route_shape: RouteShape | None = None,
+    *,
+    new: bool = False,
 ) -> ShardEntry:
     """Columns of many groups in one file, durably; a prompt is stored once per group. With
     `route_shape`, routes are recorded too. Returns the shard's entry of the manifest.
+
+    Raises FileExistsError where `path` exists and is to be `new`.
 
     Columns (N samples, Q groups): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
     `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
@@ -62,8 +68,8 @@ def write_shard(
     columns |= _span_columns(completions)
     columns |= _kept_columns(completions)
     if route_shape is not None:
-        columns |= write_routes(path.with_suffix(".routes"), groups, route_shape)
-    checksum = write_columns(path, columns)
+        columns |= write_routes(path.with_suffix(".routes"), groups, route_shape, new=new)
+    checksum = write_columns(path, columns, new=new)
     return ShardEntry(name=path.name, checksum=checksum, routes=route_shape)
 
 

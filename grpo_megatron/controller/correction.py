@@ -12,9 +12,9 @@ from grpo_megatron.config.run import CorrectionConfig, RunConfig
 from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.rollout.segments import derive_seed
-from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
+from grpo_megatron.rollout.workers import RolloutWorkers
+from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup, StoredCompletion
 
 
 class Correction:
@@ -26,14 +26,14 @@ class Correction:
         settings: CorrectionConfig,
         *,
         group_filter: GroupFilter,
-        worker: RolloutWorker,
+        workers: RolloutWorkers,
         rewards: RewardPool,
         tokenizer: TextTokenizer,
     ):
         self._config = config
         self._settings = settings
         self._filter = group_filter
-        self._worker = worker
+        self._workers = workers
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._cue = tokenizer.encode(settings.cue, where="correction.cue")
@@ -51,7 +51,7 @@ class Correction:
         if not prompts:
             return list(groups)
 
-        found = await self._worker.rollouts(
+        found = await self._workers.rollouts(
             step, list(prompts.values()), num_samples=1, max_tokens=self._settings.max_retry_tokens
         )
         answered = []
@@ -78,7 +78,9 @@ class Correction:
         self._no_room = 0
         return metrics
 
-    def _continued(self, step: int, group: RolloutGroup, sample: int) -> Prompt | None:
+    def _continued(
+        self, step: int, group: RolloutGroup[StoredCompletion], sample: int
+    ) -> Prompt | None:
         """What the retry of a sample continues; None: it gets none."""
         settings = self._settings
         config = self._config

@@ -10,7 +10,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.group_filter import GroupFilter
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine_control import EngineControl
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rollout.workers import RolloutWorkers
 from grpo_megatron.types import Prompt, ScoredGroup
 
 Results = dict[str, dict[str, float]]
@@ -24,13 +24,13 @@ class Evaluator:
         self,
         config: RunConfig,
         *,
-        worker: RolloutWorker,
+        workers: RolloutWorkers,
         rewards: RewardPool,
         judges: EngineControl,
     ):
         self._max_new_tokens = config.rollout.max_new_tokens
         self._filter = GroupFilter(config)
-        self._worker = worker
+        self._workers = workers
         self._rewards = rewards
         self._judges = judges
 
@@ -47,10 +47,10 @@ class Evaluator:
         if not prompts:
             return {"all": {"prompts": 0.0}}
         await self._judges.resume()
-        answers = await self._worker.greedy(prompts, self._max_new_tokens)
+        answers = await self._workers.greedy(prompts, self._max_new_tokens)
         results = self._by_domain(await self._rewards.score(answers), _greedy)
         if num_samples:
-            groups = await self._worker.rollouts(0, prompts, num_samples=num_samples)
+            groups = await self._workers.rollouts(0, prompts, num_samples=num_samples)
             sampled = self._by_domain(await self._rewards.score(groups), _sampled)
             for domain, values in sampled.items():
                 results[domain] |= values

@@ -13,7 +13,7 @@ from grpo_megatron.algorithms.batch import Events, SampleBatch
 from grpo_megatron.algorithms.groups import ZERO_VARIANCE
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rewards.code_tests import extract
-from grpo_megatron.types import Completion, ScoredGroup
+from grpo_megatron.types import ScoredGroup, StoredCompletion
 
 _BOXED = re.compile(
     r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\})*)\}"
@@ -160,7 +160,7 @@ def all_equal(rewards: np.ndarray) -> bool:
 def _as_batch(group: ScoredGroup, weights: Mapping[str, float], correct: np.ndarray) -> SampleBatch:
     """A group as estimators see it, without token columns. correct: bool [G]."""
     size = len(group.rewards)
-    lengths = [len(completion.token_ids) for completion in group.group.completions]
+    lengths = [completion.num_tokens for completion in group.group.completions]
     components = {}
     component_weights = {}
     for name, values in group.components.items():
@@ -187,7 +187,7 @@ def _step_events(group: ScoredGroup) -> Events | None:
     ends = []
     rewards = []
     for row, steps in enumerate(group.steps):
-        num_tokens = len(group.group.completions[row].token_ids)
+        num_tokens = group.group.completions[row].num_tokens
         for number, (_, reward) in enumerate(steps[:num_tokens]):
             rows.append(row)
             ends.append(number)
@@ -201,17 +201,17 @@ def _step_events(group: ScoredGroup) -> Events | None:
     )
 
 
-def _completions(groups: Sequence[ScoredGroup]) -> list[Completion]:
+def _completions(groups: Sequence[ScoredGroup]) -> list[StoredCompletion]:
     """One group after the other."""
-    completions: list[Completion] = []
+    completions: list[StoredCompletion] = []
     for group in groups:
         completions += group.group.completions
     return completions
 
 
-def _lengths(completions: Sequence[Completion]) -> np.ndarray:
+def _lengths(completions: Sequence[StoredCompletion]) -> np.ndarray:
     """Tokens of each, float64 [N]."""
-    return np.array([len(completion.token_ids) for completion in completions], float)
+    return np.array([completion.num_tokens for completion in completions], float)
 
 
 def _truncated(group: ScoredGroup) -> np.ndarray:
@@ -266,11 +266,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "batch/num_tokens": lengths.sum(),
         "group/all_equal_fraction": np.mean([all_equal(group.rewards) for group in groups]),
     }
-    kept = [completion.kept.sizes for completion in completions if completion.kept is not None]
-    if kept:
-        sizes = np.concatenate(kept)  # 0: the set is not known
-        metrics["sampling_mask/size_mean"], _ = _mean_std(sizes[sizes > 0])
-        metrics["sampling_mask/missing"] = (sizes == 0).sum()
+    metrics |= _sampling_mask_metrics(completions)
     of_components: dict[str, list[np.ndarray]] = {}
     for group in groups:
         for name, values in group.components.items():
@@ -278,6 +274,22 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     for name, parts in of_components.items():
         metrics[f"reward/{name}/mean"], _ = _mean_std(np.concatenate(parts))
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _sampling_mask_metrics(completions: Sequence[StoredCompletion]) -> dict[str, float]:
+    """How many ids truncated sampling left a token where they are known, and at how many tokens
+    they are not; empty where nothing was truncated."""
+    counts = []
+    for completion in completions:
+        if completion.kept_counts is not None:
+            counts.append(completion.kept_counts)
+    if not counts:
+        return {}
+    num_ids, num_known, num_missing = np.array(counts).sum(axis=0)
+    mean = np.nan
+    if num_known:
+        mean = num_ids / num_known
+    return {"sampling_mask/size_mean": mean, "sampling_mask/missing": num_missing}
 
 
 def _mean_std(values: np.ndarray) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Write a batch of scored rollouts as one immutable step of the sample store."""
+"""Scored rollouts become one immutable step of the sample store, without being read."""
 
 import bisect
 import shutil
@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.batching.manifest import StepFacts, is_recorded
+from grpo_megatron.batching.spool import StoredShard, link_shard
 from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.routing.shape import RouteShape
+from grpo_megatron.files import sync
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
 
@@ -24,27 +25,22 @@ def record_step(
     num_updates: int,
     facts: StepFacts,
     decode: Decode,
-    route_shape: RouteShape | None = None,
     teacher_logprobs: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Write a step, one shard a replica, in prompt order: equal rollouts give equal files. Each of
-    `num_updates` optimizer steps trains a contiguous, nearly equal part.
+    """Make a step of the shards in which the groups lie, in the order in which they come: equal
+    rollouts give equal files. Each of `num_updates` optimizer steps trains a contiguous, nearly
+    equal part. A shard may hold samples that no row names: those of groups that are not trained.
 
-    route_shape: of the experts' routes, where they are recorded; teacher_logprobs: as
-    `ServedTeachers.answers` gives them."""
+    teacher_logprobs: as `ServedTeachers.answers` gives them."""
     working = begin_step(directory)
-    replicas = sorted({scored.group.replica for scored in groups})
-    of_shards: list[list[RolloutGroup]] = [[] for _ in replicas]
-    num_in_shard = [0] * len(replicas)
+    numbers: dict[StoredShard, int] = {}
     rows = []
     for number, scored in enumerate(groups):
         group = scored.group
-        shard = replicas.index(group.replica)
-        of_shards[shard].extend(group.by_answered_ids())
         for reward, completion in zip(scored.rewards, group.completions, strict=True):
             row = SampleRow(
-                shard=shard,
-                index=num_in_shard[shard],
+                shard=numbers.setdefault(completion.shard, len(numbers)),
+                index=completion.index,
                 group=number,
                 update=number * min(num_updates, len(groups)) // len(groups),
                 reward=float(reward),
@@ -52,13 +48,13 @@ def record_step(
                 truncated=completion.truncated,
             )
             rows.append(row)
-            num_in_shard[shard] += 1
-    shards = []
-    for replica, parts in zip(replicas, of_shards, strict=True):
-        shards.append(write_shard(working / f"rollout-{replica}.safetensors", parts, route_shape))
+    entries = []
+    for shard, number in numbers.items():
+        entries.append(link_shard(shard, working / f"rollout-{number}.safetensors"))
+    sync(working)
     finish_step(
         directory,
-        shards,
+        entries,
         rows,
         facts,
         _components(groups),
@@ -89,10 +85,11 @@ def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int
     for group in groups:
         for sample, completion in enumerate(group.group.completions):
             row += 1
-            if not group.steps or not len(completion.token_ids):
+            if not group.steps or not completion.num_tokens:
                 continue
+            token_ids = completion.token_ids
             for end, reward in group.steps[sample]:
-                found.append((row, token_at(completion.token_ids, end, decode), reward))
+                found.append((row, token_at(token_ids, end, decode), reward))
     return found
 
 

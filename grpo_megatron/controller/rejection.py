@@ -16,7 +16,7 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.files import write_atomically
 from grpo_megatron.rewards.functions import NOT_PROSE, check_scripts, language_consistency
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rollout.workers import RolloutWorkers
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Prompt, ScoredGroup
 
@@ -28,7 +28,7 @@ async def sample_dataset(
     run_dir: RunDir,
     *,
     splits: Splits,
-    worker: RolloutWorker,
+    workers: RolloutWorkers,
     rewards: RewardPool,
     tokenizer: TextTokenizer,
 ) -> dict[str, float]:
@@ -44,7 +44,7 @@ async def sample_dataset(
     lines = []
     num_kept = 0
     for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
-        groups = await worker.rollouts(
+        groups = await workers.rollouts(
             0, prompts[start : start + _PROMPTS_AT_ONCE], num_samples=settings.num_samples
         )
         for group in await rewards.score(groups):

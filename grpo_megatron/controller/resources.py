@@ -4,8 +4,10 @@ here, handed out to the parts that need them in `run.py`."""
 import asyncio
 import contextlib
 import logging
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import show
@@ -21,7 +23,7 @@ from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rollout.workers import RolloutWorkers, WorkerClient, WorkerPool
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 
@@ -33,7 +35,7 @@ class Resources:
     tokenizer: TextTokenizer
     splits: Splits
     trainer: TrainerLink
-    worker: RolloutWorker
+    workers: RolloutWorkers
     rewards: RewardPool
     publisher: Publisher
     teachers: ServedTeachers
@@ -47,6 +49,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
     Raises EngineError: no replica came up, or a teacher or a judge does not answer; MismatchError:
     a teacher has another tokenizer; DataError, RewardError: problems or rewards are no good."""
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(shutil.rmtree, run_dir.rollouts.parent, ignore_errors=True)
         trainer = TrainerLink(config.trainer.command_timeout_s)
         if config.model.path is None and not (run_dir.model / "model.safetensors").exists():
             init_weights(run_dir.model, config.seed)
@@ -65,14 +68,15 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
             max_attempts=config.rollout.max_attempts,
             on_death=lambda replica: _on_replica_death(run_dir, replica),
         )
-        worker = RolloutWorker(
-            config, engines, stop_token_ids=tokenizer.stop_token_ids, decode=tokenizer.decode
+        worker_pool = WorkerPool(
+            await _connect_workers(config, run_dir, stack),
+            on_death=lambda index, cause: _on_worker_death(run_dir, index, cause),
         )
         yield Resources(
             tokenizer=tokenizer,
             splits=splits,
             trainer=trainer,
-            worker=worker,
+            workers=RolloutWorkers(config, engines, worker_pool, run_dir.rollouts),
             rewards=rewards,
             publisher=Publisher(config, run_dir, trainer, engines),
             teachers=teachers,
@@ -128,9 +132,7 @@ async def _connect_replicas(
     """By replica, None for those that did not come up; they are named. EngineError: none did."""
 
     async def connect(name: str) -> EngineClient:
-        def is_alive() -> bool:  # the supervisor knows
-            return not (run_dir.endpoints / f"{name}.dead").exists()
-
+        is_alive = partial(_is_not_reported_dead, run_dir, name)
         limit_s = config.rollout.startup_timeout_s
         found = await asyncio.to_thread(
             wait_for_endpoint, run_dir.endpoints / f"{name}.json", limit_s, is_alive, EngineError
@@ -156,6 +158,44 @@ async def _connect_replicas(
             raise error
         show("message", text=f"going on without an engine: {error.message}")
     return clients
+
+
+async def _connect_workers(
+    config: RunConfig, run_dir: RunDir, stack: contextlib.AsyncExitStack
+) -> dict[int, WorkerClient]:
+    """By replica, those that came up. EngineError: none did."""
+    workers: dict[int, WorkerClient] = {}
+    failure: EngineError | None = None
+    for index in range(config.rollout.num_replicas):
+        name = f"worker-{index}"
+        is_alive = partial(_is_not_reported_dead, run_dir, name)
+        try:
+            endpoint = await asyncio.to_thread(
+                wait_for_endpoint,
+                run_dir.endpoints / f"{name}.json",
+                config.rollout.startup_timeout_s,
+                is_alive,
+                EngineError,
+            )
+        except EngineError as error:
+            failure = error
+            continue
+        client = WorkerClient(name, endpoint, is_alive)
+        workers[index] = await stack.enter_async_context(client)
+    if failure is not None and not workers:
+        raise failure
+    return workers
+
+
+def _is_not_reported_dead(run_dir: RunDir, name: str) -> bool:
+    """What the supervisor knows of a process."""
+    return not (run_dir.endpoints / f"{name}.dead").exists()
+
+
+def _on_worker_death(run_dir: RunDir, index: int, cause: EngineError) -> None:
+    name = f"worker-{index}"
+    show("message", text=f"{name} has gone; its prompts go to the others")
+    append_event(run_dir.events, "worker_lost", role=name, cause=cause.message)
 
 
 def _on_replica_death(run_dir: RunDir, replica: Replica) -> None:

@@ -15,6 +15,7 @@ from grpo_megatron.batching.manifest import StepFacts, is_recorded, read_manifes
 from grpo_megatron.config.run import RunConfig, SamplingConfig
 from grpo_megatron.controller.allocation import Allocation
 from grpo_megatron.controller.correction import Correction
+from grpo_megatron.controller.dataset_rollouts import DatasetRollouts
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.exemplars import ExemplarStore
 from grpo_megatron.controller.group_filter import (
@@ -33,11 +34,11 @@ from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine_control import EngineControl
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rollout.workers import RolloutWorkers
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.samples import extremes
-from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
+from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup, StoredCompletion
 
 
 @dataclass
@@ -110,7 +111,6 @@ class StepSampler:
             self._config.batch.updates_per_rollout,
             facts,
             self._tokenizer.decode,
-            recorded_shape(self._config),
             teacher_logprobs,
         )
 
@@ -179,7 +179,7 @@ class SampledStep:
 class RolloutBatchBuilder:
     """Yields the groups of step after step.
 
-    Kept groups beyond the target go into the next step. They are held in memory only: after a
+    Kept groups beyond the target go into the next step. They are not in the store yet: after a
     crash their prompts come again in a later epoch, like those of rejected groups."""
 
     def __init__(
@@ -188,7 +188,8 @@ class RolloutBatchBuilder:
         *,
         sampler: PromptSampler,
         exemplars: ExemplarStore | None,
-        worker: RolloutWorker,
+        workers: RolloutWorkers,
+        spool: Path,
         rewards: RewardPool,
         tokenizer: TextTokenizer,
         phases: Phases,
@@ -198,17 +199,18 @@ class RolloutBatchBuilder:
         self._rewards = rewards
         self._phases = phases
         self._filter = GroupFilter(config)
-        self._worker = worker
-        self._answers: RolloutWorker | DatasetAnswers = worker
+        self._workers = workers
+        self._answers: RolloutWorkers | DatasetRollouts = workers
         if config.uses_dataset:
-            self._answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_new_tokens)
+            answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_new_tokens)
+            self._answers = DatasetRollouts(answers, spool, recorded_shape(config))
         self._correction: Correction | None = None
         if config.correction is not None:
             self._correction = Correction(
                 config,
                 config.correction,
                 group_filter=self._filter,
-                worker=worker,
+                workers=workers,
                 rewards=rewards,
                 tokenizer=tokenizer,
             )
@@ -300,13 +302,15 @@ class RolloutBatchBuilder:
         samples: Sequence[range],
     ) -> list[ScoredGroup]:
         """Samples of the prompts `asked`, scored as answers to `prompts`."""
-        groups = await self._sampled(self._worker.rollouts(step, asked, samples=samples))
+        groups = await self._sampled(self._workers.rollouts(step, asked, samples=samples))
         answers = []
         for group, prompt in zip(groups, prompts, strict=True):
             answers.append(group.as_answers_to(prompt))
         return await self._rewards.score(answers)
 
-    async def _sampled(self, rollouts: Awaitable[list[RolloutGroup]]) -> list[RolloutGroup]:
+    async def _sampled(
+        self, rollouts: Awaitable[list[RolloutGroup[StoredCompletion]]]
+    ) -> list[RolloutGroup[StoredCompletion]]:
         """What `rollouts` gives; its time is counted, and what comes next is shown as rewards."""
         self._phases.show_sampling("rollout")
         started = time.perf_counter()

@@ -76,7 +76,7 @@ class Run:
         self.stopping = asyncio.Event()
         self.evaluator = Evaluator(
             config,
-            worker=resources.worker,
+            workers=resources.workers,
             rewards=resources.rewards,
             judges=resources.judges,
         )
@@ -214,7 +214,7 @@ class Run:
             self.config,
             self.run_dir,
             splits=self.resources.splits,
-            worker=self.resources.worker,
+            workers=self.resources.workers,
             rewards=self.resources.rewards,
             tokenizer=self.resources.tokenizer,
         )
@@ -298,9 +298,10 @@ def make_rl_loop(
         load_sampling(state.sampler, sampler, exemplars)
     batches = RolloutBatchBuilder(
         config,
+        spool=run_dir.rollouts,
         sampler=sampler,
         exemplars=exemplars,
-        worker=resources.worker,
+        workers=resources.workers,
         rewards=resources.rewards,
         tokenizer=resources.tokenizer,
         phases=phases,

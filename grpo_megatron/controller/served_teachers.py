@@ -15,7 +15,7 @@ from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.segments import finish_or_cancel
-from grpo_megatron.types import Completion, Prompt, RolloutGroup
+from grpo_megatron.types import Prompt, RolloutGroup, StoredCompletion
 
 
 class ServedTeachers:
@@ -63,7 +63,9 @@ class ServedTeachers:
                 remedy="teacher and student must share their tokenizer",
             )
 
-    async def answers(self, groups: Sequence[RolloutGroup]) -> dict[str, np.ndarray]:
+    async def answers(
+        self, groups: Sequence[RolloutGroup[StoredCompletion]]
+    ) -> dict[str, np.ndarray]:
         """`N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n completion tokens
         of those groups that it teaches. EngineError: it does not answer, or not with log-probs."""
         found: dict[str, np.ndarray] = {}
@@ -84,7 +86,7 @@ class ServedTeachers:
     def _teaches(self, number: int, prompt: Prompt) -> bool:
         return prompt.domain in (self._teachers[number].domains or self._names)
 
-    async def _ask(self, number: int, prompt: Prompt, completion: Completion) -> np.ndarray:
+    async def _ask(self, number: int, prompt: Prompt, completion: StoredCompletion) -> np.ndarray:
         """(id, log-prob) of the k likeliest at every token, float64 [T, k, 2]."""
         answer = await self._post(
             number,
@@ -98,7 +100,7 @@ class ServedTeachers:
         places = (answer["choices"][0]["prompt_logprobs"] or [])[len(prompt.token_ids) :]
         best = [_likeliest(place, self._k) for place in places]
         sizes = [len(of_token) for of_token in best]
-        if sizes == [self._k] * len(completion.token_ids):
+        if sizes == [self._k] * completion.num_tokens:
             found = np.array(best).reshape(-1, self._k, 2)
             if (np.exp(found[..., 1]).sum(-1) <= 1.01).all():  # bfloat16
                 return found

@@ -36,7 +36,9 @@ class DatasetAnswers:
                 self._chat_domains[domain.name] = domain
                 self._ends[domain.name] = end_of_turn(domain, tokenizer)
 
-    async def rollouts(self, step: int, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+    async def rollouts(
+        self, step: int, prompts: Sequence[Prompt]
+    ) -> list[RolloutGroup[Completion]]:
         """The groups of `prompts`, in their order."""
         groups = []
         for prompt in prompts:

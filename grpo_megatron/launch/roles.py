@@ -10,6 +10,7 @@ from grpo_megatron.rundir import RunDir
 TRAINER = "grpo_megatron.trainer.trainer_rank"
 CONTROLLER = "grpo_megatron.controller.main"
 REPLICA = "grpo_megatron.rollout.replica"
+WORKER = "grpo_megatron.rollout.worker_service"
 # glibc keeps what a rank frees: giving it back cost a small model 5000 page faults a step
 _KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -18,6 +19,7 @@ _KEEP_FREED_MEMORY = {
 }
 # PYTHONWARNINGS: hundreds of lines about absent CUDA packages would hide a rank's last words
 QUIET = {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class LocalProcesses:
@@ -43,9 +45,16 @@ class LocalProcesses:
             servers.append(self._child(f"rollout-{index}", REPLICA, str(index)))
         return servers
 
+    def workers(self) -> list[ChildProcess]:
+        """One process a server, which has its prompts answered and writes the samples."""
+        workers = []
+        for index in range(self.config.rollout.num_replicas):
+            workers.append(self._child(f"worker-{index}", WORKER, str(index), env=ONE_THREAD))
+        return workers
+
     def controller(self) -> ChildProcess:
         """Its standard output carries display messages, see `controller.display`."""
-        return self._child("controller", CONTROLLER, env={"OMP_NUM_THREADS": "1"}, piped=True)
+        return self._child("controller", CONTROLLER, env=ONE_THREAD, piped=True)
 
     def stop(self, children: list[ChildProcess]) -> None:
         """End all of them, see `stop_all`."""

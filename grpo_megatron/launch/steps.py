@@ -1,7 +1,8 @@
 """The programs of a run as steps of the Slurm job in which this process runs.
 
     nodes   t0 t1 … | r0 r1 …      placement.trainer_nodes | placement.rollout_nodes
-    steps   trainer (all ranks)    rollout-0, rollout-1, … (one server each); controller on t0
+    steps   trainer (all ranks)    rollout-0, rollout-1, … (one server each)
+            controller on t0       worker-0, worker-1, … (beside their servers)
 
 One allocation is split in this order; of a heterogeneous job the first part trains. Steps share
 their nodes' resources (`--overlap`), so every role says itself which GPUs are its own."""
@@ -18,7 +19,15 @@ from dataclasses import dataclass
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import SetupError
 from grpo_megatron.launch.processes import ChildProcess, End, stop_all
-from grpo_megatron.launch.roles import CONTROLLER, QUIET, REPLICA, TRAINER, thread_limit
+from grpo_megatron.launch.roles import (
+    CONTROLLER,
+    ONE_THREAD,
+    QUIET,
+    REPLICA,
+    TRAINER,
+    WORKER,
+    thread_limit,
+)
 from grpo_megatron.network import NODES_VARIABLE
 from grpo_megatron.rundir import RunDir
 
@@ -117,25 +126,46 @@ class SlurmSteps:
 
     def replicas(self) -> list[ChildProcess]:
         """A step for each server, so that one can die alone; wide ones take several nodes."""
-        rollout = self.config.rollout
-        placement = self.placement
-        nodes = self.nodes[placement.trainer_nodes :] or self.nodes
-        gpus = placement.gpus_per_node or rollout.tensor_parallel_size
-        wide = max(rollout.tensor_parallel_size // gpus, 1)
         steps: list[ChildProcess] = []
-        for index in range(rollout.num_replicas):
-            first = index * len(nodes) // rollout.num_replicas
+        for index in range(self.config.rollout.num_replicas):
+            nodes = self._nodes_of_replica(index)
             steps.append(
                 self._step(
                     f"rollout-{index}",
                     REPLICA,
                     str(index),
-                    str(wide),
-                    nodes=nodes[first : first + wide],
+                    str(len(nodes)),
+                    nodes=nodes,
                     log=f"rollout-{index}.log",
                 )
             )
         return steps
+
+    def workers(self) -> list[ChildProcess]:
+        """A step for each server's worker, on the node where the server answers."""
+        steps: list[ChildProcess] = []
+        for index in range(self.config.rollout.num_replicas):
+            steps.append(
+                self._step(
+                    f"worker-{index}",
+                    WORKER,
+                    str(index),
+                    nodes=self._nodes_of_replica(index)[:1],
+                    log=f"worker-{index}.log",
+                    env=ONE_THREAD,
+                )
+            )
+        return steps
+
+    def _nodes_of_replica(self, index: int) -> list[str]:
+        """Where a server runs, the first node answers."""
+        rollout = self.config.rollout
+        placement = self.placement
+        nodes = self.nodes[placement.trainer_nodes :] or self.nodes
+        gpus = placement.gpus_per_node or rollout.tensor_parallel_size
+        wide = max(rollout.tensor_parallel_size // gpus, 1)
+        first = index * len(nodes) // rollout.num_replicas
+        return nodes[first : first + wide]
 
     def controller(self) -> ChildProcess:
         """On the first node that trains; its standard output comes through srun."""
@@ -144,7 +174,7 @@ class SlurmSteps:
             CONTROLLER,
             nodes=self.nodes[:1],
             log="controller.log",
-            env={"OMP_NUM_THREADS": "1"},
+            env=ONE_THREAD,
             piped=True,
         )
 

@@ -1,12 +1,13 @@
 """Start the roles of a run, watch them, end them together.
 
-A finished controller ends the run. A dead trainer rank, a dead controller or the last dead
-rollout server end it with an error that shows the dead one's last lines."""
+A finished controller ends the run. A dead trainer rank, a dead controller, the last dead rollout
+server or the last dead rollout worker end it with an error that shows the dead one's last lines."""
 
 import contextlib
 import json
 import os
 import signal
+from collections.abc import Sequence
 
 from grpo_megatron import errors
 from grpo_megatron.config.presets import load_preset
@@ -36,9 +37,10 @@ class Supervisor:
         Raises TrainerError, EngineError and what the controller says, where one of them fails."""
         self._prepare_model()
         self.replicas = self.roles.replicas()
+        self.workers = self.roles.workers()
         self.trainers = self.roles.trainers()
         self.controller = self.roles.controller()
-        self.children = [*self.replicas, *self.trainers, self.controller]
+        self.children = [*self.replicas, *self.workers, *self.trainers, self.controller]
         self._reported_dead: set[str] = set()
         handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -80,6 +82,7 @@ class Supervisor:
                 return self._controller_ended()
             self._check_trainers()
             self._check_replicas()
+            self._check_workers()
 
     def _watched(self) -> list[ChildProcess]:
         """Children whose end would be news."""
@@ -87,9 +90,9 @@ class Supervisor:
         for trainer in self.trainers:
             if trainer.exit_code != 0:  # 0: told to stop
                 watched.append(trainer)
-        for replica in self.replicas:
-            if replica.name not in self._reported_dead:
-                watched.append(replica)
+        for child in (*self.replicas, *self.workers):
+            if child.name not in self._reported_dead:
+                watched.append(child)
         return watched
 
     def _controller_ended(self) -> int:
@@ -98,6 +101,7 @@ class Supervisor:
             return code
         self._check_trainers()  # the controller may only be the first to notice
         self._check_replicas()
+        self._check_workers()
         end = self.controller.end()
         where = str(end.log)
         if self._words["failure"]:
@@ -117,16 +121,23 @@ class Supervisor:
                 raise error
 
     def _check_replicas(self) -> None:
-        for replica in self.replicas:
-            if replica.alive or replica.name in self._reported_dead:
+        self._check_spares(self.replicas, "rollout server")
+
+    def _check_workers(self) -> None:
+        self._check_spares(self.workers, "rollout worker")
+
+    def _check_spares(self, children: Sequence[ChildProcess], role: str) -> None:
+        """Report those that died, of which the others do the work. EngineError with the last."""
+        for child in children:
+            if child.alive or child.name in self._reported_dead:
                 continue
-            self._reported_dead.add(replica.name)
-            replica.signal_group(signal.SIGKILL)  # what the dead server had started
-            (self.run_dir.endpoints / f"{replica.name}.dead").touch()
-            end = self._died(replica)
-            if len(self._reported_dead) == len(self.replicas):
+            self._reported_dead.add(child.name)
+            child.signal_group(signal.SIGKILL)  # what the dead one had started
+            (self.run_dir.endpoints / f"{child.name}.dead").touch()
+            end = self._died(child)
+            if all(other.name in self._reported_dead for other in children):
                 raise errors.EngineError(
-                    f"the last rollout server died: {end}", where=str(end.log), remedy=self.remedy
+                    f"the last {role} died: {end}", where=str(end.log), remedy=self.remedy
                 )
             self.screen.message(f"{end.name} died with exit code {end.exit_code}; see {end.log}")
 

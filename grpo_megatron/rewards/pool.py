@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -16,21 +16,25 @@ import numpy as np
 
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.errors import RewardError
+from grpo_megatron.file_part import FilePart
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import BoundReward, bind
 from grpo_megatron.rewards.reward_worker import Call, Outcome
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
+from grpo_megatron.types import (
+    Completion,
+    Prompt,
+    RolloutGroup,
+    ScoredGroup,
+    StoredCompletion,
+)
 
 logger = logging.getLogger(__name__)
 
 CHUNK_CALLS = 64  # calls per message, which costs about as much as 20 cheap calls
 MAX_KILLS = 32  # workers that one function may cost without a single result in between
 _MIN_SAMPLES_TO_GIVE_UP = 64
-_OF_COMPLETION: dict[str, Callable[[Completion], Any]] = {
-    "num_tokens": lambda completion: len(completion.token_ids),
-    "truncated": lambda completion: completion.truncated,
-    "token_ids": lambda completion: tuple(completion.token_ids.tolist()),
-}
+AnyGroup = RolloutGroup[Any]  # as it is stored, or in memory
+AnyCompletion = Completion | StoredCompletion
 
 
 @dataclass(slots=True)
@@ -158,7 +162,7 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    async def score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
+    async def score(self, groups: Sequence[AnyGroup]) -> list[ScoredGroup]:
         """Score every completion of every group, in the given order. May run concurrently.
         `rewards` is the weighted sum of the components that are not NaN, within ±reward_clip.
         RewardError where a function failed on every sample, or keeps killing its process."""
@@ -212,17 +216,17 @@ class RewardPool:
                 metrics[name] = float(component.failures.pop(cause, 0))
         return metrics
 
-    def _calls(self, group: RolloutGroup) -> list[Call]:
+    def _calls(self, group: AnyGroup) -> list[Call]:
         """One completion after the other, each with every component of the domain."""
         prompt = group.prompt
         calls: list[Call] = []
         for completion in group.completions:
             for index in self._of_domain[prompt.domain]:
                 context = self._context(index, prompt, completion)
-                calls.append((index, completion.text, prompt.answer, context))
+                calls.append((index, _text_of(completion), prompt.answer, context))
         return calls
 
-    def _context(self, index: int, prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    def _context(self, index: int, prompt: Prompt, completion: AnyCompletion) -> dict[str, Any]:
         """What the reward of a component asks for beside text and answer."""
         found: dict[str, Any] = {}
         for name in self.components[index].reward.context:
@@ -230,8 +234,10 @@ class RewardPool:
                 found[name] = prompt.text
             elif name == "metadata":
                 found[name] = dict(prompt.metadata)
+            elif name == "token_ids":
+                found[name] = _token_ids_of(completion)
             else:
-                found[name] = _OF_COMPLETION[name](completion)
+                found[name] = getattr(completion, name)
         return found
 
     def _is_async(self, call: Call) -> bool:
@@ -267,7 +273,7 @@ class RewardPool:
         elif left:
             tasks.create_task(self._run(tasks, calls, left, outcomes))
 
-    def _scored(self, group: RolloutGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
+    def _scored(self, group: AnyGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
         """The group with its rewards; takes its outcomes from the front of `outcomes`."""
         domain = group.prompt.domain
         components = [self.components[index] for index in self._of_domain[domain]]
@@ -289,6 +295,20 @@ class RewardPool:
         if not any(steps):
             steps = []
         return ScoredGroup(group, by_name, rewards, tuple(steps))
+
+
+def _text_of(completion: AnyCompletion) -> str | FilePart:
+    """The text, or where the reward's process finds it."""
+    if isinstance(completion, StoredCompletion):
+        return completion.stored_text
+    return completion.text
+
+
+def _token_ids_of(completion: AnyCompletion) -> tuple[int, ...] | FilePart:
+    """The token ids, or where the reward's process finds them."""
+    if isinstance(completion, StoredCompletion):
+        return completion.stored_token_ids
+    return tuple(completion.token_ids.tolist())
 
 
 def weighted_sum(table: np.ndarray, weights: np.ndarray, clip: float = np.inf) -> np.ndarray:

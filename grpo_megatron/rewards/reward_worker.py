@@ -12,15 +12,18 @@ import signal
 import socket
 import sys
 import traceback
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from grpo_megatron.errors import RewardError
+from grpo_megatron.file_part import FilePart
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.rewards.registry import bind, to_float
 
-Call = tuple[int, str, str, Mapping[str, Any]]  # index of the function, completion, answer, context
+Call = tuple[int, str | FilePart, str, Mapping[str, Any]]
+"""Index of the function, completion, answer, context. What lies in a file is read here."""
 
 
 class Outcome(NamedTuple):
@@ -54,13 +57,24 @@ def main() -> None:
             calls: list[Call] = pickle.load(stream)
             tell(None)
             bound = []
-            for function, completion, answer, context in calls:
-                bound.append(partial(rewards[function], completion, answer, context))
+            for call in calls:
+                bound.append(partial(rewards[call[0]], *_read(call)))
             if rewards[calls[0][0]].is_async:
                 loop.run(_await_all(bound, tell, **limits))
             else:
-                for index, call in enumerate(bound):
-                    tell((index, _outcome(call)))
+                for index, scored in enumerate(bound):
+                    tell((index, _outcome(scored)))
+
+
+def _read(call: Call) -> tuple[str, str, Mapping[str, Any]]:
+    """The arguments of a call, with what lies in files."""
+    _, completion, answer, context = call
+    if isinstance(completion, FilePart):
+        completion = completion.text()
+    token_ids = context.get("token_ids")
+    if isinstance(token_ids, FilePart):
+        context = {**context, "token_ids": tuple(array("i", token_ids.read()))}
+    return completion, answer, context
 
 
 async def _await_all(

@@ -25,7 +25,8 @@ class Replica:
 
 class ReplicaPool:
     """Replicas (None: one that never was) with health, and retries on another one, `max_attempts`
-    in all. `on_death` is called once with a replica that was found dead."""
+    in all. `on_death` is called once with a replica that was found dead. With `home`, all requests
+    go to that replica as long as it is alive."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class ReplicaPool:
         *,
         max_attempts: int = 3,
         on_death: Callable[[Replica], None] = lambda replica: None,
+        home: int | None = None,
     ):
         self.replicas: list[Replica] = []
         for index, client in enumerate(clients):
@@ -40,11 +42,18 @@ class ReplicaPool:
                 self.replicas.append(Replica(index, client))
         self._max_attempts = max_attempts
         self._on_death = on_death
+        self._home = home
 
     @property
     def alive(self) -> list[Replica]:
         """Those that were not found dead, in order."""
         return [replica for replica in self.replicas if replica.is_alive]
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Those that take requests: the one at home, or all that are alive."""
+        at_home = [replica for replica in self.alive if replica.index == self._home]
+        return at_home or self.alive
 
     def pick(self, avoid: Replica | None = None) -> Replica:
         """Return the live replica with the fewest requests, `avoid` only if there is no other.

@@ -1,6 +1,7 @@
-"""Rollouts of one step over all replicas.
+"""Rollouts on engines, in the memory of this process.
 
-Replicas draw from one queue, so a slow one takes fewer; results are in order of the prompts."""
+Replicas draw from one queue, so a slow one takes fewer; results are in order of the prompts. In a
+run, `rollout.worker_service` does this for a part of a step's prompts and writes the results."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ class RolloutWorker:
         num_samples: int = 0,
         max_tokens: int = 0,
         samples: Sequence[range] | None = None,
-    ) -> list[RolloutGroup]:
+    ) -> list[RolloutGroup[Completion]]:
         """Sample G completions of every prompt, `num_samples` or the recipe's number, of at most
         `max_tokens` or the recipe's; groups are in prompt order.
 
@@ -77,7 +78,9 @@ class RolloutWorker:
             require_routes=routing.replay != "r3" or routing.on_missing == "fail",
         )
 
-    async def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> list[RolloutGroup]:
+    async def greedy(
+        self, prompts: Sequence[Prompt], max_tokens: int
+    ) -> list[RolloutGroup[Completion]]:
         """Return the most likely completion of every prompt, at most `max_tokens` long; log-probs
         are those of temperature 1. EngineError as by `rollouts`."""
         requests = [_Request(i, 0, 1, None) for i in range(len(prompts))]
@@ -91,7 +94,7 @@ class RolloutWorker:
         group_sizes: Sequence[int],
         max_tokens: int,
         **sampling: Any,
-    ) -> list[RolloutGroup]:
+    ) -> list[RolloutGroup[Completion]]:
         sampling |= {"stop_token_ids": self._stop_token_ids, "may_abort": True}
         batch = _Batch(self, prompts, group_sizes, max_tokens, sampling)
         await batch.serve_all(requests)
@@ -125,7 +128,7 @@ class _Batch:
         self._served_by = [0] * len(prompts)
         self._queue: deque[_Request] = deque()
 
-    def groups(self) -> list[RolloutGroup]:
+    def groups(self) -> list[RolloutGroup[Completion]]:
         """Return the groups, in the order of the prompts; all requests were served."""
         found = []
         for number, prompt in enumerate(self._prompts):
@@ -144,10 +147,10 @@ class _Batch:
             width = max(width, self._config.rollout.max_num_seqs)
         while self._queue:
             self._pool.pick()  # raises when none is alive
-            alive = self._pool.alive
-            share = -(-len(self._queue) // len(alive))
+            serving = self._pool.serving
+            share = -(-len(self._queue) // len(serving))
             takers = []
-            for replica in alive:
+            for replica in serving:
                 for _ in range(min(width, share)):
                     takers.append(self._take(replica))
             await finish_or_cancel(takers)

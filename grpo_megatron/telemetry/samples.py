@@ -76,6 +76,6 @@ def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
         "completion": completion.text,
         "reward": float(group.rewards[index]),
         "components": components,
-        "length": len(completion.token_ids),
+        "length": completion.num_tokens,
         "finish_reason": completion.finish_reason,
     }

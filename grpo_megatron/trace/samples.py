@@ -66,7 +66,7 @@ def write_full_step(
     )
     prompt_ids = tuple(rng.integers(0, vocab_size, load.sequence - num_completion).tolist())
     domain = config.domains[0].name
-    groups: list[RolloutGroup] = []
+    groups: list[RolloutGroup[Completion]] = []
     for first in range(0, num_samples, group_size):
         size = min(group_size, num_samples - first)
         prompt = Prompt(str(len(groups)), domain, "", prompt_ids, "")

@@ -10,7 +10,7 @@ torch here."""
 import json
 from typing import Any
 
-from grpo_megatron import errors
+from grpo_megatron.errors import TrainerError, describe_error, raise_described
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -21,22 +21,11 @@ def encode(message: dict[str, Any]) -> bytes:
 def error_reply(error: BaseException) -> dict[str, Any]:
     """Write an error as a reply. Our own keep their class, and so the exit code; others become a
     TrainerError."""
-    if not isinstance(error, errors.GrpoMegatronError):
-        error = errors.TrainerError(f"{type(error).__name__}: {error}")
-    return {
-        "error": {
-            "type": type(error).__name__,
-            "message": error.message,
-            "where": error.where,
-            "remedy": error.remedy,
-        }
-    }
+    return {"error": describe_error(error, TrainerError)}
 
 
 def raise_reply(reply: dict[str, Any]) -> Any:
     """Return the result of a reply; raise its error, of its class, where it has one."""
     if "error" not in reply:
         return reply["result"]
-    error = reply["error"]
-    cls = getattr(errors, error["type"], errors.TrainerError)
-    raise cls(error["message"], where=error["where"], remedy=error["remedy"])
+    raise_described(reply["error"], TrainerError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from grpo_megatron.batching.spool import store_groups
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.display import Phases
@@ -27,6 +29,7 @@ from grpo_megatron.trainer.requests import SaveCheckpoint, Train, TrainReport
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
 from tests.controller.scored_groups import completion, prompt_of
 
+_CALLS = itertools.count()  # of all loops: a resumed one has the directory of the first
 START = RunState(0, 0, {}, 0.0, 0.0)
 Answer = Callable[[int, Prompt, int], float]
 """(step, prompt, sample) -> value of the component `right`."""
@@ -71,6 +74,7 @@ class Loop:
         self.publish_fails_at: int | None = None  # weight version
         self.exact: list[bool] = []  # by `Train` request
         self.checked: list[int] = []  # weight versions for which prompts were sent
+        self.written = lambda place, completion: completion  # by its place in what was asked
         self.num_engines = 1  # p8 is asked of the one after that of p7
         self.mismatch_at: int | None = None  # `Train` request
         self.states: dict[int, RunState] = {}
@@ -87,7 +91,7 @@ class Loop:
                 ),
                 splits=SimpleNamespace(train=self.prompts, validation=[]),
                 trainer=self,
-                worker=self,
+                workers=self,
                 rewards=SimpleNamespace(score=self.score, take_metrics=dict),
                 publisher=self,
                 teachers=ServedTeachers(self.config),
@@ -149,17 +153,21 @@ class Loop:
         if samples is None:
             samples = [range(size)] * len(prompts)
         self.numbers = dict(zip([p.prompt_id for p in prompts], samples, strict=True))
-        return [
+        groups = [
             RolloutGroup(
                 p,
                 tuple(
-                    completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3)
-                    for g in numbers
+                    self.written(
+                        place,
+                        completion(1 + derive_seed(step, p.prompt_id, g) % 5, self.version, g == 3),
+                    )
+                    for place, g in enumerate(numbers)
                 ),
                 sum(p.prompt_id.encode()) % self.num_engines,
             )
             for p, numbers in zip(prompts, samples, strict=True)
         ]
+        return store_groups(self.run_dir.root / "rollouts" / str(next(_CALLS)), groups)
 
     async def score(self, groups) -> list[ScoredGroup]:
         step = self.sampled[-1][0]

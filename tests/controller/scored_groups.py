@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 
+from grpo_megatron.batching.spool import store_groups
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 
@@ -35,6 +40,12 @@ def recipe(domains=("d",), **tables) -> RunConfig:
 
 def prompt_of(name: str, domain: str = "d") -> Prompt:
     return Prompt(name, domain, name, (1, 2), "")
+
+
+def stored(path: Path, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """The groups as the controller has them: their completions in one shard of the new `path`."""
+    in_store = store_groups(path, [scored.group for scored in groups])
+    return [replace(scored, group=group) for scored, group in zip(groups, in_store, strict=True)]
 
 
 def completion(length: int, version: int = 0, truncated: bool = False) -> Completion:

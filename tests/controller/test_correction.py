@@ -95,15 +95,12 @@ def test_a_retry_needs_room(tmp_path):
 def test_a_retry_of_a_seeded_answer_continues_what_that_answered(tmp_path):
     loop = Retrying(tmp_path, probability=1.0)
 
-    def seeded(group):
-        completions = [replace(c, answered_ids=(8, 9, 1, 2)) for c in group.completions]
-        return replace(group, completions=tuple(completions))
-
     async def rollouts(step, prompts, **settings):
-        found = await Retrying.rollouts(loop, step, prompts, **settings)
         if settings.get("num_samples") == 1:
-            return found
-        return [seeded(group) for group in found]
+            return await Retrying.rollouts(loop, step, prompts, **settings)
+        seeded = [replace(prompt, token_ids=(8, 9, 1, 2)) for prompt in prompts]
+        found = await Retrying.rollouts(loop, step, seeded, **settings)
+        return [g.as_answers_to(p) for g, p in zip(found, prompts, strict=True)]
 
     loop.rollouts = rollouts
     loop.run()

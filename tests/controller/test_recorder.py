@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.controller.recorder import record_step, starting_steps, token_at
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
-from tests.controller.scored_groups import recipe
+from tests.controller.scored_groups import recipe, stored
 
 WORDS = {0: "", 1: "a", 2: "bc", 3: "def"}
 
@@ -43,6 +45,7 @@ def completion(*ids):
 
 
 def record(directory, groups, num_updates=1) -> SampleTable:
+    groups = stored(directory.with_name("rollouts"), groups)
     record_step(directory, groups, num_updates, StepFacts(domains=["d"]), decode)
     return SampleTable(directory)
 
@@ -72,18 +75,29 @@ def test_steps_are_recorded_by_row(tmp_path):
     ]
 
 
-def test_every_group_is_in_its_replicas_shard(tmp_path):
-    groups = [
-        scored(f"p{i}", (completion(i % 3 + 1), completion(i % 2 + 1)), replica=i * i % 3)
-        for i in range(7)
+def test_a_step_is_made_of_the_shards_of_its_groups(tmp_path):
+    """Of three shards one has no group that is trained; in the others not every group is."""
+    groups = [scored(f"p{i}", (completion(i % 3 + 1), completion(i % 2 + 1))) for i in range(7)]
+    in_store = [
+        *stored(tmp_path / "b", groups[:3]),
+        *stored(tmp_path / "a", groups[3:5]),
+        *stored(tmp_path / "c", groups[5:]),
     ]
-    table = record(tmp_path / "step", groups)
-    names = [f"rollout-{replica}.safetensors" for replica in (0, 1)]
-    assert sorted(p.name for p in (tmp_path / "step").glob("rollout-*")) == names
-    for row in range(14):
+    chosen = [6, 0, 5, 2]
+    trained = [in_store[number] for number in chosen]
+    files = [Path(trained[0].group.completions[0].stored_token_ids.path), tmp_path / "b"]
+    record_step(tmp_path / "step", trained, 1, StepFacts(domains=["d"]), decode)
+    assert (tmp_path / "step/rollout-0.safetensors").samefile(files[0])  # no byte was copied
+    del in_store, trained
+    assert not files[1].exists()  # forgotten, and with it what was not trained
+    table = SampleTable(tmp_path / "step")
+    names = ["rollout-0.safetensors", "rollout-1.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "step").glob("rollout-*")) == names
+    for row in range(8):
         ids, _ = table.completion(row)
-        assert ids.tolist() == groups[row // 2].group.completions[row % 2].token_ids.tolist()
-    assert table.group.tolist() == [row // 2 for row in range(14)]
+        wanted = groups[chosen[row // 2]].group.completions[row % 2]
+        assert ids.tolist() == wanted.token_ids.tolist()
+    assert table.group.tolist() == [row // 2 for row in range(8)]
 
 
 @pytest.mark.parametrize(

@@ -277,19 +277,9 @@ def make(root, crash_at=None, **tables) -> Loop:
     loop = Loop(root, recipe(("p",), **tables), answer=rarely, num_prompts=16, crash_at=crash_at)
     for domain, prompts in loop.prompts.items():
         loop.prompts[domain] = [replaced(p, question=p.text) for p in prompts]
-    rollouts = loop.rollouts
-
-    async def with_text(step, prompts, **settings):
-        groups = []
-        for found in await rollouts(step, prompts, **settings):
-            completions = [
-                replaced(c, text="yes" if i % 2 else "it is so", finish_reason="stop")
-                for i, c in enumerate(found.completions)
-            ]
-            groups.append(replaced(found, completions=tuple(completions)))
-        return groups
-
-    loop.rollouts = with_text
+    loop.written = lambda place, completion: replaced(
+        completion, text="yes" if place % 2 else "it is so", finish_reason="stop"
+    )
     return loop
 
 

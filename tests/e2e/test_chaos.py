@@ -54,7 +54,9 @@ def killed_run(run: Path, chance: random.Random, most: int, whole: Path) -> int:
             pass
         assert len(runs.events(run, "started")) >= started
         steps, saved = runs.metrics(run), last_checkpoint(run)
-        role = chance.choice(["trainer-0", "trainer-1", "controller", "rollout-0", "supervisor"])
+        role = chance.choice(
+            ["trainer-0", "trainer-1", "controller", "rollout-0", "worker-0", "supervisor"]
+        )
         runs.kill(process.pid if role == "supervisor" else runs.role_pid(run, role))
         code, output = runs.finish(process)
         assert code != 0, output

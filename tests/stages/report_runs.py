@@ -24,6 +24,7 @@ from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.samples import extremes, write_samples
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup, VersionSpan
 from tests.controller.scored_groups import recipe
+from tests.controller.scored_groups import stored as in_store
 
 RESULT = {
     "eval": {
@@ -81,7 +82,7 @@ def write_run(
             if step >= num_steps - stored:
                 record_step(
                     run_dir.step_store(step),
-                    groups,
+                    in_store(run_dir.root / "rollouts" / str(step), groups),
                     1,
                     StepFacts(
                         kind="rl",

@@ -1,0 +1,193 @@
+"""Sampled completions on their way into the store: written where they are sampled, known by record.
+
+    rollouts/1/000017/rollout-0-003.safetensors   tokens and log-probs of one call's prompts
+    rollouts/1/000017/rollout-0-003.routes        their experts, where recorded
+    rollouts/1/000017/rollout-0-003.texts         their texts, one after the other, in UTF-8
+
+A rollout worker writes a shard in the format of the store, durably, and then reports it. Whoever
+asked has a `StoredCompletion` for each sample, and links the shards of what is trained into the
+step's directory (`link_shard`). A shard that nobody reported is never read. The directory of a call
+goes when its last sample is forgotten."""
+
+import json
+import shutil
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from grpo_megatron.batching.manifest import ShardEntry
+from grpo_megatron.batching.store import write_shard
+from grpo_megatron.errors import SetupError, raised_as
+from grpo_megatron.file_part import FilePart
+from grpo_megatron.files import link_or_copy, sync
+from grpo_megatron.routing.shape import RouteShape
+from grpo_megatron.types import (
+    Completion,
+    KeptCounts,
+    Prompt,
+    RolloutGroup,
+    StoredCompletion,
+    VersionSpan,
+)
+
+
+class SampleRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One sample of a shard, in its order."""
+
+    num_tokens: int
+    finish_reason: str
+    versions: list[tuple[int, int, int]]
+    """(version, start, end) each."""
+    kept: tuple[int, int, int] | None
+    """`KeptCounts`."""
+    text_start: int
+    """Of its text among those of the shard, in bytes."""
+    text_size: int
+
+
+class ShardReport(msgspec.Struct, frozen=True):
+    """A shard that is on the disk."""
+
+    entry: ShardEntry
+    """Its line of a step's manifest."""
+    tokens_start: int
+    """Where in the file its completions' token ids begin, in bytes."""
+    samples: list[SampleRecord]
+
+
+class SpoolDirectory:
+    """A new directory, which is removed with the last reference to this object.
+
+    Raises SetupError where it cannot be made."""
+
+    def __init__(self, path: Path):
+        with raised_as(SetupError, "cannot write rollouts", OSError, where=path):
+            path.mkdir(parents=True)
+        self.path = path
+        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+
+
+class StoredShard:
+    """A reported shard in its directory, which it keeps there."""
+
+    def __init__(self, directory: SpoolDirectory, report: ShardReport):
+        self._directory = directory
+        self.entry = report.entry
+        self.path = directory.path / report.entry.name
+        self._tokens_start = report.tokens_start
+        self._samples = report.samples
+
+    def completions(self) -> list[StoredCompletion]:
+        """All samples, in order."""
+        texts = str(_texts_file(self.path))
+        found = []
+        token = 0
+        for index, sample in enumerate(self._samples):
+            kept = None
+            if sample.kept is not None:
+                kept = KeptCounts(*sample.kept)
+            tokens_start = self._tokens_start + 4 * token
+            completion = StoredCompletion(
+                shard=self,
+                index=index,
+                num_tokens=sample.num_tokens,
+                versions=tuple(VersionSpan(*span) for span in sample.versions),
+                finish_reason=sample.finish_reason,
+                stored_token_ids=FilePart(str(self.path), tokens_start, 4 * sample.num_tokens),
+                stored_text=FilePart(texts, sample.text_start, sample.text_size),
+                kept_counts=kept,
+            )
+            found.append(completion)
+            token += sample.num_tokens
+        return found
+
+    def groups(
+        self, prompts: Sequence[Prompt], sizes: Sequence[int], replicas: Sequence[int]
+    ) -> list[RolloutGroup[StoredCompletion]]:
+        """The samples as groups of these prompts, sizes and engines, in the shard's order."""
+        left = iter(self.completions())
+        groups = []
+        for prompt, size, replica in zip(prompts, sizes, replicas, strict=True):
+            completions = tuple(next(left) for _ in range(size))
+            groups.append(RolloutGroup(prompt, completions, replica))
+        return groups
+
+
+def spool_groups(
+    path: Path, groups: Sequence[RolloutGroup[Completion]], route_shape: RouteShape | None = None
+) -> ShardReport:
+    """Write the groups as a new shard `path` with their texts; on the disk when this returns.
+
+    Raises SetupError: the disk is full or not writable, or another writer has this shard's name;
+    EngineError: routes are not those of a model of `route_shape`."""
+    with raised_as(
+        SetupError,
+        "cannot write rollouts",
+        OSError,
+        where=path,
+        remedy="free space, or choose another runs_dir=…",
+    ):
+        texts: list[bytes] = []
+        samples: list[SampleRecord] = []
+        start = 0
+        for group in groups:
+            for completion in group.completions:
+                text = completion.text.encode("utf-8", "surrogatepass")
+                texts.append(text)
+                samples.append(_record(completion, start, len(text)))
+                start += len(text)
+        _texts_file(path).write_bytes(b"".join(texts))
+        entry = write_shard(path, groups, route_shape, new=True)
+        sync(path.parent)
+        return ShardReport(entry, _tokens_start(path), samples)
+
+
+def store_groups(
+    path: Path, groups: Sequence[RolloutGroup[Completion]], route_shape: RouteShape | None = None
+) -> list[RolloutGroup[StoredCompletion]]:
+    """Write groups of this process as the one shard of a new directory `path`; returns them as they
+    are stored. Errors as of `spool_groups`."""
+    directory = SpoolDirectory(path)
+    report = spool_groups(path / "rollout-0-000.safetensors", groups, route_shape)
+    shard = StoredShard(directory, report)
+    return shard.groups(
+        [group.prompt for group in groups],
+        [len(group.completions) for group in groups],
+        [group.replica for group in groups],
+    )
+
+
+def link_shard(shard: StoredShard, path: Path) -> ShardEntry:
+    """Give a shard and its routes another name, `path`, as one of a step's directory; the bytes are
+    copied only where the file system has no hard links. Returns its entry there."""
+    link_or_copy(shard.path, path)
+    if shard.entry.routes is not None:
+        link_or_copy(shard.path.with_suffix(".routes"), path.with_suffix(".routes"))
+    return msgspec.structs.replace(shard.entry, name=path.name)
+
+
+def _texts_file(shard: Path) -> Path:
+    return shard.with_suffix(".texts")
+
+
+def _record(completion: Completion, text_start: int, text_size: int) -> SampleRecord:
+    versions = [(span.version, span.start, span.end) for span in completion.versions]
+    return SampleRecord(
+        completion.num_tokens,
+        completion.finish_reason,
+        versions,
+        completion.kept_counts,
+        text_start,
+        text_size,
+    )
+
+
+def _tokens_start(path: Path) -> int:
+    """Where the column `completion_ids` begins in a safetensors file, in bytes."""
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_size))
+    start: int = header["completion_ids"]["data_offsets"][0]
+    return 8 + header_size + start

@@ -1,0 +1,43 @@
+"""What a rollout worker is asked by the controller, and what it answers."""
+
+import msgspec
+
+from grpo_megatron.batching.spool import ShardReport
+
+
+class ChunkPrompt(msgspec.Struct, frozen=True):
+    """A prompt, and which of its samples are wanted: numbers [first, end)."""
+
+    prompt_id: str
+    domain: str
+    token_ids: tuple[int, ...]
+    first: int
+    end: int
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Some prompts of a call, to be sampled by one worker and written as one shard."""
+
+    shard: str
+    """Path of the new file."""
+    step: int
+    """Seeds depend on it in deterministic mode."""
+    prompts: list[ChunkPrompt]
+    max_tokens: int
+    """Longest completion."""
+    greedy: bool
+    """The most likely completion, without routes."""
+    engines: list[str | None]
+    """Addresses by replica; None: not to be asked."""
+    home: int
+    """The replica that is asked first."""
+
+
+class SampledChunk(msgspec.Struct, frozen=True):
+    """The samples of a chunk, on the disk."""
+
+    report: ShardReport
+    replicas: list[int]
+    """Which engine sampled each prompt, its first sample where there were several."""
+    dead: list[tuple[int, str]]
+    """Replicas that were found dead meanwhile, and why."""

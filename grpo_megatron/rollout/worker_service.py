@@ -1,0 +1,172 @@
+"""A rollout worker: `python -m grpo_megatron.rollout.worker_service RUN_DIR ATTEMPT INDEX`.
+
+It runs beside replica INDEX, has prompts answered by engines, and writes tokens, log-probs, routes
+and texts to the run directory. The controller, which asks over HTTP, is told where they are."""
+
+import asyncio
+import logging
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from grpo_megatron.batching.spool import spool_groups
+from grpo_megatron.config.loader import read_resolved
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.errors import EngineError, GrpoMegatronError, describe_error
+from grpo_megatron.network import Endpoint, own_address
+from grpo_megatron.rollout.chunks import Chunk, SampledChunk
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.pool import Replica, ReplicaPool
+from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.routing.shape import recorded_shape
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+_LARGEST_REQUEST = 1 << 30
+_END_S = 5.0
+
+
+class WorkerService:
+    """Samples chunks on the engines that each of them names; `close` it when done."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        decode: Callable[[Sequence[int]], str] = lambda ids: "",
+    ):
+        self._config = config
+        self._stop_token_ids = stop_token_ids
+        self._decode = decode
+        self._route_shape = recorded_shape(config)
+        self._clients: dict[tuple[int, str], EngineClient] = {}
+
+    async def sample(self, chunk: Chunk) -> SampledChunk:
+        """Sample a chunk and write its shard.
+
+        Raises EngineError: no engine is alive, or a request failed for good; SetupError: the shard
+        cannot be written."""
+        dead: list[tuple[int, str]] = []
+
+        def on_death(replica: Replica) -> None:
+            dead.append((replica.index, str(replica.cause_of_death)))
+
+        engines = ReplicaPool(
+            self._engines(chunk.engines),
+            max_attempts=self._config.rollout.max_attempts,
+            on_death=on_death,
+            home=chunk.home,
+        )
+        worker = RolloutWorker(
+            self._config, engines, stop_token_ids=self._stop_token_ids, decode=self._decode
+        )
+        prompts = []
+        samples = []
+        for asked in chunk.prompts:
+            prompts.append(Prompt(asked.prompt_id, asked.domain, "", asked.token_ids, ""))
+            samples.append(range(asked.first, asked.end))
+        shape = None
+        if chunk.greedy:
+            groups = await worker.greedy(prompts, chunk.max_tokens)
+        else:
+            shape = self._route_shape
+            groups = await worker.rollouts(
+                chunk.step, prompts, max_tokens=chunk.max_tokens, samples=samples
+            )
+        report = await asyncio.to_thread(spool_groups, Path(chunk.shard), groups, shape)
+        return SampledChunk(report, [group.replica for group in groups], dead)
+
+    async def close(self) -> None:
+        """Close the connections to all engines."""
+        for client in self._clients.values():
+            await client.close()
+
+    def make_client(self, address: str, name: str) -> EngineClient:
+        """A client of the engine at `address`."""
+        return EngineClient(address, name, self._config.rollout.request_timeout_s)
+
+    def _engines(self, addresses: Sequence[str | None]) -> list[EngineClient | None]:
+        """Clients by replica, which are kept from chunk to chunk."""
+        clients: list[EngineClient | None] = []
+        for index, address in enumerate(addresses):
+            if address is None:
+                clients.append(None)
+                continue
+            client = self._clients.get((index, address))
+            if client is None:
+                client = self.make_client(address, f"rollout-{index}")
+                self._clients[index, address] = client
+            clients.append(client)
+        return clients
+
+
+def application(service: WorkerService, token: str) -> web.Application:
+    """The HTTP side of a worker: `POST /sample` with the token. An error is answered with status
+    500 and its description."""
+
+    async def sample(request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "")
+        if not secrets.compare_digest(given, f"Bearer {token}"):
+            return web.Response(status=401)
+        try:
+            chunk = msgspec.json.decode(await request.read(), type=Chunk)
+            answer: object = await service.sample(chunk)
+            status = 200
+        except Exception as error:
+            if not isinstance(error, GrpoMegatronError):
+                logger.exception("a chunk failed")
+            answer = describe_error(error, EngineError)
+            status = 500
+        return web.Response(status=status, body=msgspec.json.encode(answer))
+
+    app = web.Application(client_max_size=_LARGEST_REQUEST)
+    app.router.add_post("/sample", sample)
+    return app
+
+
+async def serve(service: WorkerService, host: str, endpoint: Path) -> None:
+    """Listen at a free port of `host`, publish the address, and serve until cancelled."""
+    token = secrets.token_hex(16)
+    # a controller that gives up closes its connection, and engines stop sampling for it
+    runner = web.AppRunner(
+        application(service, token), handler_cancellation=True, shutdown_timeout=_END_S
+    )
+    await runner.setup()
+    site = web.TCPSite(runner, host, 0)
+    await site.start()
+    Endpoint(host, runner.addresses[0][1], token).write(endpoint)
+    await asyncio.Event().wait()
+
+
+def main(run_path: str, attempt: str, index: int) -> None:
+    """Serve as worker `index` until the supervisor ends this process."""
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    run_dir = RunDir(Path(run_path), attempt)
+    config = read_resolved(run_dir.config).config
+    tokenizer = load_tokenizer(config.model.path or run_dir.model)
+    endpoint = run_dir.endpoints / f"worker-{index}.json"
+
+    async def work() -> None:
+        service = WorkerService(
+            config, stop_token_ids=tokenizer.stop_token_ids, decode=tokenizer.decode
+        )
+        await serve(service, own_address(), endpoint)
+
+    asyncio.run(work())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

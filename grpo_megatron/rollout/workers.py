@@ -1,0 +1,327 @@
+"""Rollouts of one step over all workers: the controller's side.
+
+Chunks of prompts are drawn from one queue, so a slow replica takes fewer; groups come in the order
+of the prompts. A worker writes what was sampled; here are records of it."""
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import aiohttp
+import msgspec
+
+from grpo_megatron.batching.spool import SpoolDirectory, StoredShard
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import EngineError, raise_described
+from grpo_megatron.network import Endpoint
+from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, SampledChunk
+from grpo_megatron.rollout.pool import Replica, ReplicaPool
+from grpo_megatron.rollout.segments import finish_or_cancel
+from grpo_megatron.routing.shape import recorded_shape
+from grpo_megatron.types import Prompt, RolloutGroup, StoredCompletion
+
+SHARD_BYTES = 256 << 20
+"""About the largest shard; a prompt is never divided."""
+SMALL_SHARD_BYTES = 1 << 20
+"""Chunks are not made so small that a slow replica can take fewer, where shards are below this."""
+_CHUNKS_PER_REPLICA = 4  # where there are several replicas
+_TOKEN_BYTES = 8  # id and log-prob
+_CONNECT_S = 10.0
+_LOOK_S = 5.0
+
+StoredGroup = RolloutGroup[StoredCompletion]
+
+
+class WorkerLost(EngineError):
+    """A rollout worker has gone: another one may take its chunk."""
+
+
+class Worker(Protocol):
+    """What samples chunks: a `WorkerClient`, or a `WorkerService` of this process."""
+
+    async def sample(self, chunk: Chunk) -> SampledChunk:
+        """See `WorkerService.sample`; WorkerLost where it has gone."""
+        ...
+
+
+class WorkerClient(contextlib.AbstractAsyncContextManager):
+    """A rollout worker in a process of its own; `is_alive` says what the supervisor knows of it.
+    Make and use it within one event loop, `close` it when done (or `async with`)."""
+
+    def __init__(self, name: str, endpoint: Endpoint, is_alive: Callable[[], bool] = lambda: True):
+        self.name = name
+        self._url = f"http://{endpoint.host}:{endpoint.port}/sample"
+        self._is_alive = is_alive
+        # a chunk takes as long as its completions do
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=limits,
+            headers={"Authorization": f"Bearer {endpoint.token}"},
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; the worker stops what it was asked."""
+        await self._session.close()
+
+    async def sample(self, chunk: Chunk) -> SampledChunk:
+        """Have the worker sample a chunk. Raises what it reports; WorkerLost where it has gone."""
+        answering = asyncio.ensure_future(self._post(chunk))
+        try:
+            while not answering.done():
+                await asyncio.wait([answering], timeout=_LOOK_S)
+                if not answering.done() and not self._is_alive():
+                    raise WorkerLost(f"{self.name} ended", where=self._url)
+            return await answering
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    async def _post(self, chunk: Chunk) -> SampledChunk:
+        try:
+            async with self._session.post(self._url, data=msgspec.json.encode(chunk)) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise WorkerLost(f"{self.name} has gone: {error}", where=self._url) from error
+        if response.status == 500:
+            raise_described(msgspec.json.decode(body), EngineError)
+        if response.status != 200:
+            raise EngineError(f"{self.name} answered with {response.status}", where=self._url)
+        return msgspec.json.decode(body, type=SampledChunk)
+
+
+class WorkerPool:
+    """Workers by the replica that each is beside. `on_death` is called once with a lost one."""
+
+    def __init__(
+        self,
+        workers: Mapping[int, Worker],
+        on_death: Callable[[int, EngineError], None] = lambda index, cause: None,
+    ):
+        self._workers = dict(workers)
+        self._on_death = on_death
+
+    def beside(self, replica: int) -> tuple[int, Worker]:
+        """The worker of a replica, by its number; another one where that has gone.
+
+        Raises EngineError: all have."""
+        if not self._workers:
+            raise EngineError(
+                "no rollout worker is alive",
+                remedy="look at the end of logs/latest/worker-*.log; the run can be resumed",
+            )
+        index = replica
+        if index not in self._workers:
+            alive = sorted(self._workers)
+            index = alive[replica % len(alive)]
+        return index, self._workers[index]
+
+    def lose(self, index: int, cause: EngineError) -> None:
+        """Ask a worker nothing any more."""
+        if self._workers.pop(index, None) is not None:
+            self._on_death(index, cause)
+
+
+class RolloutWorkers:
+    """Samples on the replicas of a run, by its workers, which write below `spool`."""
+
+    def __init__(self, config: RunConfig, engines: ReplicaPool, workers: WorkerPool, spool: Path):
+        self.config = config
+        self.engines = engines
+        self.workers = workers
+        self._spool = spool
+        self._numbers = itertools.count()
+
+    async def rollouts(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int = 0,
+        max_tokens: int = 0,
+        samples: Sequence[range] | None = None,
+    ) -> list[StoredGroup]:
+        """Sample G completions of every prompt, `num_samples` or the recipe's number, of at most
+        `max_tokens` or the recipe's; groups are in prompt order.
+
+        samples: as of `RolloutWorker.rollouts`. Raises EngineError: no replica or no worker is
+        alive, or a request failed for good; SetupError: a worker cannot write."""
+        if samples is None:
+            size = num_samples or self.config.batch.num_samples_per_prompt
+            samples = [range(size)] * len(prompts)
+        longest = max_tokens or self.config.rollout.max_new_tokens
+        return await self._sample(step, prompts, samples, longest, greedy=False)
+
+    async def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> list[StoredGroup]:
+        """Return the most likely completion of every prompt, at most `max_tokens` long. Errors as
+        of `rollouts`."""
+        return await self._sample(0, prompts, [range(1)] * len(prompts), max_tokens, greedy=True)
+
+    async def _sample(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        samples: Sequence[range],
+        max_tokens: int,
+        *,
+        greedy: bool,
+    ) -> list[StoredGroup]:
+        if not prompts:
+            return []
+        directory = SpoolDirectory(self._spool / f"{next(self._numbers):06d}")
+        call = _Call(self, directory, step, prompts, samples, max_tokens, greedy=greedy)
+        await call.serve_all()
+        return call.groups()
+
+
+class _Part(NamedTuple):
+    """Prompts [first, end) of a call."""
+
+    first: int
+    end: int
+
+
+class _Call:
+    """The samples of one call, while workers take its chunks."""
+
+    def __init__(
+        self,
+        owner: RolloutWorkers,
+        directory: SpoolDirectory,
+        step: int,
+        prompts: Sequence[Prompt],
+        samples: Sequence[range],
+        max_tokens: int,
+        *,
+        greedy: bool,
+    ):
+        self._config = owner.config
+        self._engines = owner.engines
+        self._workers = owner.workers
+        self._directory = directory
+        self._step = step
+        self._prompts = prompts
+        self._samples = samples
+        self._max_tokens = max_tokens
+        self._greedy = greedy
+        self._largest_group = max(1, *(len(of_prompt) for of_prompt in samples))
+        self._found: list[StoredGroup | None] = [None] * len(prompts)
+        self._shard_numbers = itertools.count()
+        self._queue: deque[_Part] = deque()
+
+    def groups(self) -> list[StoredGroup]:
+        """The groups in the order of the prompts; all chunks were served."""
+        found = [group for group in self._found if group is not None]
+        assert len(found) == len(self._prompts)
+        return found
+
+    async def serve_all(self) -> None:
+        """Have workers take the chunks, until all are served. Errors as of `rollouts`."""
+        size = self._prompts_per_chunk()
+        for first in range(0, len(self._prompts), size):
+            self._queue.append(_Part(first, min(first + size, len(self._prompts))))
+        width = max(self._prompts_at_once() // size, 1)
+        while self._queue:
+            self._engines.pick()  # raises when none is alive
+            alive = self._engines.alive
+            share = -(-len(self._queue) // len(alive))
+            takers = []
+            for replica in alive:
+                for _ in range(min(width, share)):
+                    takers.append(self._take(replica))
+            await finish_or_cancel(takers)
+
+    def _prompts_per_chunk(self) -> int:
+        token_bytes = _TOKEN_BYTES
+        shape = recorded_shape(self._config)
+        if shape is not None:
+            token_bytes += int(shape.num_bytes(1))
+        prompt_bytes = self._largest_group * self._max_tokens * token_bytes
+        num_prompts = len(self._prompts)
+        num_chunks = -(-num_prompts * prompt_bytes // SHARD_BYTES)
+        num_replicas = len(self._engines.alive)
+        if num_replicas > 1:
+            share_bytes = num_prompts * prompt_bytes // num_replicas
+            of_replica = min(max(share_bytes // SMALL_SHARD_BYTES, 1), _CHUNKS_PER_REPLICA)
+            num_chunks = max(num_chunks, num_replicas * of_replica)
+        return -(-num_prompts // num_chunks)
+
+    def _prompts_at_once(self) -> int:
+        """How many keep a replica busy: a request for all samples of each, or one a sample."""
+        rollout = self._config.rollout
+        at_once = rollout.max_concurrent_requests
+        if not rollout.deterministic:
+            return at_once
+        return -(-max(at_once, rollout.max_num_seqs) // self._largest_group)
+
+    async def _take(self, replica: Replica) -> None:
+        """Serve chunks one after the other, until there are none or the replica died."""
+        while self._queue and (replica.is_alive or not self._engines.alive):
+            part = self._queue.popleft()
+            index, worker = self._workers.beside(replica.index)
+            try:
+                await self._serve(part, replica, worker)
+            except WorkerLost as error:
+                self._queue.appendleft(part)
+                self._workers.lose(index, error)
+
+    async def _serve(self, part: _Part, replica: Replica, worker: Worker) -> None:
+        """Have a worker sample prompts, and keep their records."""
+        prompts = self._prompts[part.first : part.end]
+        samples = self._samples[part.first : part.end]
+        try:
+            answer = await worker.sample(self._chunk(prompts, samples, replica))
+        except WorkerLost:
+            raise
+        except EngineError as error:
+            for other in self._engines.alive:
+                await self._engines.examine(other, error)
+            raise
+        await self._tell_dead(answer.dead)
+        shard = StoredShard(self._directory, answer.report)
+        sizes = [len(of_prompt) for of_prompt in samples]
+        groups = shard.groups(prompts, sizes, answer.replicas)
+        self._found[part.first : part.end] = groups
+
+    def _chunk(
+        self, prompts: Sequence[Prompt], samples: Sequence[range], replica: Replica
+    ) -> Chunk:
+        asked = []
+        for prompt, of_prompt in zip(prompts, samples, strict=True):
+            asked.append(
+                ChunkPrompt(
+                    prompt.prompt_id,
+                    prompt.domain,
+                    prompt.token_ids,
+                    of_prompt.start,
+                    of_prompt.stop,
+                )
+            )
+        addresses: list[str | None] = [None] * (self._engines.replicas[-1].index + 1)
+        for alive in self._engines.alive:
+            addresses[alive.index] = alive.client.base_url
+        # a name of its own also when a part is asked again: the lost worker may still write
+        name = f"rollout-{replica.index}-{next(self._shard_numbers):03d}.safetensors"
+        return Chunk(
+            shard=str(self._directory.path.absolute() / name),
+            step=self._step,
+            prompts=asked,
+            max_tokens=self._max_tokens,
+            greedy=self._greedy,
+            engines=addresses,
+            home=replica.index,
+        )
+
+    async def _tell_dead(self, dead: Sequence[tuple[int, str]]) -> None:
+        """Look at the replicas that a worker found dead."""
+        for replica in self._engines.alive:
+            for index, cause in dead:
+                if index == replica.index:
+                    await self._engines.examine(replica, EngineError(cause))
