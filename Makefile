@@ -17,6 +17,9 @@ gate := not learning and not chaos and not slurm and not gpu and not families an
 # pytest's exit code 5 means that a tier has no test (yet): say so instead of failing.
 or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier yet" || exit $$code; }
 
+# A gate starts more than a hundred processes: where this is set, each compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup setup-gpu demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
 	test-trace test-slurm test-contract test-device test-gpu clean
 

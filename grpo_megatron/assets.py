@@ -2,6 +2,7 @@
 templates and site settings in `slurm/`. A wheel carries them under `grpo_megatron/_assets/`; a
 checkout (also an editable install) has them beside the package."""
 
+import glob
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,9 @@ def tables(module: str, name: str) -> dict[str, Any]:
 def names(folder: Path) -> list[str]:
     """Names of the TOML files below `folder` but graphs: relative, with `/`, without `.toml`."""
     found = []
-    for file in folder.rglob("*.toml"):
-        path = file.relative_to(folder)
-        if "graphs" not in path.parts:
-            found.append(path.with_suffix("").as_posix())
+    for path in glob.glob("**/*.toml", root_dir=folder, recursive=True):
+        if "graphs" not in path.split("/"):
+            found.append(path.removesuffix(".toml"))
     return sorted(found)
 
 

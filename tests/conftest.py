@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from tests.rollout.engines import Server
 
 # A loaded machine must not fail a property.
 settings.register_profile("default_without_deadline", deadline=None)
@@ -96,6 +100,15 @@ def servers(checkpoints, tmp_path_factory):
     from tests.rollout.servers import start_servers
 
     yield from start_servers(checkpoints, tmp_path_factory.mktemp("logs"))
+
+
+@pytest.fixture(scope="session")
+def spare_servers():
+    """Servers that a test has started and needs no longer: the next one may end them."""
+    spare: list[Server] = []
+    yield spare
+    for server in spare:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,8 @@ def meaning_of(path: KeyPath) -> str:
 
 def keys_of(path: Sequence[str | int]) -> list[str]:
     """Keys of the table at `path`; empty where it is no table with fixed keys."""
-    return [str(key[-1]) for key in all_fields() if key[:-1] == _general(path)]
+    table = _general(path)
+    return [str(key[-1]) for key in all_fields() if key[:-1] == table]
 
 
 def takes_text(path: KeyPath) -> bool:
@@ -112,13 +113,20 @@ def choices_at(path: KeyPath) -> tuple[Any, ...]:
     return ()
 
 
+@cache
+def _paths_by_name() -> dict[str, tuple[str, ...]]:
+    """The last part of every key, and the dotted keys that end with it."""
+    found: dict[str, list[str]] = {}
+    for path in all_fields():
+        found.setdefault(str(path[-1]), []).append(dotted(path))
+    return {name: tuple(paths) for name, paths in found.items()}
+
+
 def nearest_keys(path: KeyPath, *, count: int = 3) -> list[str]:
     """What the unknown key at `path` may stand for: likely typos, then the name in other tables."""
     *table, key = map(str, path)
     here = keys_of(table)
-    anywhere: dict[str, list[str]] = {}
-    for known in all_fields():
-        anywhere.setdefault(str(known[-1]), []).append(dotted(known))
+    anywhere = _paths_by_name()
     habit: str | None = _HABITS.get(plain(key))
 
     likely: list[str] = []

@@ -10,11 +10,17 @@ def nearest(word: str, known: Iterable[str], *, count: int = 3, cutoff: float = 
         cutoff = min(cutoff, 0.5)
     matcher = difflib.SequenceMatcher(b=plain(word), autojunk=False)
 
+    def is_close(candidate: str) -> bool:
+        matcher.set_seq1(plain(candidate))
+        if matcher.real_quick_ratio() < cutoff or matcher.quick_ratio() < cutoff:
+            return False  # both are upper bounds, and cheap
+        return matcher.ratio() >= cutoff
+
     def likeness(candidate: str) -> tuple[float, float]:
         matcher.set_seq1(plain(candidate))
         return matcher.ratio(), matcher.quick_ratio()  # the second decides `bet1a` for beta1
 
-    close = [candidate for candidate in known if likeness(candidate)[0] >= cutoff]
+    close = [candidate for candidate in known if is_close(candidate)]
     return sorted(close, key=likeness, reverse=True)[:count]  # stable: ties keep their order
 
 

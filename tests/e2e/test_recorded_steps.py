@@ -12,13 +12,10 @@ from tests.e2e import runs
 
 pytestmark = pytest.mark.engine
 
+ONE_RANK = ("trainer.num_ranks=1", "trainer.expert_parallel_size=1")
 LAYOUTS = [
     pytest.param(
-        (
-            "trainer.num_ranks=1",
-            "trainer.expert_parallel_size=1",
-            "trainer.max_tokens_per_microbatch=128",
-        ),
+        (*ONE_RANK, "trainer.max_tokens_per_microbatch=128"),
         id="one_rank",
         marks=pytest.mark.matrix,
     ),
@@ -102,16 +99,18 @@ def test_a_recorded_step_is_reproduced_at_another_layout(noisy, layout):
 def test_the_first_step_is_computed_from_the_weights_that_the_run_was_given(noisy):
     """It has no checkpoint; another layout reproduces it."""
     assert not (noisy / "checkpoints" / "step_000000").exists()
-    done = runs.command(
-        "replay", f"{noisy}@0", "trainer.num_ranks=1", "trainer.expert_parallel_size=1"
-    )
+    done = runs.command("replay", f"{noisy}@0", *ONE_RANK)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the step is reproduced" in done.stdout
 
 
 def test_a_step_that_differs_is_told(noisy):
     done = runs.command(
-        "replay", f"{noisy}@2", "objective.clip_high=1e-6", "objective.entropy_weight=0.1"
+        "replay",
+        f"{noisy}@2",
+        *ONE_RANK,
+        "objective.clip_high=1e-6",
+        "objective.entropy_weight=0.1",
     )
     assert done.returncode == 7
     assert "loss/value was" in done.stderr

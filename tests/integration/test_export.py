@@ -23,14 +23,14 @@ LAYOUT = {
 }
 
 
-def test_vllm_loads_the_export_of_a_trained_model(checkpoints, world1, world4, tmp_path):
+def test_vllm_loads_the_export_of_a_trained_model(
+    spare_servers, checkpoints, world1, world4, tmp_path
+):
     """And a trainer that starts from the run's checkpoint, at another layout, agrees with it."""
     exported, saved = tmp_path / "export", tmp_path / "step_000001"
     samples = write_samples(tmp_path / "store" / "step_000001", vocab_size=256)
-    server = None
 
     async def trained() -> None:
-        nonlocal server
         async with publishing(
             world4,
             checkpoints.moe,
@@ -43,6 +43,7 @@ def test_vllm_loads_the_export_of_a_trained_model(checkpoints, world1, world4, t
             await trainer.call(SaveCheckpoint(directory=saved, state={}))
             server = Server.start("exported", exported, tmp_path)
             await asyncio.to_thread(server.wait)
+            spare_servers.append(server)
             await agrees(publisher)
 
     async def resumed_elsewhere() -> None:
@@ -50,13 +51,9 @@ def test_vllm_loads_the_export_of_a_trained_model(checkpoints, world1, world4, t
             await agrees(publisher)
 
     async def agrees(publisher) -> None:
-        async with server.client() as client:
+        async with spare_servers[-1].client() as client:
             publisher.engines = ReplicaPool([client])
             await assert_agree(publisher)
 
-    try:
-        asyncio.run(trained())
-        asyncio.run(resumed_elsewhere())
-    finally:
-        if server is not None:
-            server.stop()
+    asyncio.run(trained())
+    asyncio.run(resumed_elsewhere())

@@ -226,13 +226,16 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
     ],
 )
 def test_an_engine_that_dies_during_a_publish_costs_no_run(
-    request, servers, checkpoints, world, left, tmp_path
+    request, servers, spare_servers, checkpoints, world, left, tmp_path
 ):
     """The trainer survives, and the engine that is left, which has a part of it, gets it whole.
 
     So do requests for these weights: those of the dead engine go to the other, which is paused."""
     survivor = getattr(servers, left)
-    victim = Server.start("victim", checkpoints.moe, tmp_path, **DUMMY)
+    if spare_servers:
+        victim = spare_servers.pop()
+    else:
+        victim = Server.start("victim", checkpoints.moe, tmp_path, **DUMMY)
 
     async def run():
         async with publishing(
