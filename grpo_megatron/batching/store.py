@@ -35,6 +35,8 @@ _ROW_COLUMNS = {
     "domain": np.int32,
     "truncated": np.uint8,
 }
+_LENGTH_COLUMNS = ("prompt_length", "completion_length")
+UNKNOWN = -1
 
 
 def write_shard(
@@ -154,6 +156,8 @@ class SampleRow:
     reward: float  # NaN: unscorable
     domain: int = 0  # index into the recipe's domains
     truncated: bool = False
+    prompt_length: int = UNKNOWN  # tokens; known of all rows of a step or of none
+    completion_length: int = UNKNOWN
 
 
 def begin_step(directory: Path) -> Path:
@@ -179,6 +183,9 @@ def finish_step(
     columns: dict[str, np.ndarray] = {}
     for name, dtype in _ROW_COLUMNS.items():
         columns[name] = np.array([getattr(row, name) for row in rows], dtype)
+    if all(row.completion_length != UNKNOWN for row in rows):
+        for name in _LENGTH_COLUMNS:
+            columns[name] = np.array([getattr(row, name) for row in rows], np.int64)
     step_rows = []
     step_ends = []
     step_rewards = []
@@ -199,7 +206,8 @@ def finish_step(
 
 
 class SampleTable:
-    """Read access to a finished step of N samples. Token arrays stay on disk until they are sliced.
+    """Read access to a finished step of N samples. A shard is opened when a sample of it is asked
+    for, and its token arrays stay on disk until they are sliced.
 
     Columns, [N] each: `shard`, `index`, `group`, `update`, `reward`, `domain`, `truncated` as in
     `SampleRow`; `components`, float64 by name. `steps` are rewards of single steps, as rows, last
@@ -213,12 +221,8 @@ class SampleTable:
         self.manifest = read_manifest(directory)
         if verify:
             _require_checksums(directory, self.manifest.checksums)
-        self._shards: list[dict[str, np.ndarray]] = []
-        self._routes: list[RouteFile | None] = []
-        for shard in self.manifest.shards:
-            columns = read_columns(directory / shard.name)
-            self._shards.append(columns)
-            self._routes.append(_route_file(directory, shard, columns))
+        self._shards: dict[int, dict[str, np.ndarray]] = {}  # those that were opened
+        self._routes: dict[int, RouteFile | None] = {}
         train = read_columns(directory / "train.safetensors")
         self.shard = np.array(train["shard"])
         self.index = np.array(train["index"])
@@ -232,6 +236,10 @@ class SampleTable:
             np.array(train["step_end"]),
             np.array(train["step_reward"]),
         )
+        self._lengths: dict[str, np.ndarray] = {}  # none in steps of older versions
+        for name in _LENGTH_COLUMNS:
+            if name in train:
+                self._lengths[name] = np.array(train[name])
         self.components: dict[str, np.ndarray] = {}
         self.teacher_logprobs: dict[str, np.ndarray] = {}
         for column, values in train.items():
@@ -247,24 +255,46 @@ class SampleTable:
     @cached_property
     def prompt_lengths(self) -> np.ndarray:
         """Tokens of each sample's prompt, int64 [N]."""
+        if "prompt_length" in self._lengths:
+            return self._lengths["prompt_length"]
         return self._of_shards(_prompt_lengths)
 
     @cached_property
     def completion_lengths(self) -> np.ndarray:
         """Tokens of each completion, int64 [N]."""
+        if "completion_length" in self._lengths:
+            return self._lengths["completion_length"]
         return self._of_shards(_completion_lengths)
+
+    def _shard(self, number: int) -> dict[str, np.ndarray]:
+        """The columns of a shard, which are mapped once."""
+        if number not in self._shards:
+            entry = self.manifest.shards[number]
+            self._shards[number] = read_columns(self.directory / entry.name)
+        return self._shards[number]
+
+    def _route_file(self, number: int) -> RouteFile | None:
+        """The routes of a shard, which are mapped once; None where none were recorded."""
+        if number not in self._routes:
+            entry = self.manifest.shards[number]
+            found = None
+            if entry.routes is not None:
+                path = (self.directory / entry.name).with_suffix(".routes")
+                found = RouteFile(path, self._shard(number), entry.routes)
+            self._routes[number] = found
+        return self._routes[number]
 
     def _of_shards(self, column: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray:
         """Of every sample what `column` gives for all samples of a shard, int64 [N]."""
         found = np.empty(len(self), np.int64)
-        for number, shard in enumerate(self._shards):
+        for number in range(len(self.manifest.shards)):
             rows = self.shard == number
-            found[rows] = column(shard)[self.index[rows]]
+            found[rows] = column(self._shard(number))[self.index[rows]]
         return found
 
     def prompt_ids(self, row: int) -> np.ndarray:
         """Token ids of a sample's prompt, int32 [T_p]."""
-        columns = self._shards[self.shard[row]]
+        columns = self._shard(int(self.shard[row]))
         group = columns["group"][self.index[row]]
         start, end = columns["prompt_offsets"][group : group + 2]
         ids: np.ndarray = columns["prompt_ids"][start:end]
@@ -272,7 +302,7 @@ class SampleTable:
 
     def _at(self, row: int, offsets: str) -> tuple[Mapping[str, np.ndarray], int, int]:
         """The columns of a sample's shard, and where in them it is."""
-        columns = self._shards[self.shard[row]]
+        columns = self._shard(int(self.shard[row]))
         index = self.index[row]
         return columns, *columns[offsets][index : index + 2]
 
@@ -306,7 +336,7 @@ class SampleTable:
     @property
     def route_shapes(self) -> list[RouteShape]:
         """Of the shards with routes; empty: nothing was recorded."""
-        return [file.shape for file in self._routes if file is not None]
+        return [entry.routes for entry in self.manifest.shards if entry.routes is not None]
 
     def routes(
         self, row: int, layers: Sequence[int], shape: RouteShape
@@ -314,7 +344,7 @@ class SampleTable:
         """Experts of a sample's tokens in some layers (numbers from 0) of a model of `shape`.
 
         Returns ids [len(layers), T_p + T - 1, K], RouteStatus uint8 [len(layers), T_p + T - 1]."""
-        file = self._routes[int(self.shard[row])]
+        file = self._route_file(int(self.shard[row]))
         why = RouteStatus.MISSING
         if file is not None:
             if file.shape == shape:
@@ -350,15 +380,6 @@ def _require_checksums(directory: Path, checksums: Mapping[str, str]) -> None:
                 where=str(directory),
                 remedy="delete the step; it is sampled anew",
             )
-
-
-def _route_file(
-    directory: Path, shard: ShardEntry, columns: Mapping[str, np.ndarray]
-) -> RouteFile | None:
-    """The routes of a shard; None where none were recorded."""
-    if shard.routes is None:
-        return None
-    return RouteFile((directory / shard.name).with_suffix(".routes"), columns, shard.routes)
 
 
 def write_decisions(

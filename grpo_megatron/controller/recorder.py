@@ -46,6 +46,8 @@ def record_step(
                 reward=float(reward),
                 domain=facts.domains.index(group.prompt.domain),
                 truncated=completion.truncated,
+                prompt_length=len(completion.answered_ids or group.prompt.token_ids),
+                completion_length=completion.num_tokens,
             )
             rows.append(row)
     entries = []

@@ -136,6 +136,31 @@ def test_a_flipped_byte_of_routes_is_corrupt_for_its_tokens_alone(tmp_path):
     assert (status == 3).all()  # one block holds them all
 
 
+def test_a_table_opens_the_shards_that_are_asked_for(tmp_path):
+    """Lengths are in the rows: whoever plans opens no shard."""
+    directory = tmp_path / "step_000000"
+    working = begin_step(directory)
+    entries, rows = [], []
+    for number in range(3):
+        [group] = store_groups(tmp_path / str(number), [made(number, routes=True)], SHAPE)
+        path = working / f"rollout-{number}.safetensors"
+        entries.append(link_shard(group.completions[0].shard, path))
+        for index, completion in enumerate(group.completions):
+            lengths = (2, completion.num_tokens)
+            rows.append(SampleRow(number, index, number, 0, 0.0, 0, False, *lengths))
+    finish_step(directory, entries, rows, StepFacts(domains=["d"]))
+    for number in (0, 2):
+        (directory / f"rollout-{number}.safetensors").unlink()
+    table = SampleTable(directory, verify=False)
+    assert table.completion_lengths.tolist() == [3, 0, 5] * 3
+    assert table.prompt_lengths.tolist() == [2] * 9
+    assert table.route_shapes == [SHAPE] * 3
+    assert table.completion(5)[0].tolist() == [10, 11, 12, 13, 14]
+    assert not table.routes(5, [1], SHAPE)[1].any()
+    with pytest.raises(DataError, match=r"rollout-0.safetensors"):
+        table.completion(0)
+
+
 def test_without_hard_links_bytes_are_copied(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(1, "Operation not permitted")

@@ -218,6 +218,9 @@ class Loop:
         table = SampleTable(request.directory)
         self.trained.append((request.directory.name, table))
         assert len(table)
+        for row in range(len(table)):  # what the controller lists, and what the shard holds
+            assert table.prompt_lengths[row] == len(table.prompt_ids(row))
+            assert table.completion_lengths[row] == len(table.completion(row)[0])
         return TrainReport(
             metrics={"grad/norm": 1.0},
             updates=int(table.update.max()) + 1,
