@@ -121,7 +121,10 @@ class DataConfig(Strict):
     """Hard limit per reward call; past it the worker is killed (a coroutine is cancelled), the
     sample is unscorable."""
     reward_workers: int = Field(1, ge=1)
-    """Reward processes."""
+    """Reward processes; with reward_hosts, of each host."""
+    reward_hosts: int = Field(0, ge=0)
+    """Hosts of reward processes, in a job spread over the nodes that generate; 0: the processes run
+    beside the controller."""
     reward_concurrency: int = Field(16, ge=1)
     """Coroutines of async rewards that one reward process runs at a time."""
 

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,8 +17,8 @@ from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.data.prompts import Splits, load_splits
 from grpo_megatron.data.tiny_model import init_weights
 from grpo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
-from grpo_megatron.errors import EngineError, raised_as
-from grpo_megatron.network import wait_for_endpoint
+from grpo_megatron.errors import EngineError, RewardError, raised_as
+from grpo_megatron.network import Endpoint, wait_for_endpoint
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
@@ -57,7 +57,8 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
         stack.push_async_callback(trainer.close)
         tokenizer = load_tokenizer(config.model.path or run_dir.model)
         splits = load_splits(config, tokenizer)
-        rewards = await stack.enter_async_context(_reward_pool(config, run_dir))
+        reward_hosts = await _find_reward_hosts(config, run_dir)
+        rewards = await stack.enter_async_context(_reward_pool(config, run_dir, reward_hosts))
         teachers = ServedTeachers(config)
         stack.push_async_callback(teachers.close)
         await _meet_teachers(teachers, splits)
@@ -84,7 +85,31 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
         )
 
 
-def _reward_pool(config: RunConfig, run_dir: RunDir) -> RewardPool:
+async def _find_reward_hosts(config: RunConfig, run_dir: RunDir) -> list[Endpoint]:
+    """Those that came up. RewardError where none did."""
+    hosts = []
+    failure: RewardError | None = None
+    for index in range(config.data.reward_hosts):
+        name = f"reward-host-{index}"
+        try:
+            endpoint = await asyncio.to_thread(
+                wait_for_endpoint,
+                run_dir.endpoints / f"{name}.json",
+                config.rollout.startup_timeout_s,
+                partial(_is_not_reported_dead, run_dir, name),
+                RewardError,
+            )
+        except RewardError as error:
+            failure = error
+            show("message", text=f"going on without a reward host: {error.message}")
+            continue
+        hosts.append(endpoint)
+    if failure is not None and not hosts:
+        raise failure
+    return hosts
+
+
+def _reward_pool(config: RunConfig, run_dir: RunDir, hosts: Sequence[Endpoint]) -> RewardPool:
     data = config.data
     return RewardPool(
         config.domains,
@@ -93,6 +118,7 @@ def _reward_pool(config: RunConfig, run_dir: RunDir) -> RewardPool:
         concurrency=data.reward_concurrency,
         log_path=run_dir.logs / "rewards.log",
         budgets={domain.name: config.max_new_tokens_of(domain.name) for domain in config.domains},
+        hosts=hosts,
     )
 
 

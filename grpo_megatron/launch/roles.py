@@ -10,6 +10,7 @@ from grpo_megatron.rundir import RunDir
 TRAINER = "grpo_megatron.trainer.trainer_rank"
 CONTROLLER = "grpo_megatron.controller.main"
 REPLICA = "grpo_megatron.rollout.replica"
+REWARD_HOST = "grpo_megatron.rewards.reward_host"
 WORKER = "grpo_megatron.rollout.worker_service"
 # glibc keeps what a rank frees: giving it back cost a small model 5000 page faults a step
 _KEEP_FREED_MEMORY = {
@@ -51,6 +52,14 @@ class LocalProcesses:
         for index in range(self.config.rollout.num_replicas):
             workers.append(self._child(f"worker-{index}", WORKER, str(index), env=ONE_THREAD))
         return workers
+
+    def reward_hosts(self) -> list[ChildProcess]:
+        """Starts reward processes for the controller; none where it does so itself."""
+        hosts = []
+        for index in range(self.config.data.reward_hosts):
+            name = f"reward-host-{index}"
+            hosts.append(self._child(name, REWARD_HOST, str(index), env=ONE_THREAD))
+        return hosts
 
     def controller(self) -> ChildProcess:
         """Its standard output carries display messages, see `controller.display`."""

@@ -2,7 +2,7 @@
 
     nodes   t0 t1 … | r0 r1 …      placement.trainer_nodes | placement.rollout_nodes
     steps   trainer (all ranks)    rollout-0, rollout-1, … (one server each)
-            controller on t0       worker-0, worker-1, … (beside their servers)
+            controller on t0       worker-0, worker-1, … (beside their servers), reward-host-0, …
 
 One allocation is split in this order; of a heterogeneous job the first part trains. Steps share
 their nodes' resources (`--overlap`), so every role says itself which GPUs are its own."""
@@ -24,6 +24,7 @@ from grpo_megatron.launch.roles import (
     ONE_THREAD,
     QUIET,
     REPLICA,
+    REWARD_HOST,
     TRAINER,
     WORKER,
     thread_limit,
@@ -157,11 +158,34 @@ class SlurmSteps:
             )
         return steps
 
+    def reward_hosts(self) -> list[ChildProcess]:
+        """A step each, spread over the nodes that generate."""
+        count = self.config.data.reward_hosts
+        nodes = self._rollout_nodes()
+        steps: list[ChildProcess] = []
+        for index in range(count):
+            node = nodes[index * len(nodes) // count]
+            steps.append(
+                self._step(
+                    f"reward-host-{index}",
+                    REWARD_HOST,
+                    str(index),
+                    nodes=[node],
+                    log=f"reward-host-{index}.log",
+                    env=ONE_THREAD,
+                )
+            )
+        return steps
+
+    def _rollout_nodes(self) -> list[str]:
+        """Nodes that generate; those that train where there are no others."""
+        return self.nodes[self.placement.trainer_nodes :] or self.nodes
+
     def _nodes_of_replica(self, index: int) -> list[str]:
         """Where a server runs, the first node answers."""
         rollout = self.config.rollout
         placement = self.placement
-        nodes = self.nodes[placement.trainer_nodes :] or self.nodes
+        nodes = self._rollout_nodes()
         gpus = placement.gpus_per_node or rollout.tensor_parallel_size
         wide = max(rollout.tensor_parallel_size // gpus, 1)
         first = index * len(nodes) // rollout.num_replicas

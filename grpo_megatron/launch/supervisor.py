@@ -1,7 +1,7 @@
 """Start the roles of a run, watch them, end them together.
 
 A finished controller ends the run. A dead trainer rank, a dead controller, the last dead rollout
-server or the last dead rollout worker end it with an error that shows the dead one's last lines."""
+server, rollout worker or reward host end it with an error that shows the dead one's last lines."""
 
 import contextlib
 import json
@@ -38,9 +38,16 @@ class Supervisor:
         self._prepare_model()
         self.replicas = self.roles.replicas()
         self.workers = self.roles.workers()
+        self.reward_hosts = self.roles.reward_hosts()
         self.trainers = self.roles.trainers()
         self.controller = self.roles.controller()
-        self.children = [*self.replicas, *self.workers, *self.trainers, self.controller]
+        self.children = [
+            *self.replicas,
+            *self.workers,
+            *self.reward_hosts,
+            *self.trainers,
+            self.controller,
+        ]
         self._reported_dead: set[str] = set()
         handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -83,6 +90,7 @@ class Supervisor:
             self._check_trainers()
             self._check_replicas()
             self._check_workers()
+            self._check_reward_hosts()
 
     def _watched(self) -> list[ChildProcess]:
         """Children whose end would be news."""
@@ -90,7 +98,7 @@ class Supervisor:
         for trainer in self.trainers:
             if trainer.exit_code != 0:  # 0: told to stop
                 watched.append(trainer)
-        for child in (*self.replicas, *self.workers):
+        for child in (*self.replicas, *self.workers, *self.reward_hosts):
             if child.name not in self._reported_dead:
                 watched.append(child)
         return watched
@@ -102,6 +110,7 @@ class Supervisor:
         self._check_trainers()  # the controller may only be the first to notice
         self._check_replicas()
         self._check_workers()
+        self._check_reward_hosts()
         end = self.controller.end()
         where = str(end.log)
         if self._words["failure"]:
@@ -121,13 +130,21 @@ class Supervisor:
                 raise error
 
     def _check_replicas(self) -> None:
-        self._check_spares(self.replicas, "rollout server")
+        self._check_spares(self.replicas, "rollout server", errors.EngineError)
 
     def _check_workers(self) -> None:
-        self._check_spares(self.workers, "rollout worker")
+        self._check_spares(self.workers, "rollout worker", errors.EngineError)
 
-    def _check_spares(self, children: Sequence[ChildProcess], role: str) -> None:
-        """Report those that died, of which the others do the work. EngineError with the last."""
+    def _check_reward_hosts(self) -> None:
+        self._check_spares(self.reward_hosts, "reward host", errors.RewardError)
+
+    def _check_spares(
+        self,
+        children: Sequence[ChildProcess],
+        role: str,
+        last: type[errors.GrpoMegatronError],
+    ) -> None:
+        """Report those that died, of which the others do the work; raises `last` with the last."""
         for child in children:
             if child.alive or child.name in self._reported_dead:
                 continue
@@ -136,9 +153,7 @@ class Supervisor:
             (self.run_dir.endpoints / f"{child.name}.dead").touch()
             end = self._died(child)
             if all(other.name in self._reported_dead for other in children):
-                raise errors.EngineError(
-                    f"the last {role} died: {end}", where=str(end.log), remedy=self.remedy
-                )
+                raise last(f"the last {role} died: {end}", where=str(end.log), remedy=self.remedy)
             self.screen.message(f"{end.name} died with exit code {end.exit_code}; see {end.log}")
 
     def _died(self, child: ChildProcess) -> End:

@@ -215,6 +215,7 @@ def _sizes(config: RunConfig, changes: _Changes) -> None:
     changes.at_most("data.num_validation", config.data.num_validation, prompts, why)
     changes.at_most("data.num_heldout", config.data.num_heldout, prompts, why)
     changes.at_most("data.reward_workers", config.data.reward_workers, 2, why)
+    changes.at_most("data.reward_hosts", config.data.reward_hosts, 1, why)
     changes.at_most("rejection.num_samples", config.rejection.num_samples, 4, why)
     if config.kind == "rejection_sample":
         changes.set("rejection.max_prompts", 4 * _PROMPTS_PER_DOMAIN, why)

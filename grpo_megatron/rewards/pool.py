@@ -17,6 +17,8 @@ import numpy as np
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.errors import RewardError
 from grpo_megatron.file_part import FilePart
+from grpo_megatron.network import Endpoint
+from grpo_megatron.rewards.places import HostedPlace, HostLost, LocalPlace, Place
 from grpo_megatron.rewards.process import RewardProcess
 from grpo_megatron.rewards.registry import BoundReward, bind
 from grpo_megatron.rewards.reward_worker import Call, Outcome
@@ -122,6 +124,10 @@ def components_of(domain: DomainConfig, max_new_tokens: int | None = None) -> tu
 class RewardPool:
     """Long-lived reward processes; use as `async with RewardPool(...) as pool`.
 
+    There are `num_workers` of them on this machine; with `hosts`, so many on each host and none
+    here. Calls wait in one queue: a process has at most CHUNK_CALLS of them at a time. A host that
+    goes is asked nothing any more, and the others get what it had.
+
     A call that raises, dies or takes longer than `timeout_s` scores NaN and is counted; its process
     is replaced where it was killed. A process runs `concurrency` coroutines at a time. What rewards
     print goes to `log_path`. `budgets`: the length budget of domains, in tokens. RewardError as by
@@ -136,6 +142,7 @@ class RewardPool:
         concurrency: int = 16,
         log_path: Path = Path(os.devnull),
         budgets: Mapping[str, int] | None = None,
+        hosts: Sequence[Endpoint] = (),
     ):
         self.components: list[Component] = []
         self._of_domain: dict[str, list[int]] = {}
@@ -150,17 +157,27 @@ class RewardPool:
         limits = {"timeout_s": timeout_s, "concurrency": concurrency}
         self._workers: list[RewardProcess] = []
         self._idle: asyncio.Queue[RewardProcess] = asyncio.Queue()
-        for _ in range(num_workers):
-            worker = RewardProcess(functions, limits, log_path)
+        self._lost: dict[RewardProcess, HostLost] = {}
+        for place in _places(num_workers, hosts, log_path):
+            worker = RewardProcess(functions, limits, place)
             self._workers.append(worker)
             self._idle.put_nowait(worker)
 
     async def __aenter__(self) -> Self:
-        await asyncio.gather(*(worker.start() for worker in self._workers))
+        await asyncio.gather(*(self._start(worker) for worker in self._workers))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    async def _start(self, worker: RewardProcess) -> None:
+        """Start a process early; without its host the others do the work."""
+        try:
+            await worker.start()
+        except HostLost as error:
+            self._leave(worker, error)
+            if len(self._lost) == len(self._workers):
+                raise
 
     async def score(self, groups: Sequence[AnyGroup]) -> list[ScoredGroup]:
         """Score every completion of every group, in the given order. May run concurrently.
@@ -256,11 +273,15 @@ class RewardPool:
         limit_s = self._timeout_s
         if is_async:
             limit_s *= 2  # the process itself cancels a coroutine at its limit
-        worker = await self._idle.get()
+        worker = await self._next_idle()
         try:
             found, failure = await worker.run([calls[index] for index in chunk], limit_s)
+        except HostLost as error:
+            self._leave(worker, error)
+            tasks.create_task(self._run(tasks, calls, chunk, outcomes))
+            return
         finally:
-            self._idle.put_nowait(worker)
+            self._idle.put_nowait(worker)  # a lost one too: who waits for it must see that
         if failure and (len(chunk) == 1 or not is_async):
             found[len(found)] = Outcome(failure)
         for place, outcome in found.items():
@@ -272,6 +293,22 @@ class RewardPool:
                 tasks.create_task(self._run(tasks, calls, [index], outcomes))
         elif left:
             tasks.create_task(self._run(tasks, calls, left, outcomes))
+
+    async def _next_idle(self) -> RewardProcess:
+        """Wait for a process whose host is there. HostLost where the hosts of all have gone."""
+        while True:
+            worker = await self._idle.get()
+            if worker not in self._lost:
+                return worker
+            if len(self._lost) == len(self._workers):
+                self._idle.put_nowait(worker)  # whoever waits behind is to see that as well
+                raise self._lost[worker]
+
+    def _leave(self, worker: RewardProcess, error: HostLost) -> None:
+        """Ask the process nothing any more; its host has gone."""
+        if worker not in self._lost:
+            self._lost[worker] = error
+            logger.warning("%s", error)
 
     def _scored(self, group: AnyGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
         """The group with its rewards; takes its outcomes from the front of `outcomes`."""
@@ -295,6 +332,17 @@ class RewardPool:
         if not any(steps):
             steps = []
         return ScoredGroup(group, by_name, rewards, tuple(steps))
+
+
+def _places(num_workers: int, hosts: Sequence[Endpoint], log_path: Path) -> list[Place]:
+    """One for each process; those of the hosts in turn, so that all have something to do."""
+    places: list[Place] = []
+    for _ in range(num_workers):
+        if not hosts:
+            places.append(LocalPlace(log_path))
+        for endpoint in hosts:
+            places.append(HostedPlace(endpoint, log_path))
+    return places
 
 
 def _text_of(completion: AnyCompletion) -> str | FilePart:

@@ -3,23 +3,18 @@
 import asyncio
 import contextlib
 import json
-import os
 import pickle
-import signal
-import socket
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import RewardError
+from grpo_megatron.rewards.places import Place
 from grpo_megatron.rewards.reward_worker import Call, Outcome
 
 _STARTUP_TIMEOUT_S = 120.0
 _CLOSE_TIMEOUT_S = 2.0
 _GRACE_S = 0.05
 _MAX_IDLE_DEATHS = 3
-_LONGEST_LINE = 1 << 26
 
 
 class RewardProcess:
@@ -30,47 +25,27 @@ class RewardProcess:
         self,
         functions: Sequence[tuple[str, Mapping[str, Any]]],
         limits: Mapping[str, float],
-        log_path: Path,
+        place: Place,
     ):
         self._task = (functions, limits)
-        self._log_path = log_path
-        self.process: asyncio.subprocess.Process | None = None
+        self.place = place
         self.num_restarts = 0
         self._started = False
 
     async def start(self) -> None:
-        """Start the process, if it does not run, and wait until it has imported the functions."""
-        if self.process is not None and self.process.returncode is None:
+        """Start the process, if it does not run, and wait until it has imported the functions.
+
+        Raises HostLost where its host has gone, RewardError where it does not start."""
+        if self.place.is_running:
             return
         self.num_restarts += self._started
         self._started = True
-        ours, theirs = socket.socketpair()
-        python_path = [entry or os.getcwd() for entry in sys.path]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",  # there are many workers
-            "PYTHONPATH": os.pathsep.join(python_path),
-        }
-        with theirs, self._log_path.open("ab") as log:
-            # An own session: Ctrl-C reaches the parent only, a kill also what a reward started.
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "grpo_megatron.rewards.reward_worker",
-                str(theirs.fileno()),
-                str(os.getpid()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=environment,
-            )
-        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
+        self._reader, self._writer = await self.place.open()
         async with self._killed_on_error():
             try:
                 failure = await self._ask(self._task)
             except (TimeoutError, ConnectionError) as error:
+                await self.place.check()
                 why = f"a reward process did not start ({error or 'timed out'})"
                 raise self._broken(why) from error
             if failure:
@@ -79,7 +54,8 @@ class RewardProcess:
     async def run(self, calls: Sequence[Call], limit_s: float) -> tuple[dict[int, Outcome], str]:
         """Give the process `calls`. Returns (outcomes by index in `calls`, why the others have
         none): "" where all have one, "died" where the process ended, "timed_out" where no outcome
-        came for `limit_s` seconds and it was killed. RewardError where no process takes calls."""
+        came for `limit_s` seconds and it was killed. RewardError where no process takes calls,
+        HostLost where the host has gone, with the process or before."""
         await self._give(calls)
         found: dict[int, Outcome] = {}
         try:
@@ -89,26 +65,23 @@ class RewardProcess:
                     found[index] = Outcome(*outcome)
             return found, ""
         except TimeoutError:
-            return found, "timed_out"
+            failure = "timed_out"
         except ConnectionError:
-            return found, "died"
+            failure = "died"
+        await self.place.check()  # a host that goes is no reward's fault
+        return found, failure
 
     async def close(self) -> None:
         """End an idle worker by ending its input (idempotent)."""
-        if self.process is not None:
+        if self.place.is_running:
             self._writer.close()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), _CLOSE_TIMEOUT_S)
-            await self.kill()
+                await asyncio.wait_for(self.place.wait(), _CLOSE_TIMEOUT_S)
+        await self.kill()
 
     async def kill(self) -> None:
         """Kill the worker and all that its rewards started (idempotent)."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            await self.process.wait()
-            self._writer.close()
-            self.process = None
+        await self.place.kill()
 
     @contextlib.asynccontextmanager
     async def _killed_on_error(self) -> AsyncIterator[None]:
@@ -151,5 +124,5 @@ class RewardProcess:
 
     def _broken(self, what: str) -> RewardError:
         return RewardError(
-            what, where=str(self._log_path), remedy="see the messages there; is memory short?"
+            what, where=str(self.place.log_path), remedy="see the messages there; is memory short?"
         )

@@ -222,6 +222,7 @@ def test_an_engine_that_computes_something_else_trains_nothing(tmp_path):
     ("role", "code", "message"),
     [
         ("rollout-0", 5, "rollout-0"),
+        ("worker-0", 5, "worker-0"),
         ("trainer-1", 6, "trainer-1 ended with exit code 137"),
     ],
 )
@@ -237,17 +238,18 @@ def test_a_dead_process_ends_the_run(tmp_path, role, code, message):
 
 
 @pytest.mark.chaos
-def test_a_dead_replica_is_named_and_the_run_goes_on(tmp_path):
+@pytest.mark.parametrize("role", ["rollout-1", "worker-1"])
+def test_a_dead_replica_or_worker_is_named_and_the_run_goes_on(tmp_path, role):
     run = tmp_path / "short"
     process = runs.start(
         "train", runs.RECIPE, f"runs_dir={tmp_path}", "num_steps=5000", "rollout.num_replicas=2"
     )
     runs.wait_for_steps(run, 2, process)
-    runs.kill(runs.role_pid(run, "rollout-1"))
+    runs.kill(runs.role_pid(run, role))
     runs.wait_for_steps(run, len(runs.metrics(run)) + 4, process)
     process.send_signal(signal.SIGTERM)
     code, output = runs.finish(process)
     assert code == 130, output
-    assert "rollout-1 died" in output
+    assert f"{role} died" in output
     assert "stopping after this step with a checkpoint" in output
     assert runs.no_survivors(run)

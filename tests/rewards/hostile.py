@@ -141,3 +141,19 @@ async def coroutine(completion: str, answer: str) -> Any:
 async def _block() -> None:
     while True:
         pass
+
+
+def process_number(completion: str, answer: str) -> float:
+    """Of the process that computes it."""
+    return float(os.getpid())
+
+
+def slow(completion: str, answer: str) -> float:
+    """The number in the completion, after a while."""
+    time.sleep(0.3)
+    return float(completion.split()[-1])
+
+
+def ids(completion: str, answer: str, *, token_ids: tuple[int, ...]) -> float:
+    """The sum of the token ids."""
+    return float(sum(token_ids))

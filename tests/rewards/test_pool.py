@@ -218,7 +218,7 @@ def test_a_busy_parent_blames_nobody():
 def test_a_process_killed_while_idle_is_replaced_without_blame():
     async def run():
         async with RewardPool([domain(OBEY)]) as pool:
-            process = pool._workers[0].process
+            process = pool._workers[0].place.process
             os.kill(process.pid, signal.SIGKILL)
             await process.wait()
             [scored] = await pool.score([group(["1", "2"])])
@@ -250,7 +250,7 @@ from grpo_megatron.rewards.pool import RewardPool
 async def main():
     pool = RewardPool([domain("{OBEY}")], num_workers=2, timeout_s=1000)
     await pool.__aenter__()
-    print(*(worker.process.pid for worker in pool._workers), flush=True)
+    print(*(worker.place.process.pid for worker in pool._workers), flush=True)
     await pool.score([group(["loop"])])  # one worker hangs, the other is idle
 
 try:
