@@ -210,7 +210,7 @@ async def control(options: argparse.Namespace, directory: Path, processes) -> No
         found = {}
         for index in range(options.workers):
             endpoint = await asyncio.to_thread(
-                wait_for_endpoint, directory / f"worker-{index}.json", 60
+                wait_for_endpoint, directory / f"worker-{index}.json", 600
             )
             client = workers.WorkerClient(f"worker-{index}", Endpoint(**vars_of(endpoint)))
             found[index] = await stack.enter_async_context(client)

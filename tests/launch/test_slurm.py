@@ -17,6 +17,7 @@ from grpo_megatron.errors import SetupError
 from grpo_megatron.launch.slurm import is_active
 from grpo_megatron.launch.steps import SlurmSteps, Step
 from grpo_megatron.rundir import RunDir
+from tests.controller.scored_groups import recipe
 
 RECIPES = assets.names(assets.root() / "recipes")
 SITES = sorted(p.stem for p in (assets.root() / "slurm" / "sites").glob("*.env"))
@@ -441,3 +442,35 @@ def test_not_every_failure_is_the_file_systems(tmp_path, monkeypatch, says, word
     steps.run_dir.endpoints.mkdir(parents=True)
     with pytest.raises(SetupError, match=words):
         steps.check()
+
+
+def test_workers_and_reward_hosts_are_steps_beside_the_engines(tmp_path, monkeypatch):
+    """Two nodes train, four generate: servers of two nodes' width, workers where they answer."""
+    nodes = ["t0", "t1", "r0", "r1", "r2", "r3"]
+    monkeypatch.setattr("grpo_megatron.launch.steps._components", lambda: [nodes])
+    monkeypatch.setattr(SlurmSteps, "check", lambda self: None)
+    config = recipe(
+        data={"reward_hosts": 3},
+        placement={"trainer_nodes": 2, "rollout_nodes": 4, "gpus_per_node": 2},
+        rollout={"num_replicas": 2, "tensor_parallel_size": 4},
+    )
+    run_dir = RunDir(tmp_path, "1")
+    run_dir.create()
+    steps = SlurmSteps(config, run_dir)
+
+    def places(children) -> dict[str, str]:
+        found = {}
+        for step in children:
+            [listed] = [word for word in step.argv if word.startswith("--nodelist=")]
+            found[step.name] = listed.removeprefix("--nodelist=")
+        return found
+
+    assert places(steps.replicas()) == {"rollout-0": "r0,r1", "rollout-1": "r2,r3"}
+    assert places(steps.workers()) == {"worker-0": "r0", "worker-1": "r2"}
+    assert places(steps.reward_hosts()) == {
+        "reward-host-0": "r0",
+        "reward-host-1": "r1",
+        "reward-host-2": "r2",
+    }
+    [worker, _] = steps.workers()
+    assert worker.argv[-4:] == ["grpo_megatron.rollout.worker_service", str(tmp_path), "1", "0"]
