@@ -3,7 +3,8 @@
     python benchmarks/sample_path.py --scale 64                 # tokens of a sample / 64
     python benchmarks/sample_path.py --scale 64 --no-routes
 
-Only the engines are imagined: they answer at once, with arrays. The step has all of its samples,
+Only the engines are imagined: they answer at once, with arrays; what their JSON costs a worker is
+measured apart. The step has all of its samples,
 groups and shards; each sample has `--tokens` / `--scale` tokens. Prints memory and busy seconds of
 the controller, seconds of the workers for a million tokens, and what pretended trainer ranks take
 to read what is theirs. What depends on tokens is multiplied with the scale where it says so."""
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
+import io
+import json
 import os
 import resource
 import shutil
@@ -37,6 +41,7 @@ from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout import worker_service, workers
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.generate import GenerateRequest
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.routing.shape import RouteShape
 from grpo_megatron.rundir import RunDir
@@ -69,6 +74,7 @@ def main() -> None:
     if options.worker is not None:
         asyncio.run(serve_worker(options))
         return
+    decode_answer(options)
     directory = Path(tempfile.mkdtemp(prefix="sample_path_", dir=options.directory))
     try:
         with started_workers(options, directory) as processes:
@@ -172,6 +178,34 @@ def made_answer(options: argparse.Namespace) -> Completion:
         "",
         routes,
         route_versions,
+    )
+
+
+def decode_answer(options: argparse.Namespace) -> None:
+    """What it costs a worker to read the JSON of an engine, by the real decoder."""
+    num_tokens = 4096
+    prompt = [1, 2]
+    entries = [{"token_id": 7, "logprob": -1.2345678} for _ in range(num_tokens)]
+    choice = {
+        "index": 0,
+        "token_ids": [7] * num_tokens,
+        "logprobs": {"content": entries},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "0", "start": 0, "end": num_tokens}],
+    }
+    if not options.no_routes:
+        shape = (len(prompt) + num_tokens - 1, options.layers, options.experts_per_token)
+        file = io.BytesIO()
+        np.save(file, np.zeros(shape, np.uint8))
+        choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    body = json.dumps({"choices": [choice]}).encode()
+    request = GenerateRequest(prompt, num_tokens, record_routes=not options.no_routes)
+    started = time.process_time()
+    request.decode(body, "the engine")
+    seconds = time.process_time() - started
+    print(
+        f"an engine's JSON: {len(body) / num_tokens:.0f} bytes a token, "
+        f"{1e6 * seconds / num_tokens:.1f} s for a million tokens to decode"
     )
 
 
