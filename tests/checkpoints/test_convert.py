@@ -22,7 +22,7 @@ from grpo_megatron.cli.main import main
 from tests.checkpoints.test_hf_import import _change, _split_in_two
 from tests.checkpoints.test_resume import LAYOUTS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 CASES = "tests.checkpoints.checkpoint_ranks:"
 MANY = LAYOUTS | {

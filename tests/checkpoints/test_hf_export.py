@@ -18,8 +18,6 @@ from grpo_megatron.errors import CheckpointError, MismatchError
 from grpo_megatron.weights.transfer_plan import digest_tensor, entry_of
 from tests.trainer.reference import reference_logprobs
 
-pytestmark = pytest.mark.timeout(200)
-
 CASE = "tests.checkpoints.checkpoint_ranks:export_after_training"
 LAYOUTS = {
     "w1": (1, {}),

@@ -184,7 +184,6 @@ def test_another_tokenizer_is_found_out():
 
 @pytest.mark.engine
 @pytest.mark.recipes
-@pytest.mark.timeout(300)
 def test_a_real_server_answers_as_transformers_does(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
@@ -233,7 +232,7 @@ def test_a_real_server_answers_as_transformers_does(tmp_path):
 
     async def ask():
         async with EngineClient(url) as client:
-            await client.wait_ready(200, lambda: server.poll() is None)
+            await client.wait_ready(1200, lambda: server.poll() is None)
         teachers = ServedTeachers(config_of({"url": url}))
         try:
             await teachers.meet([prompt])

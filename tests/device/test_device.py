@@ -13,7 +13,7 @@ import pytest
 from grpo_megatron import pretended_cuda
 from grpo_megatron.errors import SetupError
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.device
 
 CASES = "tests.device.device_cases:"
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.device
 
 UPDATE = "tests.device.device_ranks:rl_update"
 GRPO = {"objective": {"preset": "grpo"}, "routing": {}}

@@ -12,7 +12,7 @@ from tests.trainer.worker_group import CaseError
 MAX_WAITS_PER_MICROBATCH = 0
 """Of our own lines, over all passes of an update: metrics, masks and routes are copied once a step.
 Raise it only for a line that cannot be without."""
-pytestmark = [pytest.mark.device, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.device
 
 UPDATE = "tests.device.device_ranks:rl_update"
 V3_2 = {"preset": "deepseek_v3_2", "kl_beta": 0.05}

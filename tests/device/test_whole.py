@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tests.device.test_parity import TOLERANCE
 from tests.trainer.models import MOE, write_model, write_samples
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.device
 
 WHOLE = "tests.device.whole_ranks:"
 CHECKPOINTS = "tests.checkpoints.checkpoint_ranks:"

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e import runs
 from tests.e2e.family_models import differences, settings_of, write_checkpoint
 
-pytestmark = [pytest.mark.engine, pytest.mark.families, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.families]
 
 LAST = 2  # the step that is looked at; its weights are those of a checkpoint
 R3 = ("routing.replay=r3", "routing.on_missing=fail")

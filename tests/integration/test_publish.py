@@ -22,7 +22,7 @@ from tests.rollout.servers import DUMMY
 from tests.trainer.models import write_samples
 
 LAYOUTS = {"world1": {}, "world4": {"pipeline_parallel_size": 2, "expert_parallel_size": 2}}
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 PROMPTS = [
     Prompt(f"p{i}", "d", "", tuple((7 * j + i) % 256 for j in range(3, 9 + 8 * i)), "")
@@ -266,7 +266,7 @@ def test_an_engine_that_dies_during_a_publish_costs_no_run(
                 )
             )
             await publisher.publish(2)
-            answers = await asyncio.wait_for(asked, 60)
+            answers = await asked
             assert [replica.client.name for _, replica in answers] == [survivor.name] * 2
             assert {
                 span.version

@@ -49,7 +49,7 @@ def test_everything_arrives_from_two_senders(request, models, layout):
     received: dict[str, torch.Tensor] = {}
 
     def receive() -> dict[str, str]:
-        receiver = WeightReceiver(opened.senders, rank=1, world_size=2, timeout_s=60)
+        receiver = WeightReceiver(opened.senders, rank=1, world_size=2, timeout_s=300)
         return receiver.receive(plan, received.update, publish=3)
 
     with ThreadPoolExecutor(1) as pool:

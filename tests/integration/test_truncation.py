@@ -15,7 +15,7 @@ from grpo_megatron.trainer.requests import CompareLogprobs
 from tests.integration.conftest import TOLERANCE, publishing
 from tests.integration.test_publish import PROMPTS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 TRUNCATIONS = [
     {"top_k": 5},

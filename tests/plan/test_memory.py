@@ -126,8 +126,7 @@ def test_kept_logits_are_those_of_the_last_stage():
         pytest.param(DENSE, BF16, 40, id="bfloat16", marks=pytest.mark.matrix),
     ],
 )
-def test_predicted_peak(tmp_path, monkeypatch, hf, layout, max_tokens):
-    monkeypatch.setattr(worker_group, "CASE_TIMEOUT_S", 400.0)
+def test_predicted_peak(tmp_path, hf, layout, max_tokens):
     layout = {**layout, "max_tokens_per_microbatch": 1024}
     samples = write_samples(
         tmp_path / "step_000001",

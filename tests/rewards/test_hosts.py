@@ -150,7 +150,7 @@ def test_no_process_outlives_its_connection(tmp_path):
         return int(scored.rewards[0])
 
     pid = run(tmp_path, scenario, 1, (PID,))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()

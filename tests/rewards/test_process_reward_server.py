@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.recipes]
 
 STEP_TOKEN = "<extra_0>"
 PROMPT = "What is 6 * 7?\n"
-START_S = 240
+START_S = 1200
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",

@@ -167,12 +167,12 @@ class Server:
         return cls(config, checkpoint, port, process, log, name)
 
     def client(self) -> EngineClient:
-        return EngineClient(f"http://127.0.0.1:{self.port}", name=self.name, request_timeout_s=60)
+        return EngineClient(f"http://127.0.0.1:{self.port}", name=self.name, request_timeout_s=300)
 
     def wait(self) -> None:
         async def ready() -> None:
             async with self.client() as client:
-                await client.wait_ready(180, lambda: self.process.poll() is None)
+                await client.wait_ready(1200, lambda: self.process.poll() is None)
                 await client.set_weight_version(0)
 
         try:
@@ -198,10 +198,10 @@ class Trainer:
         self._sender_class, self.senders = sender_class, []
 
     async def connect(self, clients: Sequence[EngineClient]) -> EngineControl:
-        publisher = EngineControl(clients, timeout_s=20)
+        publisher = EngineControl(clients, timeout_s=300)
         workers = await publisher.num_workers()
         self.senders = [
-            self._sender_class("127.0.0.1", workers, index=k, timeout_s=20)
+            self._sender_class("127.0.0.1", workers, index=k, timeout_s=300)
             for k in range(self.plan.num_senders)
         ]
         await publisher.prepare([("127.0.0.1", s.port) for s in self.senders], self._join)

@@ -89,5 +89,5 @@ class Browser:
             self._base + path, data, method=method, headers={"Content-Type": "application/json"}
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=120) as answer:
+        with opener.open(request, timeout=1200) as answer:
             return json.load(answer)["value"]

@@ -509,7 +509,7 @@ def test_tokens_move_from_before_the_step_to_after_it(browser, tmp_path):
 
 
 def wait_for(browser, script: str, wanted: str = "after the step") -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while browser.run(script) != wanted:
         assert time.monotonic() < deadline
         time.sleep(0.1)

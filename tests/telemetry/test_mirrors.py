@@ -137,7 +137,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         [sys.executable, "-c", script, run_root],
         start_new_session=True,
         env={**os.environ, "TMPDIR": str(temporary)},
-        timeout=120,
     )
     assert ended.returncode == -9
     left = [*temporary.glob("*wandb-media"), *temporary.glob("*wandb-artifacts")]

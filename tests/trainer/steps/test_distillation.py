@@ -14,7 +14,7 @@ from tests.trainer.models import MOE, write_model, write_samples
 from tests.trainer.reference import reference_logits
 from tests.trainer.test_layout_parity import LAYOUTS_2, LAYOUTS_4, assert_same
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 CASES = "tests.trainer.trainer_ranks:"
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "objectives.json").read_text())
 
