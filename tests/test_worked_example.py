@@ -17,6 +17,7 @@ from grpo_megatron.algorithms.advantages.pipeline import advantages_of, select
 from grpo_megatron.algorithms.aggregation import loss_constants
 from grpo_megatron.algorithms.objective import policy_loss
 from grpo_megatron.batching.manifest import StepFacts
+from grpo_megatron.batching.shared_prompts import shared_prompts
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_step
@@ -86,7 +87,10 @@ def computed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     rows = select(objective, batch).nonzero()[:, 0]
     constants = loss_constants(objective, batch, advantages, rows, constant_length=32)
 
-    microbatch = build_microbatch(0, table, np.array([0, 1]), pad_to=1, device=torch.device("cpu"))
+    both = np.array([0, 1])
+    paths = shared_prompts(table, both).paths
+    device = torch.device("cpu")
+    microbatch = build_microbatch(0, table, both, pad_to=1, device=device, paths=paths)
     # on policy, the model computes what the engine reported
     logprobs = microbatch.rollout_logprobs.clone().requires_grad_()
     loss_batch = constants.loss_batch(

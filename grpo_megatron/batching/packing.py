@@ -1,17 +1,33 @@
 """Which samples share a micro-batch, and which data-parallel rank trains it.
 
-Every rank computes the same plan from the lengths alone, so a recorded step can be trained at
-any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length."""
+Every rank computes the same plan from the recorded step alone, so it can be trained at
+any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length. Where
+prompts are shared (`plan_shared_microbatches`), so is their cost."""
 
 import heapq
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.errors import DataError
 
+KEY_SHARE = 1 / 8
+"""What gathered keys and values of a token take beside all that layers keep of one, at most: a 35th
+to a 55th with grouped queries, a sixth with latent attention whose layers are not recomputed."""
+_QUADRATIC = 1 / 4096
+_SPLITS = (1.0, 2.0, math.inf)
+"""Into how many units samples of one prompt are split that cost as much as a mean micro-batch."""
+_GOOD = 1.02
+"""How much longer than with even ranks a step may take before other splits are tried."""
+_COST_OF_A_ROW = 16.0
+"""Relative training time of a micro-batch whatever is in it."""
 
-def sample_costs(lengths: np.ndarray, quadratic: float = 1 / 4096) -> np.ndarray:
+
+def sample_costs(lengths: np.ndarray, quadratic: float = _QUADRATIC) -> np.ndarray:
     """Relative training time of samples: `length + quadratic * length**2`."""
     lengths = np.asarray(lengths, np.float64)
     return lengths + quadratic * lengths**2
@@ -26,13 +42,7 @@ def plan_microbatches(
     Returns, by rank, then micro-batch: sample rows, int64. All ranks have equally many
     micro-batches, a multiple of `multiple_of` (interleaved pipelines)."""
     lengths = np.asarray(lengths, np.int64)
-    if len(lengths) and lengths.max() > max_tokens:
-        raise DataError(
-            f"sample {lengths.argmax()} has {lengths.max()} tokens, a micro-batch "
-            f"holds {max_tokens}",
-            where="trainer.max_tokens_per_microbatch",
-            remedy="raise it to at least rollout.max_model_len",
-        )
+    _require_room(lengths, max_tokens)
     longest_first = np.argsort(-lengths, kind="stable")
     costs = sample_costs(lengths)
     step = num_ranks * multiple_of
@@ -46,6 +56,180 @@ def plan_microbatches(
         num_bins += step * max(num_bins // (32 * step), 1)
         bins = _level(lengths, costs, longest_first, num_bins, max_tokens)
     return _deal(bins, costs, num_ranks)
+
+
+def _require_room(lengths: np.ndarray, max_tokens: int) -> None:
+    """Raise DataError for a sample that no micro-batch holds."""
+    if len(lengths) and lengths.max() > max_tokens:
+        raise DataError(
+            f"sample {lengths.argmax()} has {lengths.max()} tokens, a micro-batch "
+            f"holds {max_tokens}",
+            where="trainer.max_tokens_per_microbatch",
+            remedy="raise it to at least rollout.max_model_len",
+        )
+
+
+def plan_shared_microbatches(
+    paths: SamplePaths, *, num_ranks: int, max_tokens: int, multiple_of: int = 1
+) -> list[list[np.ndarray]]:
+    """As `plan_microbatches`, for samples that share their first pieces, computed once a row.
+
+    Samples that begin with the same piece stay together. They are split, and the piece is repeated,
+    where a micro-batch does not hold them, or where ranks would wait for one that has too many.
+    What samples share behind the first piece makes rows shorter than planned."""
+    _require_room(paths.totals, max_tokens)
+    whole = [_unit(paths, rows) for rows in _families(paths)]
+    least = [_pieces_of(paths, unit, max_tokens, 1) for unit in whole]
+    bins = _Bins(num_ranks, num_ranks * multiple_of, max_tokens)
+    best = bins.plan([unit for units in least for unit in units])
+    mean_cost = best.total_cost / best.num_bins
+    for share in _SPLITS:
+        if best.duration <= _GOOD * best.total_cost / num_ranks:
+            break
+        units = []
+        for unit, fewest in zip(whole, least, strict=True):
+            num_wanted = len(unit.rows)
+            if share < math.inf:
+                num_wanted = math.ceil(share * unit.cost / max(mean_cost, 1.0))
+            if num_wanted <= len(fewest):
+                units += fewest
+            else:
+                units += _pieces_of(paths, unit, max_tokens, num_wanted)
+        found = bins.plan(units)
+        if found.duration < 0.98 * best.duration:
+            best = found
+    return best.samples_by_rank()
+
+
+@dataclass(frozen=True)
+class _UnitPlan:
+    """Units in micro-batches."""
+
+    units: Sequence["_Unit"]
+    numbers: Sequence[Sequence[Sequence[int]]]
+    """Of units, by rank and micro-batch."""
+
+    @property
+    def num_bins(self) -> int:
+        """Micro-batches of all ranks."""
+        return len(self.numbers) * len(self.numbers[0])
+
+    @property
+    def total_cost(self) -> float:
+        """Of all units."""
+        return sum(unit.cost for unit in self.units)
+
+    @cached_property
+    def duration(self) -> float:
+        """Cost until all ranks are done that wait for each other after every micro-batch."""
+        duration = 0.0
+        for of_ranks in zip(*self.numbers, strict=True):
+            duration += max(self._cost(numbers) for numbers in of_ranks)
+        return duration
+
+    def _cost(self, numbers: Sequence[int]) -> float:
+        return _COST_OF_A_ROW + sum(self.units[number].cost for number in numbers)
+
+    def samples_by_rank(self) -> list[list[np.ndarray]]:
+        """Sample rows by rank and micro-batch, int64, ascending."""
+        by_rank = []
+        for of_rank in self.numbers:
+            microbatches = []
+            for numbers in of_rank:
+                parts = [np.empty(0, np.int64)]
+                parts += [self.units[number].rows for number in numbers]
+                microbatches.append(np.sort(np.concatenate(parts)))
+            by_rank.append(microbatches)
+        return by_rank
+
+
+@dataclass(frozen=True)
+class _Bins:
+    """Micro-batches of a rank hold `max_tokens`; of all ranks there is a multiple of `step`."""
+
+    num_ranks: int
+    step: int
+    max_tokens: int
+
+    def plan(self, units: Sequence["_Unit"]) -> _UnitPlan:
+        """Put units into as few micro-batches as hold them, with even costs."""
+        sizes = np.array([unit.size for unit in units], np.int64)
+        costs = np.array([unit.cost for unit in units], np.float64)
+        order = np.argsort(-sizes, kind="stable")
+        fewest = max(sizes.sum() / self.max_tokens, int((2 * sizes > self.max_tokens).sum()), 1)
+        num_bins = math.ceil(fewest / self.step) * self.step
+        bins = _level(sizes, costs, order, num_bins, self.max_tokens)
+        while bins is None:
+            num_bins += self.step * max(num_bins // (32 * self.step), 1)
+            bins = _level(sizes, costs, order, num_bins, self.max_tokens)
+        numbers = []
+        for of_rank in _deal(bins, costs, self.num_ranks):
+            numbers.append([row.tolist() for row in of_rank])
+        return _UnitPlan(units, numbers)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Samples that share their first piece and a micro-batch."""
+
+    rows: np.ndarray
+    size: int
+    """What it takes of a micro-batch: tokens, and for keys that branches gather `KEY_SHARE` of
+    one, so that a row needs no more memory than one of as many tokens without branches."""
+    cost: float
+
+
+def _unit(paths: SamplePaths, rows: np.ndarray) -> _Unit:
+    """Measure samples that share their first piece. rows: int64 [S]."""
+    first = int(paths.lengths[rows[0], 0])
+    totals = paths.totals[rows]
+    if len(rows) == 1:
+        return _Unit(rows, int(totals[0]), float(sample_costs(totals)[0]))
+    tokens = first + int((totals - first).sum())
+    keys = math.ceil(totals.sum() * KEY_SHARE)
+    cost = float(sample_costs(np.array([first]))[0]) + float(_branch_costs(first, totals).sum())
+    return _Unit(rows, tokens + keys, cost)
+
+
+def _branch_costs(first: int, totals: np.ndarray) -> np.ndarray:
+    """Relative training time of samples behind their first piece, of `first` tokens.
+
+    A branch attends by its own queries to all keys, or by all queries causally, whichever is less
+    (`trainer.megatron.packed_attention`)."""
+    own = totals - first
+    area = np.minimum(2 * own * totals, totals**2)
+    costs: np.ndarray = own + _QUADRATIC * area
+    return costs
+
+
+def _families(paths: SamplePaths) -> list[np.ndarray]:
+    """Samples by their first piece, int64, ascending, in order of appearance."""
+    by_piece: dict[int, list[int]] = {}
+    for row, piece in enumerate(paths.pieces[:, 0].tolist()):
+        by_piece.setdefault(piece, []).append(row)
+    return [np.array(rows, np.int64) for rows in by_piece.values()]
+
+
+def _pieces_of(paths: SamplePaths, whole: _Unit, max_tokens: int, num_wanted: int) -> list[_Unit]:
+    """Split samples that share their first piece into even units: `num_wanted`, or more where a
+    micro-batch does not hold these."""
+    rows = whole.rows
+    if len(rows) == 1 or (whole.size <= max_tokens and num_wanted <= 1):
+        return [whole]
+    first = int(paths.lengths[rows[0], 0])
+    totals = paths.totals[rows]
+    own = totals - first
+    sizes = own + np.ceil(totals * KEY_SHARE).astype(np.int64)
+    room = max(max_tokens - first, 1)
+    num_units = max(math.ceil(sizes.sum() / room), num_wanted)
+    costs = _branch_costs(first, totals)
+    order = np.argsort(-own, kind="stable")
+    while num_units < len(rows):
+        parts = _level(sizes, costs, order, num_units, room)
+        if parts is not None:
+            return [_unit(paths, rows[part]) for part in parts if len(part)]
+        num_units += 1
+    return [_unit(paths, rows[place : place + 1]) for place in range(len(rows))]
 
 
 def _level(

@@ -196,6 +196,17 @@ class RouteFile:
             status[:, start:end] = why
         return ids, status
 
+    def prompt_key(self, sample: int) -> tuple[int, ...]:
+        """Return what is equal for two samples of a group exactly where routes and their status are
+        the same on all tokens of the prompt."""
+        num_prompt = int(self._num_prompt[sample])
+        key = [int(self._prompt_start[sample])]
+        first, last = np.searchsorted(self._exceptions[:, 0], [sample, sample + 1])
+        for _, start, end, version in self._exceptions[first:last].tolist():
+            if start < num_prompt:
+                key += [start, min(end, num_prompt), int(version == _NO_ROUTE)]
+        return tuple(key)
+
     def _part(
         self, start: int, tokens: int, layers: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -300,6 +300,19 @@ class SampleTable:
         ids: np.ndarray = columns["prompt_ids"][start:end]
         return ids
 
+    def prompt_key(self, row: int) -> tuple[int, int]:
+        """Return what samples have in common whose prompt is stored once."""
+        shard = int(self.shard[row])
+        return shard, int(self._shard(shard)["group"][self.index[row]])
+
+    def prompt_route_key(self, row: int) -> tuple[int, ...]:
+        """Return what is equal for two samples exactly where the engine recorded the same routes on
+        their prompts; empty where none are recorded."""
+        file = self._route_file(int(self.shard[row]))
+        if file is None:
+            return ()
+        return (int(self.shard[row]), *file.prompt_key(int(self.index[row])))
+
     def _at(self, row: int, offsets: str) -> tuple[Mapping[str, np.ndarray], int, int]:
         """The columns of a sample's shard, and where in them it is."""
         columns = self._shard(int(self.shard[row]))

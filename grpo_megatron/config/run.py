@@ -221,6 +221,10 @@ class RoutingConfig(Strict):
     """Weight of `keep_loss`; domains may have their own."""
     balance_weight: float = Field(0.0, ge=0)
     """Load-balance loss from live probabilities and replayed counts."""
+    shared_tokens: Literal["each_use", "once"] = "each_use"
+    """What a prompt's token, of which all samples of a group are a continuation, counts in the
+    losses on routers and in routing metrics. each_use: once for every sample, as if each had been
+    computed alone; once: 1 in an optimizer step, whether or not it is computed once."""
     router_policy: Literal["none", "freeze_weights", "freeze_bias"] = "freeze_bias"
     """none: router weights and selection bias are trained; freeze_bias: weights only;
     freeze_weights: neither."""

@@ -50,6 +50,10 @@ class TrainerConfig(Strict):
     """Activation recomputation."""
     max_tokens_per_microbatch: int = Field(8192, ge=1)
     """Packed tokens per micro-batch and data-parallel rank."""
+    share_prefixes: bool = True
+    """Compute a prompt once for all of its samples in a micro-batch (docs/shared-prefixes.md): less
+    work, the same loss and gradients. It is off, and the log says so, where it would not be exact:
+    when routing.router_policy is 'none' and the model has a selection bias."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose full-vocabulary logits exist at one time."""
     keep_logits: bool = False

@@ -215,10 +215,22 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
         "microbatches_per_update": num_microbatches,
         "bubble_fraction": (pp - 1) / (num_microbatches * s.num_chunks + pp - 1),
         "tokens_per_step": tokens,
+        "computed_tokens_per_step": _computed_tokens(config),
         "publish_bytes": weights,
         "checkpoint_bytes": weights * (1 + references) + 12 * parameters,
         "sample_store_bytes": tokens * (8 + routes * config.records_routes),
     }
+
+
+def _computed_tokens(config: RunConfig) -> int:
+    """Tokens of a step of which the trainer computes a prompt once for all of its samples, at full
+    length; a group that no micro-batch holds has its prompt in several."""
+    samples = _samples_of_step(config)
+    length = config.rollout.max_model_len
+    if not config.trainer.share_prefixes:
+        return samples * length
+    completion = min(config.rollout.max_new_tokens, length - 1)
+    return config.batch.num_prompts * (length - completion) + samples * completion
 
 
 def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) -> dict[str, int]:

@@ -48,23 +48,24 @@ class RoutingSums:
         self.any_layer = zeros(len(comparisons), 2)
         """Tokens with a flip in any layer, tokens compared; [comparisons, 2]."""
 
-    def add_load(self, row: int, chosen: Tensor, entropy: Tensor) -> None:
+    def add_load(self, row: int, chosen: Tensor, entropy: Tensor, weights: Tensor) -> None:
         """Count what a layer's router did. row: of the layer, here.
 
-        chosen: [n, K] of real tokens; entropy: [n] of the live router."""
+        chosen: [n, K]; entropy: [n] of the live router; weights: [n], how often a token counts."""
         ids = chosen.flatten()
+        counts = weights.to(self.load)
         # torch.bincount asks for the largest id, for which the host would wait
-        self.load[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=self.load.dtype))
-        self.entropy[row, 0] += entropy.sum()
-        self.entropy[row, 1] += len(entropy)
+        self.load[row].scatter_add_(0, ids, counts.repeat_interleave(chosen.size(1)))
+        self.entropy[row, 0] += (entropy * weights).sum()
+        self.entropy[row, 1] += counts.sum()
 
     def add_comparison(
-        self, name: str, row: int, flips: Tensor, jaccard: Tensor, known: Tensor
+        self, name: str, row: int, flips: Tensor, jaccard: Tensor, weights: Tensor
     ) -> None:
         """Count what `agreement` found in a layer. row: of the layer, here; flips, jaccard: [n];
-        known: bool [n], the tokens that count."""
+        weights: [n], how often a token counts; 0 where it has no route."""
         found = torch.stack([flips, flips > 0, jaccard, torch.ones_like(flips)]).double()
-        sums = torch.where(known, found, 0.0).sum(1)
+        sums = (found * weights).sum(1)
         self.compared[self.comparisons.index(name), row] += sums
 
     def move_to_host(self) -> None:

@@ -56,8 +56,11 @@ def building(layout: TrainerConfig, rank: int) -> Iterator[None]:
 
 
 def trace_rank(config: RunConfig, rank: int, load: Load) -> RankTrace:
-    """Build the policy of `rank` and take one optimizer step."""
-    layout = config.trainer
+    """Build the policy of `rank` and take one optimizer step.
+
+    Its rows are full of samples that share nothing, which is what takes the most memory."""
+    layout = config.trainer.model_copy(update={"share_prefixes": False})
+    config = config.model_copy(update={"trainer": layout})
     on_gpu = config.placement.gpus_per_node > 0
     hf = dict(configuration_of(config.model)[0])
     hf["vocab_size"] = vocabulary_of(hf, config.model)

@@ -15,6 +15,7 @@ from grpo_megatron.plan.hf_config import computation
 from grpo_megatron.plan.model_facts import read_config
 from grpo_megatron.trainer.checks import logprob_check
 from grpo_megatron.trainer.checks.logprob_diff import measure_logprob_diff
+from grpo_megatron.trainer.megatron.model_config import why_not_share_prefixes
 from grpo_megatron.trainer.megatron.platform import peak_memory_bytes
 from grpo_megatron.trainer.megatron.policy import build_policy
 from grpo_megatron.trainer.megatron.upstream_fixes import create_adam_state
@@ -45,6 +46,19 @@ from grpo_megatron.trainer.steps.teachers import Teachers
 from grpo_megatron.trainer.steps.token_update import train_tokens
 
 
+def _with_exact_sharing(config: RunConfig, hf: dict[str, Any]) -> RunConfig:
+    """Turn `trainer.share_prefixes` off, and say so, where it would not be exact."""
+    problem = ""
+    if config.trainer.share_prefixes:
+        problem = why_not_share_prefixes(hf, config.routing.router_policy)
+    if not problem:
+        return config
+    if dist.get_rank() == 0:
+        print(f"trainer.share_prefixes is off: {problem}", flush=True)
+    trainer = config.trainer.model_copy(update={"share_prefixes": False})
+    return config.model_copy(update={"trainer": trainer})
+
+
 class TrainerService:
     """The policy, started from a Hugging Face directory, and what the controller may ask of it.
 
@@ -52,13 +66,15 @@ class TrainerService:
     method is collective."""
 
     def __init__(self, config: RunConfig, model_path: Path):
+        hf = read_config(model_path)
+        config = _with_exact_sharing(config, hf)
         self.config = config
         self.model_path = model_path
         temperature = 1.0
         if config.kind != "sft":
             temperature = config.rollout.temperature
         self.policy = build_policy(
-            read_config(model_path),
+            hf,
             config.trainer,
             config.optimizer,
             config.routing.router_policy,

@@ -120,7 +120,7 @@ def main(run_path: str, attempt: str = "") -> None:
     # A million objects of torch, Megatron and the model stay until the end: without this every full
     # collection, of which Megatron asks for some in each checkpoint, looks at all of them (0.3 s).
     gc.freeze()
-    kernels = describe_kernels(service.policy, config.trainer)
+    kernels = describe_kernels(service.policy, service.config.trainer)
     print(
         f"rank {info.rank}: {platform.BACKEND}, policy kernels: {'; '.join(map(str, kernels))}",
         flush=True,

@@ -33,6 +33,7 @@ LAYOUTS = [
         id="pp2_recompute",
         marks=pytest.mark.matrix,
     ),
+    pytest.param(("trainer.share_prefixes=false",), id="apart", marks=pytest.mark.matrix),
 ]
 
 

@@ -69,7 +69,7 @@ def test_balance_is_least_where_the_load_is_even():
 def test_sums_over_ranks_and_layers():
     sums = RoutingSums((1, 4), 4, ["rollout"], torch.device("cpu"))
     chosen = torch.tensor([[0, 1], [0, 2], [0, 1]])
-    sums.add_load(0, chosen, torch.tensor([0.5, 0.5, 0.2]))
+    sums.add_load(0, chosen, torch.tensor([0.5, 0.5, 0.2]), torch.ones(3))
     flips, jaccard = torch.tensor([0.5, 0.0, 1.0]), torch.tensor([1 / 3, 1.0, 0.0])
     known = torch.tensor([True, True, False])
     sums.add_comparison("rollout", 0, flips, jaccard, known)

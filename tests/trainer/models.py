@@ -103,16 +103,21 @@ def write_samples(
     teacher_logprobs: dict[str, np.ndarray] | None = None,
 ) -> str:
     """Ragged samples with random rewards, plausible behaviour log-probs and, where the model `hf`
-    is given, random routes; `truncated`: with random kept sets, some of which are not known."""
+    is given, random routes; `truncated`: with random kept sets, some of which are not known.
+
+    All samples of a group have the same routes on their prompt, but for the last one."""
     rng, working = np.random.default_rng(seed), begin_step(directory)
     shape, groups = hf and route_shape(hf), []
     for group in range(num_groups):
         completions = []
-        for _ in range(num_samples):
+        of_prompt = random_routes(5, hf, rng) if hf else None
+        for number in range(num_samples):
             n = int(rng.integers(1, max_tokens + 1))
             ids = rng.integers(0, vocab_size, n).astype(np.int32)
             logprobs = -rng.exponential(3.0, n).astype(np.float32)
             routes = shape and random_routes(5 + n - 1, hf, rng)
+            if of_prompt is not None and number < num_samples - 1:
+                routes[:5] = of_prompt
             completions.append(
                 Completion(
                     ids,

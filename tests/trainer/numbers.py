@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from grpo_megatron.batching.prefix_rows import RowTree
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
@@ -24,7 +25,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_megatron.trainer.megatron.packed_attention import PackedAttention
+from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, gather_keys
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.vocab_parallel.divergence import (
     DivergenceSettings,
@@ -180,14 +181,7 @@ def attention(
     value_size: int,
 ) -> dict[str, float]:
     """Largest errors of packed attention and its gradients against one call a sequence."""
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8 * num_heads,
-        attention_dropout=0.0,
-        num_attention_heads=num_heads,
-        num_query_groups=num_groups,
-    )
-    module = PackedAttention(config, 1, AttnMaskType.causal, "self")
+    module = _attention_module(num_heads, num_groups)
     generator = torch.Generator().manual_seed(sum(lengths))
     total = sum(lengths)
     shapes = {
@@ -218,11 +212,80 @@ def attention(
     return {n: float((a.double() - b).detach().abs().max()) for n, (a, b) in vars(pairs).items()}
 
 
+def tree_attention(
+    lengths: list[int], parents: list[int], num_heads: int, num_groups: int, value_size: int
+) -> dict[str, float]:
+    """Largest errors of attention in a row with branches against a dense mask, in float64.
+
+    `gathered`: of the layout that Transformer Engine takes, computed as it says, sequence by
+    sequence, causal from the bottom right."""
+    tree = RowTree(np.array(lengths), np.array(parents), ())
+    module = _attention_module(num_heads, num_groups)
+    generator = torch.Generator().manual_seed(sum(lengths))
+    total = tree.num_tokens
+    shapes = {
+        "query": (total, num_heads, 8),
+        "key": (total, num_groups, 8),
+        "value": (total, num_groups, value_size),
+    }
+    found = {n: torch.randn(s, generator=generator).requires_grad_() for n, s in shapes.items()}
+    plain = {n: t.detach().double().requires_grad_() for n, t in found.items()}
+    packed = SimpleNamespace(tree=tree)
+    output = module(**found, attention_mask=None, packed_seq_params=packed)
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    for segment in range(len(lengths)):
+        first, end = tree.bounds[segment : segment + 2]
+        mask[first:end, first:end] = torch.ones(end - first, end - first, dtype=torch.bool).tril()
+        mask[first:end, torch.from_numpy(tree.prefix(segment))] = True
+    expected = _masked(*plain.values(), mask)
+    weights = torch.randn(output.shape, generator=generator)
+    (output * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+    pairs = {"output": (output, expected)}
+    for name, tensor in found.items():
+        pairs[name] = (tensor.grad, plain[name].grad)
+    pairs["gathered"] = (_by_gathered_keys(tree, *plain.values()), expected)
+    return {n: float((a.double() - b).detach().abs().max()) for n, (a, b) in pairs.items()}
+
+
+def _by_gathered_keys(tree: RowTree, query, key, value) -> torch.Tensor:
+    """Attention with what `gather_keys` says."""
+    gathered = gather_keys(tree, query.device)
+    key, value = key[gathered.rows], value[gathered.rows]
+    query_bounds = gathered.packed.cu_seqlens_q.tolist()
+    key_bounds = gathered.packed.cu_seqlens_kv.tolist()
+    parts = []
+    for (first, end), (first_key, end_key) in zip(
+        itertools.pairwise(query_bounds), itertools.pairwise(key_bounds), strict=True
+    ):
+        num_queries, num_keys = end - first, end_key - first_key
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        keys = slice(first_key, end_key)
+        parts.append(_masked(query[first:end], key[keys], value[keys], mask))
+    return torch.cat(parts)
+
+
+def _attention_module(num_heads: int, num_groups: int) -> PackedAttention:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8 * num_heads,
+        attention_dropout=0.0,
+        num_attention_heads=num_heads,
+        num_query_groups=num_groups,
+    )
+    return PackedAttention(config, 1, AttnMaskType.causal, "self")
+
+
 def _one_sequence(query, key, value) -> torch.Tensor:
     """Causal softmax attention, written out."""
+    causal = torch.ones(len(query), len(query), dtype=torch.bool).tril()
+    return _masked(query, key, value, causal)
+
+
+def _masked(query, key, value, sees: torch.Tensor) -> torch.Tensor:
+    """Softmax attention, written out. sees: bool [queries, keys]."""
     repeat = query.size(1) // key.size(1)
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / query.size(-1) ** 0.5
-    causal = torch.ones(len(query), len(query), dtype=torch.bool).tril()
-    weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)

@@ -114,13 +114,12 @@ def _tensor_rank() -> int:
 
 def _expected(table: SampleTable, microbatch, layer: int, shape) -> torch.Tensor:
     """bool [T, E] of the stored experts; rows without any are free."""
-    expected, start = torch.zeros(microbatch.num_tokens, shape.num_experts, dtype=torch.bool), 0
-    for row, length in zip(microbatch.table_rows.tolist(), microbatch.lengths, strict=True):
+    expected = torch.zeros(microbatch.num_tokens, shape.num_experts, dtype=torch.bool)
+    token_rows = microbatch.tree.token_rows
+    for row, of_sample in zip(microbatch.table_rows.tolist(), token_rows, strict=True):
         ids, _ = table.routes(row, (layer,), shape)
-        expected[start : start + length - 1].scatter_(
-            1, torch.from_numpy(ids[0].astype(np.int64)), True
-        )
-        start += length
+        places = torch.from_numpy(of_sample[:-1])
+        expected[places[:, None], torch.from_numpy(ids[0].astype(np.int64))] = True
     return expected
 
 

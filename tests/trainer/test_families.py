@@ -19,7 +19,7 @@ from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.layout import Case, check_layout
 from grpo_megatron.plan.model_facts import facts_from_hf
 from tests.trainer.families import MODELS, write_family
-from tests.trainer.test_layout_parity import assert_same
+from tests.trainer.test_layout_parity import APART, assert_same
 
 pytestmark = pytest.mark.engine
 
@@ -113,7 +113,7 @@ def _assert_gradients(request, model: str, samples: str, layout: str) -> None:
         request.getfixturevalue(f"world{n}").run(
             CASES + "gradients", model=model, samples=samples, layout=layout
         )
-        for n, layout in ((1, {}), (ranks, sizes))
+        for n, layout in ((1, APART), (ranks, sizes))
     )
     assert_same(many, one)
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 TOLERANCE = 1e-5
+LOSS_NOISE = 1e-6
+"""Losses are sums of terms of about 1 that cancel."""
 
 LAYOUTS_2 = {
     "dp2": {},
@@ -45,18 +47,24 @@ LAYOUTS_4 = {
 TRAIN = "tests.trainer.trainer_ranks:train_updates"
 
 
+APART = {"share_prefixes": False}
+OF_PACKING = ("batch/computed_token_fraction", "routing/split_prompts")
+"""Metrics of what is shared, which differ with the layout."""
+
+
 @pytest.fixture(scope="session")
 def reference(world1, moe_model, three_updates):
-    return world1.run(TRAIN, model=moe_model, samples=three_updates, layout={})
+    """One rank, every sample computed alone; the layouts compute prompts once."""
+    return world1.run(TRAIN, model=moe_model, samples=three_updates, layout=APART)
 
 
 @pytest.fixture(scope="session")
 def reference_gradients(world1, moe_model, samples):
-    return world1.run(TRAIN, model=moe_model, samples=samples, layout={}, gradients=True)
+    return world1.run(TRAIN, model=moe_model, samples=samples, layout=APART, gradients=True)
 
 
 def assert_same(found: dict, expected: dict, tolerance: float = TOLERANCE) -> None:
-    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=tolerance, atol=1e-7)
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=tolerance, atol=LOSS_NOISE)
     np.testing.assert_allclose(found["norms"], expected["norms"], rtol=tolerance)
     assert found["tensors"].keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():
@@ -68,12 +76,40 @@ def assert_same(found: dict, expected: dict, tolerance: float = TOLERANCE) -> No
 def test_the_reference_trains(reference):
     assert len(set(reference["losses"])) == 3
     assert reference["num_microbatches"] > 2
+    assert reference["computed_fraction"] == 1
+
+
+def test_shared_prompts_on_one_rank(world1, reference, moe_model, three_updates):
+    found = world1.run(TRAIN, model=moe_model, samples=three_updates, layout={})
+    assert found["computed_fraction"] < 0.8
+    np.testing.assert_allclose(
+        found["losses"], reference["losses"], rtol=TOLERANCE, atol=LOSS_NOISE
+    )
+    np.testing.assert_allclose(found["norms"], reference["norms"], rtol=TOLERANCE)
+
+
+def test_gradients_of_shared_prompts(world1, reference_gradients, moe_model, samples):
+    found = world1.run(TRAIN, model=moe_model, samples=samples, layout={}, gradients=True)
+    assert_same(found, reference_gradients)
+
+
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2_sp", marks=pytest.mark.matrix)])
+def test_two_ranks_that_share_nothing(world2, reference, moe_model, three_updates, layout):
+    settings = {**LAYOUTS_2[layout], **APART}
+    found = world2.run(TRAIN, model=moe_model, samples=three_updates, layout=settings)
+    assert found["computed_fraction"] == 1
+    np.testing.assert_allclose(
+        found["losses"], reference["losses"], rtol=TOLERANCE, atol=LOSS_NOISE
+    )
+    np.testing.assert_allclose(found["norms"], reference["norms"], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_2)
 def test_two_ranks_equal_one(world2, reference, moe_model, three_updates, layout):
     found = world2.run(TRAIN, model=moe_model, samples=three_updates, layout=LAYOUTS_2[layout])
-    np.testing.assert_allclose(found["losses"], reference["losses"], rtol=TOLERANCE, atol=1e-7)
+    np.testing.assert_allclose(
+        found["losses"], reference["losses"], rtol=TOLERANCE, atol=LOSS_NOISE
+    )
     np.testing.assert_allclose(found["norms"], reference["norms"], rtol=TOLERANCE)
 
 
@@ -88,7 +124,9 @@ def test_gradients_of_two_ranks_equal_one(world2, reference_gradients, moe_model
 @pytest.mark.parametrize("layout", LAYOUTS_4)
 def test_four_ranks_equal_one(world4, reference, moe_model, three_updates, layout):
     found = world4.run(TRAIN, model=moe_model, samples=three_updates, layout=LAYOUTS_4[layout])
-    np.testing.assert_allclose(found["losses"], reference["losses"], rtol=TOLERANCE, atol=1e-7)
+    np.testing.assert_allclose(
+        found["losses"], reference["losses"], rtol=TOLERANCE, atol=LOSS_NOISE
+    )
     np.testing.assert_allclose(found["norms"], reference["norms"], rtol=TOLERANCE)
 
 
@@ -105,7 +143,7 @@ def test_gradients_of_four_ranks_equal_one(world4, reference_gradients, moe_mode
 def test_the_split_into_microbatches_does_not_matter(world1, moe_model, samples, preset, tokens):
     """10 000: everything in one micro-batch; 24: hardly two samples together."""
     arguments = {"model": moe_model, "samples": samples, "preset": preset, "gradients": True}
-    expected = world1.run(TRAIN, layout={}, **arguments)
+    expected = world1.run(TRAIN, layout=APART, **arguments)
     found = world1.run(TRAIN, layout={"max_tokens_per_microbatch": tokens}, **arguments)
     assert found["num_microbatches"] != expected["num_microbatches"]
     assert_same(found, expected)
@@ -114,7 +152,7 @@ def test_the_split_into_microbatches_does_not_matter(world1, moe_model, samples,
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
 def test_dense_and_tied_models(world1, world2, dense_model, tied_model, samples, layout):
     for model in (dense_model, tied_model):
-        expected = world1.run(TRAIN, model=model, samples=samples, layout={}, gradients=True)
+        expected = world1.run(TRAIN, model=model, samples=samples, layout=APART, gradients=True)
         found = world2.run(
             TRAIN, model=model, samples=samples, layout=LAYOUTS_2[layout], gradients=True
         )

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_megatron.config.objective import PRESETS
 from tests.trainer.models import MOE, write_model, write_samples
-from tests.trainer.test_layout_parity import TOLERANCE
+from tests.trainer.test_layout_parity import APART, OF_PACKING, TOLERANCE
 
 pytestmark = pytest.mark.engine
 BIG = {"max_tokens_per_microbatch": 512}  # few micro-batches: this is about objectives
@@ -107,7 +107,8 @@ def train(moe_model, tmp_path_factory, two_updates):
 
 @pytest.fixture(scope="module")
 def reference(world1, train):
-    return train(world1, BIG)
+    """Every sample computed alone; the layouts compute prompts once."""
+    return train(world1, {**BIG, **APART})
 
 
 @pytest.fixture(
@@ -137,7 +138,7 @@ def test_layouts_agree(reference, found, name):
         got["grad_norms"], expected["grad_norms"], rtol=TOLERANCE * (10 if name in SENSITIVE else 1)
     )
     for key, value in expected["metrics"].items():
-        if name not in SENSITIVE:
+        if name not in SENSITIVE and key not in OF_PACKING:
             np.testing.assert_allclose(
                 got["metrics"][key], value, rtol=1e-3, atol=1e-5, err_msg=key
             )

@@ -87,7 +87,7 @@ def test_updates_do_not_depend_on_the_layout(world1, world2, moe_model, truncate
             objectives=OBJECTIVES,
             layout=sizes,
         )
-        for world, sizes in ((world1, {}), (world2, layout))
+        for world, sizes in ((world1, {"share_prefixes": False}), (world2, layout))
     )
     for name, report in expected.items():
         for key in ("losses", "grad_norms"):

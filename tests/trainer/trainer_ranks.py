@@ -146,6 +146,7 @@ def train_updates(
         "norms": report.grad_norms,
         "tensors": setup.gather(parts),
         "num_microbatches": len(batch.microbatches),
+        "computed_fraction": report.metrics["batch/computed_token_fraction"],
     }
 
 

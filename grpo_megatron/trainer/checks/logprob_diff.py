@@ -14,7 +14,8 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.trainer.routing.route_source import RouteSource
-from grpo_megatron.trainer.routing.router_replay import Routes, RoutingPass
+from grpo_megatron.trainer.routing.router_replay import Routes, RoutingPass, local_part
+from grpo_megatron.trainer.steps.microbatch import UpdateBatch
 from grpo_megatron.trainer.steps.optimizer_step import (
     gather_tokens,
     logprob_pass,
@@ -59,7 +60,7 @@ def measure_logprob_diff(
     if routes is not None and live_routing is not None:
         source.finish(live_routing, batch)
         metrics = source.metrics()
-        absent = _absent_experts(routes, live_routing)
+        absent = _absent_experts(batch, routes, live_routing)
         columns["flipped"] = policy.replay.count_experts(absent).T.numpy()
         layers = policy.replay.shape.layers
         if not by_layer:
@@ -79,10 +80,16 @@ def _routes_up_to(layer: int, routes: Sequence[Routes], own_layers: Sequence[int
     return [Routes(part.ids, part.known & is_below[:, None]) for part in routes]
 
 
-def _absent_experts(routes: Sequence[Routes], run: RoutingPass) -> Iterator[tuple[int, Tensor]]:
-    """Yield, by row and micro-batch, what the engine chose and the live router did not."""
+def _absent_experts(
+    batch: UpdateBatch, routes: Sequence[Routes], run: RoutingPass
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield, by row and micro-batch, what the engine chose and the live router did not, and how
+    many samples have the token."""
     for (index, row), live in run.recorded.items():
         known = routes[index].known[row]
+        uses = local_part(batch.microbatches[index].uses.here).double()
         engine_ids = routes[index].ids[row][known]  # [T known, K]
         is_live_too = (engine_ids[:, :, None] == live[known][:, None, :]).any(-1)
-        yield row, engine_ids[~is_live_too]
+        is_absent = ~is_live_too
+        of_experts = uses[known][:, None].expand_as(is_absent)
+        yield row, engine_ids[is_absent], of_experts[is_absent]

@@ -130,11 +130,13 @@ def _fused_on_gpus(part: str, there: Installed, settings: dict[str, Any]) -> Ker
 
 def _rotation(there: Installed, wanted: Computation) -> Kernel:
     """Transformer Engine's rotation of packed sequences knows no factor, and Megatron's call of it
-    drops one without a word (rope_utils.py:319)."""
+    drops one without a word (rope_utils.py:319), and takes no first positions."""
     if not there.transformer_engine:
         why = _without_transformer_engine(there)
     elif wanted.latent_attention:
         why = "latent attention rotates by itself"
+    elif wanted.layout.share_prefixes:
+        why = "the fused one lets every branch of a shared prefix begin at position 0"
     elif wanted.rotary_factor != 1.0:
         why = f"the fused one has no factor of cosines and sines, here {wanted.rotary_factor:g}"
     else:

@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from grpo_megatron.trainer.megatron.packed_attention import PackedAttention
+from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, with_gathered_keys
 from grpo_megatron.trainer.megatron.platform import HAS_TRANSFORMER_ENGINE
 
 
@@ -46,9 +46,14 @@ def block_spec(
 ) -> transformer_block.TransformerBlockSubmodules:
     """Specify the layers of this pipeline stage and model chunk."""
     if HAS_TRANSFORMER_ENGINE:
-        return gpt_layer_specs.get_gpt_decoder_block_spec(
+        block = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage
         )
+        # layers of a kind may have one specification between them
+        attentions = {id(layer): layer for layer in map(_attention_of, block.layer_specs)}
+        for attention in attentions.values():
+            attention.core_attention = with_gathered_keys(attention.core_attention)
+        return block
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = transformer_block.get_num_layers_to_build(config, vp_stage=vp_stage)
     with_experts = moe_layers(config)
@@ -59,6 +64,11 @@ def block_spec(
             num_experts = config.num_moe_experts
         specs.append(_torch_layer_spec(config, num_experts))
     return transformer_block.TransformerBlockSubmodules(specs, layer_norm=TorchNorm)
+
+
+def _attention_of(layer: ModuleSpec) -> Any:
+    """Return the parts of a layer's attention."""
+    return layer.submodules.self_attention.submodules
 
 
 def moe_layers(config: TransformerConfig) -> tuple[int, ...]:

@@ -61,6 +61,20 @@ def transformer_config(hf: dict[str, Any], layout: TrainerConfig) -> Transformer
     return config
 
 
+def why_not_share_prefixes(hf: dict[str, Any], router_policy: str) -> str:
+    """Say why computing a prompt once would not be exact; empty where it is.
+
+    router_policy: of `RoutingConfig`. Raises ConfigError as `transformer_config` does."""
+    settings = megatron_settings(family_of(hf["model_type"]), model_fields(hf))
+    has_bias = bool(settings.get("moe_router_enable_expert_bias"))
+    if has_bias and router_policy == "none":
+        return (
+            "Megatron moves the routers' selection bias by how many tokens it sees, "
+            "and routing.router_policy is 'none'"
+        )
+    return ""
+
+
 def kernels_of(hf: dict[str, Any], layout: TrainerConfig) -> list[Kernel]:
     """Say which kernels compute a `config.json` at a layout on this machine.
 

@@ -1,95 +1,252 @@
 """Packed (thd) causal attention on torch SDPA: short sequences in padded batches, exactly.
 
-One SDPA call per sequence is slow when a micro-batch holds hundreds of short ones. Sequences of
+One SDPA call per sequence is slow when a micro-batch holds hundreds of short ones. Segments of
 similar length share a call, padded at the end: causal attention never looks at later positions,
-so the padding changes no real token, and its outputs are dropped."""
+so the padding changes no real token, and its outputs are dropped.
 
-import itertools
+A row is a tree of segments (`batching.prefix_rows`). A branch takes the keys and values of the
+segments above it into its call: its queries see these, and their own causally. Where a branch is
+much longer than what is above, the queries of that are computed again with it, which is less work
+than a mask, and dropped."""
+
+import enum
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from grpo_megatron.batching.prefix_rows import RowTree
 from grpo_megatron.device_copies import to_device
+
+_BLOCK_KEYS = 512
+"""Of torch's flash attention on a CPU."""
+_MUCH_LONGER = 4
+"""How many times longer than what is above it a branch is taken causally; measured."""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """`batch` sequences of at most `length` tokens."""
+class _Rows:
+    """Tokens of a row: `batch` sequences of `length`, padded."""
 
-    rows: torch.Tensor | None  # int64 [batch * length], padding repeats row 0; None: see `start`
-    start: int  # without rows: it is the tokens [start, start + batch * length), no copy needed
+    index: torch.Tensor | None  # int64 [batch * length]; None: see `start`
+    start: int  # without index: the tokens [start, start + batch * length), no copy needed
     batch: int
     length: int
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Take the tokens of its sequences: [T, heads, d] to [batch, heads, length, d]."""
-        if self.rows is None:
+        """Take the tokens: [T, heads, d] to [batch, heads, length, d]."""
+        if self.index is None:
             end = self.start + self.batch * self.length
             x = x[self.start : end]
         else:
-            x = x.index_select(0, self.rows)
+            x = x.index_select(0, self.index)
         return x.view(self.batch, self.length, *x.shape[1:]).transpose(1, 2)
 
 
-def plan_buckets(
-    bounds: list[int], device: torch.device, growth: float = 1.25
-) -> tuple[list[Bucket], torch.Tensor | None]:
-    """Group sequences whose lengths differ by at most the factor `growth`; bounds: cumulative
-    lengths, [num_sequences + 1], starting at 0. Returns buckets, and where each token's output is
-    in their concatenation, int64 [T] on `device`; None: where it is already."""
-    order = torch.empty(bounds[-1], dtype=torch.int64)
-    buckets = []
-    base = 0
-    for group in _similar_lengths(bounds, growth):
-        lengths, starts = torch.tensor(group).unbind(1)
-        longest, _ = group[-1]
-        column = torch.arange(longest)
-        rows = starts[:, None] + column
-        real = column < lengths[:, None]
-        order[rows[real]] = base + torch.arange(real.numel()).view_as(real)[real]
-        rows = torch.where(real, rows, 0).flatten()
-        first = int(starts[0])
-        bucket_rows: torch.Tensor | None = None
-        are_adjacent = torch.equal(rows, torch.arange(first, first + len(rows)))
-        if not are_adjacent:
-            bucket_rows = to_device(rows, device)
-        buckets.append(Bucket(bucket_rows, first, len(group), longest))
-        base += real.numel()
-    if torch.equal(order, torch.arange(base)):
-        return buckets, None
-    return buckets, to_device(order, device)
+@dataclass(frozen=True)
+class Bucket:
+    """Segments of one call."""
+
+    queries: _Rows
+    keys: _Rows
+    mask: torch.Tensor | None
+    """Added to scores, [batch or 1, 1, queries, keys]; None: causal, queries are keys."""
 
 
-def _bounds(packed: Any) -> list[int]:
-    """Return cumulative lengths: what `build_microbatch` left on the host, else from the device."""
-    bounds: list[int] | None = getattr(packed, "bounds_on_host", None)
-    if bounds is None:
-        bounds = packed.cu_seqlens_q.tolist()
-    return bounds
+@dataclass(frozen=True)
+class BucketPlan:
+    """All calls of a row."""
+
+    buckets: list[Bucket]
+    order: torch.Tensor | None
+    """Where each token's output is in those of the buckets, int64 [T]; None: where it is."""
 
 
-def _similar_lengths(bounds: list[int], growth: float) -> list[list[tuple[int, int]]]:
-    """Group the sequences between `bounds`, as (length, start), by length; empty ones are in none.
+def plan_buckets(tree: RowTree, device: torch.device, dtype: torch.dtype) -> BucketPlan:
+    """Plan the calls of a row; tensors are on `device`, masks have `dtype`."""
+    causal: list[_Segment] = []
+    masked: list[_Segment] = []
+    for segment in _segments(tree):
+        if segment.is_cheaper_causal:
+            causal.append(segment)
+        else:
+            masked.append(segment)
+    planner = _Planner(tree.num_tokens, device, dtype)
+    for group in _similar(causal, _whole_length, _up_to_a_quarter_more):
+        planner.add_causal(group)
+    for with_similar_prefix in _similar(masked, _prefix_length, _few_tokens_more):
+        for group in _similar(with_similar_prefix, _own_length, _up_to_a_quarter_more):
+            planner.add_masked(group)
+    return planner.plan()
 
-    Lengths of a group ascend from the first up to `growth` times it, or up to 4."""
-    spans = []
-    for start, end in itertools.pairwise(bounds):
-        if end > start:
-            spans.append((end - start, start))
-    groups: list[list[tuple[int, int]]] = []
+
+@dataclass(frozen=True)
+class _Segment:
+    """Where tokens of a segment, and those above it, are in the row: int64."""
+
+    prefix: np.ndarray
+    own: np.ndarray
+
+    @property
+    def is_cheaper_causal(self) -> bool:
+        """Whether a causal call over all its tokens, which skips what no query of a block sees,
+        takes less than a masked one with its own queries, which reads a mask and skips nothing."""
+        num_own = len(self.own)
+        num_above = len(self.prefix)
+        skips_blocks = num_own > num_above + _BLOCK_KEYS
+        return num_above == 0 or num_own > _MUCH_LONGER * num_above or skips_blocks
+
+
+def _segments(tree: RowTree) -> Iterator[_Segment]:
+    """Yield the segments of a row that have tokens."""
+    prefixes: dict[int, np.ndarray] = {}
+    for number, parent in enumerate(tree.parents.tolist()):
+        if parent not in prefixes:
+            prefixes[parent] = tree.prefix(number)
+        own = tree.own(number)
+        if len(own):
+            yield _Segment(prefixes[parent], own)
+
+
+def _whole_length(segment: _Segment) -> int:
+    return len(segment.prefix) + len(segment.own)
+
+
+def _prefix_length(segment: _Segment) -> int:
+    return len(segment.prefix)
+
+
+def _own_length(segment: _Segment) -> int:
+    return len(segment.own)
+
+
+def _up_to_a_quarter_more(shortest: int) -> float:
+    return max(shortest * 1.25, 4)
+
+
+def _few_tokens_more(shortest: int) -> float:
+    """Bound the padding in front of branches, for which each needs a mask of its own."""
+    return shortest + 16
+
+
+def _similar(
+    segments: Sequence[_Segment],
+    length_of: Callable[[_Segment], int],
+    longest: Callable[[int], float],
+) -> list[list[_Segment]]:
+    """Group segments by a length, which ascends from a group's first to `longest` of that."""
+    groups: list[list[_Segment]] = []
     limit = 0.0
-    for length, start in sorted(spans):
+    for segment in sorted(segments, key=length_of):
+        length = length_of(segment)
         if not groups or length > limit:
             groups.append([])
-            limit = max(length * growth, 4)
-        groups[-1].append((length, start))
+            limit = longest(length)
+        groups[-1].append(segment)
     return groups
+
+
+class _Planner:
+    """Adds up calls and where their outputs are."""
+
+    def __init__(self, num_tokens: int, device: torch.device, dtype: torch.dtype):
+        self._device = device
+        self._dtype = dtype
+        self._buckets: list[Bucket] = []
+        self._order = np.zeros(num_tokens, np.int64)
+        self._num_outputs = 0
+
+    def add_causal(self, segments: Sequence[_Segment]) -> None:
+        """Add a call in which queries of all tokens see keys of all tokens causally."""
+        paths = [np.concatenate([segment.prefix, segment.own]) for segment in segments]
+        longest = max(len(path) for path in paths)
+        for place, segment in enumerate(segments):
+            self._place(segment, place * longest + len(segment.prefix))
+        rows = self._rows([_padded(path, longest) for path in paths])
+        self._buckets.append(Bucket(rows, rows, None))
+        self._num_outputs += len(segments) * longest
+
+    def add_masked(self, segments: Sequence[_Segment]) -> None:
+        """Add a call in which queries of branches see keys of their prefixes and their own."""
+        longest = max(len(segment.own) for segment in segments)
+        longest_prefix = max(len(segment.prefix) for segment in segments)
+        queries = []
+        keys = []
+        for place, segment in enumerate(segments):
+            self._place(segment, place * longest)
+            own = _padded(segment.own, longest)
+            queries.append(own)
+            keys.append(np.concatenate([_padded(segment.prefix, longest_prefix), own]))
+        prefix_lengths = np.array([len(segment.prefix) for segment in segments])
+        mask = self._mask(prefix_lengths, longest_prefix, longest)
+        self._buckets.append(Bucket(self._rows(queries), self._rows(keys), mask))
+        self._num_outputs += len(segments) * longest
+
+    def plan(self) -> BucketPlan:
+        """Return all calls."""
+        is_in_order = self._num_outputs == len(self._order) and np.array_equal(
+            self._order, np.arange(self._num_outputs)
+        )
+        if is_in_order:
+            return BucketPlan(self._buckets, None)
+        return BucketPlan(self._buckets, to_device(torch.from_numpy(self._order), self._device))
+
+    def _place(self, segment: _Segment, first: int) -> None:
+        """Say that the outputs of a segment begin at `first` of the next call's."""
+        self._order[segment.own] = self._num_outputs + first + np.arange(len(segment.own))
+
+    def _rows(self, sequences: Sequence[np.ndarray]) -> _Rows:
+        """Join sequences of one length, int64 [length] each."""
+        batch = len(sequences)
+        length = len(sequences[0])
+        index = np.concatenate(sequences)
+        start = int(index[0])
+        is_adjacent = np.array_equal(index, np.arange(start, start + len(index)))
+        if is_adjacent:
+            return _Rows(None, start, batch, length)
+        return _Rows(to_device(torch.from_numpy(index), self._device), start, batch, length)
+
+    def _mask(self, prefix_lengths: np.ndarray, longest_prefix: int, longest: int) -> torch.Tensor:
+        """Hide padding of prefixes, and later tokens of a branch: 0 or minus infinity.
+
+        prefix_lengths: int [batch]. Returns [batch or 1, 1, longest, longest_prefix + longest]."""
+        if (prefix_lengths == longest_prefix).all():
+            prefix_lengths = prefix_lengths[:1]
+        above = np.arange(longest_prefix) < prefix_lengths[:, None]
+        own = np.tri(longest, dtype=bool)
+        sees = np.concatenate(
+            [
+                np.broadcast_to(above[:, None], (len(above), longest, longest_prefix)),
+                np.broadcast_to(own, (len(above), longest, longest)),
+            ],
+            2,
+        )
+        mask = torch.zeros(sees.shape, dtype=self._dtype)
+        mask.masked_fill_(torch.from_numpy(~sees), -torch.inf)
+        return to_device(mask[:, None], self._device)
+
+
+def _padded(rows: np.ndarray, length: int) -> np.ndarray:
+    """Repeat row 0 until there are `length`."""
+    return np.concatenate([rows, np.zeros(length - len(rows), np.int64)])
+
+
+def tree_of(packed: Any) -> RowTree:
+    """Return what `build_microbatch` left on the host; without it, sequences of which each is a
+    segment, whose lengths are asked of the device."""
+    tree: RowTree | None = getattr(packed, "tree", None)
+    if tree is None:
+        lengths = np.diff(packed.cu_seqlens_q.tolist())
+        tree = RowTree(lengths, np.full(len(lengths), -1), ())
+    return tree
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
@@ -119,24 +276,119 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no 
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend within sequences: q, k, v [T, heads, d], packed, to [T, heads * d_v]."""
-        if getattr(packed_seq_params, "bucket_plan", None) is None:
+        """Attend within samples: q, k, v [T, heads, d], packed, to [T, heads * d_v]."""
+        packed: Any = packed_seq_params
+        if getattr(packed, "bucket_plan", None) is None:
             # the same in every layer: kept on the parameters of the batch
-            bounds = _bounds(packed_seq_params)
-            packed_seq_params.bucket_plan = plan_buckets(bounds, query.device)
-        buckets, order = packed_seq_params.bucket_plan
+            packed.bucket_plan = plan_buckets(tree_of(packed), query.device, query.dtype)
+        plan: BucketPlan = packed.bucket_plan
         outputs = []
-        for bucket in buckets:
-            q = bucket.take(query)
-            k = bucket.take(key)
-            v = bucket.take(value)
-            found = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
-            )
+        for bucket in plan.buckets:
+            q = bucket.queries.take(query)
+            k = bucket.keys.take(key)
+            v = bucket.keys.take(value)
+            found = self._attend(q, k, v, bucket.mask)
             outputs.append(found.transpose(1, 2).flatten(0, 1))  # from [b, heads, s, d_v]
         output = outputs[0]
         if len(outputs) > 1:
             output = torch.cat(outputs)
-        if order is not None:
-            output = output.index_select(0, order)
+        if plan.order is not None:
+            output = output.index_select(0, plan.order)
         return output.flatten(1)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Call SDPA, causally without a mask: [b, heads, s, d] to [b, heads, s, d_v]."""
+        enable_gqa = q.size(1) != k.size(1)
+        if mask is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=enable_gqa
+            )
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=enable_gqa
+        )
+
+
+# --- Transformer Engine
+
+
+class _MaskType(enum.Enum):
+    """What `AttnMaskType` lacks of Transformer Engine's masks, which go by their names."""
+
+    padding_causal_bottom_right = 1
+
+
+@cache
+def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
+    """Make a class of Transformer Engine's attention that takes rows with branches.
+
+    Queries of a segment attend to gathered keys and values of those above it and its own: variable
+    lengths that differ between queries and keys, causal from the bottom right."""
+
+    class TESharedPrefixAttention(core_attention):  # type: ignore[misc]
+        """`core_attention`, before which keys and values of shared prefixes are gathered."""
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            attn_mask_type: Any,
+            packed_seq_params: PackedSeqParams | None = None,
+            **settings: Any,
+        ) -> torch.Tensor:
+            """Attend within samples: q, k, v [T, heads, d], packed, to [T, heads * d_v]."""
+            packed: Any = packed_seq_params
+            tree: RowTree | None = getattr(packed, "tree", None)
+            if tree is not None and tree.has_branches:
+                if getattr(packed, "gathered", None) is None:
+                    packed.gathered = gather_keys(tree, query.device)
+                gathered: GatheredKeys = packed.gathered
+                key = key.index_select(0, gathered.rows)
+                value = value.index_select(0, gathered.rows)
+                packed = gathered.packed
+                attn_mask_type = _MaskType.padding_causal_bottom_right
+            output: torch.Tensor = super().forward(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=attn_mask_type,
+                packed_seq_params=packed,
+                **settings,
+            )
+            return output
+
+    return TESharedPrefixAttention
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Keys of every segment's path, one path after the other."""
+
+    rows: torch.Tensor
+    """Where they are in the row, int64."""
+    packed: PackedSeqParams
+    """Lengths of segments for the queries, of paths for keys and values."""
+
+
+def gather_keys(tree: RowTree, device: torch.device) -> GatheredKeys:
+    """Say which keys and values the segments of a row attend to."""
+    paths = [np.concatenate([segment.prefix, segment.own]) for segment in _segments(tree)]
+    query_lengths = [len(segment.own) for segment in _segments(tree)]
+    key_lengths = [len(path) for path in paths]
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=to_device(_cumulative(query_lengths), device),
+        cu_seqlens_kv=to_device(_cumulative(key_lengths), device),
+        max_seqlen_q=max(query_lengths),
+        max_seqlen_kv=max(key_lengths),
+    )
+    return GatheredKeys(to_device(torch.from_numpy(np.concatenate(paths)), device), packed)
+
+
+def _cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    """Where sequences begin, and the end of the last: int32 [number of sequences + 1]."""
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)

@@ -45,13 +45,16 @@ def rotate_packed(
     """Rotate the two halves of the leading `freqs.size(-1)` features of every head.
 
     x: queries or keys, [T, heads, d], as is the result; cu_seqlens: int32 [S + 1], the angles are
-    kept on it; freqs: angles by position, [longest, 1, 1, rotary d], both halves equal; scale:
-    factor of cosines and sines (YaRN), one value for the same `freqs`."""
+    kept on it; its attribute `positions`, int64 [T], says where tokens are in their samples, by
+    default every sequence begins at 0; freqs: angles by position, [longest, 1, 1, rotary d], both
+    halves equal; scale: factor of cosines and sines (YaRN), one value for the same `freqs`."""
     owner: Any = cu_seqlens  # a tensor takes attributes of any name
     found: _Angles | None = getattr(owner, "rope", None)
     if found is None or found.freqs is not freqs or found.cos.dtype != x.dtype:
-        starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=x.size(0))
-        positions = torch.arange(x.size(0), device=starts.device) - starts
+        positions = getattr(owner, "positions", None)
+        if positions is None:
+            starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=x.size(0))
+            positions = torch.arange(x.size(0), device=starts.device) - starts
         angles = freqs[positions, 0, :, : freqs.size(-1) // 2]
         cos = (angles.cos() * scale).to(x.dtype)
         sin = (angles.sin() * scale).to(x.dtype)

@@ -160,7 +160,8 @@ def rotate_packed_sequences_at_once() -> None:
     def apply(
         t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **settings: Any
     ) -> torch.Tensor:
-        by_position = freqs.size(0) != t.size(0) or len(cu_seqlens) == 2
+        has_positions = hasattr(cu_seqlens, "positions")
+        by_position = has_positions or freqs.size(0) != t.size(0) or len(cu_seqlens) == 2
         cp_group = settings["cp_group"]
         is_whole = cp_group is not None and cp_group.size() == 1
         if not by_position or not is_whole or settings.get("rotary_interleaved"):

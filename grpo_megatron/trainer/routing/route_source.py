@@ -39,6 +39,11 @@ class RouteSource:
         return bool(self._replay.shape.layers)
 
     @property
+    def _counts_once(self) -> bool:
+        """Whether a token that samples share counts once for all of them."""
+        return self.settings.shared_tokens == "once"
+
+    @property
     def needs_old_pass(self) -> bool:
         """Whether training needs what only an old-policy pass finds."""
         if not self.active:
@@ -61,20 +66,21 @@ class RouteSource:
         return found
 
     def _read(self, microbatch: MicroBatch) -> Routes:
-        """Read the routes of a micro-batch, whose last token of each sample has none."""
+        """Read the routes of a micro-batch, whose last token of each sample has none.
+
+        Samples that share a token have the same route there (`batching.shared_prompts`)."""
         replay = self._replay
         shape = self._replay.shape
         layers = replay.layers
         size = microbatch.num_tokens
         ids = np.zeros((len(layers), size, shape.experts_per_token), shape.dtype)
         known = np.zeros((len(layers), size), bool)
-        start = 0
-        for row, length in zip(microbatch.table_rows.tolist(), microbatch.lengths, strict=True):
+        token_rows = microbatch.tree.token_rows
+        for row, with_route in zip(microbatch.table_rows.tolist(), token_rows, strict=True):
             part, status = self._table.routes(row, layers, shape)
-            ids[:, start : start + length - 1] = part
-            known[:, start : start + length - 1] = status == RouteStatus.OK
+            ids[:, with_route[:-1]] = part
+            known[:, with_route[:-1]] = status == RouteStatus.OK
             self._by_status += np.bincount(status.ravel(), minlength=len(self._by_status))
-            start += length
         if ids.dtype == np.uint16:  # of which torch has no index operations
             ids = ids.astype(np.int16)
         own_ids = local_part(torch.from_numpy(ids), 1)
@@ -139,6 +145,7 @@ class RouteSource:
             record=True,
             record_log_probs=self.settings.keep_loss == "kl",
             measure=True,
+            counts_once=self._counts_once,
         )
 
     def training_pass(self, update: UpdateBatch, constants: LossConstants) -> RoutingPass | None:
@@ -158,7 +165,13 @@ class RouteSource:
         if is_first_pass and update.routes is not None:
             compared["rollout"] = update.routes
         keep = self._keep(update, replayed, constants)
-        return RoutingPass(replayed=replayed, compared=compared, measure=is_first_pass, keep=keep)
+        return RoutingPass(
+            replayed=replayed,
+            compared=compared,
+            measure=is_first_pass,
+            keep=keep,
+            counts_once=self._counts_once,
+        )
 
     def margin_pass(self, update: UpdateBatch) -> RoutingPass | None:
         """Build a pass that only looks at the current weights, with the routes of training.
@@ -207,7 +220,10 @@ class RouteSource:
             at_tokens = torch.zeros(microbatch.num_tokens)
             of_tokens = next(places_on_host)
             sample_of_token = next(places_on_host)
-            at_tokens[of_tokens] = of_sample[sample_of_token].float()
+            of_uses = of_sample[sample_of_token].float()
+            if self._counts_once:
+                of_uses = of_uses / microbatch.uses.in_update[of_tokens]
+            at_tokens.index_add_(0, of_tokens, of_uses)
             weights.append(pinned(local_part(at_tokens).contiguous()))
         balance = None
         if settings.balance_weight > 0:
@@ -234,11 +250,17 @@ class RouteSource:
         """Compute coefficients of the balance loss, fp32 [R, E]: this rank's layers. Collective."""
         replay = self._replay
         chosen = []
-        for routes in replayed:
+        for microbatch, routes in zip(batch.microbatches, replayed, strict=True):
+            uses = local_part(microbatch.uses.weights(once=self._counts_once)).double()
             for row in range(len(replay.layers)):
                 known = routes.known[row]
-                chosen.append((row, routes.ids[row][known].flatten()))
+                ids = routes.ids[row][known]
+                weights = uses[known].repeat_interleave(ids.size(1))
+                chosen.append((row, ids.flatten(), weights))
         counts = replay.count_experts(chosen)
-        found = balance_coefficients(counts, self.settings.balance_weight, batch.num_tokens)
+        num_tokens = float(batch.num_tokens)
+        if self._counts_once:
+            num_tokens = batch.num_distinct_tokens
+        found = balance_coefficients(counts, self.settings.balance_weight, num_tokens)
         own_rows = [replay.shape.layers.index(layer) for layer in replay.layers]
         return found[own_rows].float()

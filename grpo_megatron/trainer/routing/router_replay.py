@@ -75,6 +75,8 @@ class RoutingPass:
     sums: RoutingSums | None = None
     flipped: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(comparison, micro-batch) -> 0 or 1 [2, T]: flipped in a layer of this rank, compared."""
+    counts_once: bool = False
+    """Whether a shared token counts once in sums over tokens (`RoutingConfig.shared_tokens`)."""
 
 
 class RouterReplayHook:
@@ -142,15 +144,15 @@ class RouterReplayHook:
             run.recorded_log_probs[index, self.row] = on_the_way_to_host(log_probs)
         if run.sums is None:
             return
-        real = self.replay.num_real[index]
+        weights = self.replay.weights[index]
         row = self.replay.shape.layers.index(self.layer)
         if run.measure:
-            log_p = self.log_probs(scores[:real])
-            run.sums.add_load(row, chosen[:real], -(log_p.exp() * log_p).sum(-1))
+            log_p = self.log_probs(scores)
+            run.sums.add_load(row, chosen, -(log_p.exp() * log_p).sum(-1), weights)
         for name, all_routes in run.compared.items():
             ids, known = all_routes[index].of_row(self.row, live.device)
             flips, jaccard = agreement(ids, live)
-            run.sums.add_comparison(name, row, flips, jaccard, known)
+            run.sums.add_comparison(name, row, flips, jaccard, weights * known)
             flags = torch.stack([(flips > 0) & known, known]).long()
             run.flipped[name, index] = run.flipped.get((name, index), 0) | flags
 
@@ -174,8 +176,8 @@ class RouterReplayHook:
             loss = loss + (weights * getattr(router_losses, keep.kind)(log_p, chosen)).sum()
         loss = loss / len(self.replay.shape.layers)
         if keep.balance is not None:
-            real = self.replay.num_real[index]
-            loss = loss + (log_p[:real].exp() @ keep.balance[self.row].to(log_p)).sum()
+            of_tokens = log_p.exp() @ keep.balance[self.row].to(log_p)
+            loss = loss + (self.replay.weights[index] * of_tokens).sum()
         if forward:
             run.keep_loss = run.keep_loss + loss.detach().double()
         self._loss = None
@@ -205,8 +207,9 @@ class RouteReplay:
         self.running: RoutingPass | None = None
         self.position: list[tuple[int, bool]] = [(0, True)] * len(models)
         """By chunk: the micro-batch that it works on, and whether this is its forward."""
-        self.num_real: list[int] = []
-        """By micro-batch: how many of this rank's tokens come before the padding."""
+        self.weights: list[Tensor] = []
+        """By micro-batch: what this rank's tokens count in sums over samples, fp32 [T]; padding
+        0."""
         self.hooks: list[RouterReplayHook] = []
         self.layers: list[int] = []
         """Layer numbers, from 0, of this rank's rows."""
@@ -227,7 +230,11 @@ class RouteReplay:
                 self.shape.layers, self.shape.num_experts, list(run.compared), device()
             )
         self.running = run
-        self.num_real = [count_real(microbatch) for microbatch in microbatches]
+        self.weights = []
+        if run is not None:
+            for microbatch in microbatches:
+                weights = local_part(microbatch.uses.weights(once=run.counts_once))
+                self.weights.append(to_device(weights, device()))
         try:
             yield
         finally:
@@ -251,15 +258,17 @@ class RouteReplay:
         if self.running is not None and output.requires_grad:
             output.register_hook(back)
 
-    def count_experts(self, chosen: Iterable[tuple[int, Tensor]]) -> Tensor:
+    def count_experts(self, chosen: Iterable[tuple[int, Tensor, Tensor]]) -> Tensor:
         """Count how often rows of this rank chose each expert: fp64 [L, E] of all ranks.
 
-        chosen: rows, and integer ids [n] that were chosen there. Collective."""
+        chosen: rows, integer ids [n] that were chosen there, and how often each counts, fp64 [n].
+        Collective."""
         layers = self.shape.layers
         num_experts = self.shape.num_experts
         counts = torch.zeros(len(layers), num_experts, dtype=torch.float64)
-        for row, ids in chosen:
-            counts[layers.index(self.layers[row])] += torch.bincount(ids, minlength=num_experts)
+        for row, ids, weights in chosen:
+            found = torch.bincount(ids, weights, minlength=num_experts)
+            counts[layers.index(self.layers[row])] += found
         return summed(counts)
 
     def finish(self, run: RoutingPass, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
@@ -269,14 +278,17 @@ class RouteReplay:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         for name, total in zip(run.compared, run.sums.any_layer, strict=True):
             flags_by_microbatch = []
+            weights = []
             for microbatch in microbatches:
                 none_flipped = torch.zeros_like(local_part(microbatch.tokens[0]).expand(2, -1))
                 flags = run.flipped.get((name, microbatch.index), none_flipped)
                 flags_by_microbatch.append(flags)
+                of_tokens = local_part(microbatch.uses.weights(once=run.counts_once))
+                weights.append(to_device(of_tokens, flags.device))
             flags = torch.cat(flags_by_microbatch, 1)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=pipeline)
             if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-                total += flags.sum(1)
+                total += (flags * torch.cat(weights)).sum(1)
         for tensor in (run.sums.load, run.sums.entropy, run.sums.compared, run.sums.any_layer):
             dist.all_reduce(tensor)
         metrics = run.sums.result()
@@ -291,7 +303,7 @@ def count_real(microbatch: MicroBatch) -> int:
     group = parallel_state.get_tensor_model_parallel_group()
     size = microbatch.num_tokens // int(group.size())
     before = size * int(group.rank())
-    return min(max(sum(microbatch.lengths) - before, 0), size)
+    return min(max(microbatch.num_real - before, 0), size)
 
 
 def local_part(tensor: Tensor, dim: int = 0) -> Tensor:

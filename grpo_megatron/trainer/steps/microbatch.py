@@ -7,7 +7,6 @@ Shape legend: T packed tokens (with padding), S samples, n policy tokens."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from grpo_megatron.batching.prefix_rows import RowTree, SamplePaths, lay_out
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.device_copies import to_device
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens
@@ -27,21 +27,43 @@ if TYPE_CHECKING:
     from grpo_megatron.trainer.routing.router_replay import Routes, RoutingPass
 
 
+@dataclass(frozen=True)
+class TokenUses:
+    """How often the tokens of a row are used, on the host: fp32 [T], padding 0."""
+
+    here: torch.Tensor
+    """Samples of the row that have the token."""
+    in_update: torch.Tensor
+    """Samples of the optimizer step that have it, at least 1."""
+
+    def weights(self, *, once: bool) -> torch.Tensor:
+        """What a token counts in sums over samples, fp32 [T]; with `once` the same token of all
+        samples of the optimizer step counts 1 together."""
+        if once:
+            return self.here / self.in_update
+        return self.here
+
+
 @dataclass
 class MicroBatch:
-    """Samples laid end to end, their policy tokens, and what passes before the loss found on them.
+    """Samples in a row, their policy tokens, and what passes before the loss found on them.
+
+    They lie end to end, but what several begin with is there once (`batching.prefix_rows`), so that
+    a token may be the row of several policy tokens.
 
     Where a pass has no output on this rank (`is_output_rank`), what it found is empty."""
 
     index: int  # position in this rank's plan
     table_rows: np.ndarray  # int64 [S]
-    lengths: tuple[int, ...]  # [S], prompt and completion tokens; padding follows
+    lengths: tuple[int, ...]  # [S], prompt and completion tokens
+    tree: RowTree  # of the row, with padding as its last segment
     tokens: torch.Tensor  # int64 [1, T]
     position_ids: torch.Tensor  # int64 [1, T]
     packed: PackedSeqParams
     rows: torch.Tensor  # int64 [n]: the position before each policy token
     targets: torch.Tensor  # int64 [n]: the policy tokens
     sample: torch.Tensor  # int64 [n], 0..S-1
+    uses: TokenUses
     rollout_logprobs: torch.Tensor  # fp32 [n]; minus infinity: unusable
     kept: KeptIds | None = None  # of truncated sampling
     # what passes found
@@ -63,6 +85,14 @@ class MicroBatch:
         """T, with padding."""
         return self.tokens.size(1)
 
+    @property
+    def num_real(self) -> int:
+        """Tokens before the padding."""
+        num_real = 0
+        for token_rows in self.tree.token_rows:
+            num_real = max(num_real, int(token_rows.max(initial=-1)) + 1)
+        return num_real
+
 
 @dataclass
 class UpdateBatch:
@@ -73,7 +103,13 @@ class UpdateBatch:
     only advantages need the tokens."""
     microbatches: Sequence[MicroBatch]
     num_tokens: int
-    """Prompt and policy tokens of all ranks."""
+    """Prompt and policy tokens of all samples and ranks."""
+    num_computed_tokens: int = 0
+    """Tokens that all ranks compute, without padding: a shared one counts once a row."""
+    num_distinct_tokens: float = 0.0
+    """Tokens of all samples, of which one that samples share counts once."""
+    num_split_prompts: int = 0
+    """Prompts that are computed more than once because the engine's routes on them differ."""
     routes: list[Routes] | None = None
     """The engine's, of each micro-batch."""
     old_routing: RoutingPass | None = None
@@ -87,32 +123,43 @@ class UpdateBatch:
 
 
 def build_microbatch(
-    index: int, table: SampleTable, table_rows: np.ndarray, *, pad_to: int, device: torch.device
+    index: int,
+    table: SampleTable,
+    table_rows: np.ndarray,
+    *,
+    pad_to: int,
+    device: torch.device,
+    paths: SamplePaths | None = None,
 ) -> MicroBatch:
     """Pack `table_rows`; pad the total to a multiple of `pad_to` with a sequence of its own.
 
-    index: position in the rank's plan. Without rows there is nothing but padding."""
+    index: position in the rank's plan; paths: what these samples share, by default nothing.
+    Without rows there is nothing but padding."""
     sequences = []
-    rows = []
     targets = []
     rollout_logprobs = []
     masks = []
-    start = 0
     for row in table_rows.tolist():
         prompt = table.prompt_ids(row)
         completion, logprobs = table.completion(row)
         sequences.append(np.concatenate([prompt, completion]))
-        rows.append(np.arange(len(completion)) + start + len(prompt) - 1)
         targets.append(completion)
         rollout_logprobs.append(logprobs)
         masks.append(table.kept(row))
-        start += len(prompt) + len(completion)
-    padding = -start % pad_to
-    if start == 0:
-        padding = pad_to
-    if padding:
-        sequences.append(np.zeros(padding, np.int64))
     lengths = [len(sequence) for sequence in sequences]
+    if paths is None:
+        paths = SamplePaths.without_sharing(np.array(lengths, np.int64))
+    tree = lay_out(paths)
+    padding = -tree.num_tokens % pad_to
+    if tree.num_tokens == 0:
+        padding = pad_to
+    tree = tree.padded(padding)
+    tokens = np.zeros(tree.num_tokens, np.int64)
+    rows = []
+    for sequence, target, token_rows in zip(sequences, targets, tree.token_rows, strict=True):
+        tokens[token_rows] = sequence
+        num_prompt = len(sequence) - len(target)
+        rows.append(token_rows[num_prompt - 1 : len(sequence) - 1])
     counts = np.array([len(target) for target in targets], np.int64)
 
     def flat(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
@@ -132,29 +179,48 @@ def build_microbatch(
             missing=flat([~known], torch.bool),
             token_on_host=token,
         )
-    bounds = [0, *itertools.accumulate(lengths)]
-    cumulative = flat([np.array(bounds)], torch.int32)
-    packed: Any = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cumulative,
-        cu_seqlens_kv=cumulative,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-    )
-    packed.bounds_on_host = bounds  # attention need not ask the device for them
+    position_ids = flat([tree.positions], torch.int64)
     return MicroBatch(
         index=index,
         table_rows=table_rows,
-        lengths=tuple(lengths[: len(table_rows)]),
-        tokens=flat(sequences, torch.int64)[None],
-        position_ids=flat([np.arange(length) for length in lengths], torch.int64)[None],
-        packed=packed,
+        lengths=tuple(lengths),
+        tree=tree,
+        tokens=flat([tokens], torch.int64)[None],
+        position_ids=position_ids[None],
+        packed=_packed(tree, flat([np.array(tree.bounds)], torch.int32), position_ids),
         rows=flat(rows, torch.int64),
         targets=flat(targets, torch.int64),
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
+        uses=_token_uses(tree, paths),
         rollout_logprobs=flat(rollout_logprobs, torch.float32),
         kept=kept,
     )
+
+
+def _packed(tree: RowTree, bounds: torch.Tensor, positions: torch.Tensor) -> PackedSeqParams:
+    """Describe the row to Megatron, and the tree to our attention and rotation.
+
+    bounds: of segments, int32 [B + 1]; positions: int64 [T]."""
+    described: Any = bounds
+    described.positions = positions  # for `trainer.megatron.rope`
+    packed: Any = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=int(tree.lengths.max()),
+        max_seqlen_kv=tree.longest_path,
+    )
+    packed.tree = tree  # attention need not ask the device
+    return packed
+
+
+def _token_uses(tree: RowTree, paths: SamplePaths) -> TokenUses:
+    """Count how often each token of a row is used by its samples, and by those of the step."""
+    token_rows = np.concatenate([np.empty(0, np.int64), *tree.token_rows])
+    here = np.bincount(token_rows, minlength=tree.num_tokens)
+    in_update = np.ones(tree.num_tokens, np.int64)
+    in_update[token_rows] = np.repeat(paths.uses.ravel(), paths.lengths.ravel())
+    return TokenUses(torch.from_numpy(here).float(), torch.from_numpy(in_update).float())
 
 
 def _joined_masks(

@@ -20,7 +20,9 @@ from megatron.core.utils import unwrap_model
 
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.stats import Stats
-from grpo_megatron.batching.packing import plan_microbatches
+from grpo_megatron.batching.packing import plan_microbatches, plan_shared_microbatches
+from grpo_megatron.batching.prefix_rows import SamplePaths
+from grpo_megatron.batching.shared_prompts import shared_prompts
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.device_copies import to_host
@@ -48,23 +50,20 @@ def prepare(
     trained: np.ndarray | None = None,
 ) -> UpdateBatch:
     """Plan and pack the samples `rows` (int64) for this rank; those in the loss are `trained`
-    (int64, some of `rows`), or all.
+    (int64, some of `rows`), or all. With `share_prefixes`, a prompt is in a micro-batch once.
 
     Every data-parallel rank gets equally many micro-batches, and as many as virtual pipeline
     stages need: a multiple of the pipeline's size. Raises DataError where a sample is longer than a
     micro-batch."""
     if trained is None:
         trained = rows
-    lengths = (table.prompt_lengths + table.completion_lengths)[rows]
-    multiple_of = 1
-    if layout.virtual_pipeline_parallel_size:
-        multiple_of = layout.pipeline_parallel_size
-    plan = plan_microbatches(
-        lengths,
-        num_ranks=parallel_state.get_data_parallel_world_size(),
-        max_tokens=layout.max_tokens_per_microbatch,
-        multiple_of=multiple_of,
-    )
+    shared = shared_prompts(table, rows)
+    paths = shared.paths
+    num_split_prompts = shared.num_split
+    if not layout.share_prefixes:
+        paths = paths.apart()
+        num_split_prompts = 0
+    plan = _plan(layout, paths)
     own_plan = plan[parallel_state.get_data_parallel_rank()]
     microbatches = []
     for index, part in enumerate(own_plan):
@@ -74,9 +73,42 @@ def prepare(
             rows[part],
             pad_to=layout.token_multiple,
             device=device(),
+            paths=paths.of(part),
         )
         microbatches.append(microbatch)
-    return UpdateBatch(torch.from_numpy(trained), microbatches, int(lengths.sum()))
+    return UpdateBatch(
+        torch.from_numpy(trained),
+        microbatches,
+        num_tokens=int(paths.totals.sum()),
+        num_computed_tokens=_count_computed_tokens(paths, plan),
+        num_distinct_tokens=float((paths.lengths / paths.uses).sum()),
+        num_split_prompts=num_split_prompts,
+    )
+
+
+def _plan(layout: TrainerConfig, paths: SamplePaths) -> list[list[np.ndarray]]:
+    """Places in `paths` of the samples of every rank and micro-batch, int64."""
+    num_ranks = int(parallel_state.get_data_parallel_world_size())
+    max_tokens = layout.max_tokens_per_microbatch
+    multiple_of = 1
+    if layout.virtual_pipeline_parallel_size:
+        multiple_of = layout.pipeline_parallel_size
+    if layout.share_prefixes:
+        return plan_shared_microbatches(
+            paths, num_ranks=num_ranks, max_tokens=max_tokens, multiple_of=multiple_of
+        )
+    return plan_microbatches(
+        paths.totals, num_ranks=num_ranks, max_tokens=max_tokens, multiple_of=multiple_of
+    )
+
+
+def _count_computed_tokens(paths: SamplePaths, plan: Sequence[Sequence[np.ndarray]]) -> int:
+    """Count the tokens of all rows of a plan, without padding."""
+    count = 0
+    for of_rank in plan:
+        for samples in of_rank:
+            count += paths.count_tokens(samples)
+    return count
 
 
 def untruncated(output: torch.Tensor) -> torch.Tensor:
@@ -299,6 +331,21 @@ def reduce_stats(stats: Stats) -> Stats:
             part = Stats(_to_tensors(means), _to_tensors(maxima), _to_tensors(samples), units)
             total.add(part)
     return total
+
+
+def sharing_metrics(updates: Sequence[UpdateBatch]) -> dict[str, float]:
+    """Say what share of all tokens was computed, and how many prompts engines routed differently.
+
+    Of the updates of a step, equal on all ranks; empty where there is none."""
+    num_tokens = sum(update.num_tokens for update in updates)
+    if num_tokens == 0:
+        return {}
+    num_computed = sum(update.num_computed_tokens for update in updates)
+    num_split = sum(update.num_split_prompts for update in updates)
+    return {
+        "batch/computed_token_fraction": num_computed / num_tokens,
+        "routing/split_prompts": float(num_split),
+    }
 
 
 def losses_and_norms(updates: Sequence[Stats]) -> tuple[list[float], list[float]]:

@@ -333,6 +333,7 @@ class Training:
         metrics = derived(total.result())
         skipped = self.num_planned_updates - len(self.updates)
         metrics["batch/skipped_updates"] = float(skipped)
+        metrics.update(optimizer_step.sharing_metrics(self.updates))
         metrics.update(evaluate.batch_metrics(self.objective, self.batch, advantages))
         for name, value in self.objective.state.items():
             if isinstance(value, float):

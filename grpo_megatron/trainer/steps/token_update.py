@@ -16,10 +16,11 @@ from grpo_megatron.errors import TrainerError
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.trainer.requests import TrainReport
 from grpo_megatron.trainer.routing.route_source import RouteSource
-from grpo_megatron.trainer.steps.microbatch import MicroBatch
+from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
 from grpo_megatron.trainer.steps.optimizer_step import (
     losses_and_norms,
     prepare,
+    sharing_metrics,
     train_step,
 )
 from grpo_megatron.trainer.steps.teachers import Teachers
@@ -71,7 +72,7 @@ def train_tokens(
     Without `teachers` the loss is the negative log-likelihood. Collective."""
     total = Stats()
     by_update = []
-    num_tokens = 0
+    updates: list[UpdateBatch] = []
     source = RouteSource(config, policy.replay, table)
     for number in range(int(table.update.max(initial=-1)) + 1):
         rows = np.flatnonzero(table.update == number)
@@ -88,16 +89,21 @@ def train_tokens(
         stats = train_step(policy, update, loss, source.margin_pass(update))
         by_update.append(stats)
         total.add(stats)
-        num_tokens += update.num_tokens
+        updates.append(update)
     losses, grad_norms = losses_and_norms(by_update)
     return TrainReport(
-        metrics={**total.result(), **source.metrics(), "optimizer/lr": rate},
+        metrics={
+            **total.result(),
+            **source.metrics(),
+            **sharing_metrics(updates),
+            "optimizer/lr": rate,
+        },
         normalisers=total.units,
         state={},
         updates=len(by_update),
         losses=losses,
         grad_norms=grad_norms,
-        tokens=num_tokens,
+        tokens=sum(update.num_tokens for update in updates),
     )
 
 

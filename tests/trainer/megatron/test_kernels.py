@@ -25,7 +25,8 @@ EVERYTHING = Installed(cuda=True, transformer_engine=True, deep_ep=True, hybrid_
 def computation(
     *, num_experts: int = 8, latent: bool = False, factor: float = 1.0, **layout
 ) -> Computation:
-    trainer = TrainerConfig(num_ranks=2, expert_parallel_size=2, **layout)
+    settings = {"num_ranks": 2, "expert_parallel_size": 2, "share_prefixes": False, **layout}
+    trainer = TrainerConfig(**settings)
     return Computation(
         trainer, num_experts=num_experts, latent_attention=latent, rotary_factor=factor
     )
@@ -61,6 +62,7 @@ def test_a_gpu_without_transformer_engine_fuses_what_torch_compiles():
         (computation(), "fused"),
         (computation(factor=1.2), "separate"),
         (computation(latent=True), "separate"),
+        (computation(share_prefixes=True), "separate"),
     ],
 )
 def test_the_fused_rotation_is_used_where_it_is_right(wanted, rope):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.trainer.test_layout_parity import assert_same
+from tests.trainer.test_layout_parity import APART, assert_same
 
 TRAIN = "tests.trainer.routing_ranks:train"
 R3 = {"replay": "r3", "on_missing": "fail"}
@@ -56,8 +56,9 @@ CASES = [
 
 @pytest.fixture(scope="session")
 def one_rank(world1, routed):
+    """With every sample computed alone; the layouts compute prompts once."""
     model, samples = routed
-    return world1.run(TRAIN, model=model, samples=samples, layout={}, routing=R3, spy=True)
+    return world1.run(TRAIN, model=model, samples=samples, layout=APART, routing=R3, spy=True)
 
 
 def test_one_rank_applies_the_stored_routes(one_rank):
@@ -65,6 +66,26 @@ def test_one_rank_applies_the_stored_routes(one_rank):
     assert one_rank["looked_at"] > 500
     assert one_rank["wrong_routes"] == 0
     assert one_rank["metrics"]["routing/rollout_slot_flip_rate"] > 0.3  # they are random
+
+
+def test_prompts_with_one_route_are_shared_and_the_others_kept_apart(world1, routed, one_rank):
+    """The last sample of each of the 6 groups has other routes on its prompt."""
+    model, samples = routed
+    found = world1.run(TRAIN, model=model, samples=samples, layout={}, routing=R3, spy=True)
+    assert found["metrics"]["routing/split_prompts"] == 6
+    assert one_rank["metrics"]["routing/split_prompts"] == 0
+    assert found["metrics"]["batch/computed_token_fraction"] < 0.9
+    assert 300 < found["looked_at"] < one_rank["looked_at"]
+    _assert_equal(found, one_rank)
+
+
+def _assert_equal(found, one_rank):
+    """Loss, every gradient, pre-clip norm, and the metrics of routing, with all routes applied."""
+    assert found["wrong_routes"] == 0
+    assert_same(found, one_rank)
+    for name, value in one_rank["metrics"].items():
+        if name.startswith("routing/") and name != "routing/split_prompts":
+            assert found["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def test_live_routing_is_something_else(world1, routed, one_rank):
@@ -76,17 +97,13 @@ def test_live_routing_is_something_else(world1, routed, one_rank):
 
 @pytest.mark.parametrize(("size", "layout"), CASES)
 def test_every_layout_equals_one_rank(request, routed, one_rank, size, layout):
-    """Loss, every gradient, pre-clip norm, and the metrics of routing; several micro-batches."""
+    """Several micro-batches; recomputed layers are looked at again."""
     model, samples = routed
     found = request.getfixturevalue(f"world{size}").run(
         TRAIN, model=model, samples=samples, layout=LAYOUTS[size][layout], routing=R3, spy=True
     )
-    assert found["wrong_routes"] == 0
-    assert found["looked_at"] >= one_rank["looked_at"]  # recomputed layers are looked at again
-    assert_same(found, one_rank)
-    for name, value in one_rank["metrics"].items():
-        if name.startswith("routing/"):
-            assert found["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert found["looked_at"] > 300
+    _assert_equal(found, one_rank)
 
 
 def test_replaying_ones_own_routes_changes_nothing(world1, moe_model, three_updates):
@@ -114,7 +131,7 @@ def test_r2_at_two_ranks(world1, world2, moe_model, three_updates, layout):
     arguments = {"model": moe_model, "samples": three_updates, "routing": {"replay": "r2"}}
     assert_same(
         world2.run(TRAIN, layout=layout, **arguments),
-        world1.run(TRAIN, layout={}, **arguments),
+        world1.run(TRAIN, layout=APART, **arguments),
         3e-5,
     )
 
@@ -139,13 +156,37 @@ HOLD = {
 @pytest.mark.parametrize("loss", ["set_mass", "balance"])
 def test_losses_on_routers_at_every_layout(request, world1, routed, size, layout, loss):
     arguments = {"model": routed[0], "samples": routed[1], "routing": HOLD[loss]}
-    expected = world1.run(TRAIN, layout={}, **arguments)
+    expected = world1.run(TRAIN, layout=APART, **arguments)
     found = request.getfixturevalue(f"world{size}").run(
         TRAIN, layout=LAYOUTS[size][layout], **arguments
     )
     assert_same(found, expected)
     assert found["metrics"]["routing/loss"] == pytest.approx(
         expected["metrics"]["routing/loss"], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("shared_tokens", ["each_use", "once"])
+@pytest.mark.parametrize("loss", HOLD)
+def test_losses_on_routers_do_not_depend_on_sharing(world1, routed, loss, shared_tokens):
+    """A shared prompt counts as it would alone, and so do the losses on its last token."""
+    routing = {**HOLD[loss], "shared_tokens": shared_tokens}
+    arguments = {"model": routed[0], "samples": routed[1], "routing": routing}
+    apart, shared = (world1.run(TRAIN, layout=layout, **arguments) for layout in (APART, {}))
+    assert_same(shared, apart)
+    for name in ("routing/loss", "routing/load_cv", "routing/entropy"):
+        assert shared["metrics"][name] == pytest.approx(apart["metrics"][name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("loss", ["set_mass", "balance"])
+def test_counting_a_shared_token_once_is_another_loss(world1, routed, loss):
+    arguments = {"model": routed[0], "samples": routed[1], "layout": {}}
+    each_use, once = (
+        world1.run(TRAIN, routing={**HOLD[loss], "shared_tokens": shared_tokens}, **arguments)
+        for shared_tokens in ("each_use", "once")
+    )
+    assert once["metrics"]["routing/loss"] != pytest.approx(
+        each_use["metrics"]["routing/loss"], rel=1e-4
     )
 
 
