@@ -58,7 +58,6 @@ from grpo_megatron.trainer.steps.microbatch import MicroBatch
 from grpo_megatron.trainer.steps.optimizer_step import prepare, train_step
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 from grpo_megatron.weights.transfer import listening_store
-from grpo_megatron.weights.transfer_plan import TransferPlan
 
 
 def main(recipe: str = "rl_loop.toml", *overrides: str) -> None:
@@ -189,21 +188,18 @@ class WeightsToEngine:
 
     source: ModelSender
     target: EngineControl
-    plan: TransferPlan
 
     async def publish(self, version: int) -> None:
         """Stream all weights; digests of both ends are compared before the engine goes on."""
-        await self.target.publish(
-            version, self.plan, lambda: asyncio.to_thread(self.source.send, version)
-        )
+        await self.target.publish(version, lambda: asyncio.to_thread(self.source.send, version))
 
 
 async def connect(config: RunConfig, policy: Policy, engine: EngineClient) -> WeightsToEngine:
     source = ModelSender(policy.sharded, config.publish)
     target = EngineControl([engine])
-    opened = source.open(await target.num_workers())
-    await target.prepare(opened.senders, lambda: asyncio.to_thread(source.join))
-    return WeightsToEngine(source, target, opened.plan)
+    streams = source.open(await target.kept_boxes(source.tensors()))
+    await target.prepare(streams, lambda: asyncio.to_thread(source.join))
+    return WeightsToEngine(source, target)
 
 
 # --- around it

@@ -171,7 +171,9 @@ def plan(
         return
     found = plan_of(config, device)
     if as_json:
-        typer.echo(json.dumps({**asdict(found), "worst": asdict(found.worst)}, indent=2))
+        publish = {**asdict(found.publish), "seconds": found.publish.seconds}
+        values = {**asdict(found), "publish": publish, "worst": asdict(found.worst)}
+        typer.echo(json.dumps(values, indent=2))
     else:
         _print(found)
     problems = memory_problems(config, found)
@@ -244,8 +246,19 @@ def _print(found: Any) -> None:
     for name, number in found.numbers.items():
         words = name.removesuffix("_bytes").replace("_", " ")
         lines[words] = _number(name, number)
+    if found.usable_bytes is not None:
+        lines["publish over the links"] = _publish(found.publish)
     typer.echo()
     print_table(("what", ""), list(lines.items()))
+
+
+def _publish(found: Any) -> str:
+    """The arithmetic of `plan.publishing`, for a person."""
+    behind = f"(1 + {found.num_replicas - 1} replicas behind / {found.num_buckets} buckets)"
+    return (
+        f"{format_size(found.worker_bytes)} / {found.link_bytes_per_s / 1e9:.0f} GB/s * {behind} = "
+        f"{found.seconds:.1f} s; a trainer rank sends {format_size(found.sender_bytes)}"
+    )
 
 
 def _number(name: str, number: float) -> str:

@@ -303,15 +303,17 @@ class RolloutConfig(Strict):
 class PublishConfig(Strict):
     """Weight publishing from the trainer to the servers."""
 
-    method: Literal["gloo", "file"] = "gloo"
-    """`gloo`: streamed through process groups; `file`: safetensors and `reload_weights`."""
+    method: Literal["auto", "nccl", "gloo", "file"] = "auto"
+    """`nccl`: from GPU to GPU; `gloo`: through host memory; `auto`: NCCL where trainer and engines
+    have GPUs of their own, else gloo; `file`: safetensors and `reload_weights`."""
     pause: Literal["wait", "abort", "keep"] = "wait"
     """Requests in flight: `wait` for their end; with batch.max_staleness >= 1 also `abort` them and
     continue with new requests, or let the engine `keep` them, both under the new weights."""
     num_senders: int = Field(1, ge=1)
-    """Trainer ranks that send, each its own part of the tensors."""
+    """Without effect, for recipes of earlier versions: every trainer rank sends what it holds."""
     bucket_mib: int = Field(256, ge=1)
-    """Tensors are packed up to this size, or an eighth of the model where that is less."""
+    """Weights travel in messages up to this size, or a 64th of what an engine worker keeps where
+    that is less (and more than 1 MiB)."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |trainer - engine| log-prob difference over the canary's tokens; default: 1e-4
     where both compute in float32, else 0.1 (bfloat16 MoE: 0.02 is usual)."""
@@ -524,6 +526,19 @@ class RunConfig(Strict):
     def _groups_stay_on_one_engine(self) -> bool:
         """Whether all samples of a prompt are one request."""
         return not self.rollout.deterministic and self.allocation is None
+
+    @property
+    def publish_carrier(self) -> Literal["gloo", "nccl"]:
+        """What carries weights, where they do not go through files.
+
+        A GPU cannot be twice in a group of NCCL, so trainers that share theirs take gloo."""
+        method = self.publish.method
+        if method == "nccl":
+            return "nccl"
+        placement = self.placement
+        if method == "auto" and placement.gpus_per_node > 0 and placement.mode == "separate":
+            return "nccl"
+        return "gloo"
 
     @property
     def records_routes(self) -> bool:

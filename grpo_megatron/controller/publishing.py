@@ -15,13 +15,13 @@ from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.trainer.requests import (
     CompareLogprobs,
+    DescribeWeights,
     ExportModel,
     JoinTransfer,
     OpenTransfer,
     SendWeights,
 )
 from grpo_megatron.types import Completion, Prompt
-from grpo_megatron.weights.transfer_plan import TransferPlan
 
 LOGPROB_CHECK_TOKENS = 16
 # Recipes and metrics call the log-prob check `canary` (`publish.canary`, `canary/abs_max`); names
@@ -49,7 +49,6 @@ class Publisher:
         self.resumed_at = 0.0
         self._seconds = 0.0  # that the last publish took
         self._control = EngineControl([])
-        self._plan: TransferPlan | None = None
 
     async def publish(self, version: int) -> None:
         """Bring `version` into all live engines; raises an EngineError when none is left."""
@@ -96,14 +95,18 @@ class Publisher:
 
     async def _publish(self, clients: Sequence[EngineClient], version: int) -> None:
         await self._connect(clients)
-        if self._plan is None:
+        if self.config.publish.method == "file":
             directory = self.run_dir.root / "publish"
             await self.trainer.call(ExportModel(directory))
             await self._control.publish_file(version, str(directory.absolute()))
         else:
-            await self._control.publish(
-                version, self._plan, lambda: self.trainer.call(SendWeights(version=version))
-            )
+            try:
+                await self._control.publish(
+                    version, lambda: self.trainer.call(SendWeights(version=version))
+                )
+            except EngineError:  # the streams are broken: the next publish connects anew
+                self._control = EngineControl([], asleep=self._control.asleep)
+                raise
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
         """Connect trainer and engines anew where these are not `clients`."""
@@ -112,11 +115,11 @@ class Publisher:
         control = EngineControl(
             clients, pause_mode=self.config.publish.pause, asleep=self._control.asleep
         )
-        if self.config.publish.method == "gloo":
-            workers = await control.num_workers()
-            opened = await self.trainer.call(OpenTransfer(num_workers=workers))
-            self._plan = opened.plan
-            await control.prepare(opened.senders, lambda: self.trainer.call(JoinTransfer()))
+        if self.config.publish.method != "file":
+            tensors = await self.trainer.call(DescribeWeights())
+            kept = await control.kept_boxes(tensors)
+            streams = await self.trainer.call(OpenTransfer(kept=kept))
+            await control.prepare(streams, lambda: self.trainer.call(JoinTransfer()))
         self._control = control
 
     async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:

@@ -11,6 +11,7 @@ from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import ModelConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.model_facts import configuration_of, origin_of
+from grpo_megatron.plan.publishing import PublishPlan, plan_publish
 from grpo_megatron.plan.rank_bytes import static_bytes
 from grpo_megatron.plan.step_memory import step_bytes
 from grpo_megatron.plan.weights import ELEMENT_BYTES, Sizes, sizes_of, weights_of_chunk
@@ -40,6 +41,7 @@ class Plan:
     stages: tuple[RankMemory, ...]
     usable_bytes: int | None  # of a GPU, for the trainer; None on a CPU
     engine: dict[str, int]  # of a GPU: bytes of weights and KV cache; tokens of a server's cache
+    publish: PublishPlan
     numbers: dict[str, float]  # of the run; tokens and what follows from them at full length
 
     @property
@@ -68,10 +70,12 @@ def plan_of(config: RunConfig, device: str = "h100-80g", *, worst_only: bool = F
         wanted = sorted({0, min(1, pp - 1), pp - 1})
     stages = tuple(_fullest(config, sizes, work, stage) for stage in wanted)
     whole = sizes_of(hf, vocab_size, TrainerConfig())
+    engine = _engine(config, hf, vocab_size, memory)
     return Plan(
         stages,
         usable,
-        engine=_engine(config, hf, vocab_size, memory),
+        engine=engine,
+        publish=plan_publish(config, engine["weights"]),
         numbers=_numbers(config, whole, sizes, work["num_microbatches"]),
     )
 

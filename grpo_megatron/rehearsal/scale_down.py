@@ -272,8 +272,6 @@ def _layout(config: RunConfig, changes: _Changes) -> None:
         changes.set("trainer.first_stage_layers", None, "unequal stages stay unequal")
     elif first is not None:
         changes.set("trainer.first_stage_layers", 2, "unequal stages stay unequal")
-    senders = min(_two_at_most(config.publish.num_senders), num_ranks)
-    changes.set("publish.num_senders", senders, why)
     machine = "this machine"
     changes.set("placement.trainer_nodes", 1, machine)
     changes.set("placement.rollout_nodes", 0, machine)

@@ -7,10 +7,14 @@ Whatever goes wrong, engines stay paused: none may sample from weights that nobo
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.segments import finish_or_cancel
-from grpo_megatron.weights.transfer_plan import TransferPlan
+from grpo_megatron.weights.boxes import Box
+from grpo_megatron.weights.publish_plan import Kept, OpenedStream, tensor_names, wrong_messages
+from grpo_megatron.weights.transfer_plan import TensorEntry
 
 _SETTLE_S = 2.0
 _FIRST_ONLY = "of data-parallel engines vLLM passes on the first one's answer: use replicas instead"
@@ -40,46 +44,71 @@ class EngineControl:
         self.paused = False
         self._started = False
         self._world_sizes: list[int] = []
+        self._num_tensors = 0
 
-    async def num_workers(self) -> int:
-        """Count the worker processes of all replicas: for so many each sender must wait."""
+    async def kept_boxes(self, tensors: Sequence[TensorEntry]) -> list[Kept]:
+        """Ask every worker which boxes of `tensors` it keeps; replicas one after the other.
+
+        Raises MismatchError where not all workers of a replica answer."""
+        self._world_sizes = await self._count_workers()
+        # An update that was broken off has taken the layers apart.
+        await self._call_workers("abandon_update")
+        answers = await self._call_workers("kept_boxes", tensors=tensors)
+        kept: list[Kept] = []
+        for client, size, workers in zip(self.clients, self._world_sizes, answers, strict=True):
+            _require_all(client, size, workers)
+            for number, worker in enumerate(workers):
+                self._tell_whole(client, number, worker["whole"])
+                kept.append(msgspec.convert(worker["boxes"], dict[str, list[Box]]))
+        return kept
+
+    async def _count_workers(self) -> list[int]:
         answers = await self._control("/get_world_size", method="GET")
-        self._world_sizes = [answer["world_size"] for answer in answers]
-        return sum(self._world_sizes)
+        return [answer["world_size"] for answer in answers]
+
+    def _tell_whole(self, client: EngineClient, worker: int, whole: Mapping[str, str]) -> None:
+        """Name the tensors that a worker gets as a whole although it may keep a part of them."""
+        if not whole:
+            return
+        first = min(whole)
+        print(
+            f"worker {worker} of {client.name} receives {len(whole)} tensors as a whole: "
+            f"{whole[first]}",
+            flush=True,
+        )
 
     async def prepare(
-        self, senders: Sequence[tuple[str, int]], join: Callable[[], Awaitable[Any]]
+        self, streams: Sequence[OpenedStream], join: Callable[[], Awaitable[Any]]
     ) -> None:
-        """Connect every worker with every sender (host and port, in plan order), once, after
-        `num_workers`. `join` makes the senders wait for the workers; it runs at the same time."""
-        info = {
-            "senders": senders,
-            "timeout_s": self._timeout_s,
-            "world_size": 1 + sum(self._world_sizes),
-        }
-        await self._call_workers("abandon_update")
+        """Connect every worker with its stream, once, after `kept_boxes`.
+
+        `join` makes the senders wait for the workers; it runs at the same time."""
+        of_worker: dict[int, tuple[int, OpenedStream]] = {}
+        for number, opened in enumerate(streams):
+            for worker in opened.stream.workers:
+                of_worker[worker] = (number, opened)
         calls = [join()]
-        offset = 1
+        first = 0
         for client, workers in zip(self.clients, self._world_sizes, strict=True):
-            init_info = {**info, "rank_offset": offset}
-            calls.append(client.control("/init_weight_transfer_engine", {"init_info": init_info}))
-            offset += workers
+            own = [of_worker[worker] for worker in range(first, first + workers)]
+            info = {"streams": own, "first_worker": first, "timeout_s": self._timeout_s}
+            calls.append(client.control("/init_weight_transfer_engine", {"init_info": info}))
+            first += workers
+        self._num_tensors = len(tensor_names(streams))
         await _all(calls)
 
-    async def publish(
-        self, version: int, plan: TransferPlan, send: Callable[[], Awaitable[Mapping[str, str]]]
-    ) -> None:
+    async def publish(self, version: int, send: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
         """Bring `version` into every replica and prove that it arrived; `send` makes the trainer
-        send and returns the digests of all tensors. Raises MismatchError: a worker received another
+        send and returns the digest of each message. Raises MismatchError: a worker received another
         one, or replicas of equal layout hold different weights; EngineError: a replica died."""
         await self._make_ready_for_weights()
         await self._start_update()
-        sent = await self._transfer(version, plan, send)
+        sent = await self._transfer(version, send)
         reports = await self._call_workers("update_report")
         if not _has_failed(reports):
             await self._control("/finish_weight_update", {"weight_version": str(version)})
         self._started = False
-        self._check_reports(plan, sent, reports)
+        self._check_reports(sent, reports)
         await self._check_and_resume()
 
     async def publish_file(self, version: int, path: str) -> None:
@@ -134,10 +163,10 @@ class EngineControl:
             self._started = True
 
     async def _transfer(
-        self, version: int, plan: TransferPlan, send: Callable[[], Awaitable[Mapping[str, str]]]
+        self, version: int, send: Callable[[], Awaitable[Mapping[str, str]]]
     ) -> Mapping[str, str]:
         """Have the workers receive what the trainer sends at the same time; digests as sent."""
-        body = {"update_info": {"plan": plan, "publish": version}}
+        body = {"update_info": {"publish": version}}
         calls: list[Awaitable[Any]] = [send()]
         for client in self.clients:
             calls.append(client.control("/update_weights", body))
@@ -149,35 +178,34 @@ class EngineControl:
         """Make a control request of every replica; their answers in order."""
         return await _all(client.control(*request, **options) for client in self.clients)
 
-    async def _call_workers(self, method: str) -> list[list[Any]]:
+    async def _call_workers(self, method: str, **arguments: Any) -> list[list[Any]]:
         """Call a method of every worker; results by replica."""
-        return await _all(client.call_workers(method) for client in self.clients)
+        return await _all(client.call_workers(method, **arguments) for client in self.clients)
 
     def _check_reports(
-        self,
-        plan: TransferPlan,
-        sent: Mapping[str, str],
-        reports: Sequence[Sequence[Mapping[str, Any]]],
+        self, sent: Mapping[str, str], reports: Sequence[Sequence[Mapping[str, Any]]]
     ) -> None:
-        names = [entry.name for entry in plan.entries]
+        """Raise where a worker did not receive everything, or something else than was sent."""
         for client, size, workers in zip(self.clients, self._world_sizes, reports, strict=True):
-            if len(workers) != size:
-                raise MismatchError(
-                    f"{len(workers)} of {size} workers of {client.name} reported",
-                    where="rollout.engine_arguments",
-                    remedy=_FIRST_ONLY,
-                )
+            _require_all(client, size, workers)
             for number, report in enumerate(workers):
+                worker = f"worker {number} of {client.name}"
                 if report["failure"]:
-                    raise EngineError(f"worker {number} of {client.name}: {report['failure']}")
-                digests = report["digests"]
-                wrong = [name for name in names if digests.get(name) != sent[name]]
+                    raise EngineError(f"{worker}: {report['failure']}")
+                changed = report["changed"]
+                if changed:
+                    raise MismatchError(
+                        f"{len(changed)} of {self._num_tensors} tensors reached {worker} changed, "
+                        f"the first is {changed[0]!r}",
+                        remedy=_REMEDY,
+                    )
+                wrong = wrong_messages(sent, report["digests"], report["stream"])
                 if wrong:
                     raise MismatchError(
-                        f"{len(wrong)} of {len(names)} tensors reached worker {number} of "
-                        f"{client.name} changed, the first is {wrong[0]!r}",
+                        f"{len(wrong)} messages reached {worker} with other digests than the "
+                        f"trainer reports, the first is {wrong[0]}",
+                        where="stream/bucket/trainer rank",
                         remedy=_REMEDY,
-                        where=f"trainer {sent[wrong[0]]}, engine {digests.get(wrong[0])}",
                     )
 
     async def _check_and_resume(self) -> None:
@@ -197,6 +225,15 @@ class EngineControl:
                         remedy=_REMEDY,
                     )
         await self.resume(tags="kv_cache")
+
+
+def _require_all(client: EngineClient, size: int, workers: Sequence[Any]) -> None:
+    if len(workers) != size:
+        raise MismatchError(
+            f"{len(workers)} of {size} workers of {client.name} reported",
+            where="rollout.engine_arguments",
+            remedy=_FIRST_ONLY,
+        )
 
 
 def _has_failed(reports: Sequence[Sequence[Mapping[str, Any]]]) -> bool:

@@ -1,8 +1,8 @@
-"""The trainer's side of a publish: gather each tensor, stream it from its sender.
+"""The trainer's side of a publish: every rank sends the parts that it holds, as they are.
 
-Senders are spread over the world. Each streams the tensors it holds itself, so an expert's
-weights need not pass through rank 0; what no sender holds travels to one point to point."""
+Nothing is gathered; which part goes to which engine worker is planned in `weights.publish_plan`."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -10,100 +10,121 @@ import torch.distributed as dist
 from grpo_megatron.config.run import PublishConfig
 from grpo_megatron.errors import TransferError
 from grpo_megatron.network import own_address
-from grpo_megatron.trainer.requests import OpenedTransfer
-from grpo_megatron.weights.gather import GatherEntry, ShardedModel, all_gathered, assign_to_senders
-from grpo_megatron.weights.transfer import WeightSender
-from grpo_megatron.weights.transfer_plan import TransferPlan
-
-_MIN_BUCKETS = 2
-_MIN_BUCKET_BYTES = 1 << 20
+from grpo_megatron.weights.carriers import Carrier
+from grpo_megatron.weights.gather import PieceReader, ShardedModel, all_gathered
+from grpo_megatron.weights.publish_plan import (
+    HeldBox,
+    Kept,
+    OpenedStream,
+    plan_streams,
+    tensors_of,
+)
+from grpo_megatron.weights.transfer import StreamSender
+from grpo_megatron.weights.transfer_plan import TensorEntry
 
 
 class ModelSender:
-    """Streams the model of all ranks under Hugging Face names. Every method is collective."""
+    """Sends the model of all ranks under Hugging Face names. Every method is collective.
 
-    def __init__(self, model: ShardedModel, config: PublishConfig):
+    Attributes:
+        senders: This rank's ends of the streams to which it contributes, in the plan's order."""
+
+    def __init__(self, model: ShardedModel, config: PublishConfig, carrier: Carrier = "gloo"):
         self.model = model
         self.config = config
-        self.sender: WeightSender | None = None
-        self.plan: TransferPlan | None = None
-        self.parts: dict[int, list[GatherEntry]] = {}
-        """What each sending rank sends, in order."""
+        self.senders: list[StreamSender] = []
+        self._carrier: Carrier = carrier
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._num_buckets = 0
 
-    def open(self, num_workers: int) -> OpenedTransfer:
-        """Make this publish's plan and listen for `num_workers` engine workers per sender."""
+    def tensors(self) -> list[TensorEntry]:
+        """List the Hugging Face tensors of the model, in checkpoint order."""
+        return tensors_of(self._held_by_rank())
+
+    def _held_by_rank(self) -> list[list[HeldBox]]:
+        held: list[list[HeldBox]] = all_gathered(self.model.held_boxes())
+        return held
+
+    def open(self, kept: Sequence[Kept]) -> list[OpenedStream]:
+        """Plan the transfer to engine workers that keep `kept`, and listen for them.
+
+        Raises MismatchError where they keep something that the trainer does not have."""
+        streams = plan_streams(self._held_by_rank(), kept, self.config.bucket_mib << 20)
         rank = dist.get_rank()
-        num_senders = self.config.num_senders
-        senders = []  # spread over the ranks, and so over the nodes
-        for index in range(num_senders):
-            senders.append(index * dist.get_world_size() // num_senders)
-        self.parts = assign_to_senders(self.model.entries, senders)
-        self.plan = self._transfer_plan()
-        address = None
-        if rank in senders:
-            self.sender = WeightSender(own_address(), num_workers, index=senders.index(rank))
-            address = (self.sender.host, self.sender.port)
-        addresses = all_gathered(address)
-        return OpenedTransfer([addresses[sender] for sender in senders], self.plan)
-
-    def _transfer_plan(self) -> TransferPlan:
-        wire = []
-        for index, part in enumerate(self.parts.values()):
-            for entry in part:
-                wire += entry.parameter.entries(entry.dtype, index)
-        # Small models go in several buckets too: engines load one while the next is gathered.
-        num_bytes = sum(tensor.num_bytes for tensor in wire)
-        share = max(num_bytes // _MIN_BUCKETS, _MIN_BUCKET_BYTES)
-        return TransferPlan(
-            tuple(wire),
-            num_senders=self.config.num_senders,
-            bucket_bytes=min(self.config.bucket_mib << 20, share),
-        )
+        self.close()
+        hosted: dict[int, tuple[str, int]] = {}
+        for number, stream in enumerate(streams):
+            self._num_buckets = max(self._num_buckets, len(stream.buckets()))
+            if rank not in stream.senders:
+                continue
+            sender = StreamSender(number, stream, rank, own_address(), self._carrier)
+            self.senders.append(sender)
+            if rank == stream.senders[0]:
+                hosted[number] = sender.listen()
+        for addresses in all_gathered(hosted):
+            self._addresses.update(addresses)
+        opened = []
+        for number, stream in enumerate(streams):
+            host, port = self._addresses[number]
+            opened.append(OpenedStream(host, port, self._carrier, stream))
+        return opened
 
     def join(self) -> None:
         """Wait until the engines' workers have joined.
 
         Raises TransferError on every rank if not all of them do."""
-        failure = ""
-        try:
-            if self.sender is not None:
-                self.sender.join()
-        except TransferError as error:
-            failure = error.message
-        _together(None, failure)
+
+        def join_all() -> None:
+            for sender in self.senders:
+                sender.join(self._addresses[sender.number])
+
+        self._together(join_all)
 
     def send(self, version: int) -> dict[str, str]:
-        """Stream everything once under weight version `version`.
+        """Send everything once under weight version `version`.
 
-        Returns digests by Hugging Face name. Raises TransferError, on every rank, where an engine
-        does not take it; the next `open` begins with new groups."""
+        Returns the digest of each message, by `message_key`. Raises TransferError, on every rank,
+        where an engine does not take it; the next publish begins with `open`."""
+
+        def send_all() -> None:
+            reader = PieceReader(self.model)
+            # Bucket by bucket on every rank: each worker waits for one bucket of all its senders.
+            for bucket in range(self._num_buckets):
+                for sender in self.senders:
+                    sender.send(version, bucket, reader.read)
+            for sender in self.senders:
+                sender.finish()
+
+        self._together(send_all)
         own_digests: dict[str, str] = {}
-        failure = ""
-        for rank, part in self.parts.items():
-            # One sender at a time, as workers take them: a sender that went on to gather for the
-            # next one before its own last bucket was out would wait for what waits for it.
-            tensors = self.model.stream(part, [rank] * len(part))
-            if rank == dist.get_rank():
-                assert self.sender is not None and self.plan is not None  # opened
-                try:
-                    own_digests = self.sender.send(tensors, self.plan, publish=version)
-                except TransferError as error:
-                    failure = error.message
-            for _ in tensors:  # ranks that send nothing more still take part in the gathers
-                pass
+        for sender in self.senders:
+            own_digests.update(sender.digests)
         digests: dict[str, str] = {}
-        for part in _together(own_digests, failure):
-            digests.update(part)
+        for of_rank in all_gathered(own_digests):
+            digests.update(of_rank)
         return digests
 
+    def _together(self, work: Callable[[], Any]) -> None:
+        """Do this rank's work. Raises TransferError on all ranks where that of one fails."""
+        failure = ""
+        try:
+            work()
+        except TransferError as error:
+            failure = error.message
+            self.close()  # workers that live wait no longer
+        failures = [text for text in all_gathered(failure) if text]
+        if failures:
+            self.close()
+            raise TransferError(
+                max(failures),
+                where="publish",
+                remedy="look for the first error in the logs of the engines",
+            )
 
-def _together(found: Any, failure: str) -> tuple[Any, ...]:
-    """Return every rank's `found`. Raises TransferError on all ranks where one has a `failure`."""
-    parts, failures = zip(*all_gathered((found, failure)), strict=True)
-    if any(failures):
-        raise TransferError(
-            max(failures),
-            where="publish",
-            remedy="look for the first error in the logs of the engines",
-        )
-    return parts
+    def close(self) -> None:
+        """Leave all streams."""
+        for sender in self.senders:
+            sender.close()
+        self.senders = []
+        self._addresses = {}
+        self._num_buckets = 0

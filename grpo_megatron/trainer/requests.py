@@ -8,7 +8,9 @@ from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
-from grpo_megatron.weights.transfer_plan import TransferPlan
+from grpo_megatron.weights.boxes import Box
+from grpo_megatron.weights.publish_plan import OpenedStream
+from grpo_megatron.weights.transfer_plan import TensorEntry
 
 Answer = TypeVar("Answer")
 
@@ -139,18 +141,15 @@ class ExportModel(Request[int], frozen=True, tag=True):
 # --- publishing
 
 
-class OpenedTransfer(msgspec.Struct, frozen=True):
-    """Where engine workers find the senders, and what these will send."""
-
-    senders: list[tuple[str, int]]
-    """Host and port, in the order of the plan."""
-    plan: TransferPlan
+class DescribeWeights(Request[list[TensorEntry]], frozen=True, tag=True):
+    """List the Hugging Face tensors that a publish is made of."""
 
 
-class OpenTransfer(Request[OpenedTransfer], frozen=True, kw_only=True, tag=True):
-    """Plan the transfer, and listen for `num_workers` engine workers per sender."""
+class OpenTransfer(Request[list[OpenedStream]], frozen=True, kw_only=True, tag=True):
+    """Plan the transfer, and listen for the engines' workers."""
 
-    num_workers: int
+    kept: list[dict[str, list[Box]]]
+    """What each worker of each replica keeps, by tensor name."""
 
 
 class JoinTransfer(Request[None], frozen=True, tag=True):
@@ -158,7 +157,7 @@ class JoinTransfer(Request[None], frozen=True, tag=True):
 
 
 class SendWeights(Request[dict[str, str]], frozen=True, kw_only=True, tag=True):
-    """Stream all weights once; the answer is the digest of each Hugging Face tensor."""
+    """Send all weights once; the answer is the digest of each message."""
 
     version: int
 
@@ -178,6 +177,7 @@ AnyRequest = (
     | LoadCheckpoint
     | FindCorruptFiles
     | ExportModel
+    | DescribeWeights
     | OpenTransfer
     | JoinTransfer
     | SendWeights

@@ -23,6 +23,7 @@ from grpo_megatron.trainer.model_sender import ModelSender
 from grpo_megatron.trainer.requests import (
     AnyRequest,
     CompareLogprobs,
+    DescribeWeights,
     ExportModel,
     FindCorruptFiles,
     JoinTransfer,
@@ -80,7 +81,7 @@ class TrainerService:
             config.routing.router_policy,
             temperature,
         )
-        self.model_sender = ModelSender(self.policy.sharded, config.publish)
+        self.model_sender = ModelSender(self.policy.sharded, config.publish, config.publish_carrier)
         self.load_hf(model_path)
         self.references = References(config)
         if self.references.wanted:
@@ -113,8 +114,10 @@ class TrainerService:
                 return corrupt_files(directory)
             case ExportModel(directory=directory):
                 return hf_export.export_model(self.policy.sharded, directory, self.model_path)
-            case OpenTransfer(num_workers=num_workers):
-                return self.model_sender.open(num_workers)
+            case DescribeWeights():
+                return self.model_sender.tensors()
+            case OpenTransfer(kept=kept):
+                return self.model_sender.open(kept)
             case JoinTransfer():
                 return self.model_sender.join()
             case SendWeights(version=version):

@@ -24,7 +24,7 @@ from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.trainer.protocol import encode, error_reply
 from grpo_megatron.trainer.requests import AnyRequest, Stop, read_request, to_json_values
-from grpo_megatron.weights.transfer import listening_store
+from grpo_megatron.weights.carriers import listening_store
 
 if TYPE_CHECKING:  # Megatron looks at the machine when it is imported, see `main`
     from grpo_megatron.trainer.megatron.process_groups import RankInfo

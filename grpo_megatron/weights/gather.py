@@ -3,8 +3,6 @@
 All ranks take part in the same order. A parameter travels only to the rank that wants it:
 tensor-parallel parts are gathered, then a holder's copy goes to the receiver."""
 
-import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.weights.parameters import OUTPUT_LAYER, Parameter, TensorMap
+from grpo_megatron.weights.boxes import Box
+from grpo_megatron.weights.parameters import OUTPUT_LAYER, HeldTensor, Parameter, TensorMap
+from grpo_megatron.weights.publish_plan import HeldBox, checkpoint_order
+from grpo_megatron.weights.transfer_plan import TensorEntry, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,30 @@ class ShardedModel:
             for described in held_there:
                 holders.setdefault(described, []).append(rank)
         entries = []
-        for (name, shape, dtype), ranks in sorted(holders.items(), key=_checkpoint_order):
+        for (name, shape, dtype), ranks in sorted(holders.items(), key=_order):
             if self.map.tied_embeddings and name == OUTPUT_LAYER:
                 continue  # the embedding is sent
             parameter = self.map.parameter(name, shape)
             entries.append(GatherEntry(parameter, dtype, tuple(ranks)))
         return entries
+
+    def held_boxes(self) -> list[HeldBox]:
+        """Say which parts of which Hugging Face tensors are on this rank.
+
+        Raises KeyError where a weight has no Hugging Face name."""
+        boxes = []
+        for shard in self.shards:
+            if self.map.tied_embeddings and shard.name == OUTPUT_LAYER:
+                continue  # the embedding is sent
+            stand_in = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, device="meta")
+            for held in self._held_by(shard, stand_in):
+                entry = TensorEntry(held.name, dtype_name(shard.tensor.dtype), held.shape)
+                boxes.append(HeldBox(entry, held.box))
+        return boxes
+
+    def _held_by(self, shard: Shard, tensor: torch.Tensor) -> list[HeldTensor]:
+        parameter = self.map.parameter(shard.name, shard.full_shape)
+        return parameter.held_by(tensor, shard.dim, shard.size, shard.rank)
 
     @property
     def _device(self) -> torch.device:
@@ -115,6 +134,38 @@ class ShardedModel:
                     yield name, tensor
 
 
+class PieceReader:
+    """Gives parts of Hugging Face tensors that are on this rank, as the weights are now.
+
+    Made anew for each pass over the weights: where rows of several tensors are interleaved in one
+    weight, it keeps a copy of the last one that was asked for."""
+
+    def __init__(self, model: ShardedModel):
+        self._model = model
+        self._shards: dict[str, Shard] = {}
+        for shard in model.shards:
+            if model.map.tied_embeddings and shard.name == OUTPUT_LAYER:
+                continue
+            for name, _ in model.map.parameter(shard.name, shard.full_shape).hf:
+                self._shards[name] = shard
+        self._last: Shard | None = None
+        self._held: list[HeldTensor] = []
+
+    @torch.no_grad()
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return `box` of the tensor `name`, a view of the weight where that is possible.
+
+        Raises KeyError where it is not on this rank."""
+        shard = self._shards[name]
+        if shard is not self._last:
+            self._held = self._model._held_by(shard, shard.tensor.detach())
+            self._last = shard
+        for held in self._held:
+            if held.name == name and held.box.contains(box):
+                return box.view_in(held.box, held.tensor)
+        raise KeyError(f"{box} of {name!r} is not on this rank")
+
+
 def all_gathered(value: Any) -> list[Any]:
     """Return the `value` of every rank, by rank; it must be picklable. Collective."""
     world: list[Any] = [None] * dist.get_world_size()
@@ -131,39 +182,9 @@ def on_rank_0(action: Callable[..., object], *arguments: Any) -> None:
     dist.barrier()
 
 
-def assign_to_senders(
-    entries: Sequence[GatherEntry], senders: Sequence[int]
-) -> dict[int, list[GatherEntry]]:
-    """Return the entries that each of `senders` (global ranks) sends, in order.
-
-    An entry goes to a sender that holds it, or to any where none does; of several, to the one with
-    the fewest bytes so far, the lowest rank first."""
-    num_bytes = dict.fromkeys(senders, 0)
-    parts: dict[int, list[GatherEntry]] = {sender: [] for sender in senders}
-
-    def load(sender: int) -> tuple[int, int]:
-        return num_bytes[sender], sender
-
-    for entry in entries:
-        candidates = [sender for sender in senders if sender in entry.holders]
-        if not candidates:
-            candidates = list(senders)
-        sender = min(candidates, key=load)
-        num_bytes[sender] += math.prod(entry.parameter.shape) * entry.dtype.itemsize
-        parts[sender].append(entry)
-    return parts
-
-
-def _checkpoint_order(item: tuple[_Described, list[int]]) -> list[str | int]:
-    """Sort key of a name: numbers by size, not by digits, so layer by layer, expert by expert."""
+def _order(item: tuple[_Described, list[int]]) -> list[str | int]:
     (name, _, _), _ = item
-    key: list[str | int] = []
-    for part in re.split(r"(\d+)", name):
-        if part.isdigit():
-            key.append(int(part))
-        else:
-            key.append(part)
-    return key
+    return checkpoint_order(name)
 
 
 def _gather_parts(parameter: Parameter, held: Shard, source: int) -> torch.Tensor:

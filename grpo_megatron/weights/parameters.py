@@ -14,7 +14,8 @@ import torch
 
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import unified
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.boxes import Box
+from grpo_megatron.weights.transfer_plan import TensorEntry, dtype_name
 
 OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -88,6 +89,16 @@ def resolve(rules: tuple[Rule, ...], name: str) -> tuple[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A part of a Hugging Face tensor that is on this rank: `box` of its full `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """One weight of the whole model, made of the rows of Hugging Face tensors.
 
@@ -99,10 +110,9 @@ class Parameter:
     hf: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes
     groups: int = 1
 
-    def entries(self, dtype: torch.dtype, sender: int = 0) -> list[TensorEntry]:
-        """Describe its Hugging Face tensors for a file, or for the wire from `sender`."""
-        text = str(dtype).removeprefix("torch.")
-        return [TensorEntry(name, text, shape, sender) for name, shape in self.hf]
+    def entries(self, dtype: torch.dtype) -> list[TensorEntry]:
+        """Describe its Hugging Face tensors for a file."""
+        return [TensorEntry(name, dtype_name(dtype), shape) for name, shape in self.hf]
 
     def merge(self, tensors: Sequence[torch.Tensor], parts: int = 1) -> torch.Tensor:
         """Make Megatron's tensor of `tensors`, one for each of `hf` in that order. With `parts`,
@@ -122,6 +132,49 @@ class Parameter:
         start = 0
         for _, shape in self.hf:
             rows = shape[0] // self.groups
+            tensors.append(grouped.narrow(1, start, rows).flatten(0, 1))
+            start += rows
+        return tensors
+
+    def held_by(
+        self, part: torch.Tensor, dim: int | None = None, size: int = 1, rank: int = 0
+    ) -> list["HeldTensor"]:
+        """Say which parts of its Hugging Face tensors a tensor-parallel part of it is.
+
+        part: number `rank` of `size` equal ones along `dim`; None: the whole parameter. Padding of
+        the vocabulary is left out, and with it what is nothing but padding. ValueError: a group of
+        query heads is spread over several parts, so that keys and values are no rows of one."""
+        if size > self.groups > 1 and dim == 0:
+            raise ValueError(
+                f"{self.name!r} has {self.groups} query groups, which {size} parts cannot share"
+            )
+        tensors = self._local_tensors(part, dim, size)
+        held = []
+        for (name, shape), tensor in zip(self.hf, tensors, strict=True):
+            start = [0] * len(shape)
+            if dim is not None:
+                start[dim] = rank * tensor.shape[dim]
+            if len(shape) > 0:
+                rows = min(tensor.shape[0], shape[0] - start[0])  # what is more is padding
+                if rows <= 0:
+                    continue
+                tensor = tensor[:rows]
+            held.append(HeldTensor(name, shape, Box(tuple(start), tuple(tensor.shape)), tensor))
+        return held
+
+    def _local_tensors(self, part: torch.Tensor, dim: int | None, size: int) -> list[torch.Tensor]:
+        """The rows of each Hugging Face tensor in a part; views, but where rows are interleaved."""
+        if len(self.hf) == 1:
+            return [part]
+        num_parts = 1
+        if dim == 0:
+            num_parts = size
+        groups = max(self.groups // num_parts, 1)
+        grouped = part.view(groups, -1, *part.shape[1:])
+        tensors = []
+        start = 0
+        for _, shape in self.hf:
+            rows = shape[0] // num_parts // groups
             tensors.append(grouped.narrow(1, start, rows).flatten(0, 1))
             start += rows
         return tensors

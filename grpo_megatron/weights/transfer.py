@@ -1,245 +1,411 @@
-"""The wire protocol of weight publishing: trainer senders to the workers of all rollout engines.
+"""The wire protocol of weight publishing: trainer ranks to the engine workers of one stream.
 
-    sender 0 (trainer rank) ─┐                      ┌─ worker 0 of replica 0   (rank 1)
-    sender 1                 ├─ one gloo group each ┼─ worker 1 of replica 0   (rank 2)
-    ...                     ─┘   rank 0 = sender    └─ worker 0 of replica 1   (rank 3) ...
+    trainer rank 0 ─┐
+    trainer rank 5 ─┼─> worker 1 of replica 0 ──> worker 1 of replica 1 ──> ...
+    trainer rank 6 ─┘
 
-Sender k streams the buckets of its own tensors, each after a header (publish number, bucket index,
-size, status), by which a disagreement or a failed sender is noticed. Every worker takes the senders
-in the same order: no circle. Waits end after `timeout_s` with an error that names the other."""
+They form one group (see `carriers`): senders first, then workers. A message (see `publish_plan`)
+travels from its sender to the first worker, and from each worker to the next while that one still
+loads. Its header (publish, bucket, bytes, status) tells a disagreement or a failed sender; the
+digests of its pieces, taken before packing, are compared by every worker. Waits end after
+`timeout_s` with an error that names the other."""
 
-import ipaddress
-import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    ProcessGroupGloo,
-    TCPStore,
-)
+import xxhash
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_megatron.errors import MismatchError, TransferError
-from grpo_megatron.weights.transfer_plan import Bucket, TransferPlan, digest_tensor, entry_of
+from grpo_megatron.weights.boxes import Box
+from grpo_megatron.weights.carriers import (
+    Carrier,
+    GpuWork,
+    Naming,
+    gloo_group,
+    listening_store,
+    message_device,
+    nccl_group,
+)
+from grpo_megatron.weights.digest import digest_of
+from grpo_megatron.weights.publish_plan import (
+    Bucket,
+    Message,
+    Part,
+    Stream,
+    message_key,
+)
+from grpo_megatron.weights.transfer_plan import TensorEntry, as_bytes
 
 DEFAULT_TIMEOUT_S = 300.0
-_GLOO: Any = ProcessGroupGloo  # torch's stubs leave out its options and collectives
-GlooGroup = Any
-_BUCKET = 0
-"""Status in a header: the bucket follows."""
+_AHEAD = 3
+"""Buckets that are under way at once on a link, so that it does not rest while one end is late."""
+_OK = 0
+"""Status in a header: the pieces follow."""
 _ABORT = 1
-"""Status in a header: the sender has failed, nothing follows."""
+"""Status in a header: the sender has failed, nothing of use follows."""
+
+LoadParts = Callable[[list[tuple[TensorEntry, dict[Box, torch.Tensor]]]], object]
+"""Takes the tensors of a bucket: for each the boxes that this worker keeps of it."""
 
 
-class WeightSender:
-    """The trainer's end of one group. `host` is the address at which the workers of all replicas
-    reach this process, which listens on no other; `index` says which sender of the plan it is."""
+class StreamGroup:
+    """A process's place in the group of one stream. `rank` counts senders, then workers."""
 
-    def __init__(
-        self, host: str, num_workers: int, *, index: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
-    ):
-        self.host = host
-        self.index = index
-        self._num_workers = num_workers
-        self._timeout = timedelta(seconds=timeout_s)
-        self._store = listening_store(host, num_workers, self._timeout)
-        self.port: int = self._store.port
-        self._group: GlooGroup | None = None
+    def __init__(self, stream: Stream, rank: int, carrier: Carrier, timeout_s: float):
+        self.rank = rank
+        self.carrier: Carrier = carrier
+        self.num_senders = len(stream.senders)
+        self._names = [f"trainer rank {sender}" for sender in stream.senders]
+        self._names += [f"engine worker {worker}" for worker in stream.workers]
+        self._timeout_s = timeout_s
+        self._group: Any = None
+        self._under_way: list[Transmission] = []
 
-    def join(self) -> None:
-        """Wait until all workers have joined; returns at once where they have.
+    @property
+    def size(self) -> int:
+        """Senders and workers."""
+        return len(self._names)
 
-        Raises TransferError after `timeout_s`."""
-        if self._group is None:
-            with _Naming(f"sender {self.index} waiting for {self._num_workers} workers to join"):
-                self._group = _group(
-                    self._store, self.host, 0, 1 + self._num_workers, self._timeout
-                )
+    @property
+    def name(self) -> str:
+        """This process, as errors call it."""
+        return self._names[self.rank]
 
-    def send(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], plan: TransferPlan, *, publish: int = 0
-    ) -> dict[str, str]:
-        """Stream this sender's tensors, holding at most two buckets.
+    def join(self, store: TCPStore, own_host: str) -> None:
+        """Wait until all members have joined. Raises TransferError: not within the time limit.
 
-        tensors: the plan's entries of this sender, in its order; each may be dropped once the next
-        one is asked for. publish: weight version, on which both sides must agree. Returns digests
-        from before packing. MismatchError: not the tensor that is next in the plan."""
-        self.join()
-        assert self._group is not None  # joined
-        stream = iter(tensors)
-        digests: dict[str, str] = {}
-        sending: tuple[Any, torch.Tensor] | None = None  # the work, and what must live until then
-        try:
-            buckets = plan.buckets(self.index)
-            for number, bucket in enumerate(buckets):
-                data = self._pack(bucket, stream, digests)
-                if number == len(buckets) - 1:  # while the workers can still be told
-                    for name, _ in stream:
-                        raise MismatchError(f"tensor {name!r} is not in the transfer plan")
-                self._finish(sending)
-                with _Naming(f"sender {self.index} sending bucket {number} to the engine workers"):
-                    header = torch.tensor([publish, number, data.numel(), _BUCKET])
-                    self._group.broadcast(header, 0).wait()
-                    sending = self._group.broadcast(data, 0), data
-            self._finish(sending)
-        except TransferError:
-            self._group = None  # closed: workers that live wait no longer
-            raise
-        except BaseException:
-            self._abort(publish, sending)
-            raise
-        return digests
+        own_host: the address at which the others reach this process."""
+        members = f"{self.num_senders} trainer ranks and {self.size - self.num_senders} workers"
+        with Naming(f"{self.name} waiting for {members} to join a weight stream"):
+            if self.carrier == "nccl":
+                self._group = nccl_group(store, self.rank, self.size, self._timeout_s)
+            else:
+                self._group = gloo_group(store, own_host, self.rank, self.size, self._timeout_s)
 
-    def _pack(
-        self, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]], digests: dict[str, str]
-    ) -> torch.Tensor:
-        """Fill a bucket: uint8 [bucket.num_bytes] on the CPU, zero between tensors."""
-        data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-        for entry, (_, view) in zip(bucket.entries, bucket.views(data), strict=True):
-            given = next(stream, None)
-            if given is None:
-                raise MismatchError(f"tensor {entry.name!r} of the transfer plan was not given")
-            name, tensor = given
-            if entry_of(name, tensor, entry.sender) != entry:
-                raise MismatchError(
-                    f"sender {self.index} was given {name!r} {tensor.dtype} {tuple(tensor.shape)} "
-                    f"where the transfer plan has {entry.name!r} {entry.dtype} {entry.shape}"
-                )
-            tensor = tensor.detach().cpu()
-            digests[name] = digest_tensor(tensor)
-            view.copy_(tensor)
-        return data
+    def send(self, data: torch.Tensor, to: int) -> "Transmission":
+        """Begin to send; `data` must not change until the answer's `wait`."""
+        what = f"{self.name} sending weights to {self._names[to]}"
+        with Naming(what):
+            return self._begun(self._group.send([data], to, 0), data, what)
 
-    def _finish(self, sending: tuple[Any, torch.Tensor] | None) -> None:
-        if sending is not None:
-            with _Naming(f"sender {self.index} sending to the engine workers"):
-                sending[0].wait()
+    def receive(self, data: torch.Tensor, source: int) -> "Transmission":
+        """Begin to fill `data`, uint8 [bytes]."""
+        what = f"{self.name} receiving weights from {self._names[source]}"
+        with Naming(what):
+            return self._begun(self._group.recv([data], source, 0), data, what)
 
-    def _abort(self, publish: int, sending: tuple[Any, torch.Tensor] | None) -> None:
-        """Tell the workers that no more comes, so that they need not wait for the time limit."""
-        assert self._group is not None  # it was sending
-        with suppress(TransferError, RuntimeError):  # they are gone; the first error is raised
-            self._finish(sending)
-            self._group.broadcast(torch.tensor([publish, 0, 0, _ABORT]), 0).wait()
+    def _begun(self, work: Any, data: torch.Tensor, what: str) -> "Transmission":
+        if self.carrier == "nccl":
+            work = GpuWork(work, self._timeout_s)
+        transmission = Transmission(work, data, what)
+        unfinished = [other for other in self._under_way if other.is_under_way]
+        self._under_way = [*unfinished, transmission]
+        return transmission
+
+    def close(self) -> None:
+        """Leave: members that wait for this process are told at once.
+
+        With NCCL they notice it by their time limit, and what is under way on this GPU is given up.
+        Works keep the group open, and an error's traceback may keep them: they are dropped."""
+        for transmission in self._under_way:
+            transmission.drop()
+        if self.carrier == "nccl" and self._group is not None:
+            self._group.abort()
+        self._under_way = []
+        self._group = None
 
 
-class WeightReceiver:
-    """An engine worker's end of all groups, as rank 1 or higher.
+class Transmission:
+    """A message on its way; keeps its bytes alive."""
 
-    `senders` are host and port of each, in the order of the plan. Raises TransferError where one
-    cannot be joined within `timeout_s`."""
-
-    def __init__(
-        self,
-        senders: Sequence[tuple[str, int]],
-        *,
-        rank: int,
-        world_size: int,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ):
-        self._groups: dict[str, GlooGroup] = {}
-        timeout = timedelta(seconds=timeout_s)
-        for number, (host, port) in enumerate(senders):
-            name = f"weight sender {number} ({host}:{port})"
-            with _Naming(f"engine worker {rank} joining {name}"):
-                store = TCPStore(host, port, None, is_master=False, timeout=timeout)
-                self._groups[name] = _group(store, host, rank, world_size, timeout)
-
-    def receive(
-        self,
-        plan: TransferPlan,
-        load: Callable[[list[tuple[str, torch.Tensor]]], object],
-        *,
-        publish: int = 0,
-    ) -> dict[str, str]:
-        """Receive a whole publish, handing each bucket's tensors to `load`.
-
-        `load` may keep them: a bucket's storage is never written again. Returns every tensor's
-        digest. Raises TransferError when a sender died, gave up, hung or sends another publish."""
-        digests: dict[str, str] = {}
-        try:
-            for sender, name in enumerate(self._groups):
-                for number, bucket in enumerate(plan.buckets(sender)):
-                    data = self._bucket(name, [publish, number, bucket.num_bytes])
-                    views = bucket.views(data)
-                    for tensor_name, tensor in views:
-                        digests[tensor_name] = digest_tensor(tensor)
-                    load(views)
-        except TransferError as error:
-            if error.__cause__:  # of gloo: closed, so that nobody waits for this worker
-                self._groups.clear()
-            raise
-        return digests
-
-    def _bucket(self, name: str, expected: list[int]) -> torch.Tensor:
-        """Receive one bucket, uint8 [bytes]. expected: publish, bucket, bytes."""
-        with _Naming(f"engine worker receiving bucket {expected[1]} from {name}"):
-            header = torch.zeros(4, dtype=torch.int64)
-            self._groups[name].broadcast(header, 0).wait()
-            *got, status = header.tolist()
-            if status == _ABORT:
-                raise TransferError(f"{name} failed and gave up publish {got[0]}")
-            if got != expected:
-                raise TransferError(
-                    f"{name} sends publish, bucket, bytes {got} where this worker "
-                    f"expects {expected}"
-                )
-            data = torch.empty(expected[2], dtype=torch.uint8)
-            self._groups[name].broadcast(data, 0).wait()
-        return data
-
-
-def listening_store(host: str, num_clients: int, timeout: timedelta) -> TCPStore:
-    """Open a store on a free port of `host` only: TCPStore by itself listens on every interface."""
-    listener = socket.create_server((host, 0), backlog=max(128, num_clients))
-    return TCPStore(
-        host,
-        listener.getsockname()[1],
-        None,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _group(store: TCPStore, host: str, rank: int, world_size: int, timeout: timedelta) -> GlooGroup:
-    """A gloo group outside torch's global one; blocks until all members have come."""
-    options = _GLOO._Options()
-    options._timeout = timeout
-    # A loopback store means that every member is on this machine: then no other interface listens.
-    # Otherwise gloo takes the host's own address, or what GLOO_SOCKET_IFNAME says.
-    if ipaddress.ip_address(host).is_loopback:
-        options._devices = [_GLOO.create_device(hostname=host)]
-    else:
-        options._devices = [_GLOO.create_default_device()]
-    return _GLOO(PrefixStore("weights", store), rank, world_size, options)
-
-
-class _Naming:
-    """Turn gloo's and the store's errors into one that says what was waited for, and for whom.
-
-    No `contextmanager`: since Python 3.12 such an error and contextlib's frame hold each other, and
-    with them frames whose works keep the group open, until garbage is collected."""
-
-    def __init__(self, what: str):
+    def __init__(self, work: Any, data: torch.Tensor, what: str):
+        self.data = data
+        self._work = work
         self._what = what
 
-    def __enter__(self) -> None:
-        pass
+    @property
+    def is_under_way(self) -> bool:
+        """Whether nobody waited for its end yet."""
+        return self._work is not None
 
-    def __exit__(
+    def wait(self) -> torch.Tensor:
+        """Return the bytes once they have arrived, or left. Raises TransferError."""
+        work = self._work
+        self._work = None
+        if work is None:
+            return self.data
+        with Naming(self._what):
+            work.wait()
+        return self.data
+
+    def drop(self) -> None:
+        """Forget it, wherever it is."""
+        self._work = None
+
+
+class StreamSender:
+    """A trainer rank's end of a stream.
+
+    own_host: the address at which the others reach this process, which listens on no other.
+
+    Attributes:
+        digests: Of each message of the last publish, by `message_key`."""
+
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(error, RuntimeError):  # none of ours is one
-            raise TransferError(
-                f"{self._what}: {str(error).splitlines()[0]}",
-                remedy="look for the first error in the logs of the trainer and of the engines",
-            ) from error
+        number: int,
+        stream: Stream,
+        sender: int,
+        own_host: str,
+        carrier: Carrier = "gloo",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ):
+        self.number = number
+        self._own_host = own_host
+        self.group = StreamGroup(stream, stream.senders.index(sender), carrier, timeout_s)
+        self.messages: dict[int, Message] = {}
+        for index, bucket in enumerate(stream.buckets()):
+            for message in bucket.messages:
+                if message.sender == sender:
+                    self.messages[index] = message
+        self.digests: dict[str, str] = {}
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store: TCPStore | None = None
+        self._sending: deque[Transmission] = deque()
+
+    def listen(self) -> tuple[str, int]:
+        """Let the members of the stream find each other here; returns host and port."""
+        self._store = listening_store(self._own_host, self.group.size, self._timeout)
+        return self._own_host, self._store.port
+
+    def join(self, address: tuple[str, int]) -> None:
+        """Wait until all members have joined. Raises TransferError: not within the time limit.
+
+        address: what `listen` returned to the first sender."""
+        host, port = address
+        if self._store is None:
+            with Naming(f"{self.group.name} joining weight stream {self.number} ({host}:{port})"):
+                self._store = TCPStore(host, port, None, is_master=False, timeout=self._timeout)
+        self.group.join(self._store, self._own_host)
+
+    def send(self, publish: int, bucket: int, piece_of: Callable[[str, Box], torch.Tensor]) -> None:
+        """Begin to send this rank's message of a bucket, once all but one before have left.
+
+        publish: weight version, on which both sides must agree. piece_of: gives a box of a tensor;
+        the numbers may change once this returns. Raises TransferError. What `piece_of` raises is
+        raised after the workers were told."""
+        message = self.messages.get(bucket)
+        if message is None:
+            return
+        try:
+            data = self._pack(message, [publish, bucket, message.num_bytes, _OK], piece_of)
+            self.digests[message_key(self.number, bucket, message.sender)] = message_digest(
+                message, data
+            )
+        except BaseException:
+            self._abort(message, publish, bucket)
+            raise
+        while len(self._sending) >= _AHEAD:
+            self._sending.popleft().wait()
+        self._sending.append(self.group.send(data, self.group.num_senders))
+
+    def _pack(
+        self,
+        message: Message,
+        header: Sequence[int],
+        piece_of: Callable[[str, Box], torch.Tensor],
+    ) -> torch.Tensor:
+        """Make a message: uint8 [message.num_bytes], where the carrier takes it."""
+        data = self._empty(message)
+        message.header(data).copy_(torch.tensor(header))
+        digests = []
+        for (part, box), view in zip(message.pieces, message.views(data), strict=True):
+            piece = piece_of(part.tensor.name, box).detach()
+            if piece.dtype != view.dtype or piece.shape != view.shape:
+                raise MismatchError(
+                    f"{self.group.name} has {part.tensor.name!r} {piece.dtype} "
+                    f"{tuple(piece.shape)} where the transfer plan has {view.dtype} "
+                    f"{tuple(view.shape)}"
+                )
+            piece = piece.contiguous()
+            digests.append(digest_of(piece, part.tensor.name))
+            view.copy_(piece)
+        if digests:
+            message.digests(data).copy_(torch.stack(digests))
+        return data
+
+    def _empty(self, message: Message) -> torch.Tensor:
+        device = message_device(self.group.carrier)
+        return torch.empty(message.num_bytes, dtype=torch.uint8, device=device)
+
+    def finish(self) -> None:
+        """Wait until all messages have left. Raises TransferError."""
+        while self._sending:
+            self._sending.popleft().wait()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._sending.clear()
+        self._store = None
+        self.group.close()
+
+    def _abort(self, message: Message, publish: int, bucket: int) -> None:
+        """Tell the workers that nothing more comes, so that they need not wait for a time limit."""
+        data = self._empty(message)
+        message.header(data).copy_(torch.tensor([publish, bucket, message.num_bytes, _ABORT]))
+        with suppress(TransferError):  # they are gone; the first error is raised
+            self.finish()
+            self.group.send(data, self.group.num_senders).wait()
+
+
+class StreamReceiver:
+    """An engine worker's end of its stream: receives, passes on, loads.
+
+    worker: its number over all replicas. address: of the first sender. own_host: the address at
+    which the others reach this process. Raises TransferError where the stream cannot be joined
+    within `timeout_s`.
+
+    Attributes:
+        digests: Of each message of the last publish, by `message_key`, as it arrived here.
+        changed: Tensors of the last publish of which something else arrived than was sent."""
+
+    def __init__(
+        self,
+        number: int,
+        stream: Stream,
+        worker: int,
+        address: tuple[str, int],
+        own_host: str,
+        carrier: Carrier = "gloo",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ):
+        self.number = number
+        self.digests: dict[str, str] = {}
+        self.changed: list[str] = []
+        self._buckets = stream.buckets()
+        self._senders = stream.senders
+        position = stream.workers.index(worker)
+        rank = len(self._senders) + position
+        self._group = StreamGroup(stream, rank, carrier, timeout_s)
+        self._passing_on: deque[Transmission] = deque()
+        self._next: int | None = None
+        if position + 1 < len(stream.workers):
+            self._next = self._group.rank + 1
+        host, port = address
+        name = f"weight stream {number} ({host}:{port})"
+        with Naming(f"engine worker {worker} joining {name}"):
+            timeout = timedelta(seconds=timeout_s)
+            store = TCPStore(host, port, None, is_master=False, timeout=timeout)
+            self._group.join(store, own_host)
+
+    def receive(self, publish: int, load: LoadParts) -> None:
+        """Receive a whole publish, handing each bucket's tensors to `load`.
+
+        `load` may keep them: a message's storage is never written again. Raises TransferError when
+        a member died, gave up, hung or sends another publish. The others are told, also of what
+        `load` raises."""
+        self.digests = {}
+        self.changed = []
+        try:
+            self._receive(publish, load)
+        except BaseException:
+            self._group.close()  # nobody waits for this worker
+            raise
+
+    def _receive(self, publish: int, load: LoadParts) -> None:
+        self._passing_on.clear()
+        arriving = deque(self._begin(number) for number in range(_AHEAD))
+        for number, bucket in enumerate(self._buckets):
+            pieces: list[tuple[Part, Box, torch.Tensor]] = []
+            for message, transmission in zip(bucket.messages, arriving.popleft(), strict=True):
+                pieces += self._take(message, transmission, [publish, number, message.num_bytes])
+            self._wait_until_passed_on(len(self._senders) * _AHEAD)
+            arriving.append(self._begin(number + _AHEAD))
+            load(_assembled(bucket, pieces))
+        self._wait_until_passed_on(0)
+
+    def _wait_until_passed_on(self, left: int) -> None:
+        """Wait until at most `left` messages are on their way to the next worker."""
+        while len(self._passing_on) > left:
+            self._passing_on.popleft().wait()
+
+    def _take(
+        self, message: Message, transmission: Transmission, expected: list[int]
+    ) -> list[tuple[Part, Box, torch.Tensor]]:
+        """Wait for a message, pass it on, and look at it. expected: publish, bucket, bytes."""
+        data = transmission.wait()
+        if self._next is not None:
+            self._passing_on.append(self._group.send(data, self._next))
+        self._check_header(message, expected, data)
+        key = message_key(self.number, expected[1], message.sender)
+        self.digests[key] = message_digest(message, data)
+        taken = []
+        found = []
+        for (part, box), view in zip(message.pieces, message.views(data), strict=True):
+            found.append(digest_of(view, part.tensor.name))
+            taken.append((part, box, view))
+        is_equal = (torch.stack(found) == message.digests(data)).all(1)
+        for (part, _), equal in zip(message.pieces, is_equal.tolist(), strict=True):
+            if not equal:
+                self.changed.append(part.tensor.name)
+        return taken
+
+    def _begin(self, number: int) -> list[Transmission]:
+        """Begin to receive all messages of a bucket, if there is one of that number."""
+        begun = []
+        for bucket in self._buckets[number : number + 1]:
+            for message in bucket.messages:
+                source = self._group.rank - 1  # the worker before this one
+                if source < self._group.num_senders:
+                    source = self._senders.index(message.sender)
+                device = message_device(self._group.carrier)
+                data = torch.empty(message.num_bytes, dtype=torch.uint8, device=device)
+                begun.append(self._group.receive(data, source))
+        return begun
+
+    def _check_header(self, message: Message, expected: list[int], data: torch.Tensor) -> None:
+        """Raise TransferError where the sender gave up, or is at another place."""
+        *got, status = message.header(data).tolist()
+        if status == _OK and got == expected:
+            return
+        for sent in self._passing_on:  # the workers behind this one learn the reason as well
+            with suppress(TransferError):
+                sent.wait()
+        sender = f"trainer rank {message.sender}"
+        if status == _ABORT:
+            raise TransferError(f"{sender} failed and gave up publish {got[0]}")
+        raise TransferError(
+            f"{sender} sends publish, bucket, bytes {got} where {self._group.name} "
+            f"expects {expected}"
+        )
+
+
+def message_digest(message: Message, data: torch.Tensor) -> str:
+    """Return the digest of the digests in a message, as both sides report it: 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(as_bytes(message.digests(data).cpu()))
+
+
+def _assembled(
+    bucket: Bucket, pieces: Sequence[tuple[Part, Box, torch.Tensor]]
+) -> list[tuple[TensorEntry, dict[Box, torch.Tensor]]]:
+    """Put the parts of a bucket together; what came in one piece is not copied."""
+    of_part: dict[tuple[str, Box], torch.Tensor] = {}
+    for part, box, numbers in pieces:
+        key = (part.tensor.name, part.box)
+        if box == part.box:
+            of_part[key] = numbers
+            continue
+        if key not in of_part:
+            of_part[key] = numbers.new_empty(part.box.shape)
+        box.view_in(part.box, of_part[key]).copy_(numbers)
+    tensors: dict[str, tuple[TensorEntry, dict[Box, torch.Tensor]]] = {}
+    for part in bucket.parts:
+        name = part.tensor.name
+        tensors.setdefault(name, (part.tensor, {}))
+        tensors[name][1][part.box] = of_part[name, part.box]
+    return list(tensors.values())

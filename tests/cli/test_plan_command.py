@@ -43,6 +43,8 @@ def test_json_has_every_component_of_every_stage(capsys):
     assert found["numbers"]["parameters"] == 235_093_634_560
     assert found["numbers"]["publish_bytes"] == 2 * 235_093_634_560
     assert found["numbers"]["bubble_fraction"] == 7 / (512 + 7)
+    assert found["publish"]["worker_bytes"] == found["engine"]["weights"]
+    assert found["publish"]["seconds"] < 2
 
 
 def test_text_names_the_fullest_rank(capsys):

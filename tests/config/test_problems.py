@@ -56,13 +56,10 @@ def test_rules_about_misspelt_keys_are_not_guessed():
 
 
 def test_other_rules_still_apply_beside_a_misspelt_key():
-    problems, _ = problems_of(DEMO, "sead=1", "publish.num_senders=3")
-    assert set(problems) == {"sead", "publish.num_senders"}
-    assert (
-        problems["publish.num_senders"]
-        .related[0]
-        .startswith("trainer.num_ranks = 2 (recipes/demo/gspo-moe-cpu.toml:")
-    )
+    problems, _ = problems_of(DEMO, "sead=1", "trainer.max_tokens_per_microbatch=63")
+    assert set(problems) == {"sead", "trainer.max_tokens_per_microbatch"}
+    [related] = problems["trainer.max_tokens_per_microbatch"].related
+    assert related.startswith("rollout.max_model_len = 64 (recipes/demo/gspo-moe-cpu.toml:")
 
 
 def test_unknown_preset_suggests():

@@ -75,7 +75,6 @@ BROKEN = [
     ("microbatch_length", ["trainer.max_tokens_per_microbatch=63"]),
     ("deterministic_staleness", ["batch.max_staleness=1", "rollout.deterministic=true"]),
     ("pause_in_flight", ["publish.pause=keep"]),
-    ("num_senders", ["publish.num_senders=3"]),
     ("canary_tolerance", ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.001"]),
     ("validation_prompts", ["data.num_validation=0"]),
     ("validation_prompts", ["data.num_validation=0", "cold_start=null", "evaluation.interval=5"]),
@@ -292,7 +291,7 @@ def test_a_rule_set_fills_in_names_and_values():
         ["rollout.dtype=bfloat16", "publish.canary_tolerance=0.1"],
         ["rollout.dtype=bfloat16", "publish.canary=false"],
         ["batch.num_samples_per_prompt=1", "num_steps=0"],
-        ["publish.num_senders=2"],
+        ["publish.num_senders=3"],  # of earlier versions: without effect
         ["model.preset=qwen3-8b", "model.path=/x"],
         ["placement.gpus_per_node=3"],
         ["placement.gpus_per_node=2", "placement.mode=colocated", "rollout.num_replicas=2"],

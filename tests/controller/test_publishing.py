@@ -12,7 +12,6 @@ from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineUnreachable
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
-from grpo_megatron.weights.transfer_plan import TransferPlan
 from tests.controller.scored_groups import recipe
 
 
@@ -92,14 +91,28 @@ def test_without_a_live_engine_nothing_is_paused():
         asyncio.run(colocated([engine], gpus=0).pause_engines())
 
 
+def report(**found):
+    return {"digests": {"0/0/1": "sent"}, "failure": "", "changed": [], "stream": 0} | found
+
+
 @pytest.mark.parametrize(
     ("reports", "error", "told"),
     [
-        ([{"digests": {}, "failure": ""}], MismatchError, "1 of 2 workers of engine reported"),
+        ([report()], MismatchError, "1 of 2 workers of engine reported"),
         (
-            [{"digests": {}, "failure": ""}, {"digests": {}, "failure": "sender 0 died"}],
+            [report(), report(failure="sender 0 died")],
             EngineError,
             "worker 1 of engine: sender 0 died",
+        ),
+        (
+            [report(), report(changed=["a", "b"])],
+            MismatchError,
+            "2 of 0 tensors reached worker 1 of engine changed, the first is 'a'",
+        ),
+        (
+            [report(), report(digests={"0/0/1": "other"})],
+            MismatchError,
+            "1 messages reached worker 1 of engine with other digests",
         ),
     ],
 )
@@ -115,15 +128,15 @@ def test_every_worker_answers_for_itself(reports, error, told):
         return reports
 
     async def send():
-        return {"digests": {}}
+        return {"0/0/1": "sent", "1/0/1": "of others"}
 
     async def run():
         control_of_one = EngineControl(
             [SimpleNamespace(name="engine", control=control, call_workers=call_workers)]
         )
-        assert await control_of_one.num_workers() == 2
+        control_of_one._world_sizes = await control_of_one._count_workers()
         with pytest.raises(error, match=told):
-            await control_of_one.publish(1, TransferPlan((), num_senders=1, bucket_bytes=1), send)
+            await control_of_one.publish(1, send)
 
     asyncio.run(run())
     assert "/resume" not in paths

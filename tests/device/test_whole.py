@@ -35,16 +35,16 @@ def assert_same_tensors(found, expected, tolerance: float = 1e-5) -> None:
 
 
 def test_a_publish_sends_what_the_cpu_sends(pretended1, world1, moe_model):
-    arguments = {"model": moe_model, "layout": {}, "num_senders": 1}
+    arguments = {"model": moe_model, "layout": {}}
     found = pretended1.run(WHOLE + "publish", **arguments)
     expected = world1.run(WHOLE + "publish", **arguments)
     assert found["sent"] == found["received"] == expected["sent"]
     assert found["tensors"] == expected["tensors"]
 
 
-def test_two_senders_with_experts_of_their_own(pretended2, world2, moe_model):
+def test_two_ranks_with_experts_of_their_own(pretended2, world2, moe_model):
     layout = {"expert_parallel_size": 2}
-    arguments = {"model": moe_model, "layout": layout, "num_senders": 2}
+    arguments = {"model": moe_model, "layout": layout}
     found = pretended2.run(WHOLE + "publish", **arguments)
     assert found["sent"] == found["received"]
     assert found == world2.run(WHOLE + "publish", **arguments)

@@ -28,7 +28,6 @@ SMALL = (
     "rollout.tensor_parallel_size=1",
     "rollout.max_new_tokens=48",
     "rollout.max_model_len=512",
-    "publish.num_senders=1",
     "batch.num_prompts=8",
     "batch.num_samples_per_prompt=4",
     "sampling.dynamic=false",  # an untrained model is never right

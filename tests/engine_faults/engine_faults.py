@@ -41,11 +41,13 @@ def with_noise(tensors, noise):
         return tensors
     generator = torch.Generator().manual_seed(0)
     changed = []
-    for name, tensor in tensors:
-        if part in name:
-            error = float(deviation) * torch.randn(tensor.shape, generator=generator)
-            tensor = tensor + error.to(tensor.dtype)
-        changed.append((name, tensor))
+    for entry, parts in tensors:
+        if part in entry.name:
+            parts = {
+                box: tensor + float(deviation) * torch.randn(tensor.shape, generator=generator)
+                for box, tensor in parts.items()
+            }
+        changed.append((entry, parts))
     return changed
 
 

@@ -148,8 +148,9 @@ def test_tensor_pipeline_and_expert_parallel_trainer_to_tp1_and_tp2(
                 for report in await client.call_workers("update_report")
             ]
             assert len(reports) == 3  # one worker and two
-            assert reports[0]["digests"] and not reports[0]["failure"]
-            assert all(report == reports[0] for report in reports)
+            for report in reports:
+                assert report["digests"] and not report["failure"] and not report["changed"]
+            assert [report["stream"] for report in reports] == [0, 1, 2]  # all keep other parts
             await trainer.call(train_request(training_samples))
             await publisher.publish(2)
             await assert_agree(publisher)
@@ -170,30 +171,26 @@ def test_tensor_pipeline_and_expert_parallel_trainer_to_tp1_and_tp2(
     asyncio.run(run())
 
 
-def test_two_senders_of_two_stages(servers, checkpoints, world4, tmp_path):
-    """What a sender holds leaves from it; experts of the other ranks travel to one first."""
+def test_every_rank_sends_what_it_holds(servers, checkpoints, world4, tmp_path):
+    """Stages and experts; nobody sends for another, and the work is shared."""
 
     async def run():
         async with publishing(
             world4,
             checkpoints.moe,
-            [servers.moe],
+            [servers.moe, servers.moe_tp2],
             tmp_path,
             layout={"pipeline_parallel_size": 2, "expert_parallel_size": 2},
-            publish={"num_senders": 2, "bucket_mib": 1},
+            publish={"bucket_mib": 1},
         ) as (publisher, trainer, _):
             await publisher.publish(1)
             await assert_agree(publisher)
             await publisher.publish(2)  # the same groups serve again
             await assert_agree(publisher)
-            return await trainer.run("routes")
+            return await trainer.run("sent_bytes")
 
-    routes = asyncio.run(run())
-    senders = sorted({sender for _, sender, _ in routes})
-    assert len(senders) == 2
-    assert {sender in holders for _, sender, holders in routes} == {True, False}
-    for name, sender, holders in routes:
-        assert sender in holders or not set(senders) & set(holders), name
+    sent = asyncio.run(run())
+    assert min(sent) > 0.8 * max(sent)
 
 
 def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1, tmp_path):
@@ -205,7 +202,7 @@ def test_a_corrupted_tensor_is_caught_by_its_digest(servers, checkpoints, world1
             tmp_path,
         ) as (publisher, trainer, clients):
             await publisher.publish(1)
-            await trainer.run("flip_a_bit", sender=0)
+            await trainer.run("flip_a_bit", rank=0)
             with pytest.raises(MismatchError, match=r"1 of .* tensors reached worker 0 of moe"):
                 await publisher.publish(2)
             assert publisher.version == 1

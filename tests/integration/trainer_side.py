@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import TransferError
@@ -13,6 +16,9 @@ from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, 
 from grpo_megatron.trainer.protocol import error_reply
 from grpo_megatron.trainer.requests import AnyRequest, read_request, to_json_values
 from grpo_megatron.trainer.service import TrainerService
+from grpo_megatron.weights.gather import all_gathered
+from grpo_megatron.weights.publish_plan import Message
+from grpo_megatron.weights.transfer import StreamSender
 from tests.trainer.trainer_ranks import release
 from tests.trainer.worker_group import fresh_store
 
@@ -43,35 +49,40 @@ def reply(values: dict[str, Any]) -> dict[str, Any]:
         return error_reply(error)
 
 
-def flip_a_bit(sender: int) -> None:
-    """The next bucket of `sender` changes after its digests were taken."""
-    mine = _service.model_sender.sender
-    if mine is None or mine.index != sender:
-        return
-    pack = mine._pack
+def flip_a_bit(rank: int) -> None:
+    """The next message of `rank` changes after its digests were taken."""
+    for mine in _service.model_sender.senders[:1]:
+        if dist.get_rank() == rank:
+            mine._pack = _corrupting_once(mine, mine._pack)
 
-    def corrupt(*arguments):
-        data = pack(*arguments)
-        data[5] ^= 1
-        mine._pack = pack
+
+def _corrupting_once(sender: StreamSender, pack: Callable[..., Any]) -> Callable[..., Any]:
+    def corrupt(message: Message, *arguments: Any) -> Any:
+        data = pack(message, *arguments)
+        data[message.offsets[0]] ^= 1
+        sender._pack = pack
         return data
 
-    mine._pack = corrupt
+    return corrupt
 
 
 def slow_down(seconds: float) -> None:
-    """Every bucket of this rank's sender takes longer."""
-    mine = _service.model_sender.sender
-    if mine is not None:
-        pack = mine._pack
-        mine._pack = lambda *arguments: (time.sleep(seconds), pack(*arguments))[1]
+    """Every message of this rank takes longer."""
+    for mine in _service.model_sender.senders:
+        mine._pack = _slow(mine._pack, seconds)
 
 
-def routes() -> list[tuple[str, int, tuple[int, ...]]]:
-    """Of every Megatron tensor in sending order: name, the rank that sends, ranks that hold."""
-    model_sender = _service.model_sender
-    return [
-        (entry.parameter.name, sender, entry.holders)
-        for sender, part in model_sender.parts.items()
-        for entry in part
-    ]
+def _slow(pack: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return pack(*arguments)
+
+    return slow
+
+
+def sent_bytes() -> list[int]:
+    """What each rank contributes to a publish."""
+    own = 0
+    for sender in _service.model_sender.senders:
+        own += sum(message.num_bytes for message in sender.messages.values())
+    return all_gathered(own)

@@ -68,9 +68,7 @@ def test_numbers_without_padding():
     recipe = "dense/qwen2.5-7b"
     layout = ["num_ranks=1", "tensor_parallel_size=1", "distributed_optimizer=false"]
     overrides = [f"trainer.{setting}" for setting in layout]
-    config = resolve(
-        recipe, [*overrides, "placement.gpus_per_node=0", "publish.num_senders=1"]
-    ).config
+    config = resolve(recipe, [*overrides, "placement.gpus_per_node=0"]).config
     models = models_of(comparison_of(config))
     policy = 7_615_616_512
     critic = policy - 152064 * 3584 + 3584

@@ -36,7 +36,6 @@ LAYOUT = (
     ("trainer", "expert_parallel_size"),
     ("rollout", "num_replicas"),
     ("rollout", "tensor_parallel_size"),
-    ("publish", "num_senders"),
     ("batch", "updates_per_rollout"),
 )
 

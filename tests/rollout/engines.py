@@ -20,8 +20,10 @@ from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.replica import serve_command
 from grpo_megatron.types import Completion
-from grpo_megatron.weights.transfer import WeightSender
-from grpo_megatron.weights.transfer_plan import TransferPlan, entry_of
+from grpo_megatron.weights.boxes import Box, whole_box
+from grpo_megatron.weights.publish_plan import HeldBox, OpenedStream, plan_streams, tensors_of
+from grpo_megatron.weights.transfer import StreamSender
+from grpo_megatron.weights.transfer_plan import entry_of
 from tests import engine_faults
 
 VOCABULARY = 256
@@ -190,34 +192,48 @@ class Server:
 
 
 class Trainer:
-    """Senders on threads, each owning every n-th tensor."""
+    """Senders on threads, each holding every n-th tensor."""
 
-    def __init__(self, weights: Weights, num_senders: int = 2, sender_class=WeightSender) -> None:
-        entries = [entry_of(n, weights[n], i % num_senders) for i, n in enumerate(sorted(weights))]
-        self.plan = TransferPlan(tuple(entries), num_senders, bucket_bytes=1 << 17)
+    def __init__(self, weights: Weights, num_senders: int = 2, sender_class=StreamSender) -> None:
+        self.held: list[list[HeldBox]] = [[] for _ in range(num_senders)]
+        for number, (name, tensor) in enumerate(sorted(weights.items())):
+            box = HeldBox(entry_of(name, tensor), whole_box(tensor.shape))
+            self.held[number % num_senders].append(box)
         self._sender_class, self.senders = sender_class, []
 
     async def connect(self, clients: Sequence[EngineClient]) -> EngineControl:
         publisher = EngineControl(clients, timeout_s=300)
-        workers = await publisher.num_workers()
-        self.senders = [
-            self._sender_class("127.0.0.1", workers, index=k, timeout_s=300)
-            for k in range(self.plan.num_senders)
-        ]
-        await publisher.prepare([("127.0.0.1", s.port) for s in self.senders], self._join)
+        kept = await publisher.kept_boxes(tensors_of(self.held))
+        streams = plan_streams(self.held, kept, 1 << 17)
+        opened, self.senders = [], []
+        for number, stream in enumerate(streams):
+            own = [
+                self._sender_class(number, stream, k, "127.0.0.1", timeout_s=300)
+                for k in stream.senders
+            ]
+            address = own[0].listen()
+            opened.append(OpenedStream(*address, "gloo", stream))
+            self.senders += [(sender, address) for sender in own]
+        await publisher.prepare(opened, self._join)
         return publisher
 
     async def _join(self) -> None:
-        await asyncio.gather(*(asyncio.to_thread(s.join) for s in self.senders))
+        joins = (asyncio.to_thread(sender.join, address) for sender, address in self.senders)
+        await asyncio.gather(*joins)
 
     async def send(self, weights: Weights, version: int) -> dict[str, str]:
-        def one(sender: WeightSender) -> dict[str, str]:
-            mine = [(e.name, weights[e.name]) for e in self.plan.of_sender(sender.index)]
-            return sender.send(mine, self.plan, publish=version)
+        def piece_of(name: str, box: Box) -> torch.Tensor:
+            return box.view_in(whole_box(weights[name].shape), weights[name])
 
-        parts = await asyncio.gather(*(asyncio.to_thread(one, s) for s in self.senders))
+        def one(sender: StreamSender) -> dict[str, str]:
+            for bucket in sender.messages:
+                sender.send(version, bucket, piece_of)
+            sender.finish()
+            return sender.digests
+
+        parts = await asyncio.gather(*(asyncio.to_thread(one, s) for s, _ in self.senders))
         return {name: digest for part in parts for name, digest in part.items()}
 
     async def publish(self, clients: Sequence[EngineClient], weights: Weights, version: int):
         publisher = await self.connect(clients)
-        await publisher.publish(version, self.plan, lambda: self.send(weights, version))
+        await publisher.publish(version, lambda: self.send(weights, version))

@@ -15,7 +15,8 @@ from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.pool import ReplicaPool
 from grpo_megatron.rollout.rollout_worker import RolloutWorker
 from grpo_megatron.types import Prompt, VersionSpan
-from grpo_megatron.weights.transfer import WeightSender
+from grpo_megatron.weights.publish_plan import checkpoint_order
+from grpo_megatron.weights.transfer import StreamSender
 from tests.rollout.engines import (
     VOCABULARY,
     Trainer,
@@ -98,9 +99,7 @@ def test_publish_repeats_on_the_same_groups(servers, checkpoints, models):
             publisher = await trainer.connect([client])
             for version in range(1, 6):
                 chosen = weights[version % 2]
-                await publisher.publish(
-                    version, trainer.plan, lambda c=chosen, v=version: trainer.send(c, v)
-                )
+                await publisher.publish(version, lambda c=chosen, v=version: trainer.send(c, v))
             return await client.generate(PROMPT, max_tokens=24)
 
     (completion,) = asyncio.run(run())
@@ -127,7 +126,7 @@ def test_a_publish_in_flight_is_told_token_by_token(servers, checkpoints, models
             prompts = [Prompt(name, "d", "", tuple(PROMPT), "") for name in ("p", "q")]
             running = asyncio.ensure_future(worker.rollouts(0, prompts, num_samples=36))
             await asyncio.sleep(0.5)
-            await publisher.publish(1, trainer.plan, lambda: trainer.send(weights, 1))
+            await publisher.publish(1, lambda: trainer.send(weights, 1))
             return [c for group in await running for c in group.completions]
 
     completions = asyncio.run(run())
@@ -228,13 +227,13 @@ def test_routes_are_the_references(servers, checkpoints, models):
     assert equal == rows
 
 
-class _FlipsABit(WeightSender):
+class _FlipsABit(StreamSender):
     """Corrupts one bit of the first bucket after digests were taken."""
 
-    def _pack(self, *arguments):
-        data = super()._pack(*arguments)
-        if self.index == 1:
-            data[5] ^= 1
+    def _pack(self, message, *arguments):
+        data = super()._pack(message, *arguments)
+        if message.sender == 1:
+            data[message.offsets[0]] ^= 1
         return data
 
 
@@ -244,7 +243,9 @@ def test_corruption_on_the_wire_is_found(servers, checkpoints):
     async def run():
         async with servers.moe.client() as client:
             try:
-                with pytest.raises(MismatchError, match="worker 0 of moe") as caught:
+                with pytest.raises(
+                    MismatchError, match="tensors reached worker 0 of moe"
+                ) as caught:
                     await Trainer(weights, sender_class=_FlipsABit).publish([client], weights, 3)
                 paused = await client.control("/is_paused", method="GET")
                 assert paused["is_paused"], "engines must stay paused after a mismatch"
@@ -253,8 +254,8 @@ def test_corruption_on_the_wire_is_found(servers, checkpoints):
                 await _restore(client, checkpoints.moe)
 
     error = asyncio.run(run())
-    first_of_sender_1 = sorted(weights)[1]
-    assert first_of_sender_1 in str(error)
+    of_sender_1 = sorted(weights)[1::2]
+    assert repr(sorted(of_sender_1, key=checkpoint_order)[0]) in str(error)
 
 
 def test_sabotage_after_the_wire_passes_digests_but_changes_logprobs(servers, checkpoints, models):

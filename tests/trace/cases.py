@@ -29,7 +29,6 @@ _SETTINGS = [
     "rollout.segment_tokens=null",
     "rollout.num_replicas=1",
     "rollout.tensor_parallel_size=1",
-    "publish.num_senders=1",
 ]
 _ONE_RANK: dict[str, Any] = {
     "num_ranks": 1,

@@ -16,13 +16,13 @@ from grpo_megatron.trainer import requests
 from grpo_megatron.trainer.requests import (
     AnyRequest,
     CompareLogprobs,
+    DescribeWeights,
     ExportModel,
     FindCorruptFiles,
     JoinTransfer,
     LoadCheckpoint,
     LogprobComparison,
     MeasureLogprobDiff,
-    OpenedTransfer,
     OpenTransfer,
     ResetOptimizer,
     SaveCheckpoint,
@@ -36,7 +36,9 @@ from grpo_megatron.trainer.requests import (
     read_request,
     to_json_values,
 )
-from grpo_megatron.weights.transfer_plan import TransferPlan
+from grpo_megatron.weights.boxes import Box
+from grpo_megatron.weights.publish_plan import OpenedStream, Part, Piece, Stream
+from grpo_megatron.weights.transfer_plan import TensorEntry
 
 REPORT = TrainReport(
     metrics={"loss/value": math.nan, "grad/norm": math.inf, "tokens/count": 7.0},
@@ -47,7 +49,9 @@ REPORT = TrainReport(
     grad_norms=[3.0, 4.0],
     tokens=77,
 )
-PLAN = TransferPlan((), num_senders=2, bucket_bytes=1 << 20)
+TENSOR = TensorEntry("model.norm.weight", "bfloat16", (8,))
+BOX = Box((4,), (4,))
+STREAM = Stream((0, 2), (Part(TENSOR, BOX, (Piece(1, BOX),)),), 1 << 20)
 DIRECTORY = Path("/runs/a b/step_000001")
 EXAMPLES = [
     (Train(directory=DIRECTORY, first_update=3, num_updates=9, state={"m": 1.0}), REPORT),
@@ -60,9 +64,13 @@ EXAMPLES = [
     (LoadCheckpoint(DIRECTORY), {"step": 1, "before": math.nan, "sampler": {"order": [1, 2]}}),
     (FindCorruptFiles(DIRECTORY), ["step_000001/model.bin"]),
     (ExportModel(DIRECTORY), 1 << 40),
-    (OpenTransfer(num_workers=3), OpenedTransfer([("10.0.0.1", 4711)], PLAN)),
+    (DescribeWeights(), [TENSOR]),
+    (
+        OpenTransfer(kept=[{TENSOR.name: [BOX]}, {}]),
+        [OpenedStream("10.0.0.1", 4711, "nccl", STREAM)],
+    ),
     (JoinTransfer(), None),
-    (SendWeights(version=5), {"model.norm.weight": "ab12"}),
+    (SendWeights(version=5), {"0/1/5": "ab12"}),
     (Stop(), None),
 ]
 
@@ -96,7 +104,7 @@ def test_requests_and_answers_survive_the_connection(request_, answer):
     [
         ({"request": "Trian"}, "Invalid value 'Trian'"),
         ({"request": "ExportModel"}, "missing required field `directory`"),
-        ({"request": "OpenTransfer", "num_workers": "many"}, "Expected `int`, got `str`"),
+        ({"request": "SendWeights", "version": "many"}, "Expected `int`, got `str`"),
     ],
 )
 def test_what_is_no_request_is_refused(values, expected):

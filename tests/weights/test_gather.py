@@ -1,4 +1,4 @@
-"""Which sender sends what; the order of a checkpoint; a model on one rank."""
+"""The order of a checkpoint; a model on one rank, as a whole and in parts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.weights.gather import GatherEntry, Shard, ShardedModel, assign_to_senders
-from grpo_megatron.weights.parameters import Parameter, TensorMap, rules_for
+from grpo_megatron.weights.boxes import Box, whole_box
+from grpo_megatron.weights.gather import PieceReader, Shard, ShardedModel
+from grpo_megatron.weights.parameters import TensorMap, rules_for
 
 MAP = TensorMap(
     rules=rules_for("qwen2"),
@@ -17,37 +18,6 @@ MAP = TensorMap(
     vocab_size=5,
     tied_embeddings=False,
 )
-
-
-def entry(name: str, shape: tuple[int, ...], holders: tuple[int, ...], dtype=torch.float32):
-    return GatherEntry(Parameter(name, shape, ((name, shape),)), dtype, holders)
-
-
-def names_by_sender(entries: list[GatherEntry], senders: list[int]) -> dict[int, list[str]]:
-    parts = assign_to_senders(entries, senders)
-    return {sender: [e.parameter.name for e in part] for sender, part in parts.items()}
-
-
-def test_a_sender_that_holds_a_parameter_sends_it():
-    entries = [entry("a", (4,), (0, 1)), entry("b", (400,), (2, 3)), entry("c", (4,), (2,))]
-    assert names_by_sender(entries, [0, 2]) == {0: ["a"], 2: ["b", "c"]}
-
-
-def test_of_several_holders_the_one_with_the_fewest_bytes_sends():
-    everywhere = (0, 1)
-    entries = [
-        entry("a", (10, 3), everywhere),
-        entry("b", (10, 2), everywhere, torch.bfloat16),
-        entry("c", (30,), everywhere, torch.bfloat16),  # 60 bytes, after 120 and 40
-        entry("d", (6,), everywhere),
-        entry("e", (2,), everywhere),
-    ]
-    assert names_by_sender(entries, [1, 0]) == {0: ["a", "e"], 1: ["b", "c", "d"]}
-
-
-def test_what_no_sender_holds_goes_to_the_one_with_the_fewest_bytes():
-    entries = [entry("a", (9,), (0,)), entry("b", (1,), (5,)), entry("c", (1,), (5,))]
-    assert names_by_sender(entries, [0, 1]) == {0: ["a"], 1: ["b", "c"]}
 
 
 @pytest.mark.parametrize(("dim", "expected"), [(None, (2, 6)), (0, (8, 6)), (1, (2, 24))])
@@ -103,3 +73,35 @@ def test_one_rank_streams_its_own_tensors_under_hugging_face_names(one_rank):
     assert torch.equal(found["model.layers.1.mlp.gate_proj.weight"], fc1[:2])
     assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], fc1[2:])
     assert torch.equal(found["lm_head.weight"], held["output_layer.weight"][:5])
+
+
+def test_parts_are_read_as_the_weights_are_now(one_rank):
+    """Also those that are copies of interleaved rows, in a new pass over the weights."""
+    model = ShardedModel(MAP, shards_of(2))
+    streamed = model.stream(model.entries, [0] * len(model.entries))
+    whole = {name: tensor.clone() for name, tensor in streamed}
+    held = {item.tensor.name: item for item in model.held_boxes()}
+    assert held.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert held[name].tensor.shape == tuple(tensor.shape)
+        assert held[name].box == whole_box(tensor.shape)
+    for shard in model.shards:
+        shard.tensor.add_(1)
+    reader = PieceReader(model)
+    for name, tensor in whole.items():
+        assert torch.equal(reader.read(name, whole_box(tensor.shape)), tensor + 1)
+        row = Box((1, 0), (1, 2))
+        assert torch.equal(reader.read(name, row), tensor[1:2, :2] + 1)
+    with pytest.raises(KeyError, match="is not on this rank"):
+        reader.read("lm_head.weight", Box((5, 0), (1, 3)))  # the padding
+
+
+def test_the_tied_output_layer_is_no_part(one_rank):
+    tied = TensorMap(MAP.rules, 4, 2, 2, vocab_size=5, tied_embeddings=True)
+    model = ShardedModel(tied, shards_of(1))
+    names = [item.tensor.name for item in model.held_boxes()]
+    assert names.count("model.embed_tokens.weight") == 1
+    weights = {shard.name: shard.tensor for shard in model.shards}
+    embedding = weights["embedding.word_embeddings.weight"]
+    read = PieceReader(model).read("model.embed_tokens.weight", whole_box((5, 3)))
+    assert torch.equal(read, embedding[:5])

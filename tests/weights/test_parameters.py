@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_megatron.weights.boxes import whole_box
 from grpo_megatron.weights.parameters import (
     Parameter,
     TensorMap,
@@ -160,11 +161,11 @@ def test_columns_of_gate_and_up_are_joined_side_by_side():
     assert torch.equal(parameter.join(full.split([2, 3], 1), 1), full)
 
 
-def test_entries_say_what_is_sent():
+def test_entries_describe_its_tensors():
     parameter = MAP.parameter(GATE_UP, SHAPES[GATE_UP])
-    assert parameter.entries(torch.bfloat16, 3) == [
-        TensorEntry(HF + "mlp.gate_proj.weight", "bfloat16", (6, 5), 3),
-        TensorEntry(HF + "mlp.up_proj.weight", "bfloat16", (6, 5), 3),
+    assert parameter.entries(torch.bfloat16) == [
+        TensorEntry(HF + "mlp.gate_proj.weight", "bfloat16", (6, 5)),
+        TensorEntry(HF + "mlp.up_proj.weight", "bfloat16", (6, 5)),
     ]
 
 
@@ -179,3 +180,48 @@ def test_a_carried_tensor_is_a_parameter_of_its_own():
     full = numbered((2, 4))
     assert parameter.hf == (("model.layers.4.eh_proj.weight", (2, 4)),)
     assert torch.equal(parameter.split(parameter.merge([full]))[0], full)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "size"),
+    [
+        *((name, None, 1) for name in SHAPES),
+        *((name, 0, 2) for name in SHAPES if name != DOWN),
+        (DOWN, 1, 2),
+        (DOWN, 1, 3),
+    ],
+)
+def test_parts_hold_boxes_of_the_hugging_face_tensors(name, dim, size):
+    """All parts of a parameter together hold every tensor once, without padding."""
+    parameter = MAP.parameter(name, SHAPES[name])
+    tensors = [torch.randn(shape) for _, shape in parameter.hf]
+    padding = SHAPES[name][0] - sum(len(tensor) for tensor in tensors)
+    full = parameter.merge(tensors)
+    if padding:
+        full = torch.cat((full, torch.full((padding, *full.shape[1:]), torch.nan)))
+    expected = dict(zip([name for name, _ in parameter.hf], tensors, strict=True))
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    for rank in range(size):
+        part = _part_of(parameter, full, tensors, dim, size, rank)
+        for held in parameter.held_by(part, dim, size, rank):
+            assert held.shape == tuple(expected[held.name].shape)
+            view = held.box.view_in(whole_box(held.shape), found[held.name])
+            assert view.isnan().all(), "two parts hold the same"
+            view.copy_(held.tensor)
+    for hf_name, tensor in expected.items():
+        assert torch.equal(found[hf_name], tensor)
+
+
+def _part_of(parameter, full, tensors, dim, size, rank):
+    """What Megatron's rank has: a slice, but of gate and up a slice of both."""
+    if dim is None:
+        return full
+    if dim == 0 and parameter.groups == 1 and len(tensors) > 1:
+        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+    return full.chunk(size, dim)[rank]
+
+
+def test_query_groups_that_parts_cannot_share_are_refused():
+    parameter = MAP.parameter(QKV, SHAPES[QKV])
+    with pytest.raises(ValueError, match="query groups, which 8 parts cannot share"):
+        parameter.held_by(torch.zeros(SHAPES[QKV][0] // 8, SHAPES[QKV][1]), 0, 8, 0)

@@ -1,4 +1,4 @@
-"""Senders and receivers without any engine: packing, order, failures."""
+"""Senders and receivers of streams without any engine: order, passing on, failures."""
 
 from __future__ import annotations
 
@@ -9,75 +9,97 @@ import signal
 import threading
 import time
 
-import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_megatron.errors import MismatchError
-from grpo_megatron.weights.transfer import TransferError, WeightReceiver, WeightSender
-from grpo_megatron.weights.transfer_plan import (
-    ALIGNMENT,
-    TensorEntry,
-    TransferPlan,
-    digest_tensor,
-    entry_of,
-)
+from grpo_megatron.weights.boxes import Box, whole_box
+from grpo_megatron.weights.publish_plan import HeldBox, Stream, plan_streams
+from grpo_megatron.weights.transfer import StreamReceiver, StreamSender, TransferError
+from grpo_megatron.weights.transfer_plan import entry_of
 
 HOST = "127.0.0.1"
+SHAPES = {"a": (300, 8), "b": (4,), "c": (), "d": (1000, 40), "f": (6, 5, 5)}
+DTYPES = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float16]
 
 
-def tensors_of(sender: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(sender)
-    shapes = {"a": (300, 7), "b": (3,), "c": (), "d": (1000, 40), "e": (0, 5), "f": (5, 5, 5)}
-    dtypes = [
-        torch.float32,
-        torch.bfloat16,
-        torch.float32,
-        torch.bfloat16,
-        torch.float32,
-        torch.float16,
-    ]
-    return {
-        f"{name}{sender}": torch.randn(shape, generator=generator).to(dtype)
-        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
-    }
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for (name, shape), dtype in zip(SHAPES.items(), DTYPES, strict=True):
+        made[name] = torch.randn(shape, generator=generator).to(dtype)
+    return made
 
 
-def plan_of(num_senders: int, bucket_bytes: int = 4096) -> TransferPlan:
-    entries = [entry_of(n, t, k) for k in range(num_senders) for n, t in tensors_of(k).items()]
-    return TransferPlan(tuple(entries), num_senders, bucket_bytes)
+def parts(tensor: torch.Tensor, dim: int, count: int) -> list[Box]:
+    """One or two parts along a dimension; twice the whole where there is none."""
+    shape = list(tensor.shape)
+    if count == 1 or dim >= len(shape):
+        return [whole_box(shape)] * count
+    shape[dim] //= 2
+    second = [0] * len(shape)
+    second[dim] = shape[dim]
+    return [Box((0,) * len(shape), tuple(shape)), Box(tuple(second), tuple(shape))]
+
+
+def streams_of(num_senders: int, num_replicas: int, num_workers: int = 1) -> list[Stream]:
+    """One or two senders that hold rows, to replicas of one or two workers that keep columns."""
+    held: list[list[HeldBox]] = [[] for _ in range(num_senders)]
+    kept: list[dict[str, list[Box]]] = [{} for _ in range(num_workers)]
+    for name, tensor in tensors().items():
+        for rank, box in enumerate(parts(tensor, 0, num_senders)):
+            held[rank].append(HeldBox(entry_of(name, tensor), box))
+        for worker, box in enumerate(parts(tensor, 1, num_workers)):
+            kept[worker][name] = [box]
+    return plan_streams(held, kept * num_replicas, 4096)
+
+
+def piece_of(name: str, box: Box) -> torch.Tensor:
+    tensor = tensors()[name]
+    return box.view_in(whole_box(tensor.shape), tensor)
 
 
 class Exchange:
-    """Senders, and receivers on threads; errors are kept by name."""
+    """Senders and receivers of one stream on threads; errors are kept by name."""
 
-    def __init__(self, num_senders: int, num_workers: int, timeout_s: float = 20.0):
-        self.plan = plan_of(num_senders)
-        self.senders = [
-            WeightSender(HOST, num_workers, index=k, timeout_s=timeout_s)
-            for k in range(num_senders)
-        ]
-        self.num_workers, self.timeout_s = num_workers, timeout_s
-        self.results, self.loaded = {}, [{} for _ in range(num_workers)]
-        self.receivers = [None] * num_workers
+    def __init__(self, stream: Stream, timeout_s: float = 300.0):
+        self.stream = stream
+        self.timeout_s = timeout_s
+        self.senders = {
+            k: StreamSender(7, stream, k, HOST, timeout_s=timeout_s) for k in stream.senders
+        }
+        self.address = self.senders[stream.senders[0]].listen()
+        self.receivers: dict[int, StreamReceiver] = {}
+        self.loaded: dict[int, dict] = {worker: {} for worker in stream.workers}
+        self.results: dict[str, object] = {}
+        self.is_joined = False
+
+    def send(self, index: int, publish: int, piece=piece_of) -> dict[str, str]:
+        sender = self.senders[index]
+        if not self.is_joined:
+            sender.join(self.address)
+        for bucket in range(len(self.stream.buckets())):
+            sender.send(publish, bucket, piece)
+        sender.finish()
+        return sender.digests
 
     def receive(self, worker: int, publish: int) -> dict[str, str]:
-        if self.receivers[worker] is None:
-            addresses = [(HOST, s.port) for s in self.senders]
-            self.receivers[worker] = WeightReceiver(
-                addresses,
-                rank=1 + worker,
-                world_size=1 + self.num_workers,
-                timeout_s=self.timeout_s,
+        if worker not in self.receivers:
+            self.receivers[worker] = StreamReceiver(
+                7, self.stream, worker, self.address, HOST, timeout_s=self.timeout_s
             )
-        return self.receivers[worker].receive(
-            self.plan, self.loaded[worker].update, publish=publish
-        )
+
+        def load(found):
+            for entry, parts in found:
+                self.loaded[worker][entry.name] = parts
+
+        receiver = self.receivers[worker]
+        receiver.receive(publish, load)
+        assert not receiver.changed
+        return receiver.digests
 
     def run(self, publish: int = 0, send=None) -> None:
-        send = send or (lambda s: s.send(tensors_of(s.index).items(), self.plan, publish=publish))
+        send = send or (lambda index: self.send(index, publish))
 
         def keep(name, function, *arguments):
             try:
@@ -85,238 +107,254 @@ class Exchange:
             except BaseException as error:
                 self.results[name] = error
 
-        threads = [
-            threading.Thread(target=keep, args=(f"sender {s.index}", send, s)) for s in self.senders
-        ]
-        threads += [
-            threading.Thread(target=keep, args=(f"worker {w}", self.receive, w, publish))
-            for w in range(self.num_workers)
-        ]
+        threads = []
+        for index in self.senders:
+            threads.append(threading.Thread(target=keep, args=(f"sender {index}", send, index)))
+        for worker in self.stream.workers:
+            arguments = (f"worker {worker}", self.receive, worker, publish)
+            threads.append(threading.Thread(target=keep, args=arguments))
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(300)
             assert not thread.is_alive(), "hung"
+        self.is_joined = True
 
 
-@pytest.mark.parametrize(("num_senders", "num_workers"), [(1, 1), (2, 3), (3, 1)])
-def test_everything_arrives(num_senders, num_workers):
-    exchange = Exchange(num_senders, num_workers)
-    for publish in (1, 2):
-        exchange.run(publish)
-        sent = {}
-        for k in range(num_senders):
-            sent |= exchange.results[f"sender {k}"]
-            for name, tensor in tensors_of(k).items():
-                assert sent[name] == digest_tensor(tensor)
-                for loaded in exchange.loaded:
-                    assert torch.equal(loaded[name], tensor)
-                    assert loaded[name].dtype == tensor.dtype
-        for w in range(num_workers):
-            assert exchange.results[f"worker {w}"] == sent
+@pytest.mark.parametrize(
+    ("num_senders", "num_replicas", "num_workers"), [(1, 1, 1), (2, 3, 1), (2, 2, 2)]
+)
+def test_everything_arrives(num_senders, num_replicas, num_workers):
+    for stream in streams_of(num_senders, num_replicas, num_workers):
+        assert len(stream.workers) == num_replicas and len(stream.buckets()) > 3
+        exchange = Exchange(stream)
+        for publish in (1, 2):
+            exchange.run(publish)
+            sent = {}
+            for index in exchange.senders:
+                sent |= exchange.results[f"sender {index}"]
+            assert len(sent) >= len(stream.buckets())
+            for worker, loaded in exchange.loaded.items():
+                assert exchange.results[f"worker {worker}"] == sent
+                for part in stream.parts:
+                    found = loaded[part.tensor.name][part.box]
+                    assert torch.equal(found, piece_of(part.tensor.name, part.box))
+
+
+def one_stream(num_senders: int = 1, num_replicas: int = 1) -> Stream:
+    [stream] = streams_of(num_senders, num_replicas)
+    return stream
 
 
 def test_senders_listen_on_their_host_only():
-    sender = WeightSender(HOST, 1)
-    local = f"0100007F:{sender.port:04X}"
+    stream = one_stream()
+    sender = StreamSender(0, stream, 0, HOST)
+    _, port = sender.listen()
+    local = f"0100007F:{port:04X}"
     with open("/proc/net/tcp") as four, open("/proc/net/tcp6") as six:
-        lines = [line.split()[1] for line in [*four, *six] if f":{sender.port:04X} " in line]
+        lines = [line.split()[1] for line in [*four, *six] if f":{port:04X} " in line]
     assert local in lines
     assert not [address for address in lines if set(address.split(":")[0]) == {"0"}]
 
 
-def test_the_wrong_tensor_is_named_and_workers_are_told():
-    exchange = Exchange(1, 1)
-    wrong = tensors_of(0) | {"d0": torch.zeros(1000, 41, dtype=torch.bfloat16)}
-    exchange.run(send=lambda s: s.send(wrong.items(), exchange.plan))
+def test_a_wrong_piece_is_named_and_all_workers_are_told():
+    exchange = Exchange(one_stream(num_replicas=2))
+
+    def wrong(name: str, box: Box) -> torch.Tensor:
+        piece = piece_of(name, box)
+        return piece[:, :-1] if name == "d" else piece
+
+    exchange.run(send=lambda index: exchange.send(index, 0, wrong))
     assert isinstance(exchange.results["sender 0"], MismatchError)
-    assert "'d0' torch.bfloat16 (1000, 41)" in str(exchange.results["sender 0"])
-    assert isinstance(exchange.results["worker 0"], TransferError)
-    assert "weight sender 0" in str(exchange.results["worker 0"])
-    assert "gave up" in str(exchange.results["worker 0"])
+    assert "'d' torch.bfloat16 (1000, 39)" in str(exchange.results["sender 0"])
+    for worker in (0, 1):
+        assert isinstance(exchange.results[f"worker {worker}"], TransferError)
+        assert "trainer rank 0 failed and gave up" in str(exchange.results[f"worker {worker}"])
 
 
-@pytest.mark.parametrize("change", ["missing", "extra"])
-def test_missing_and_extra_tensors(change):
-    exchange = Exchange(1, 1)
-    tensors = tensors_of(0)
-    if change == "missing":
-        tensors.popitem()
-    else:
-        tensors["new"] = torch.zeros(1)
-    exchange.run(send=lambda s: s.send(tensors.items(), exchange.plan))
-    assert isinstance(exchange.results["sender 0"], MismatchError)
-    assert ("f0" if change == "missing" else "new") in str(exchange.results["sender 0"])
+def test_a_source_that_raises_ends_both_sides():
+    exchange = Exchange(one_stream())
 
+    def broken(name: str, box: Box) -> torch.Tensor:
+        if name == "d":
+            raise OSError("disk")
+        return piece_of(name, box)
 
-def test_a_source_that_raises_ends_both_sides_and_the_groups_stay_usable():
-    exchange = Exchange(1, 1)
-
-    def broken():
-        yield from list(tensors_of(0).items())[:4]
-        raise OSError("disk")
-
-    exchange.run(publish=1, send=lambda s: s.send(broken(), exchange.plan, publish=1))
+    exchange.run(publish=1, send=lambda index: exchange.send(index, 1, broken))
     assert isinstance(exchange.results["sender 0"], OSError)
     assert "gave up publish 1" in str(exchange.results["worker 0"])
-    exchange.run(publish=2)
-    assert exchange.results["worker 0"] == exchange.results["sender 0"]
+
+
+def test_an_engine_that_cannot_load_ends_the_publish_for_those_behind_it():
+    exchange = Exchange(one_stream(num_replicas=3), timeout_s=3600)
+
+    def receive(worker: int, publish: int) -> dict[str, str]:
+        receiver = StreamReceiver(
+            7, exchange.stream, worker, exchange.address, HOST, timeout_s=3600
+        )
+        receiver.receive(publish, refuse if worker == 1 else lambda found: None)
+        return receiver.digests
+
+    def refuse(_):
+        raise MismatchError("an engine's loader wants something else")
+
+    exchange.receive = receive
+    exchange.run()
+    assert isinstance(exchange.results["worker 1"], MismatchError)
+    assert isinstance(exchange.results["worker 2"], TransferError)
+    assert "from engine worker 1" in str(exchange.results["worker 2"])
 
 
 def test_another_publish_number_is_refused():
-    exchange = Exchange(1, 1, timeout_s=3.0)
-    exchange.run(publish=5, send=lambda s: s.send(tensors_of(0).items(), exchange.plan, publish=4))
+    exchange = Exchange(one_stream(), timeout_s=3.0)
+    exchange.run(publish=5, send=lambda index: exchange.send(index, 4))
     assert "[4, 0," in str(exchange.results["worker 0"])
 
 
-def test_a_silent_sender_ends_in_a_timeout_that_names_it():
-    exchange = Exchange(2, 1, timeout_s=3.0)
+def test_a_changed_byte_is_found_by_the_workers_that_got_it():
+    """On the way from the first worker to the second: the first has the right numbers."""
+    stream = one_stream(num_replicas=3)
+    exchange = Exchange(stream)
+    exchange.run(publish=1)
+    first = exchange.receivers[0]
+    send = first._group.send
+    big = max(message.num_bytes for bucket in stream.buckets() for message in bucket.messages)
 
-    def send(sender):
-        sender.join()
-        if sender.index == 0:
-            return sender.send(tensors_of(0).items(), exchange.plan)
-        return None  # sender 1 hangs
+    def corrupt(data, to):
+        if data.numel() == big:
+            data = data.clone()
+            data[100] ^= 4
+        return send(data, to)
+
+    first._group.send = corrupt
+    exchange.run(publish=2)
+    assert exchange.results["worker 0"] == exchange.results["sender 0"]
+    for worker in (1, 2):
+        assert isinstance(exchange.results[f"worker {worker}"], AssertionError)
+        assert exchange.receivers[worker].changed == ["d"]
+        # the digests that travel are as they were sent: the controller learns of it from `changed`
+        assert exchange.receivers[worker].digests == exchange.results["sender 0"]
+
+
+def test_a_silent_sender_ends_in_a_timeout_that_names_it():
+    exchange = Exchange(one_stream(num_senders=2), timeout_s=3.0)
+
+    def send(index):
+        if index == 0:
+            return exchange.send(index, 0)
+        exchange.senders[index].join(exchange.address)
+        return None  # hangs
 
     exchange.run(send=send)
     assert isinstance(exchange.results["worker 0"], TransferError)
-    assert "weight sender 1" in str(exchange.results["worker 0"])
+    assert "from trainer rank 1" in str(exchange.results["worker 0"])
 
 
 def test_workers_that_never_join():
-    with pytest.raises(TransferError, match="sender 0 waiting for 2 workers"):
-        WeightSender(HOST, 2, timeout_s=2.0).join()
+    sender = StreamSender(0, one_stream(num_replicas=2), 0, HOST, timeout_s=2.0)
+    address = sender.listen()
+    with pytest.raises(TransferError, match="waiting for 1 trainer ranks and 2 workers"):
+        sender.join(address)
 
 
-def _send_forever(pipe):
-    sender = WeightSender(HOST, 1, timeout_s=3600)
-    pipe.send(sender.port)
+def _send_until_killed(pipe):
+    sender = StreamSender(0, one_stream(), 0, HOST, timeout_s=3600)
+    address = sender.listen()
+    pipe.send(address)
+    sender.join(address)
 
-    def tensors():
-        for i, item in enumerate(tensors_of(0).items()):
-            if i == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield item
+    def piece(name: str, box: Box) -> torch.Tensor:
+        if name == "d":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return piece_of(name, box)
 
-    sender.send(tensors(), plan_of(1))
+    for bucket in range(len(one_stream().buckets())):
+        sender.send(0, bucket, piece)
 
 
 def test_a_killed_sender_is_named():
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_send_forever, args=(theirs,))
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=_send_until_killed, args=(theirs,))
     process.start()
-    port = ours.recv()
-    with pytest.raises(TransferError, match=f"weight sender 0 \\(127.0.0.1:{port}\\)"):
-        WeightReceiver([(HOST, port)], rank=1, world_size=2, timeout_s=3600).receive(
-            plan_of(1), lambda views: None
-        )
+    address = ours.recv()
+    receiver = StreamReceiver(0, one_stream(), 0, address, HOST, timeout_s=3600)
+    with pytest.raises(TransferError, match="from trainer rank 0"):
+        receiver.receive(0, lambda found: None)
     process.join(10)
 
 
-def _join_and_die(port: int) -> None:
-    WeightReceiver([(HOST, port)], rank=1, world_size=2, timeout_s=300.0)
+def _join_and_die(address) -> None:
+    StreamReceiver(0, one_stream(), 0, address, HOST, timeout_s=3600)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_worker_that_died_ends_the_publish_with_an_error():
     """And not with the digests of tensors that nobody has."""
-    sender = WeightSender(HOST, 1, timeout_s=300.0)
+    sender = StreamSender(0, one_stream(), 0, HOST, timeout_s=3600)
+    address = sender.listen()
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=_join_and_die, args=(sender.port,))
+    process = spawn.Process(target=_join_and_die, args=(address,))
     process.start()
-    sender.join()
+    sender.join(address)
     process.join(300)
-    with pytest.raises(TransferError, match="sender 0 sending"):
-        sender.send(tensors_of(0).items(), plan_of(1))
+    with pytest.raises(TransferError, match="sending weights to engine worker 0"):
+        _send_all(sender, one_stream())
 
 
-def _receive_one_bucket_and_die(port: int) -> None:
-    receiver = WeightReceiver([(HOST, port)], rank=1, world_size=3, timeout_s=3600)
-    receiver.receive(plan_of(1), lambda views: os.kill(os.getpid(), signal.SIGKILL))
+def _send_all(sender: StreamSender, stream: Stream, pause_s: float = 0.0) -> None:
+    for bucket in range(len(stream.buckets())):
+        time.sleep(pause_s)
+        sender.send(0, bucket, piece_of)
+    sender.finish()
 
 
-def _receive_until_told(port: int) -> None:
-    receiver = WeightReceiver([(HOST, port)], rank=2, world_size=3, timeout_s=3600)
-    with pytest.raises(TransferError, match="engine worker receiving"):
-        receiver.receive(plan_of(1), lambda views: None)
+def _receive_one_bucket_and_die(address) -> None:
+    receiver = StreamReceiver(0, one_stream(num_replicas=3), 1, address, HOST, timeout_s=3600)
+    receiver.receive(0, lambda found: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def test_workers_that_live_are_told_at_once_of_one_that_died():
-    """Not when the sender happens to collect garbage, nor when their time is up, an hour later."""
-    sender = WeightSender(HOST, 2, timeout_s=300.0)
+def _receive_until_told(address, worker: int) -> None:
+    receiver = StreamReceiver(0, one_stream(num_replicas=3), worker, address, HOST, timeout_s=3600)
+    with pytest.raises(TransferError, match="engine worker 1"):
+        receiver.receive(0, lambda found: None)
+
+
+def test_all_that_live_are_told_at_once_of_a_worker_that_died_in_the_middle():
+    """Not when somebody happens to collect garbage, nor when their time is up, an hour later."""
+    stream = one_stream(num_replicas=3)
+    sender = StreamSender(0, stream, 0, HOST, timeout_s=3600)
+    address = sender.listen()
     spawn = multiprocessing.get_context("spawn")
-    targets = (_receive_one_bucket_and_die, _receive_until_told)
-    processes = [spawn.Process(target=target, args=(sender.port,)) for target in targets]
+    before = spawn.Process(target=_receive_until_told, args=(address, 0))
+    dying = spawn.Process(target=_receive_one_bucket_and_die, args=(address,))
+    behind = spawn.Process(target=_receive_until_told, args=(address, 2))
+    processes = (before, dying, behind)
     for process in processes:
         process.start()
-    sender.join()
-
-    def slowly():
-        for name, tensor in tensors_of(0).items():
-            time.sleep(0.5)
-            yield name, tensor
-
+    sender.join(address)
     gc.disable()
     try:
-        with pytest.raises(TransferError, match="sender 0 sending") as raised:
-            sender.send(slowly(), plan_of(1))
+        with pytest.raises(TransferError, match="sending weights to engine worker 0") as raised:
+            _send_all(sender, stream, pause_s=0.5)
+        sender.close()
         del raised
-        processes[1].join(300)
+        for process in processes:
+            process.join(300)
     finally:
         gc.enable()
-        processes[1].kill()
-    assert processes[1].exitcode == 0
+        for process in processes:
+            process.kill()
+    assert before.exitcode == behind.exitcode == 0
 
 
 def test_weights_that_are_trained_are_sent_as_they_are():
-    exchange = Exchange(1, 1)
-    trained = {name: tensor.requires_grad_() for name, tensor in tensors_of(0).items()}
-    exchange.run(send=lambda s: s.send(trained.items(), exchange.plan))
+    exchange = Exchange(one_stream())
+
+    def trained(name: str, box: Box) -> torch.Tensor:
+        return piece_of(name, box).requires_grad_()
+
+    exchange.run(send=lambda index: exchange.send(index, 0, trained))
     assert exchange.results["worker 0"] == exchange.results["sender 0"]
-    assert not any(tensor.requires_grad for tensor in exchange.loaded[0].values())
-
-
-shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=30)
-
-
-@given(shapes=shapes, limit=st.integers(1, 5000), senders=st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
-def test_buckets_hold_every_tensor_once_in_order(shapes, limit, senders):
-    dtypes = ["float32", "bfloat16", "uint8"]
-    entries = tuple(
-        TensorEntry(f"t{i}", dtypes[i % 3], shape, i % senders) for i, shape in enumerate(shapes)
-    )
-    plan = TransferPlan(entries, senders, limit)
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=TransferPlan) == plan
-    for sender in range(senders):
-        buckets = plan.buckets(sender)
-        assert [e for b in buckets for e in b.entries] == list(plan.of_sender(sender))
-        for bucket in buckets:
-            assert bucket.num_bytes <= limit or len(bucket.entries) == 1
-            end = 0
-            for entry, offset in zip(bucket.entries, bucket.offsets, strict=True):
-                assert offset % ALIGNMENT == 0 and offset >= end
-                end = offset + entry.num_bytes
-            assert end == bucket.num_bytes
-
-
-def test_buckets_are_filled_up_to_their_limit():
-    """Of 32 bytes; the second of two tensors begins at a multiple of 16."""
-    sizes = {"a": 10, "b": 16, "c": 1, "d": 40, "e": 16, "f": 17, "g": 0}
-    entries = tuple(TensorEntry(name, "uint8", (size,)) for name, size in sizes.items())
-    buckets = TransferPlan(entries, 1, 32).buckets(0)
-    found = [([e.name for e in bucket.entries], list(bucket.offsets)) for bucket in buckets]
-    assert found == [
-        (["a", "b"], [0, 16]),
-        (["c"], [0]),
-        (["d"], [0]),
-        (["e"], [0]),
-        (["f", "g"], [0, 32]),
-    ]
-
-
-def test_plans_that_make_no_sense():
-    with pytest.raises(ValueError, match=r"twice.*x"):
-        TransferPlan((TensorEntry("x", "float32", (1,)), TensorEntry("x", "float32", (1,))))
-    with pytest.raises(ValueError, match=r"no such sender.*x"):
-        TransferPlan((TensorEntry("x", "float32", (1,), 1),))
+    for parts in exchange.loaded[0].values():
+        assert not any(tensor.requires_grad for tensor in parts.values())

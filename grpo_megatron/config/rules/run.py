@@ -317,20 +317,6 @@ def only_rollouts_ahead_are_in_flight(run: RunConfig) -> Violation | None:
     )
 
 
-@RUN_RULES.rule("num_senders")
-def senders_are_trainer_ranks(run: RunConfig) -> Violation | None:
-    """Refuse more senders than trainer ranks."""
-    num_ranks = run.trainer.num_ranks
-    if run.publish.num_senders <= num_ranks:
-        return None
-    return Violation(
-        "publish.num_senders",
-        f"only {num_ranks} trainer rank(s) can send",
-        nearest=(num_ranks,),
-        related=("trainer.num_ranks",),
-    )
-
-
 @RUN_RULES.rule("canary_tolerance")
 def tolerance_allows_for_rounding(run: RunConfig) -> Violation | None:
     """Refuse a canary tolerance below what bfloat16 rounds."""

@@ -8,19 +8,19 @@ from typing import Any
 import msgspec
 from vllm.distributed.weight_transfer import base
 
-from grpo_megatron.errors import TransferError
-from grpo_megatron.rollout.plugin.worker_extension import NamedTensors
-from grpo_megatron.weights.transfer import WeightReceiver
-from grpo_megatron.weights.transfer_plan import TransferPlan
+from grpo_megatron.errors import MismatchError, TransferError
+from grpo_megatron.network import own_address
+from grpo_megatron.rollout.plugin.received_parts import TensorParts, loadable
+from grpo_megatron.weights.publish_plan import OpenedStream
+from grpo_megatron.weights.transfer import StreamReceiver
 
 
 @dataclass
 class GlooInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]  # of a base without types
     """Body of `/init_weight_transfer_engine`."""
 
-    senders: list[tuple[str, int]]
-    rank_offset: int  # rank of this replica's first worker; rank 0 is the sender
-    world_size: int  # one sender and the workers of all replicas
+    streams: list[Any]  # (number, `OpenedStream`) of each worker of this replica, as JSON values
+    first_worker: int  # number of this replica's first worker, counted over all replicas
     timeout_s: float
 
 
@@ -28,7 +28,6 @@ class GlooInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]  # of a b
 class GlooUpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
     """Body of `/update_weights`."""
 
-    plan: dict[str, Any]
     publish: int
 
 
@@ -42,42 +41,57 @@ class GlooWeightTransferEngine(
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.received: dict[str, str] = {}  # digest of every tensor of the last publish
         self.failure = ""  # of the transfer, see `_noting`
-        self._receiver: WeightReceiver | None = None
+        self.receiver: StreamReceiver | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the groups of all senders; what goes wrong is in `failure`."""
+        """Join this worker's stream; what goes wrong is in `failure`."""
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver = None
+        number, values = init_info.streams[worker]
+        opened = msgspec.convert(values, OpenedStream)
+        self.receiver = None
         self.failure = ""
         with self._noting():
-            self._receiver = WeightReceiver(
-                init_info.senders,
-                rank=init_info.rank_offset + worker,
-                world_size=init_info.world_size,
-                timeout_s=init_info.timeout_s,
+            self.receiver = StreamReceiver(
+                number,
+                opened.stream,
+                init_info.first_worker + worker,
+                (opened.host, opened.port),
+                own_address(),
+                opened.carrier,
+                init_info.timeout_s,
             )
 
     def start_weight_update(self) -> None:
         """Let the model's layers wait for weights of a new publish."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.received = {}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Take all buckets of a publish; `received` has the digests, `failure` what went wrong."""
-        plan = msgspec.convert(update_info.plan, TransferPlan)
+        """Take all buckets of a publish; `failure` says what went wrong."""
         with self._noting():
-            if self._receiver is None:
+            if self.receiver is None:
                 raise TransferError(self.failure or "/init_weight_transfer_engine was not called")
-            self.received = self._receiver.receive(plan, self.load, publish=update_info.publish)
+            self.receiver.receive(update_info.publish, self.load)
 
-    def load(self, tensors: NamedTensors) -> None:
-        """Have the model take the tensors of a bucket."""
-        self.model.load_weights(tensors)
+    def load(self, tensors: TensorParts) -> None:
+        """Have the model take the parts of a bucket."""
+        self.model.load_weights(loadable(tensors))
+
+    def report(self) -> dict[str, Any]:
+        """Tell what came of the last publish.
+
+        `failure` of the transfer, `changed` tensors, `digests` of messages, `stream` number."""
+        if self.receiver is None:
+            return {"failure": self.failure, "changed": [], "digests": {}, "stream": 0}
+        return {
+            "failure": self.failure,
+            "changed": self.receiver.changed,
+            "digests": self.receiver.digests,
+            "stream": self.receiver.number,
+        }
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -85,7 +99,7 @@ class GlooWeightTransferEngine(
         executor leaves the answers of the others, and takes them for those of the next call."""
         try:
             yield
-        except TransferError as error:
+        except (TransferError, MismatchError) as error:
             self.failure = error.message
 
     def finish_weight_update(self) -> None:
@@ -96,4 +110,4 @@ class GlooWeightTransferEngine(
 
     def shutdown(self) -> None:
         """Leave the groups."""
-        self._receiver = None
+        self.receiver = None

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import msgspec
 
-NamedTensors = list[tuple[str, torch.Tensor]]
+from grpo_megatron.rollout.plugin.kept_boxes import record_kept_boxes
+from grpo_megatron.weights.transfer_plan import TensorEntry
 
 
 class WorkerExtension:
@@ -16,9 +17,17 @@ class WorkerExtension:
     reload_weights: Callable[..., None]
 
     def update_report(self) -> dict[str, Any]:
-        """Tell what came of the last update: `digests` by name, `failure` of the transfer."""
-        engine = self.weight_transfer_engine
-        return {"digests": engine.received, "failure": engine.failure}
+        """Tell what came of the last update, as `GlooWeightTransferEngine.report` does."""
+        report: dict[str, Any] = self.weight_transfer_engine.report()
+        return report
+
+    def kept_boxes(self, tensors: list[Any]) -> dict[str, Any]:
+        """Tell which `boxes` of each checkpoint tensor this worker keeps, by name.
+
+        tensors: `TensorEntry` as JSON values. `whole`: why some are taken whole, by name."""
+        entries = msgspec.convert(tensors, list[TensorEntry])
+        boxes, whole = record_kept_boxes(self.weight_transfer_engine.model, entries)
+        return {"boxes": msgspec.to_builtins(boxes), "whole": whole}
 
     def reload_from_path(self, path: str) -> None:
         """Load the Hugging Face checkpoint directory `path` in place.

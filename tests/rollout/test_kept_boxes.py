@@ -1,0 +1,95 @@
+"""What engine workers keep, learned from vLLM's own loaders, for every family.
+
+After a load of the kept parts alone, every byte of a worker equals that after a load of the whole
+checkpoint."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from tests.e2e.family_models import settings_of, write_checkpoint
+from tests.rollout.engine_models import compare_sliced_load, load_less_than_planned
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+WORKERS = {  # size of the tensor-parallel group, rank in it, whether experts are spread over it
+    "tp1": (1, 0, False),
+    "tp2_rank1": (2, 1, False),
+    "ep2_rank0": (2, 0, True),
+    "tp4_rank2": (4, 2, False),
+}
+GATE = [("qwen3_moe_all_sparse", "ep2_rank0"), ("deepseek_v3_kernel", "tp2_rank1")]
+SPARSE = [
+    "mixtral",
+    "qwen3_moe_all_sparse",
+    "qwen3_moe_mixed",
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "deepseek_v3_kernel",
+    "deepseek_v3_groups",
+    "kimi_k2",
+    "moonlight",
+    "glm4_moe",
+    "glm4_moe_air",
+]
+DENSE = ["qwen2", "qwen2_tied", "qwen3", "llama", "llama_odd", "mistral"]
+
+
+def cases() -> list:
+    found = []
+    for name in (*DENSE, *SPARSE):
+        for worker, (size, _, _) in WORKERS.items():
+            if worker.startswith("ep") and name in DENSE:
+                continue
+            if settings_of(name)["num_attention_heads"] % size != 0:
+                continue  # vLLM refuses it
+            marks = () if (name, worker) in GATE else (pytest.mark.families,)
+            found.append(pytest.param(name, worker, marks=marks, id=f"{name}-{worker}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def vllm_process():
+    """A process in which one worker after the other is made: vLLM has global state."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory):
+    written = {}
+
+    def of(name: str) -> str:
+        if name not in written:
+            written[name] = tmp_path_factory.mktemp("checkpoints") / name
+            write_checkpoint(written[name], name, config_of_transformers=False)
+        return str(written[name])
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "worker"), cases())
+def test_the_kept_parts_load_as_the_whole_checkpoint_does(
+    vllm_process, checkpoint_of, name, worker
+):
+    checkpoint = checkpoint_of(name)
+    found = vllm_process.submit(compare_sliced_load, checkpoint, *WORKERS[worker]).result()
+    assert not found["different"]
+    assert not [name for name in found["unchanged"] if name.endswith("proj.weight")]
+    assert not found["whole"], "everything that vLLM's loaders copy is a box"
+    size = WORKERS[worker][0]
+    assert found["kept_bytes"] <= found["all_bytes"]
+    if size > 1:
+        assert found["kept_bytes"] < found["all_bytes"]
+
+
+def test_a_worker_that_wants_more_than_it_said_is_refused(vllm_process, checkpoint_of):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    checkpoint = checkpoint_of("qwen3_moe_all_sparse")
+    told = vllm_process.submit(load_less_than_planned, checkpoint, name).result()
+    assert f"of {name!r}, which it did not want when the transfer was planned" in told
