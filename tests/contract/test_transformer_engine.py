@@ -96,7 +96,7 @@ def test_the_weights_are_those_of_torchs_layers(preset):
         layouts[1] = {key: size for key, size in EVERYTHING.items() if "expert" not in key}
     fused, classes, settings = in_a_process_of_its_own(weights_of_ranks, hf, layouts, True)
     plain, without, plain_settings = in_a_process_of_its_own(weights_of_ranks, hf, layouts, False)
-    assert not without and {"TERowParallelLinear", "TEDotProductAttention"} <= classes
+    assert not without and {"TERowParallelLinear", "TESharedPrefixAttention"} <= classes
     assert fused == plain
     assert not any(value for stage in plain_settings for value in stage.values())
     for stage in settings:

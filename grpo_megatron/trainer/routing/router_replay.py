@@ -288,7 +288,7 @@ class RouteReplay:
             flags = torch.cat(flags_by_microbatch, 1)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=pipeline)
             if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-                total += (flags * torch.cat(weights)).sum(1)
+                total += (flags * torch.cat(weights).double()).sum(1)
         for tensor in (run.sums.load, run.sums.entropy, run.sums.compared, run.sums.any_layer):
             dist.all_reduce(tensor)
         metrics = run.sums.result()

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import SetupError
 from grpo_megatron.trainer.megatron.kernels import (
@@ -15,6 +16,7 @@ from grpo_megatron.trainer.megatron.kernels import (
     installed,
     settings_of,
 )
+from grpo_megatron.trainer.megatron.model_config import why_not_share_prefixes
 
 NOTHING = Installed(cuda=False, transformer_engine=False, deep_ep=False, hybrid_ep=False)
 GPU = Installed(cuda=True, transformer_engine=False, deep_ep=False, hybrid_ep=False)
@@ -123,3 +125,18 @@ def test_this_machine_is_looked_at():
     import torch
 
     assert installed().cuda == torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("preset", "router_policy", "is_exact"),
+    [
+        ("deepseek-v3", "none", False),
+        ("deepseek-v3", "freeze_bias", True),
+        ("tiny-qwen3-moe", "none", True),
+    ],
+)
+def test_prefixes_are_not_shared_where_a_bias_follows_the_tokens(preset, router_policy, is_exact):
+    hf = {"vocab_size": 96, **load_preset(preset).hf}
+    problem = why_not_share_prefixes(hf, router_policy)
+    assert is_exact == (problem == "")
+    assert is_exact or "routing.router_policy is 'none'" in problem

@@ -50,3 +50,15 @@ def test_the_scale_is_of_the_rotated_features_only():
     x = torch.rand(5, 2, 8)
     expected = torch.cat([one_by_one(x, [2, 3], freqs)[..., :4] * 1.5, x[..., 4:]], -1)
     torch.testing.assert_close(rotate_packed(x, cu_seqlens, freqs, 1.5), expected)
+
+
+def test_positions_say_where_a_branch_goes_on():
+    """A prompt of two tokens, and two completions that continue it."""
+    freqs = torch.rand(4, 1, 1, 4).repeat(1, 1, 1, 2)
+    x = torch.randn(6, 2, 8)
+    cu_seqlens = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    cu_seqlens.positions = torch.tensor([0, 1, 2, 3, 2, 3])
+    found = rotate_packed(x, cu_seqlens, freqs)
+    for rows in ([0, 1, 2, 3], [0, 1, 4, 5]):
+        alone = torch.tensor([0, 4], dtype=torch.int32)
+        torch.testing.assert_close(found[rows], rotate_packed(x[rows], alone, freqs))

@@ -1,0 +1,64 @@
+"""What Transformer Engine's attention gets of a row with branches, and of one without."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from grpo_megatron.batching.prefix_rows import RowTree
+from grpo_megatron.trainer.megatron.packed_attention import with_gathered_keys
+
+
+class Core:
+    """Keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(self, query, key, value, attention_mask, **settings):
+        self.calls.append({"query": query, "key": key, "value": value, **settings})
+        return query.flatten(1)
+
+
+def attend(tree: RowTree) -> tuple[dict[str, Any], SimpleNamespace]:
+    attention = with_gathered_keys(Core)()
+    packed = SimpleNamespace(tree=tree)
+    rows = torch.arange(tree.num_tokens)
+    query, key, value = (rows[:, None, None] + 100 * part for part in range(3))
+    output = attention.forward(
+        query, key, value, None, attn_mask_type="causal", packed_seq_params=packed
+    )
+    assert output.shape == (tree.num_tokens, 1)
+    [call] = attention.calls
+    return call, packed
+
+
+def test_branches_get_the_keys_of_their_paths():
+    call, _ = attend(RowTree(np.array([3, 2, 1, 4]), np.array([-1, 0, 0, -1]), ()))
+    assert call["query"].flatten().tolist() == list(range(10))
+    paths = [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9]
+    assert call["key"].flatten().tolist() == [100 + row for row in paths]
+    assert call["value"].flatten().tolist() == [200 + row for row in paths]
+    packed = call["packed_seq_params"]
+    assert packed.cu_seqlens_q.tolist() == [0, 3, 5, 6, 10]
+    assert packed.cu_seqlens_kv.tolist() == [0, 3, 8, 12, 16]
+    assert packed.cu_seqlens_q.dtype == packed.cu_seqlens_kv.dtype == torch.int32
+    assert (packed.max_seqlen_q, packed.max_seqlen_kv) == (4, 5)
+    assert call["attn_mask_type"].name == "padding_causal_bottom_right"
+
+
+def test_a_row_without_branches_is_left_alone():
+    call, packed = attend(RowTree(np.array([3, 2]), np.array([-1, -1]), ()))
+    assert call["packed_seq_params"] is packed
+    assert call["attn_mask_type"] == "causal"
+    assert call["key"].flatten().tolist() == [100, 101, 102, 103, 104]
+
+
+def test_the_class_is_made_once():
+    assert with_gathered_keys(Core) is with_gathered_keys(Core)
