@@ -127,7 +127,7 @@ def test_kept_logits_are_those_of_the_last_stage():
     ],
 )
 def test_predicted_peak(tmp_path, hf, layout, max_tokens):
-    layout = {**layout, "max_tokens_per_microbatch": 1024}
+    layout = {**layout, "max_tokens_per_microbatch": 1024, "share_prefixes": False}
     samples = write_samples(
         tmp_path / "step_000001",
         num_groups=2,
