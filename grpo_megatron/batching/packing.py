@@ -5,6 +5,7 @@ any layout. Costs, not lengths, are balanced: attention is quadratic in a sample
 prompts are shared (`plan_shared_microbatches`), so is their cost."""
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def plan_shared_microbatches(
     whole = [_unit(paths, rows) for rows in _families(paths)]
     least = [_pieces_of(paths, unit, max_tokens, 1) for unit in whole]
     bins = _Bins(num_ranks, num_ranks * multiple_of, max_tokens)
-    best = bins.plan([unit for units in least for unit in units])
+    best = bins.plan(list(itertools.chain.from_iterable(least)))
     mean_cost = best.total_cost / best.num_bins
     for share in _SPLITS:
         if best.duration <= _GOOD * best.total_cost / num_ranks:

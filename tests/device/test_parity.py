@@ -26,14 +26,16 @@ def assert_same(found: dict, expected: dict) -> None:
     """Two reports of three steps each."""
     assert len(expected["losses"]) == len(expected["grad_norms"]) == 3
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=TOLERANCE)
-    # attention with a mask is another of torch's kernels there
-    np.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=3 * TOLERANCE)
+    np.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense", "latent"])
 def test_one_rank(request, pretended1, world1, three_updates, kind):
     model = request.getfixturevalue(f"{kind}_model")
-    arguments = {"model": model, "samples": three_updates, "layout": {}, **GRPO}
+    layout = {}
+    if kind == "latent":  # attention with a mask is another of torch's kernels there: 1.3e-6 off
+        layout = {"share_prefixes": False}
+    arguments = {"model": model, "samples": three_updates, "layout": layout, **GRPO}
     found = pretended1.run(UPDATE, **arguments)
     assert_same(found.report, world1.run(UPDATE, **arguments).report)
 
