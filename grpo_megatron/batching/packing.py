@@ -4,6 +4,8 @@ Every rank computes the same plan from the recorded step alone, so it can be tra
 any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length. Where
 prompts are shared (`plan_shared_microbatches`), so is their cost."""
 
+from __future__ import annotations
+
 import heapq
 import itertools
 import math
@@ -44,19 +46,8 @@ def plan_microbatches(
     micro-batches, a multiple of `multiple_of` (interleaved pipelines)."""
     lengths = np.asarray(lengths, np.int64)
     _require_room(lengths, max_tokens)
-    longest_first = np.argsort(-lengths, kind="stable")
-    costs = sample_costs(lengths)
-    step = num_ranks * multiple_of
-    # fewer do not hold all tokens, and none holds two samples of more than half of it
-    for_all_tokens = math.ceil(int(lengths.sum()) / max_tokens)
-    for_long_samples = int((2 * lengths > max_tokens).sum())
-    fewest = max(for_all_tokens, for_long_samples, 1)
-    num_bins = math.ceil(fewest / step) * step
-    bins = _level(lengths, costs, longest_first, num_bins, max_tokens)
-    while bins is None:
-        num_bins += step * max(num_bins // (32 * step), 1)
-        bins = _level(lengths, costs, longest_first, num_bins, max_tokens)
-    return _deal(bins, costs, num_ranks)
+    bins = _Bins(num_ranks, num_ranks * multiple_of, max_tokens)
+    return bins.plan(_units_apart(lengths)).samples_by_rank()
 
 
 def _require_room(lengths: np.ndarray, max_tokens: int) -> None:
@@ -70,22 +61,45 @@ def _require_room(lengths: np.ndarray, max_tokens: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class SharedPlan:
+    """Micro-batches of samples that share their first pieces."""
+
+    paths: SamplePaths
+    """What samples of a row share: nothing where that is faster."""
+    samples: list[list[np.ndarray]]
+    """Sample rows by rank and micro-batch, int64, ascending."""
+    duration: float
+    """Relative time until all ranks are done (`sample_costs`)."""
+
+
 def plan_shared_microbatches(
     paths: SamplePaths, *, num_ranks: int, max_tokens: int, multiple_of: int = 1
-) -> list[list[np.ndarray]]:
+) -> SharedPlan:
     """As `plan_microbatches`, for samples that share their first pieces, computed once a row.
 
     Samples that begin with the same piece stay together. They are split, and the piece is repeated,
     where a micro-batch does not hold them, or where ranks would wait for one that has too many.
-    What samples share behind the first piece makes rows shorter than planned."""
+    What samples share behind the first piece makes rows shorter than planned. Where samples fill
+    fewer micro-batches by themselves, and what they share is little beside that, nothing is shared:
+    a step is never planned to take longer than without sharing."""
     _require_room(paths.totals, max_tokens)
-    whole = [_unit(paths, rows) for rows in _families(paths)]
-    least = [_pieces_of(paths, unit, max_tokens, 1) for unit in whole]
     bins = _Bins(num_ranks, num_ranks * multiple_of, max_tokens)
+    shared = _plan_families(paths, bins)
+    apart = bins.plan(_units_apart(paths.totals))
+    if apart.duration < shared.duration:
+        return SharedPlan(paths.apart(), apart.samples_by_rank(), apart.duration)
+    return SharedPlan(paths, shared.samples_by_rank(), shared.duration)
+
+
+def _plan_families(paths: SamplePaths, bins: _Bins) -> _UnitPlan:
+    """Plan samples that share their first piece together, in as many parts as make ranks even."""
+    whole = [_unit(paths, rows) for rows in _families(paths)]
+    least = [_pieces_of(paths, unit, bins.max_tokens, 1) for unit in whole]
     best = bins.plan(list(itertools.chain.from_iterable(least)))
     mean_cost = best.total_cost / best.num_bins
     for share in _SPLITS:
-        if best.duration <= _GOOD * best.total_cost / num_ranks:
+        if best.duration <= _GOOD * best.total_cost / bins.num_ranks:
             break
         units = []
         for unit, fewest in zip(whole, least, strict=True):
@@ -95,18 +109,18 @@ def plan_shared_microbatches(
             if num_wanted <= len(fewest):
                 units += fewest
             else:
-                units += _pieces_of(paths, unit, max_tokens, num_wanted)
+                units += _pieces_of(paths, unit, bins.max_tokens, num_wanted)
         found = bins.plan(units)
         if found.duration < 0.98 * best.duration:
             best = found
-    return best.samples_by_rank()
+    return best
 
 
 @dataclass(frozen=True)
 class _UnitPlan:
     """Units in micro-batches."""
 
-    units: Sequence["_Unit"]
+    units: Sequence[_Unit]
     numbers: Sequence[Sequence[Sequence[int]]]
     """Of units, by rank and micro-batch."""
 
@@ -152,11 +166,12 @@ class _Bins:
     step: int
     max_tokens: int
 
-    def plan(self, units: Sequence["_Unit"]) -> _UnitPlan:
+    def plan(self, units: Sequence[_Unit]) -> _UnitPlan:
         """Put units into as few micro-batches as hold them, with even costs."""
         sizes = np.array([unit.size for unit in units], np.int64)
         costs = np.array([unit.cost for unit in units], np.float64)
         order = np.argsort(-sizes, kind="stable")
+        # fewer do not hold all tokens, and none holds two units of more than half of it
         fewest = max(sizes.sum() / self.max_tokens, int((2 * sizes > self.max_tokens).sum()), 1)
         num_bins = math.ceil(fewest / self.step) * self.step
         bins = _level(sizes, costs, order, num_bins, self.max_tokens)
@@ -190,6 +205,14 @@ def _unit(paths: SamplePaths, rows: np.ndarray) -> _Unit:
     keys = math.ceil(totals.sum() * KEY_SHARE)
     cost = float(sample_costs(np.array([first]))[0]) + float(_branch_costs(first, totals).sum())
     return _Unit(rows, tokens + keys, cost)
+
+
+def _units_apart(lengths: np.ndarray) -> list[_Unit]:
+    """One unit for each sample of so many tokens, int64 [N]."""
+    units = []
+    for row, cost in enumerate(sample_costs(lengths).tolist()):
+        units.append(_Unit(np.array([row]), int(lengths[row]), cost))
+    return units
 
 
 def _branch_costs(first: int, totals: np.ndarray) -> np.ndarray:

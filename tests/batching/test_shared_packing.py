@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.batching.packing import (
@@ -42,7 +42,7 @@ def plan_of(groups, num_ranks=1, multiple_of=1, max_tokens=CAPACITY):
     plan = plan_shared_microbatches(
         paths, num_ranks=num_ranks, max_tokens=max_tokens, multiple_of=multiple_of
     )
-    return paths, plan
+    return plan.paths, plan.samples
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,14 +62,53 @@ def test_every_sample_once_within_capacity_and_equal_counts(groups, num_ranks, m
     assert len(plan[0]) >= 1
 
 
+def duration_of(paths, plan):
+    """What a step costs whose ranks wait for each other after every micro-batch."""
+    duration = 0.0
+    for of_ranks in zip(*plan, strict=True):
+        duration += max(row_cost(paths, rows) for rows in of_ranks)
+    return duration
+
+
+def row_cost(paths, rows):
+    """A first piece once, whole; every branch by its own queries or by all, whichever is less."""
+    cost = 16.0
+    of_first_piece = {}
+    for row in rows.tolist():
+        of_first_piece.setdefault(int(paths.pieces[row, 0]), []).append(row)
+    for samples in of_first_piece.values():
+        totals = [int(paths.totals[sample]) for sample in samples]
+        if len(samples) == 1:
+            cost += totals[0] + totals[0] ** 2 / 4096
+            continue
+        first = int(paths.lengths[samples[0], 0])
+        cost += first + first**2 / 4096
+        for total in totals:
+            own = total - first
+            cost += own + min(2 * own * total, total**2) / 4096
+    return cost
+
+
 @settings(max_examples=100, deadline=None)
 @given(GROUPS, st.integers(1, 4))
-def test_never_more_tokens_or_micro_batches_than_without_sharing(groups, num_ranks):
+@example([(3, [24]), (5, [4, 4, 24, 24]), (6, [2, 3, 3, 19, 19, 24, 24])], 1)
+def test_never_more_tokens_nor_time_than_without_sharing(groups, num_ranks):
     paths, plan = plan_of(groups, num_ranks)
     apart = plan_microbatches(paths.totals, num_ranks=num_ranks, max_tokens=CAPACITY)
-    assert len(plan[0]) <= len(apart[0]) + 1
+    shared_duration = duration_of(paths, plan)
+    assert shared_duration <= duration_of(paths.apart(), apart) + 1e-6
     computed = sum(paths.count_tokens(rows) for of_rank in plan for rows in of_rank)
     assert computed <= paths.totals.sum()
+
+
+def test_nothing_is_shared_where_samples_fill_fewer_micro_batches_by_themselves():
+    """Two groups of 40 tokens need two micro-batches; four of 20 samples fill one and a half."""
+    groups = [(1, [19, 19]), (1, [19, 19]), (1, [19, 19])]
+    paths, plan = plan_of(groups)
+    apart = plan_microbatches(paths.totals, num_ranks=1, max_tokens=CAPACITY)
+    assert [rows.tolist() for rows in plan[0]] == [rows.tolist() for rows in apart[0]]
+    assert len(plan[0]) == 2
+    assert sum(paths.count_tokens(rows) for rows in plan[0]) == paths.totals.sum()
 
 
 def test_a_group_stays_together():

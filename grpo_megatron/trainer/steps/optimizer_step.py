@@ -63,7 +63,7 @@ def prepare(
     if not layout.share_prefixes:
         paths = paths.apart()
         num_split_prompts = 0
-    plan = _plan(layout, paths)
+    paths, plan = _plan(layout, paths)
     own_plan = plan[parallel_state.get_data_parallel_rank()]
     microbatches = []
     for index, part in enumerate(own_plan):
@@ -86,20 +86,23 @@ def prepare(
     )
 
 
-def _plan(layout: TrainerConfig, paths: SamplePaths) -> list[list[np.ndarray]]:
-    """Places in `paths` of the samples of every rank and micro-batch, int64."""
+def _plan(layout: TrainerConfig, paths: SamplePaths) -> tuple[SamplePaths, list[list[np.ndarray]]]:
+    """Return what samples share, and the places in `paths` of those of every rank and micro-batch,
+    int64."""
     num_ranks = int(parallel_state.get_data_parallel_world_size())
     max_tokens = layout.max_tokens_per_microbatch
     multiple_of = 1
     if layout.virtual_pipeline_parallel_size:
         multiple_of = layout.pipeline_parallel_size
     if layout.share_prefixes:
-        return plan_shared_microbatches(
+        shared = plan_shared_microbatches(
             paths, num_ranks=num_ranks, max_tokens=max_tokens, multiple_of=multiple_of
         )
-    return plan_microbatches(
+        return shared.paths, shared.samples
+    apart = plan_microbatches(
         paths.totals, num_ranks=num_ranks, max_tokens=max_tokens, multiple_of=multiple_of
     )
+    return paths, apart
 
 
 def _count_computed_tokens(paths: SamplePaths, plan: Sequence[Sequence[np.ndarray]]) -> int:
