@@ -257,11 +257,12 @@ def test_workers_that_never_join():
         sender.join(address)
 
 
-def _send_until_killed(pipe):
+def _send_until_killed(pipe, all_joined):
     sender = StreamSender(0, one_stream(), 0, HOST, timeout_s=3600)
     address = sender.listen()
     pipe.send(address)
     sender.join(address)
+    all_joined.wait()  # a member that dies before others have joined is named otherwise
 
     def piece(name: str, box: Box) -> torch.Tensor:
         if name == "d":
@@ -275,17 +276,20 @@ def _send_until_killed(pipe):
 def test_a_killed_sender_is_named():
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=_send_until_killed, args=(theirs,))
+    all_joined = spawn.Barrier(2)
+    process = spawn.Process(target=_send_until_killed, args=(theirs, all_joined))
     process.start()
     address = ours.recv()
     receiver = StreamReceiver(0, one_stream(), 0, address, HOST, timeout_s=3600)
+    all_joined.wait()
     with pytest.raises(TransferError, match="from trainer rank 0"):
         receiver.receive(0, lambda found: None)
     process.join(10)
 
 
-def _join_and_die(address) -> None:
+def _join_and_die(address, all_joined) -> None:
     StreamReceiver(0, one_stream(), 0, address, HOST, timeout_s=3600)
+    all_joined.wait()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -294,9 +298,11 @@ def test_a_worker_that_died_ends_the_publish_with_an_error():
     sender = StreamSender(0, one_stream(), 0, HOST, timeout_s=3600)
     address = sender.listen()
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=_join_and_die, args=(address,))
+    all_joined = spawn.Barrier(2)
+    process = spawn.Process(target=_join_and_die, args=(address, all_joined))
     process.start()
     sender.join(address)
+    all_joined.wait()
     process.join(300)
     with pytest.raises(TransferError, match="sending weights to engine worker 0"):
         _send_all(sender, one_stream())
@@ -309,13 +315,15 @@ def _send_all(sender: StreamSender, stream: Stream, pause_s: float = 0.0) -> Non
     sender.finish()
 
 
-def _receive_one_bucket_and_die(address) -> None:
+def _receive_one_bucket_and_die(address, all_joined) -> None:
     receiver = StreamReceiver(0, one_stream(num_replicas=3), 1, address, HOST, timeout_s=3600)
+    all_joined.wait()
     receiver.receive(0, lambda found: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def _receive_until_told(address, worker: int) -> None:
+def _receive_until_told(address, all_joined, worker: int) -> None:
     receiver = StreamReceiver(0, one_stream(num_replicas=3), worker, address, HOST, timeout_s=3600)
+    all_joined.wait()
     with pytest.raises(TransferError, match="engine worker 1"):
         receiver.receive(0, lambda found: None)
 
@@ -326,13 +334,15 @@ def test_all_that_live_are_told_at_once_of_a_worker_that_died_in_the_middle():
     sender = StreamSender(0, stream, 0, HOST, timeout_s=3600)
     address = sender.listen()
     spawn = multiprocessing.get_context("spawn")
-    before = spawn.Process(target=_receive_until_told, args=(address, 0))
-    dying = spawn.Process(target=_receive_one_bucket_and_die, args=(address,))
-    behind = spawn.Process(target=_receive_until_told, args=(address, 2))
+    all_joined = spawn.Barrier(4)
+    before = spawn.Process(target=_receive_until_told, args=(address, all_joined, 0))
+    dying = spawn.Process(target=_receive_one_bucket_and_die, args=(address, all_joined))
+    behind = spawn.Process(target=_receive_until_told, args=(address, all_joined, 2))
     processes = (before, dying, behind)
     for process in processes:
         process.start()
     sender.join(address)
+    all_joined.wait()
     gc.disable()
     try:
         with pytest.raises(TransferError, match="sending weights to engine worker 0") as raised:
