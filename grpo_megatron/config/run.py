@@ -239,6 +239,11 @@ class RolloutConfig(Strict):
     """Independent servers."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Tensor parallelism within a server."""
+    data_parallel_size: int = Field(1, ge=1)
+    """Engines within a server, each with requests and a cache of its own; all workers of a server,
+    tensor times data parallel, share the experts of a sparse model between them."""
+    expert_parallel: bool = False
+    """The workers of a server have whole experts each, instead of a part of every expert."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and activations of the engine."""
     max_new_tokens: int = Field(512, ge=1)
@@ -277,6 +282,18 @@ class RolloutConfig(Strict):
     """Times a request is tried, each time on another live server where there is one."""
     engine_arguments: tuple[str, ...] = ()
     """More `vllm serve` arguments, passed through."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of a server: a GPU each."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def expert_parts(self) -> int:
+        """Into how many parts the columns of an expert are split."""
+        if self.expert_parallel:
+            return 1
+        return self.num_workers
 
     @property
     def truncation(self) -> dict[str, float]:
@@ -473,7 +490,7 @@ class RunConfig(Strict):
     def num_devices(self) -> int:
         """GPUs, or processes on a CPU, of trainer and engines."""
         rollout = self.rollout
-        return self.trainer.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size
+        return self.trainer.num_ranks + rollout.num_replicas * rollout.num_workers
 
     @property
     def trains(self) -> bool:

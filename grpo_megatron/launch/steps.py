@@ -186,8 +186,8 @@ class SlurmSteps:
         rollout = self.config.rollout
         placement = self.placement
         nodes = self._rollout_nodes()
-        gpus = placement.gpus_per_node or rollout.tensor_parallel_size
-        wide = max(rollout.tensor_parallel_size // gpus, 1)
+        gpus = placement.gpus_per_node or rollout.num_workers
+        wide = max(rollout.num_workers // gpus, 1)
         first = index * len(nodes) // rollout.num_replicas
         return nodes[first : first + wide]
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RolloutConfig
@@ -41,26 +42,111 @@ def heads_divide_by_tp(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> 
     )
 
 
-def _split_widths(model: ModelFacts) -> dict[str, int]:
-    """Widths, in columns, that tensor parallelism splits."""
-    widths = {
-        "expert width": model.moe_intermediate_size,
-        "shared expert width": model.shared_expert_intermediate_size,
-    }
+@dataclass(frozen=True)
+class _SplitWidth:
+    """Columns that the workers of an engine share."""
+
+    what: str
+    num_columns: int
+    parts: int
+    divisor: str
+    """What the columns are divided by, as a message says it."""
+    field: str = _TENSOR_PARALLEL_SIZE
+    """What a refusal is of."""
+    remedy: str = ""
+
+    @property
+    def is_even(self) -> bool:
+        return self.num_columns % self.parts == 0
+
+
+def _split_widths(rollout: RolloutConfig, model: ModelFacts) -> list[_SplitWidth]:
+    """Widths that tensor parallelism splits, those of experts over all workers of a server."""
+    tp = rollout.tensor_parallel_size
+    by_tp = f"TP = {tp}"
+    by_all = by_tp
+    field = _TENSOR_PARALLEL_SIZE
+    remedy = ""
+    if rollout.expert_parallel:
+        by_all = "1"
+    elif rollout.data_parallel_size > 1:
+        by_all = f"TP x DP = {rollout.num_workers}"
+        field = "rollout.data_parallel_size"
+        remedy = "set rollout.expert_parallel = true, or fewer engines in a server"
+    experts = model.moe_intermediate_size or 0
+    widths = [
+        _SplitWidth("expert width", experts, rollout.expert_parts, by_all, field, remedy),
+        _SplitWidth("shared expert width", model.shared_expert_intermediate_size or 0, tp, by_tp),
+    ]
     if model.has_dense_layers:
-        widths = {"MLP width": model.intermediate_size, **widths}
-    return {what: width for what, width in widths.items() if width}
+        widths.insert(0, _SplitWidth("MLP width", model.intermediate_size or 0, tp, by_tp))
+    return [width for width in widths if width.num_columns]
 
 
 @ENGINE_RULES.rule("rollout_width")
 def widths_divide_by_tp(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> list[Violation]:
     """Refuse widths that tensor parallelism cannot split."""
-    tp = rollout.tensor_parallel_size
     violations = []
-    for what, width in _split_widths(model).items():
-        if width % tp:
-            message = f"the {what} {width} must be divisible by TP = {tp}"
-            violations.append(Violation(_TENSOR_PARALLEL_SIZE, message))
+    for width in _split_widths(rollout, model):
+        if not width.is_even:
+            message = f"the {width.what} {width.num_columns} must be divisible by {width.divisor}"
+            violations.append(Violation(width.field, message, remedy=width.remedy))
+    return violations
+
+
+@ENGINE_RULES.rule("rollout_experts")
+def experts_are_for_all(rollout: RolloutConfig, model: ModelFacts, cpu: bool) -> Violation | None:
+    """Refuse to share the experts of a dense model, or too few of them."""
+    if not rollout.expert_parallel:
+        return None
+    if not model.is_moe:
+        return Violation(
+            "rollout.expert_parallel",
+            f"the model ({model.model_type}) has no experts",
+            nearest=(False,),
+        )
+    if model.num_experts % rollout.num_workers == 0:
+        return None
+    return Violation(
+        "rollout.expert_parallel",
+        f"{model.num_experts} experts cannot be shared evenly by the {rollout.num_workers} workers "
+        "of a server",
+        nearest=(False,),
+        related=("rollout.tensor_parallel_size", "rollout.data_parallel_size"),
+    )
+
+
+_OWN_ARGUMENTS = {
+    "--tensor-parallel-size": _TENSOR_PARALLEL_SIZE,
+    "-tp": _TENSOR_PARALLEL_SIZE,
+    "--data-parallel-size": "rollout.data_parallel_size",
+    "-dp": "rollout.data_parallel_size",
+    "--dtype": "rollout.dtype",
+    "--max-model-len": "rollout.max_model_len",
+    "--max-num-seqs": "rollout.max_num_seqs",
+    "--model": "model.path",
+}
+"""Arguments of vLLM that follow from fields, which rules and the plan read."""
+
+
+@ENGINE_RULES.rule("engine_arguments")
+def fields_say_what_fields_are_for(
+    rollout: RolloutConfig, model: ModelFacts, cpu: bool
+) -> list[Violation]:
+    """Refuse arguments that contradict a field behind the back of all checks."""
+    violations = []
+    for argument in rollout.engine_arguments:
+        name = argument.partition("=")[0]
+        field = _OWN_ARGUMENTS.get(name)
+        if field is not None:
+            violations.append(
+                Violation(
+                    "rollout.engine_arguments",
+                    f"{name} is given to vLLM already",
+                    remedy=f"set {field} instead",
+                    related=(field,),
+                )
+            )
     return violations
 
 
@@ -74,20 +160,24 @@ def cpu_widths_fill_blocks(rollout: RolloutConfig, model: ModelFacts, cpu: bool)
 
 def _uneven_cpu_widths(rollout: RolloutConfig, model: ModelFacts) -> Iterator[Violation]:
     tp = rollout.tensor_parallel_size
-    widths = {"hidden size": model.hidden_size, **_split_widths(model)}
-    for what, width in widths.items():
-        if width % _CPU_MULTIPLE:
+    hidden = _SplitWidth("hidden size", model.hidden_size, tp, f"TP = {tp}")
+    for width in [hidden, *_split_widths(rollout, model)]:
+        columns = width.num_columns
+        of_worker = columns // width.parts
+        if columns % _CPU_MULTIPLE:
             yield Violation(
                 _TENSOR_PARALLEL_SIZE,
-                f"vLLM's CPU build needs a {what} that is a multiple of {_CPU_MULTIPLE}; the "
-                f"model's is {width}",
+                f"vLLM's CPU build needs a {width.what} that is a multiple of {_CPU_MULTIPLE}; the "
+                f"model's is {columns}",
                 remedy="use another model, or a GPU",
             )
-        elif width % tp == 0 and width // tp % _CPU_MULTIPLE:
+        elif width.is_even and of_worker % _CPU_MULTIPLE:
+            divisor = width.divisor.partition(" =")[0]
             yield Violation(
-                _TENSOR_PARALLEL_SIZE,
-                f"vLLM's CPU build needs a {what} that is a multiple of {_CPU_MULTIPLE} on every "
-                f"rank; {width} / TP = {width // tp}",
+                width.field,
+                f"vLLM's CPU build needs a {width.what} that is a multiple of {_CPU_MULTIPLE} on "
+                f"every rank; {columns} / {divisor} = {of_worker}",
+                remedy=width.remedy,
             )
 
 

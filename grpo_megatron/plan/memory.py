@@ -238,10 +238,15 @@ def _computed_tokens(config: RunConfig) -> int:
 
 
 def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) -> dict[str, int]:
-    """vLLM splits everything by TP, and repeats key-value heads where there are fewer."""
+    """vLLM splits experts over all workers of a server and the rest by TP, and repeats key-value
+    heads where there are fewer."""
     rollout = config.rollout
-    size = config.rollout.tensor_parallel_size
-    s = sizes_of(hf, vocab_size, TrainerConfig(num_ranks=size, tensor_parallel_size=size))
+    layout = TrainerConfig(
+        num_ranks=rollout.num_workers,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        expert_tensor_parallel_size=rollout.num_workers,
+    )
+    s = sizes_of(hf, vocab_size, layout)
     element = ELEMENT_BYTES[rollout.dtype]
     weights = element * sum(w.numel for w in weights_of_chunk(s, 0, 0))
     per_layer = s.symbols.get("latent_rope") or 2 * max(s.symbols["key"], s.model["kv_channels"])

@@ -60,7 +60,7 @@ def plan_publish(config: RunConfig, worker_bytes: int) -> PublishPlan:
     """Plan the publish of a run whose engine workers keep `worker_bytes` each."""
     replicas = config.rollout.num_replicas
     size = bucket_bytes(worker_bytes, replicas, config.publish.bucket_mib << 20, MIN_BUCKET_BYTES)
-    of_replica = worker_bytes * config.rollout.tensor_parallel_size
+    of_replica = worker_bytes * config.rollout.num_workers
     return PublishPlan(
         worker_bytes=worker_bytes,
         sender_bytes=of_replica // config.trainer.num_ranks,

@@ -283,6 +283,7 @@ def _engines(config: RunConfig, stand_ins: StandIns, changes: _Changes) -> None:
     rollout = config.rollout
     changes.set("rollout.num_replicas", _two_at_most(rollout.num_replicas), why)
     changes.set("rollout.tensor_parallel_size", _two_at_most(rollout.tensor_parallel_size), why)
+    changes.set("rollout.data_parallel_size", _two_at_most(rollout.data_parallel_size), why)
     changes.at_most("rollout.kv_cache_gib", rollout.kv_cache_gib, MAX_CACHE_GIB, "this machine")
     arguments = _without_gpu_arguments(rollout.engine_arguments)
     changes.set("rollout.engine_arguments", arguments, "arguments of a GPU")

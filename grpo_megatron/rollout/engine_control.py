@@ -17,7 +17,6 @@ from grpo_megatron.weights.publish_plan import Kept, OpenedStream, tensor_names,
 from grpo_megatron.weights.transfer_plan import TensorEntry
 
 _SETTLE_S = 2.0
-_FIRST_ONLY = "of data-parallel engines vLLM passes on the first one's answer: use replicas instead"
 _REMEDY = "the engines stay paused; look at memory and network of that host"
 
 
@@ -232,7 +231,8 @@ def _require_all(client: EngineClient, size: int, workers: Sequence[Any]) -> Non
         raise MismatchError(
             f"{len(workers)} of {size} workers of {client.name} reported",
             where="rollout.engine_arguments",
-            remedy=_FIRST_ONLY,
+            remedy="set rollout.tensor_parallel_size and rollout.data_parallel_size instead of "
+            "arguments that add workers",
         )
 
 

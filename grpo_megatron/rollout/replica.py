@@ -49,16 +49,21 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
         if node == 0:
             Endpoint(host, _inherited_port(host)).write(group)
         head = wait_for_endpoint(group, config.rollout.startup_timeout_s, error=EngineError)
-        argv += multi_node_arguments(nodes, node, head)
+        argv += multi_node_arguments(config.rollout, nodes, node, head)
     if node == 0:
         Endpoint(host, port).write(run_dir.endpoints / f"{name}.json")
     os.execve(argv[0], argv, {**os.environ, **env, **_gpus(config, index)})
 
 
-def multi_node_arguments(nodes: int, node: int, head: Endpoint) -> list[str]:
+def multi_node_arguments(
+    rollout: RolloutConfig, nodes: int, node: int, head: Endpoint
+) -> list[str]:
     """Arguments of a server's part on its `node`, from 0, of `nodes`, which meet at `head`.
 
-    The part on node 0 answers requests; the others are further workers."""
+    The part on node 0 answers requests; the others are further workers, of one engine that is wider
+    than a node or of data-parallel engines that each fit into one."""
+    if rollout.data_parallel_size > 1:
+        return _data_parallel_arguments(rollout.data_parallel_size // nodes, node, head)
     arguments = [
         "--nnodes",
         str(nodes),
@@ -74,6 +79,21 @@ def multi_node_arguments(nodes: int, node: int, head: Endpoint) -> list[str]:
     return arguments
 
 
+def _data_parallel_arguments(of_node: int, node: int, head: Endpoint) -> list[str]:
+    """Of a part with `of_node` of the server's engines."""
+    arguments = [
+        "--data-parallel-size-local",
+        str(of_node),
+        "--data-parallel-address",
+        head.host,
+        "--data-parallel-rpc-port",
+        str(head.port),
+    ]
+    if node > 0:
+        arguments += ["--data-parallel-start-rank", str(node * of_node), "--headless"]
+    return arguments
+
+
 def _inherited_port(host: str) -> int:
     """A free port, kept for the server by a socket that outlives the exec."""
     holder = reserve_port(host)
@@ -86,7 +106,7 @@ def _inherited_port(host: str) -> int:
 def _gpus(config: RunConfig, index: int) -> dict[str, str]:
     """The replica's own among the node's, after those of trainer ranks on the same node."""
     placement = config.placement
-    size = config.rollout.tensor_parallel_size
+    size = config.rollout.num_workers
     count = placement.gpus_per_node
     if not count or size >= count:
         return {}
@@ -160,6 +180,8 @@ def _from_tables(
         "always": True,
         **conditions,
         "cpu": on_cpu,
+        "data_parallel": rollout.data_parallel_size > 1,
+        "expert_parallel": rollout.expert_parallel,
         "cpu_one_worker": on_cpu and rollout.tensor_parallel_size == 1,
         "cpu_latent": on_cpu and hf.get("kv_lora_rank") is not None,
         "cpu_deterministic": on_cpu and rollout.deterministic,
@@ -204,7 +226,7 @@ def num_threads(config: RunConfig) -> int:
     """OpenMP threads of each worker process on a CPU; one core is left to each HTTP process."""
     rollout = config.rollout
     cores = len(os.sched_getaffinity(0)) // rollout.num_replicas - 1
-    return rollout.num_threads or max(1, cores // rollout.tensor_parallel_size)
+    return rollout.num_threads or max(1, cores // rollout.num_workers)
 
 
 if __name__ == "__main__":

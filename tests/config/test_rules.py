@@ -94,6 +94,19 @@ BROKEN = [
             "rollout.num_replicas=2",
         ],
     ),
+    (
+        "placement",
+        [
+            "placement.gpus_per_node=4",
+            "placement.rollout_nodes=3",
+            "rollout.tensor_parallel_size=3",
+            "rollout.data_parallel_size=4",
+        ],
+    ),
+    (
+        "placement",
+        ["placement.gpus_per_node=4", "placement.rollout_nodes=1", "rollout.data_parallel_size=8"],
+    ),
     ("allocation_sizes", ["allocation={base_samples_per_prompt=8}"]),
     (
         "allocation_sizes",
@@ -299,6 +312,13 @@ def test_a_rule_set_fills_in_names_and_values():
             "placement.gpus_per_node=2",
             "placement.rollout_nodes=4",
             "rollout.tensor_parallel_size=4",
+            "rollout.num_replicas=2",
+        ],
+        [
+            "placement.gpus_per_node=2",
+            "placement.rollout_nodes=4",
+            "rollout.tensor_parallel_size=2",
+            "rollout.data_parallel_size=2",
             "rollout.num_replicas=2",
         ],
         ["domains.0.template={{}} {metadata[expression]} ="],

@@ -42,6 +42,9 @@ def engine_configuration(config: RunConfig, folder: Path, *further: str) -> dict
     return {
         "architectures": found.model_config.architectures,
         "tensor_parallel_size": found.parallel_config.tensor_parallel_size,
+        "data_parallel_size": found.parallel_config.data_parallel_size,
+        "engines_of_the_first_node": found.parallel_config.data_parallel_size_local,
+        "expert_parallel": found.parallel_config.enable_expert_parallel,
         "nodes": found.parallel_config.nnodes,
         "worker": found.parallel_config.worker_cls,
         "routes": found.aux_output_config.enable_return_routed_experts,
@@ -64,16 +67,20 @@ def write_model(config: RunConfig, folder: Path) -> dict[str, Any]:
 def test_a_recipes_server_is_configured(recipe, tmp_path):
     config = resolve(recipe).config
     hf = write_model(config, tmp_path)
-    size = config.rollout.tensor_parallel_size
-    nodes = max(size // GPUS_PER_NODE, 1)
+    nodes = max(config.rollout.num_workers // GPUS_PER_NODE, 1)
     further = []
     if nodes > 1:
-        further = replica.multi_node_arguments(nodes, 0, Endpoint("10.0.0.1", 29500))
+        further = replica.multi_node_arguments(
+            config.rollout, nodes, 0, Endpoint("10.0.0.1", 29500)
+        )
     found = in_a_process_of_its_own(engine_configuration, config, tmp_path, *further)
     assert found == {
         "architectures": hf["architectures"],
-        "tensor_parallel_size": size,
-        "nodes": nodes,
+        "tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "data_parallel_size": config.rollout.data_parallel_size,
+        "engines_of_the_first_node": max(config.rollout.data_parallel_size // nodes, 1),
+        "expert_parallel": config.rollout.expert_parallel,
+        "nodes": nodes if config.rollout.data_parallel_size == 1 else 1,
         "worker": "vllm.v1.worker.gpu_worker.Worker",
         "routes": config.records_routes,
         "weights_by": "gloo",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import asdict
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RoutingConfig
@@ -47,11 +48,15 @@ def rl_update(
 ) -> Found:
     """A whole RL update of recorded rollouts, against a reference that is not the policy.
 
+    Attention is computed by one kernel wherever tensors say that they are: torch chooses by the
+    device, and two kernels round differently, which Adam's steps amplify.
+
     mistake: one of `MISTAKES` that is made on the way."""
     with pytest.MonkeyPatch.context() as patch:
         if mistake is not None:
             MISTAKES[mistake](patch)
-        return _rl_update(model, samples, layout, objective, routing)
+        with sdpa_kernel(SDPBackend.MATH):
+            return _rl_update(model, samples, layout, objective, routing)
 
 
 def _rl_update(

@@ -52,9 +52,34 @@ CASES = [
 ]
 
 
+TWO_ENGINES = ("rollout.data_parallel_size=2",)
+WHOLE_EXPERTS = (*TWO_ENGINES, "rollout.expert_parallel=true")
+ENGINES = [
+    ("qwen2", TWO_ENGINES),
+    ("mixtral", WHOLE_EXPERTS),
+    ("qwen3_moe_mixed", WHOLE_EXPERTS),
+    ("deepseek_v2_lite", WHOLE_EXPERTS),
+    ("deepseek_v3_kernel", WHOLE_EXPERTS),
+    ("deepseek_v3_groups", WHOLE_EXPERTS),
+    ("moonlight", WHOLE_EXPERTS),
+    ("glm4_moe_air", WHOLE_EXPERTS),
+    ("qwen3_moe_all_sparse", ("rollout.tensor_parallel_size=2", "rollout.expert_parallel=true")),
+]
+
+
 @pytest.mark.parametrize(("name", "layout", "config_of"), CASES)
 def test_the_engine_computes_what_transformers_does(tmp_path, name, layout, config_of):
     """Of every token of a step, which was sampled from weights that two steps have trained."""
+    compare(tmp_path, name, layout, config_of)
+
+
+@pytest.mark.parametrize(("name", "engines"), ENGINES)
+def test_data_parallel_engines_compute_what_transformers_does(tmp_path, name, engines):
+    compare(tmp_path, name, "tp2", "ours", *engines)
+
+
+def compare(tmp_path: Path, name: str, layout: str, config_of: str, *engines: str) -> None:
+    """Train, export, and hold the engine's log-probs against transformers'."""
     model, run = tmp_path / "model", tmp_path / "run"
     write_checkpoint(model, name, config_of_transformers=config_of == "transformers")
     recipe = tmp_path / "recipe.toml"
@@ -74,6 +99,7 @@ def test_the_engine_computes_what_transformers_does(tmp_path, name, layout, conf
         "trainer.expert_parallel_size=1",
         *(f"trainer.{key}={size}" for key, size in sizes.items()),
         *(R3 if is_sparse else ()),
+        *engines,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     trained = tmp_path / "trained"

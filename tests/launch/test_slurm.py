@@ -444,7 +444,10 @@ def test_not_every_failure_is_the_file_systems(tmp_path, monkeypatch, says, word
         steps.check()
 
 
-def test_workers_and_reward_hosts_are_steps_beside_the_engines(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "engines", [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "data_parallel_size": 2}]
+)
+def test_workers_and_reward_hosts_are_steps_beside_the_engines(tmp_path, monkeypatch, engines):
     """Two nodes train, four generate: servers of two nodes' width, workers where they answer."""
     nodes = ["t0", "t1", "r0", "r1", "r2", "r3"]
     monkeypatch.setattr("grpo_megatron.launch.steps._components", lambda: [nodes])
@@ -452,7 +455,7 @@ def test_workers_and_reward_hosts_are_steps_beside_the_engines(tmp_path, monkeyp
     config = recipe(
         data={"reward_hosts": 3},
         placement={"trainer_nodes": 2, "rollout_nodes": 4, "gpus_per_node": 2},
-        rollout={"num_replicas": 2, "tensor_parallel_size": 4},
+        rollout={"num_replicas": 2, **engines},
     )
     run_dir = RunDir(tmp_path, "1")
     run_dir.create()

@@ -149,6 +149,11 @@ def test_latent_attention_needs_sequence_parallelism_with_tp():
         ("rollout_width", replace(MOE, moe_intermediate_size=129), {"tensor_parallel_size": 2}),
         ("cpu_multiples", replace(MOE, hidden_size=500), {}),
         ("cpu_multiples", replace(MOE, moe_intermediate_size=32), {"tensor_parallel_size": 2}),
+        ("rollout_width", replace(MOE, moe_intermediate_size=130), {"data_parallel_size": 4}),
+        ("rollout_experts", DENSE, {"expert_parallel": True}),
+        ("rollout_experts", MOE, {"expert_parallel": True, "data_parallel_size": 7}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--data-parallel-size", "2")}),
+        ("engine_arguments", MOE, {"engine_arguments": ("-tp=2",)}),
         ("record_routes", DENSE, {"record_routes": True}),
         ("context_length", MOE, {"max_model_len": 4097}),
         ("truncation_bound", replace(MOE, vocab_size=1025), {"top_p": 0.9}),
@@ -165,6 +170,12 @@ def test_rollout_rules(rule, facts, rollout):
 @pytest.mark.parametrize("rollout", [{"top_k": 68}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1}])
 def test_kept_ids_are_bounded(rollout):
     assert check(replace(MOE, vocab_size=93), rollout) == []
+
+
+def test_whole_experts_are_not_split():
+    narrow = replace(MOE, moe_intermediate_size=32)
+    assert check(narrow, {"data_parallel_size": 2}) != []
+    assert check(narrow, {"data_parallel_size": 2, "expert_parallel": True}) == []
 
 
 def test_multiples_of_32_matter_on_the_cpu_only():

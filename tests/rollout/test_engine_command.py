@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout import replica
 from grpo_megatron.rollout.segments import derive_seed
 from tests.e2e.family_models import settings_of
@@ -84,6 +85,31 @@ def test_only_one_worker_may_run_inside_the_engine_core(monkeypatch):
     assert "GRPO_MEGATRON_FORK_ENGINE" not in environment
 
 
+def test_data_parallel_engines_with_whole_experts(monkeypatch):
+    argv, environment = command(monkeypatch, True, data_parallel_size=4, expert_parallel=True)
+    assert argv[argv.index("--data-parallel-size") + 1] == "4"
+    assert "--enable-expert-parallel" in argv
+    assert environment["GRPO_MEGATRON_FORK_ENGINE"] == "1"  # each engine is one process
+    argv, _ = command(monkeypatch, True)
+    assert "--data-parallel-size" not in argv
+    assert "--enable-expert-parallel" not in argv
+
+
+@pytest.mark.parametrize(("node", "further"), [(0, []), (2, ["4", "--headless"])])
+def test_engines_of_a_server_are_shared_by_nodes(node, further):
+    rollout = make_config(data_parallel_size=8, tensor_parallel_size=4).rollout
+    arguments = replica.multi_node_arguments(rollout, 4, node, Endpoint("10.0.0.1", 29500))
+    assert arguments[:6] == [
+        "--data-parallel-size-local",
+        "2",
+        "--data-parallel-address",
+        "10.0.0.1",
+        "--data-parallel-rpc-port",
+        "29500",
+    ]
+    assert arguments[7:] == further
+
+
 def test_replicas_have_different_random_numbers(monkeypatch):
     seeds = []
     for index in range(3):
@@ -103,6 +129,10 @@ def test_cores_are_shared(monkeypatch):
     assert replica.num_threads(make_config(num_threads=None, num_replicas=2)) == 7
     assert (
         replica.num_threads(make_config(num_threads=None, num_replicas=2, tensor_parallel_size=2))
+        == 3
+    )
+    assert (
+        replica.num_threads(make_config(num_threads=None, data_parallel_size=2, num_replicas=2))
         == 3
     )
     assert replica.num_threads(make_config(num_threads=None, num_replicas=32)) == 1

@@ -47,12 +47,15 @@ def engines_have_gpus(run: RunConfig) -> Violation | None:
     room = _room_for_engines(run)
     if run.rollout.num_replicas <= room:
         return None
-    size = run.rollout.tensor_parallel_size
+    size = run.rollout.num_workers
     fitting_counts: tuple[int, ...] = (room,)
     remedy = ""
     if room == 0:
         fitting_counts = ()
-        remedy = "raise placement.rollout_nodes or lower rollout.tensor_parallel_size"
+        remedy = (
+            "raise placement.rollout_nodes, or lower rollout.tensor_parallel_size or "
+            "rollout.data_parallel_size"
+        )
     return Violation(
         "rollout.num_replicas",
         f"the nodes that generate have room for {room} engine(s) of {size} GPU(s)",
@@ -63,6 +66,7 @@ def engines_have_gpus(run: RunConfig) -> Violation | None:
             "placement.rollout_nodes",
             "placement.gpus_per_node",
             "rollout.tensor_parallel_size",
+            "rollout.data_parallel_size",
         ),
     )
 
@@ -70,7 +74,7 @@ def engines_have_gpus(run: RunConfig) -> Violation | None:
 def _room_for_engines(run: RunConfig) -> int:
     """Engines fill nodes one by one; one that is wider than a node takes whole nodes."""
     placement = run.placement
-    size = run.rollout.tensor_parallel_size
+    size = run.rollout.num_workers
     gpus = placement.gpus_per_node
     shares_nodes = placement.rollout_nodes == 0
     if shares_nodes and placement.mode == "separate":
@@ -83,6 +87,26 @@ def _room_for_engines(run: RunConfig) -> int:
     if size <= gpus:
         return nodes * (gpus // size)
     return nodes * gpus // size
+
+
+@PLACEMENT_RULES.rule("placement")
+def engines_of_a_server_fit_nodes(run: RunConfig) -> Violation | None:
+    """Refuse data-parallel engines that are wider than a node, or that do not fill nodes evenly."""
+    gpus = run.placement.gpus_per_node
+    rollout = run.rollout
+    if not gpus or rollout.data_parallel_size == 1 or rollout.num_workers <= gpus:
+        return None
+    tp = rollout.tensor_parallel_size
+    if gpus % tp == 0 and rollout.num_workers % gpus == 0:
+        return None
+    fitting = tuple(size for size in range(1, min(tp, gpus) + 1) if gpus % size == 0)
+    return Violation(
+        "rollout.tensor_parallel_size",
+        f"data-parallel engines of {tp} GPUs do not fill nodes of {gpus}: a server of "
+        f"{rollout.num_workers} GPUs takes whole nodes, each with whole engines",
+        nearest=fitting[-1:],
+        related=("rollout.data_parallel_size", "placement.gpus_per_node"),
+    )
 
 
 @PLACEMENT_RULES.rule("colocated_staleness")

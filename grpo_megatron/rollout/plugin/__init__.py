@@ -10,9 +10,11 @@ from grpo_megatron import gloo_device
 from grpo_megatron.errors import SetupError
 
 TESTED = "0.32."
-_FIXES: tuple[str, ...] = ("engine_orphans", "whole_outputs")
+_FIXES: tuple[str, ...] = ("data_parallel_answers", "engine_orphans", "whole_outputs")
 _CPU_FIXES: tuple[str, ...] = (
+    "cpu_data_parallel",
     "cpu_eager_layers",
+    "cpu_expert_map",
     "cpu_latent_attention",
     "cpu_latent_norm",
     "cpu_moe_update",

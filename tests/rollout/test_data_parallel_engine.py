@@ -1,0 +1,152 @@
+"""Real servers of two data-parallel engines, which share the experts of a sparse model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+
+import numpy as np
+import pytest
+
+from grpo_megatron.errors import MismatchError
+from grpo_megatron.network import Endpoint
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.replica import multi_node_arguments, serve_command
+from grpo_megatron.weights.transfer import StreamSender
+from tests.rollout.engines import (
+    Server,
+    Trainer,
+    logprob_error,
+    make_checkpoint,
+    make_config,
+    reference,
+    reference_routes,
+    tensors_of,
+    weights_of,
+)
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [[(7 * i + first) % 200 + 3 for i in range(20 + first)] for first in range(8)]
+TWO_ENGINES = {
+    "record_routes": True,
+    "data_parallel_size": 2,
+    "engine_arguments": ("--load-format", "dummy"),
+}
+LAYOUTS = {
+    "experts_shared": {"expert_parallel": True},
+    "columns_shared": {"expert_parallel": False},
+}
+
+
+class FlipsABit(StreamSender):
+    """What it sends to the second worker changes after its digests were taken."""
+
+    def __init__(self, number: int, *arguments, **named) -> None:
+        super().__init__(number, *arguments, **named)
+        if number == 1:
+            self._intact = self._pack
+            self._pack = self._flipped
+
+    def _flipped(self, message, *arguments):
+        data = self._intact(message, *arguments)
+        data[message.offsets[0]] ^= 1
+        self._pack = self._intact
+        return data
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "moe", moe=True, seed=0)
+
+
+def assert_computes(checkpoint, samples) -> None:
+    model = reference(checkpoint)
+    for prompt, completion in samples:
+        assert logprob_error(model, prompt, completion) < 1e-4
+        expected = reference_routes(model, prompt, completion)
+        np.testing.assert_array_equal(np.sort(completion.routes, -1), expected)
+
+
+async def sample(client) -> list:
+    """Many requests at once, so that both engines have some."""
+    requests = [
+        client.generate(prompt, n=2, max_tokens=12, record_routes=True) for prompt in PROMPTS
+    ]
+    found = []
+    for prompt, completions in zip(PROMPTS, await asyncio.gather(*requests), strict=True):
+        found += [(prompt, completion) for completion in completions]
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", ["experts_shared", pytest.param("columns_shared", marks=pytest.mark.families)]
+)
+def test_every_worker_gets_what_it_keeps_and_proves_it(checkpoint, tmp_path, layout):
+    server = Server.start("two", checkpoint, tmp_path, **TWO_ENGINES, **LAYOUTS[layout])
+    weights = weights_of(checkpoint)
+
+    async def run():
+        async with server.client() as client:
+            trainer = Trainer(weights)
+            kept = await EngineControl([client]).kept_boxes(tensors_of(trainer.held))
+            await trainer.publish([client], weights, 1)
+            samples = await sample(client)
+            with pytest.raises(MismatchError, match="tensors reached worker 1 of two changed"):
+                await Trainer(weights, sender_class=FlipsABit).publish([client], weights, 2)
+            return kept, samples
+
+    try:
+        server.wait()
+        kept, samples = asyncio.run(run())
+    finally:
+        server.stop()
+    assert len(kept) == 2
+    experts = [{name for name in worker if ".experts." in name} for worker in kept]
+    if layout == "experts_shared":
+        assert not experts[0] & experts[1]
+    else:
+        assert experts[0] == experts[1]
+    assert_computes(checkpoint, samples)
+
+
+@pytest.mark.families
+def test_engines_of_a_server_on_two_nodes(checkpoint, tmp_path):
+    """As Slurm starts them: a part on each node, here both on this machine."""
+    config = make_config(**TWO_ENGINES, expert_parallel=True)
+    ports = [free_port(), free_port()]
+    head = Endpoint("127.0.0.1", free_port())
+    parts = []
+    try:
+        for node in range(2):
+            argv, environment = serve_command(config, str(checkpoint), 0, ports[node])
+            argv += multi_node_arguments(config.rollout, 2, node, head)
+            with open(tmp_path / f"{node}.log", "w") as log:
+                parts.append(
+                    subprocess.Popen(
+                        argv, env={**os.environ, **environment}, stdout=log, stderr=log
+                    )
+                )
+        weights = weights_of(checkpoint)
+
+        async def run():
+            async with EngineClient(f"http://127.0.0.1:{ports[0]}", name="wide") as client:
+                await client.wait_ready(1200, lambda: all(part.poll() is None for part in parts))
+                await Trainer(weights).publish([client], weights, 1)
+                return await sample(client)
+
+        samples = asyncio.run(run())
+    finally:
+        for part in parts:
+            part.terminate()
+        for part in parts:
+            part.wait(60)
+    assert_computes(checkpoint, samples)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
