@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from grpo_megatron.batching.expert_balance import ExpertLoads, imbalance, level_experts
 from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.errors import DataError
 
@@ -62,6 +63,16 @@ def _require_room(lengths: np.ndarray, max_tokens: int) -> None:
 
 
 @dataclass(frozen=True)
+class ExpertBalance:
+    """What the fullest rank of a group gets beside the mean (`expert_balance.imbalance`)."""
+
+    before: float
+    """With micro-batches of even costs."""
+    after: float
+    """With samples exchanged between them."""
+
+
+@dataclass(frozen=True)
 class SharedPlan:
     """Micro-batches of samples that share their first pieces."""
 
@@ -70,11 +81,18 @@ class SharedPlan:
     samples: list[list[np.ndarray]]
     """Sample rows by rank and micro-batch, int64, ascending."""
     duration: float
-    """Relative time until all ranks are done (`sample_costs`)."""
+    """Relative time until all ranks are done (`sample_costs`), with even experts."""
+    experts: ExpertBalance | None = None
+    """Where routes were known."""
 
 
 def plan_shared_microbatches(
-    paths: SamplePaths, *, num_ranks: int, max_tokens: int, multiple_of: int = 1
+    paths: SamplePaths,
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    multiple_of: int = 1,
+    experts: ExpertLoads | None = None,
 ) -> SharedPlan:
     """As `plan_microbatches`, for samples that share their first pieces, computed once a row.
 
@@ -82,14 +100,44 @@ def plan_shared_microbatches(
     where a micro-batch does not hold them, or where ranks would wait for one that has too many.
     What samples share behind the first piece makes rows shorter than planned. Where samples fill
     fewer micro-batches by themselves, and what they share is little beside that, nothing is shared:
-    a step is never planned to take longer than without sharing."""
+    a step is never planned to take longer than without sharing.
+
+    experts: which experts the samples need, as far as it is known: then samples are exchanged until
+    the ranks that have these get equal shares (`expert_balance`)."""
     _require_room(paths.totals, max_tokens)
     bins = _Bins(num_ranks, num_ranks * multiple_of, max_tokens)
-    shared = _plan_families(paths, bins)
+    best = _plan_families(paths, bins)
     apart = bins.plan(_units_apart(paths.totals))
-    if apart.duration < shared.duration:
-        return SharedPlan(paths.apart(), apart.samples_by_rank(), apart.duration)
-    return SharedPlan(paths, shared.samples_by_rank(), shared.duration)
+    if apart.duration < best.duration:
+        best = apart
+        paths = paths.apart()
+    balance = None
+    if experts is not None:
+        best, balance = _with_even_experts(best, experts, max_tokens)
+    return SharedPlan(paths, best.samples_by_rank(), best.duration, balance)
+
+
+def _with_even_experts(
+    plan: _UnitPlan, experts: ExpertLoads, max_tokens: int
+) -> tuple[_UnitPlan, ExpertBalance]:
+    """Exchange units between micro-batches; also return the imbalance before and after."""
+    ranks_per_group = experts.ranks_per_group
+    loads = np.zeros((len(plan.units), *experts.prompts.shape[1:]))
+    for number, unit in enumerate(plan.units):
+        loads[number] = experts.of_unit(unit.rows)
+    numbers = level_experts(
+        plan.numbers,
+        np.array([unit.size for unit in plan.units], np.int64),
+        np.array([unit.cost for unit in plan.units], np.float64),
+        loads,
+        max_tokens=max_tokens,
+        ranks_per_group=ranks_per_group,
+    )
+    balance = ExpertBalance(
+        imbalance(plan.numbers, loads, ranks_per_group),
+        imbalance(numbers, loads, ranks_per_group),
+    )
+    return _UnitPlan(plan.units, numbers), balance
 
 
 def _plan_families(paths: SamplePaths, bins: _Bins) -> _UnitPlan:

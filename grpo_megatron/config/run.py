@@ -228,6 +228,9 @@ class RoutingConfig(Strict):
     router_policy: Literal["none", "freeze_weights", "freeze_bias"] = "freeze_bias"
     """none: router weights and selection bias are trained; freeze_bias: weights only;
     freeze_weights: neither."""
+    level_experts: bool = True
+    """r3 with expert parallelism: choose which samples share a micro-batch so that the ranks that
+    have the experts get equal shares of the tokens."""
     load_alarm: float = Field(4.0, gt=1)
     """Say so when an expert gets this many times the mean load of its layer."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from grpo_megatron.algorithms.advantages.pipeline import advantages_of
 from grpo_megatron.algorithms.aggregation import loss_constants
@@ -19,7 +20,12 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.megatron import policy as policy_module
 from grpo_megatron.trainer.routing.route_source import RouteSource
-from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, prepare, train_step
+from grpo_megatron.trainer.steps.optimizer_step import (
+    balance_metrics,
+    logprob_pass,
+    prepare,
+    train_step,
+)
 from grpo_megatron.trainer.steps.recorded_batch import objective_of, sample_batch
 from grpo_megatron.trainer.steps.references import References
 from grpo_megatron.trainer.steps.rl_update import Training
@@ -219,3 +225,42 @@ def _gradients(
         weight.data.copy_(start)
         found.append((analytic, (ends[0] - ends[1]) / (2 * epsilon)))
     return found
+
+
+def loads_in_microbatches(
+    model: str, samples: str, layout: dict[str, Any], routing: dict[str, Any]
+) -> dict[str, Any]:
+    """What the planned micro-batches really send to the ranks with the experts, by the store.
+
+    `loads`: of every data-parallel rank, [micro-batches, layers, expert ranks], a shared token
+    once; `metrics`: what the plan says of it; `table_rows`: the samples of each."""
+    setup = Setup(model, layout)
+    config = setup.config(preset="grpo", kl="none").model_copy(
+        update={"routing": setup.routing(routing)}
+    )
+    table = SampleTable(Path(samples))
+    training = Training(config, setup.policy, References(config), table, {})
+    [update] = training.updates
+    shape = setup.policy.replay.shape
+    owners = setup.layout.expert_parallel_size
+    loads = []
+    for microbatch in update.microbatches:
+        owner_of = np.full((len(shape.layers), microbatch.num_tokens, shape.experts_per_token), -1)
+        for row, token_rows in zip(microbatch.table_rows, microbatch.tree.token_rows, strict=True):
+            ids, _ = table.routes(int(row), shape.layers, shape)
+            owner_of[:, token_rows[: ids.shape[1]]] = ids // (shape.num_experts // owners)
+        counts = [(owner_of == owner).sum((1, 2)) for owner in range(owners)]
+        loads.append(np.stack(counts, -1))
+    own = (
+        parallel_state.get_data_parallel_rank(),
+        np.stack(loads),
+        [microbatch.table_rows.tolist() for microbatch in update.microbatches],
+    )
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    by_rank = {number: (found, rows) for number, found, rows in of_ranks}
+    return {
+        "loads": [by_rank[number][0] for number in sorted(by_rank)],
+        "table_rows": [by_rank[number][1] for number in sorted(by_rank)],
+        "metrics": balance_metrics(training.updates),
+    }

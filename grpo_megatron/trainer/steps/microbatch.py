@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from grpo_megatron.batching.packing import ExpertBalance
 from grpo_megatron.batching.prefix_rows import RowTree, SamplePaths, lay_out
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.device_copies import to_device
@@ -108,6 +109,8 @@ class UpdateBatch:
     """Tokens that all ranks compute, without padding: a shared one counts once a row."""
     num_distinct_tokens: float = 0.0
     """Tokens of all samples, of which one that samples share counts once."""
+    experts: ExpertBalance | None = None
+    """How even the ranks with the experts are, where it is known beforehand."""
     num_split_prompts: int = 0
     """Prompts that are computed more than once because the engine's routes on them differ."""
     routes: list[Routes] | None = None

@@ -20,7 +20,8 @@ from megatron.core.utils import unwrap_model
 
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.stats import Stats
-from grpo_megatron.batching.packing import plan_microbatches, plan_shared_microbatches
+from grpo_megatron.batching.expert_balance import ExpertLoads
+from grpo_megatron.batching.packing import SharedPlan, plan_shared_microbatches
 from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.shared_prompts import shared_prompts
 from grpo_megatron.batching.store import SampleTable
@@ -48,9 +49,11 @@ def prepare(
     table: SampleTable,
     rows: np.ndarray,
     trained: np.ndarray | None = None,
+    experts: ExpertLoads | None = None,
 ) -> UpdateBatch:
     """Plan and pack the samples `rows` (int64) for this rank; those in the loss are `trained`
     (int64, some of `rows`), or all. With `share_prefixes`, a prompt is in a micro-batch once.
+    experts: of the table's samples, where they are known.
 
     Every data-parallel rank gets equally many micro-batches, and as many as virtual pipeline
     stages need: a multiple of the pipeline's size. Raises DataError where a sample is longer than a
@@ -63,8 +66,11 @@ def prepare(
     if not layout.share_prefixes:
         paths = paths.apart()
         num_split_prompts = 0
-    paths, plan = _plan(layout, paths)
-    own_plan = plan[parallel_state.get_data_parallel_rank()]
+    if experts is not None:
+        experts = experts.of_samples(rows)
+    plan = _plan(layout, paths, experts)
+    paths = plan.paths
+    own_plan = plan.samples[parallel_state.get_data_parallel_rank()]
     microbatches = []
     for index, part in enumerate(own_plan):
         microbatch = build_microbatch(
@@ -80,29 +86,25 @@ def prepare(
         torch.from_numpy(trained),
         microbatches,
         num_tokens=int(paths.totals.sum()),
-        num_computed_tokens=_count_computed_tokens(paths, plan),
+        num_computed_tokens=_count_computed_tokens(paths, plan.samples),
         num_distinct_tokens=float((paths.lengths / paths.uses).sum()),
         num_split_prompts=num_split_prompts,
+        experts=plan.experts,
     )
 
 
-def _plan(layout: TrainerConfig, paths: SamplePaths) -> tuple[SamplePaths, list[list[np.ndarray]]]:
-    """Return what samples share, and the places in `paths` of those of every rank and micro-batch,
-    int64."""
-    num_ranks = int(parallel_state.get_data_parallel_world_size())
-    max_tokens = layout.max_tokens_per_microbatch
+def _plan(layout: TrainerConfig, paths: SamplePaths, experts: ExpertLoads | None) -> SharedPlan:
+    """Plan the micro-batches of every rank; samples of `paths` that share nothing stay apart."""
     multiple_of = 1
     if layout.virtual_pipeline_parallel_size:
         multiple_of = layout.pipeline_parallel_size
-    if layout.share_prefixes:
-        shared = plan_shared_microbatches(
-            paths, num_ranks=num_ranks, max_tokens=max_tokens, multiple_of=multiple_of
-        )
-        return shared.paths, shared.samples
-    apart = plan_microbatches(
-        paths.totals, num_ranks=num_ranks, max_tokens=max_tokens, multiple_of=multiple_of
+    return plan_shared_microbatches(
+        paths,
+        num_ranks=int(parallel_state.get_data_parallel_world_size()),
+        max_tokens=layout.max_tokens_per_microbatch,
+        multiple_of=multiple_of,
+        experts=experts,
     )
-    return paths, apart
 
 
 def _count_computed_tokens(paths: SamplePaths, plan: Sequence[Sequence[np.ndarray]]) -> int:
@@ -348,6 +350,19 @@ def sharing_metrics(updates: Sequence[UpdateBatch]) -> dict[str, float]:
     return {
         "batch/computed_token_fraction": num_computed / num_tokens,
         "routing/split_prompts": float(num_split),
+    }
+
+
+def balance_metrics(updates: Sequence[UpdateBatch]) -> dict[str, float]:
+    """Say how uneven the experts' ranks are in the micro-batches of a step, on the mean of updates.
+
+    Empty where their routes were not known beforehand."""
+    balances = [update.experts for update in updates if update.experts is not None]
+    if not balances:
+        return {}
+    return {
+        "routing/rank_imbalance": float(np.mean([balance.after for balance in balances])),
+        "routing/rank_imbalance_by_cost": float(np.mean([balance.before for balance in balances])),
     }
 
 

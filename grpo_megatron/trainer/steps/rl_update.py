@@ -30,6 +30,7 @@ from grpo_megatron.errors import MismatchError
 from grpo_megatron.trainer.checks import logprob_check
 from grpo_megatron.trainer.megatron.policy import Policy
 from grpo_megatron.trainer.requests import TrainReport
+from grpo_megatron.trainer.routing.expert_loads import expert_loads
 from grpo_megatron.trainer.routing.route_source import RouteSource
 from grpo_megatron.trainer.steps import optimizer_step
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
@@ -80,6 +81,7 @@ class Training:
         """Optimizer steps that have samples to train; the others are skipped."""
         trained = select(self.objective, self.batch).numpy()
         updates = []
+        experts = expert_loads(self.config, self.table, self.policy.replay.shape)
         for number in range(self.num_planned_updates):
             all_rows = np.flatnonzero(self.table.update == number)
             rows = all_rows[trained[all_rows]]
@@ -88,7 +90,9 @@ class Training:
             computed = rows
             if self.needs:  # advantages may be made of tokens of samples that have no loss
                 computed = all_rows
-            update = optimizer_step.prepare(self.config.trainer, self.table, computed, rows)
+            update = optimizer_step.prepare(
+                self.config.trainer, self.table, computed, rows, experts
+            )
             update.routes = self.source.from_store(update)
             updates.append(update)
         return updates
@@ -334,6 +338,7 @@ class Training:
         skipped = self.num_planned_updates - len(self.updates)
         metrics["batch/skipped_updates"] = float(skipped)
         metrics.update(optimizer_step.sharing_metrics(self.updates))
+        metrics.update(optimizer_step.balance_metrics(self.updates))
         metrics.update(evaluate.batch_metrics(self.objective, self.batch, advantages))
         for name, value in self.objective.state.items():
             if isinstance(value, float):
