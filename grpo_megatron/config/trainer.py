@@ -27,7 +27,8 @@ class TrainerConfig(Strict):
     virtual_pipeline_parallel_size: int | None = Field(None, ge=2)
     """VPP: model chunks per pipeline rank."""
     context_parallel_size: int = Field(1, ge=1)
-    """CP: splits sequences. Not supported: 1."""
+    """CP: splits every row of tokens (docs/context-parallelism.md): memory of activations, and work,
+    are divided by it."""
     expert_parallel_size: int = Field(1, ge=1)
     """EP: splits experts over ranks."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)
@@ -49,7 +50,7 @@ class TrainerConfig(Strict):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     max_tokens_per_microbatch: int = Field(8192, ge=1)
-    """Packed tokens per micro-batch and data-parallel rank."""
+    """Packed tokens per micro-batch and data-parallel rank; context-parallel ranks share them."""
     share_prefixes: bool = True
     """Compute a prompt once for all of its samples in a micro-batch (docs/shared-prefixes.md): less
     work, the same loss and gradients. It is off, and the log says so, where it would not be exact:
@@ -87,7 +88,7 @@ class TrainerConfig(Strict):
     @property
     def token_multiple(self) -> int:
         """What the packed tokens of a micro-batch are padded to a multiple of."""
-        multiple = self.tensor_parallel_size
+        multiple = self.tensor_parallel_size * self.context_parallel_size
         if self.fp8 != "none":
             multiple *= FP8_ROWS
         return multiple

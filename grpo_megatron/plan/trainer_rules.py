@@ -62,19 +62,6 @@ def expert_copies_fill_the_ranks(trainer: TrainerConfig, model: ModelFacts) -> V
     )
 
 
-@TRAINER_RULES.rule("context_parallel")
-def samples_are_not_split(trainer: TrainerConfig, model: ModelFacts) -> Violation | None:
-    """Refuse context parallelism."""
-    if trainer.context_parallel_size == 1:
-        return None
-    return Violation(
-        "trainer.context_parallel_size",
-        "packed samples are not split over context-parallel ranks yet",
-        nearest=(1,),
-        remedy="set trainer.context_parallel_size=1",
-    )
-
-
 # --- experts
 
 

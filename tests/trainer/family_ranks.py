@@ -25,7 +25,7 @@ from tests.trainer.trainer_ranks import OPTIMIZER, Setup, loss_of
 class LogitsModel(PolicyModel):
     """Answers with the logits of the wanted positions, fp32 [n, vocabulary]."""
 
-    def _postprocess(self, hidden_states, *args, labels=None, loss_mask=None, **kwargs):
+    def _postprocess(self, hidden_states, *args, **kwargs):
         if not self.post_process:
             return hidden_states
         tied = self.share_embeddings_and_output_weights
@@ -33,7 +33,7 @@ class LogitsModel(PolicyModel):
             hidden_states, weight=self.shared_embedding_or_output_weight() if tied else None
         )
         logits = gather_from_tensor_model_parallel_region(logits)
-        return logits[loss_mask, 0, : self.real_vocab_size]
+        return logits[self._own.rows, 0, : self.real_vocab_size]
 
 
 def parity(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any]:

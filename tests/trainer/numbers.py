@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from grpo_megatron.batching.prefix_rows import RowTree
+from grpo_megatron.batching.row_split import RowSplit, split_row
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 
@@ -25,7 +27,8 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, gather_keys
+from grpo_megatron.trainer.megatron import packed_attention
+from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, RowPart, gather_keys
 from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, seed_everything
 from grpo_megatron.trainer.vocab_parallel.divergence import (
     DivergenceSettings,
@@ -213,13 +216,20 @@ def attention(
 
 
 def tree_attention(
-    lengths: list[int], parents: list[int], num_heads: int, num_groups: int, value_size: int
+    lengths: list[int],
+    parents: list[int],
+    num_heads: int,
+    num_groups: int,
+    value_size: int,
+    num_context_ranks: int = 1,
 ) -> dict[str, float]:
     """Largest errors of attention in a row with branches against a dense mask, in float64.
 
-    `gathered`: of the layout that Transformer Engine takes, computed as it says, sequence by
-    sequence, causal from the bottom right."""
-    tree = RowTree(np.array(lengths), np.array(parents), ())
+    With several context-parallel ranks this process is one after the other. `gathered`: of the
+    layout that Transformer Engine takes, computed as it says, sequence by sequence, causal from the
+    bottom right."""
+    split = split_row(RowTree(np.array(lengths), np.array(parents), ()), num_context_ranks, 1)
+    tree = split.tree
     module = _attention_module(num_heads, num_groups)
     generator = torch.Generator().manual_seed(sum(lengths))
     total = tree.num_tokens
@@ -230,10 +240,9 @@ def tree_attention(
     }
     found = {n: torch.randn(s, generator=generator).requires_grad_() for n, s in shapes.items()}
     plain = {n: t.detach().double().requires_grad_() for n, t in found.items()}
-    packed = SimpleNamespace(tree=tree)
-    output = module(**found, attention_mask=None, packed_seq_params=packed)
+    output = _in_parts(module, split, **found)
     mask = torch.zeros(total, total, dtype=torch.bool)
-    for segment in range(len(lengths)):
+    for segment in range(len(tree.lengths)):
         first, end = tree.bounds[segment : segment + 2]
         mask[first:end, first:end] = torch.ones(end - first, end - first, dtype=torch.bool).tril()
         mask[first:end, torch.from_numpy(tree.prefix(segment))] = True
@@ -244,25 +253,41 @@ def tree_attention(
     pairs = {"output": (output, expected)}
     for name, tensor in found.items():
         pairs[name] = (tensor.grad, plain[name].grad)
-    pairs["gathered"] = (_by_gathered_keys(tree, *plain.values()), expected)
+    pairs["gathered"] = (_by_gathered_keys(split, *plain.values()), expected)
     return {n: float((a.double() - b).detach().abs().max()) for n, (a, b) in pairs.items()}
 
 
-def _by_gathered_keys(tree: RowTree, query, key, value) -> torch.Tensor:
+def _in_parts(module: PackedAttention, split: RowSplit, query, key, value) -> torch.Tensor:
+    """Attention of one rank's queries after the other's; what they gather is there already."""
+    outputs = []
+    with mock.patch.object(packed_attention, "gather_tokens", lambda tokens, order: tokens):
+        for rank in range(split.num_ranks):
+            own = query[torch.from_numpy(split.own(rank))]
+            packed = SimpleNamespace(part=RowPart(split, rank))
+            outputs.append(module(own, key, value, None, packed))
+    return torch.cat(outputs)[torch.from_numpy(split.gathered_places)]
+
+
+def _by_gathered_keys(split: RowSplit, query, key, value) -> torch.Tensor:
     """Attention with what `gather_keys` says."""
-    gathered = gather_keys(tree, query.device)
-    key, value = key[gathered.rows], value[gathered.rows]
-    query_bounds = gathered.packed.cu_seqlens_q.tolist()
-    key_bounds = gathered.packed.cu_seqlens_kv.tolist()
-    parts = []
-    for (first, end), (first_key, end_key) in zip(
-        itertools.pairwise(query_bounds), itertools.pairwise(key_bounds), strict=True
-    ):
-        num_queries, num_keys = end - first, end_key - first_key
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-        keys = slice(first_key, end_key)
-        parts.append(_masked(query[first:end], key[keys], value[keys], mask))
-    return torch.cat(parts)
+    own_tokens = [torch.from_numpy(split.own(rank)) for rank in range(split.num_ranks)]
+    end_to_end = torch.cat(own_tokens)  # what a group gathers
+    outputs = []
+    for rank, own in enumerate(own_tokens):
+        gathered = gather_keys(RowPart(split, rank), query.device)
+        paths = end_to_end[gathered.rows]
+        own_query, keys, values = query[own], key[paths], value[paths]
+        bounds = zip(
+            itertools.pairwise(gathered.packed.cu_seqlens_q.tolist()),
+            itertools.pairwise(gathered.packed.cu_seqlens_kv.tolist()),
+            strict=True,
+        )
+        for (first, end), (first_key, end_key) in bounds:
+            num_queries, num_keys = end - first, end_key - first_key
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+            seen = slice(first_key, end_key)
+            outputs.append(_masked(own_query[first:end], keys[seen], values[seen], mask))
+    return torch.cat(outputs)[torch.from_numpy(split.gathered_places)]
 
 
 def _attention_module(num_heads: int, num_groups: int) -> PackedAttention:

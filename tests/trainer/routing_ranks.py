@@ -20,6 +20,7 @@ from grpo_megatron.errors import DataError
 from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anything of Megatron)
 from grpo_megatron.trainer.megatron import policy as policy_module
 from grpo_megatron.trainer.routing.route_source import RouteSource
+from grpo_megatron.trainer.routing.router_replay import local_part
 from grpo_megatron.trainer.steps.optimizer_step import (
     balance_metrics,
     logprob_pass,
@@ -100,8 +101,7 @@ def _spied(setup: Setup, table: SampleTable, on: bool):
                 index, _ = replay.position[hook.chunk]
                 expected = _expected(table, batches[index], hook.layer, replay.shape)
                 found = output[1]
-                size, rank = len(found), _tensor_rank()
-                part = expected[rank * size : (rank + 1) * size]
+                part = local_part(batches[index], expected)
                 known = part.any(-1)
                 seen[0] += int((part[known] != found[known]).any(-1).sum())
                 seen[1] += int(known.sum())
@@ -110,12 +110,6 @@ def _spied(setup: Setup, table: SampleTable, on: bool):
     yield seen
     for handle in handles:
         handle.remove()
-
-
-def _tensor_rank() -> int:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_rank()
 
 
 def _expected(table: SampleTable, microbatch, layer: int, shape) -> torch.Tensor:

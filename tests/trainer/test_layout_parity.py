@@ -22,6 +22,8 @@ LAYOUTS_2 = {
     "ep2": {"expert_parallel_size": 2},
     "ep2_selective": {"expert_parallel_size": 2, "recompute": "selective"},
     "tp2_etp1": {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "cp2": {"context_parallel_size": 2},
+    "cp2_ep2": {"context_parallel_size": 2, "expert_parallel_size": 2},
 }
 LAYOUTS_4 = {
     "pp2_ep2": {"pipeline_parallel_size": 2, "expert_parallel_size": 2},
@@ -38,6 +40,17 @@ LAYOUTS_4 = {
         "expert_tensor_parallel_size": 1,
     },
     "pp2_vpp2_ep2_recompute": {
+        "pipeline_parallel_size": 2,
+        "virtual_pipeline_parallel_size": 2,
+        "expert_parallel_size": 2,
+        "recompute": "full",
+    },
+    "cp4": {"context_parallel_size": 4},
+    "cp2_tp2": {"context_parallel_size": 2, "tensor_parallel_size": 2},
+    "cp2_dp2_ep2": {"context_parallel_size": 2, "expert_parallel_size": 2},
+    "cp2_pp2": {"context_parallel_size": 2, "pipeline_parallel_size": 2},
+    "cp2_pp2_vpp2_ep2_recompute": {
+        "context_parallel_size": 2,
         "pipeline_parallel_size": 2,
         "virtual_pipeline_parallel_size": 2,
         "expert_parallel_size": 2,

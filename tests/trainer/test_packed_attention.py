@@ -76,3 +76,32 @@ def test_branches_see_what_is_above_them_and_their_own_past(world1, tree, heads,
     )
     assert sorted(errors) == ["gathered", "key", "output", "query", "value"]
     assert max(errors.values()) < 2e-5, errors
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    tree=trees(),
+    num_ranks=st.sampled_from([2, 3, 4]),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    value_size=st.sampled_from([8, 4]),
+)
+@example(tree=([16, *[5] * 7], PROMPT), num_ranks=2, heads=(4, 2), value_size=8)
+@example(tree=([2100], [-1]), num_ranks=2, heads=(4, 2), value_size=8)
+@example(tree=([1200, 1300, 3], [-1, 0, 0]), num_ranks=2, heads=(4, 4), value_size=4)
+@example(tree=([1], [-1]), num_ranks=4, heads=(4, 2), value_size=8)
+def test_ranks_that_share_a_row_compute_what_one_does(world1, tree, num_ranks, heads, value_size):
+    """Rows long enough for several blocks of queries among them."""
+    lengths, parents = tree
+    errors = world1.run(
+        "tests.trainer.numbers:tree_attention",
+        lengths=lengths,
+        parents=parents,
+        num_heads=heads[0],
+        num_groups=heads[1],
+        value_size=value_size,
+        num_context_ranks=num_ranks,
+    )
+    assert sorted(errors) == ["gathered", "key", "output", "query", "value"]
+    assert max(errors.values()) < 2e-5, errors

@@ -87,7 +87,8 @@ def _absent_experts(
     many samples have the token."""
     for (index, row), live in run.recorded.items():
         known = routes[index].known[row]
-        uses = local_part(batch.microbatches[index].uses.here).double()
+        microbatch = batch.microbatches[index]
+        uses = local_part(microbatch, microbatch.uses.here).double()
         engine_ids = routes[index].ids[row][known]  # [T known, K]
         is_live_too = (engine_ids[:, :, None] == live[known][:, None, :]).any(-1)
         is_absent = ~is_live_too

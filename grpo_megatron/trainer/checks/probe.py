@@ -17,6 +17,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints.distributed import load_model
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.errors import MismatchError
+from grpo_megatron.trainer.megatron.context_parallel import ContextRank
 from grpo_megatron.trainer.megatron.model_config import transformer_config
 from grpo_megatron.trainer.megatron.platform import device
 from grpo_megatron.trainer.megatron.policy import Policy, build_models
@@ -119,9 +120,15 @@ def _by_megatron(
     row = np.zeros(1, np.int64)
     microbatches = []
     for index in range(layout.pipeline_parallel_size):  # the schedule wants one a stage
-        microbatches.append(
-            build_microbatch(index, table, row, device=device(), pad_to=layout.token_multiple)
+        microbatch = build_microbatch(
+            index,
+            table,
+            row,
+            pad_to=layout.token_multiple,
+            device=device(),
+            context=ContextRank.of_this_process(),
         )
+        microbatches.append(microbatch)
     batch = UpdateBatch(torch.from_numpy(row), tuple(microbatches), len(ids))
     logprobs = logprob_pass(policy, batch)[0][0]
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):

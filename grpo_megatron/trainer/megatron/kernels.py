@@ -137,6 +137,8 @@ def _rotation(there: Installed, wanted: Computation) -> Kernel:
         why = "latent attention rotates by itself"
     elif wanted.layout.share_prefixes:
         why = "the fused one lets every branch of a shared prefix begin at position 0"
+    elif wanted.layout.context_parallel_size > 1:
+        why = "the fused one knows another split of sequences over context-parallel ranks"
     elif wanted.rotary_factor != 1.0:
         why = f"the fused one has no factor of cosines and sines, here {wanted.rotary_factor:g}"
     else:

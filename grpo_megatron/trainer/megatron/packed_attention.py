@@ -7,8 +7,12 @@ so the padding changes no real token, and its outputs are dropped.
 A row is a tree of segments (`batching.prefix_rows`). A branch takes the keys and values of the
 segments above it into its call: its queries see these, and their own causally. Where a branch is
 much longer than what is above, the queries of that are computed again with it, which is less work
-than a mask, and dropped."""
+than a mask, and dropped.
 
+With context parallelism a rank has the queries of its part of the row (`batching.row_split`), and
+gathers the keys and values of all parts: each of its pieces is a branch of all tokens before it."""
+
+import copy
 import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +28,39 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_megatron.batching.prefix_rows import RowTree
+from grpo_megatron.batching.row_split import RowSplit, split_row
 from grpo_megatron.device_copies import to_device
+from grpo_megatron.trainer.megatron.context_parallel import gather_tokens
 
 _BLOCK_KEYS = 512
 """Of torch's flash attention on a CPU."""
+_BLOCK_QUERIES = 512
+"""Of a piece that takes a mask: what is behind the last of them is not even read."""
 _MUCH_LONGER = 4
 """How many times longer than what is above it a branch is taken causally; measured."""
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """What this rank computes of a row."""
+
+    split: RowSplit
+    rank: int = 0
+    """Of the ranks that share the row."""
+
+    def order_of_keys(self, device: torch.device) -> torch.Tensor:
+        """Where each token of the row is in what the ranks gather, int64 [T]."""
+        return to_device(torch.from_numpy(self.split.gathered_places), device)
+
+    @property
+    def needs_gathered_keys(self) -> bool:
+        """Whether queries see other keys than those of the same adjacent tokens."""
+        return self.split.tree.has_branches or not self.split.is_whole
+
+    def segments(self) -> Iterator["_Segment"]:
+        """Yield what is computed here, in the order of the row."""
+        for piece in self.split.pieces(self.rank):
+            yield _Segment(piece.above, piece.own)
 
 
 @dataclass(frozen=True)
@@ -67,22 +98,30 @@ class BucketPlan:
 
     buckets: list[Bucket]
     order: torch.Tensor | None
-    """Where each token's output is in those of the buckets, int64 [T]; None: where it is."""
+    """Where the output of each of this rank's tokens is in those of the buckets, int64 [T / C];
+    None: where it is."""
+    order_of_keys: torch.Tensor | None
+    """Where each token of the row is in what the ranks gather, int64 [T]; None: one has all."""
 
 
-def plan_buckets(tree: RowTree, device: torch.device, dtype: torch.dtype) -> BucketPlan:
-    """Plan the calls of a row; tensors are on `device`, masks have `dtype`."""
+def plan_buckets(part: RowPart, device: torch.device, dtype: torch.dtype) -> BucketPlan:
+    """Plan the calls for a part of a row; tensors are on `device`, masks have `dtype`."""
     causal: list[_Segment] = []
     masked: list[_Segment] = []
-    for segment in _segments(tree):
-        if segment.is_cheaper_causal:
+    for segment in part.segments():
+        if not len(segment.prefix):
+            causal.append(segment)
+        elif not part.split.is_whole:  # queries of what is above are on other ranks
+            masked += segment.blocks()
+        elif segment.is_cheaper_causal:
             causal.append(segment)
         else:
             masked.append(segment)
-    planner = _Planner(tree.num_tokens, device, dtype)
+    planner = _Planner(part, device, dtype)
     for group in _similar(causal, _whole_length, _up_to_a_quarter_more):
         planner.add_causal(group)
-    for with_similar_prefix in _similar(masked, _prefix_length, _few_tokens_more):
+    longest_first = reversed(_similar(masked, _prefix_length, _few_tokens_more))  # and its mask
+    for with_similar_prefix in longest_first:
         for group in _similar(with_similar_prefix, _own_length, _up_to_a_quarter_more):
             planner.add_masked(group)
     return planner.plan()
@@ -102,18 +141,13 @@ class _Segment:
         num_own = len(self.own)
         num_above = len(self.prefix)
         skips_blocks = num_own > num_above + _BLOCK_KEYS
-        return num_above == 0 or num_own > _MUCH_LONGER * num_above or skips_blocks
+        return num_own > _MUCH_LONGER * num_above or skips_blocks
 
-
-def _segments(tree: RowTree) -> Iterator[_Segment]:
-    """Yield the segments of a row that have tokens."""
-    prefixes: dict[int, np.ndarray] = {}
-    for number, parent in enumerate(tree.parents.tolist()):
-        if parent not in prefixes:
-            prefixes[parent] = tree.prefix(number)
-        own = tree.own(number)
-        if len(own):
-            yield _Segment(prefixes[parent], own)
+    def blocks(self) -> Iterator["_Segment"]:
+        """Cut it into pieces of `_BLOCK_QUERIES` tokens at most."""
+        for start in range(0, len(self.own), _BLOCK_QUERIES):
+            prefix = np.concatenate([self.prefix, self.own[:start]])
+            yield _Segment(prefix, self.own[start : start + _BLOCK_QUERIES])
 
 
 def _whole_length(segment: _Segment) -> int:
@@ -155,14 +189,16 @@ def _similar(
 
 
 class _Planner:
-    """Adds up calls and where their outputs are."""
+    """Adds up calls and where their outputs are. Keys are those of the whole row."""
 
-    def __init__(self, num_tokens: int, device: torch.device, dtype: torch.dtype):
+    def __init__(self, part: RowPart, device: torch.device, dtype: torch.dtype):
+        self._part = part
         self._device = device
         self._dtype = dtype
         self._buckets: list[Bucket] = []
-        self._order = np.zeros(num_tokens, np.int64)
+        self._order = np.zeros(part.split.num_own, np.int64)
         self._num_outputs = 0
+        self._masks: dict[int, torch.Tensor] = {}
 
     def add_causal(self, segments: Sequence[_Segment]) -> None:
         """Add a call in which queries of all tokens see keys of all tokens causally."""
@@ -170,8 +206,12 @@ class _Planner:
         longest = max(len(path) for path in paths)
         for place, segment in enumerate(segments):
             self._place(segment, place * longest + len(segment.prefix))
-        rows = self._rows([_padded(path, longest) for path in paths])
-        self._buckets.append(Bucket(rows, rows, None))
+        padded = [_padded(path, longest) for path in paths]
+        keys = self._rows(padded)
+        queries = keys
+        if not self._part.split.is_whole:
+            queries = self._rows([self._own_places(path) for path in padded])
+        self._buckets.append(Bucket(queries, keys, None))
         self._num_outputs += len(segments) * longest
 
     def add_masked(self, segments: Sequence[_Segment]) -> None:
@@ -183,7 +223,7 @@ class _Planner:
         for place, segment in enumerate(segments):
             self._place(segment, place * longest)
             own = _padded(segment.own, longest)
-            queries.append(own)
+            queries.append(self._own_places(own))
             keys.append(np.concatenate([_padded(segment.prefix, longest_prefix), own]))
         prefix_lengths = np.array([len(segment.prefix) for segment in segments])
         mask = self._mask(prefix_lengths, longest_prefix, longest)
@@ -195,13 +235,25 @@ class _Planner:
         is_in_order = self._num_outputs == len(self._order) and np.array_equal(
             self._order, np.arange(self._num_outputs)
         )
-        if is_in_order:
-            return BucketPlan(self._buckets, None)
-        return BucketPlan(self._buckets, to_device(torch.from_numpy(self._order), self._device))
+        order = None
+        if not is_in_order:
+            order = to_device(torch.from_numpy(self._order), self._device)
+        order_of_keys = None
+        if not self._part.split.is_whole:
+            order_of_keys = self._part.order_of_keys(self._device)
+        return BucketPlan(self._buckets, order, order_of_keys)
+
+    def _own_places(self, rows: np.ndarray) -> np.ndarray:
+        """Where tokens of the row, int64, are among those of this rank; padding is anywhere."""
+        if self._part.split.is_whole:
+            return rows
+        places: np.ndarray = self._part.split.places[rows]
+        return places
 
     def _place(self, segment: _Segment, first: int) -> None:
         """Say that the outputs of a segment begin at `first` of the next call's."""
-        self._order[segment.own] = self._num_outputs + first + np.arange(len(segment.own))
+        outputs = self._num_outputs + first + np.arange(len(segment.own))
+        self._order[self._own_places(segment.own)] = outputs
 
     def _rows(self, sequences: Sequence[np.ndarray]) -> _Rows:
         """Join sequences of one length, int64 [length] each."""
@@ -219,7 +271,7 @@ class _Planner:
 
         prefix_lengths: int [batch]. Returns [batch or 1, 1, longest, longest_prefix + longest]."""
         if (prefix_lengths == longest_prefix).all():
-            prefix_lengths = prefix_lengths[:1]
+            return self._mask_of_one_length(longest_prefix, longest)
         above = np.arange(longest_prefix) < prefix_lengths[:, None]
         own = np.tri(longest, dtype=bool)
         sees = np.concatenate(
@@ -233,20 +285,39 @@ class _Planner:
         mask.masked_fill_(torch.from_numpy(~sees), -torch.inf)
         return to_device(mask[:, None], self._device)
 
+    def _mask_of_one_length(self, num_above: int, num_own: int) -> torch.Tensor:
+        """Hide later tokens of branches behind as many tokens each: fp [1, 1, own, above + own].
+
+        It is the end of the largest one so far: calls of many prefixes have one between them."""
+        length = num_above + num_own
+        largest = self._masks.get(num_own)
+        if largest is None or largest.size(1) < length:
+            own = np.tri(num_own, dtype=bool)
+            mask = torch.zeros(num_own, length, dtype=self._dtype)
+            mask[:, num_above:].masked_fill_(torch.from_numpy(~own), -torch.inf)
+            largest = to_device(mask, self._device)
+            self._masks[num_own] = largest
+        return largest[None, None, :, largest.size(1) - length :]
+
 
 def _padded(rows: np.ndarray, length: int) -> np.ndarray:
     """Repeat row 0 until there are `length`."""
     return np.concatenate([rows, np.zeros(length - len(rows), np.int64)])
 
 
-def tree_of(packed: Any) -> RowTree:
+def whole_row(tree: RowTree) -> RowPart:
+    """Return a row that one rank computes, without padding."""
+    return RowPart(split_row(tree, 1, 1))
+
+
+def part_of(packed: Any) -> RowPart:
     """Return what `build_microbatch` left on the host; without it, sequences of which each is a
     segment, whose lengths are asked of the device."""
-    tree: RowTree | None = getattr(packed, "tree", None)
-    if tree is None:
+    part: RowPart | None = getattr(packed, "part", None)
+    if part is None:
         lengths = np.diff(packed.cu_seqlens_q.tolist())
-        tree = RowTree(lengths, np.full(len(lengths), -1), ())
-    return tree
+        part = whole_row(RowTree(lengths, np.full(len(lengths), -1), ()))
+    return part
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
@@ -276,12 +347,17 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no 
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend within samples: q, k, v [T, heads, d], packed, to [T, heads * d_v]."""
+        """Attend within samples: q, k, v [T / C, heads, d], packed, to [T / C, heads * d_v].
+
+        Collective where ranks share rows."""
         packed: Any = packed_seq_params
         if getattr(packed, "bucket_plan", None) is None:
             # the same in every layer: kept on the parameters of the batch
-            packed.bucket_plan = plan_buckets(tree_of(packed), query.device, query.dtype)
+            packed.bucket_plan = plan_buckets(part_of(packed), query.device, query.dtype)
         plan: BucketPlan = packed.bucket_plan
+        if plan.order_of_keys is not None:
+            key = gather_tokens(key, plan.order_of_keys)
+            value = gather_tokens(value, plan.order_of_keys)
         outputs = []
         for bucket in plan.buckets:
             q = bucket.queries.take(query)
@@ -321,13 +397,22 @@ class _MaskType(enum.Enum):
 
 @cache
 def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
-    """Make a class of Transformer Engine's attention that takes rows with branches.
+    """Make a class of Transformer Engine's attention that takes rows with branches, and parts.
 
-    Queries of a segment attend to gathered keys and values of those above it and its own: variable
-    lengths that differ between queries and keys, causal from the bottom right."""
+    Queries of a segment, or of a piece of one, attend to gathered keys and values of what is above
+    it and its own: variable lengths that differ between queries and keys, causal from the bottom
+    right. Its own context parallelism (`cp_comm_type`) knows neither branches nor our split, so that
+    it is told of none."""
 
     class TESharedPrefixAttention(core_attention):  # type: ignore[misc]
-        """`core_attention`, before which keys and values of shared prefixes are gathered."""
+        """`core_attention`, before which keys and values of shared prefixes are gathered, and those
+        of context-parallel ranks."""
+
+        def __init__(self, config: TransformerConfig, *args: Any, **settings: Any):
+            if config.context_parallel_size > 1:
+                config = copy.copy(config)
+                config.context_parallel_size = 1
+            super().__init__(config, *args, **settings)
 
         def forward(
             self,
@@ -339,15 +424,21 @@ def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
             packed_seq_params: PackedSeqParams | None = None,
             **settings: Any,
         ) -> torch.Tensor:
-            """Attend within samples: q, k, v [T, heads, d], packed, to [T, heads * d_v]."""
+            """Attend within samples: q, k, v [T / C, heads, d], packed, to [T / C, heads * d_v].
+
+            Collective where ranks share rows."""
             packed: Any = packed_seq_params
-            tree: RowTree | None = getattr(packed, "tree", None)
-            if tree is not None and tree.has_branches:
+            part: RowPart | None = getattr(packed, "part", None)
+            if part is not None and part.needs_gathered_keys:
                 if getattr(packed, "gathered", None) is None:
-                    packed.gathered = gather_keys(tree, query.device)
+                    packed.gathered = gather_keys(part, query.device)
                 gathered: GatheredKeys = packed.gathered
-                key = key.index_select(0, gathered.rows)
-                value = value.index_select(0, gathered.rows)
+                if part.split.is_whole:
+                    key = key.index_select(0, gathered.rows)
+                    value = value.index_select(0, gathered.rows)
+                else:
+                    key = gather_tokens(key, gathered.rows)
+                    value = gather_tokens(value, gathered.rows)
                 packed = gathered.packed
                 attn_mask_type = _MaskType.padding_causal_bottom_right
             output: torch.Tensor = super().forward(
@@ -366,18 +457,20 @@ def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """Keys of every segment's path, one path after the other."""
+    """Keys of the path of every segment, or piece of one, one path after the other."""
 
     rows: torch.Tensor
-    """Where they are in the row, int64."""
+    """Where they are in the row, or in what the ranks that share it gather: int64."""
     packed: PackedSeqParams
     """Lengths of segments for the queries, of paths for keys and values."""
 
 
-def gather_keys(tree: RowTree, device: torch.device) -> GatheredKeys:
-    """Say which keys and values the segments of a row attend to."""
-    paths = [np.concatenate([segment.prefix, segment.own]) for segment in _segments(tree)]
-    query_lengths = [len(segment.own) for segment in _segments(tree)]
+def gather_keys(part: RowPart, device: torch.device) -> GatheredKeys:
+    """Say which keys and values the segments of a row attend to, as far as they are computed
+    here."""
+    segments = list(part.segments())
+    paths = [np.concatenate([segment.prefix, segment.own]) for segment in segments]
+    query_lengths = [len(segment.own) for segment in segments]
     key_lengths = [len(path) for path in paths]
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -386,7 +479,10 @@ def gather_keys(tree: RowTree, device: torch.device) -> GatheredKeys:
         max_seqlen_q=max(query_lengths),
         max_seqlen_kv=max(key_lengths),
     )
-    return GatheredKeys(to_device(torch.from_numpy(np.concatenate(paths)), device), packed)
+    rows = np.concatenate(paths)
+    if not part.split.is_whole:
+        rows = part.split.gathered_places[rows]
+    return GatheredKeys(to_device(torch.from_numpy(rows), device), packed)
 
 
 def _cumulative(lengths: Sequence[int]) -> torch.Tensor:

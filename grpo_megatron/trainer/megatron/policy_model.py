@@ -7,15 +7,16 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 
+from grpo_megatron.trainer.megatron.context_parallel import OwnTokens, found_by_all
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens, divergence
-from grpo_megatron.trainer.vocab_parallel.logprobs import KeptIds, policy_states, token_logprobs
+from grpo_megatron.trainer.vocab_parallel.logprobs import policy_states, token_logprobs
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
-    """`forward(..., labels=targets, loss_mask=rows)` returns fp32 [2, n]: log-probs, entropies.
+    """`forward(..., own=own)` returns fp32 [2, n]: log-probs, entropies, of all policy tokens.
 
-    `rows` int64 [n] are the positions whose next token is wanted, `targets` int64 [n] those tokens.
-    With `kept`, log-probs are over the kept sets, and a third row is over everything; with
+    `own` says which positions' next tokens are wanted here; what context-parallel ranks find on
+    theirs comes together. With `own.kept`, log-probs are over the kept sets, and a third row is over everything; with
     `squared_probs`, a last row sums squared probabilities; with `teachers`, a last row sums their
     divergences. Megatron would make logits for all positions."""
 
@@ -27,21 +28,22 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     await_weight: Callable[[torch.Tensor], None] | None = None
     """Returns once a weight is whole, where forwards gather weights; None: they are."""
 
-    answers_states: bool = False  # [n, H], what the output layer would get, instead
-    _kept: KeptIds | None = None
+    answers_states: bool = False
+    """What the output layer would get of this rank's policy tokens, [m, H], instead."""
+    _own: OwnTokens
     _squared_probs: bool = False
     _teachers: Sequence[TeacherTokens] = ()
 
     def forward(
         self,
         *args: Any,
-        kept: KeptIds | None = None,
+        own: OwnTokens,
         squared_probs: bool = False,
         teachers: Sequence[TeacherTokens] = (),
         **kwargs: Any,
     ) -> torch.Tensor:
         """Compute what the class says on the last pipeline stage, hidden states on the others."""
-        self._kept = kept
+        self._own = own
         self._squared_probs = squared_probs
         self._teachers = teachers
         output: torch.Tensor = super().forward(*args, **kwargs)
@@ -62,15 +64,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         self,
         hidden_states: torch.Tensor,
         *args: Any,
-        labels: torch.Tensor,
-        loss_mask: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Answer in place of Megatron's logits; `labels` are targets, `loss_mask` their rows."""
+        """Answer in place of Megatron's logits."""
         if not self.post_process:
             return hidden_states
+        own = self._own
         states = policy_states(
-            hidden_states, loss_mask, sequence_parallel=self.config.sequence_parallel
+            hidden_states, own.rows, sequence_parallel=self.config.sequence_parallel
         )
         if self.answers_states:
             return states
@@ -78,21 +79,21 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         found = token_logprobs(
             states,
             weight,
-            labels,
+            own.targets,
             vocab_size=self.real_vocab_size,
             temperature=self.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
-            kept=self._kept,
+            kept=own.kept,
             squared_probs=self._squared_probs,
             keep_logits=self.keep_logits,
         )
         answer = torch.stack(found)
         teachers = [teacher for teacher in self._teachers if teacher.is_whole]
         if not teachers:
-            return answer
+            return found_by_all(answer, own)
         total = torch.zeros_like(found[0])
         group = get_tensor_model_parallel_group()
         for teacher in teachers:
             weighted = teacher.weight * divergence(states, weight, teacher, group)
             total = total.index_add(0, teacher.rows, weighted)
-        return torch.cat([answer.detach(), total[None]])
+        return found_by_all(torch.cat([answer.detach(), total[None]]), own)

@@ -65,6 +65,13 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
+def is_first_with_samples() -> bool:
+    """Say whether this rank is the first of those of its pipeline stage that have the same samples:
+    tensor-parallel and context-parallel ranks."""
+    is_first_tensor_rank = int(parallel_state.get_tensor_model_parallel_rank()) == 0
+    return is_first_tensor_rank and int(parallel_state.get_context_parallel_rank()) == 0
+
+
 def summed(tensor: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all ranks; the result is on the host. Collective."""
     total = tensor.to(device(), copy=True)

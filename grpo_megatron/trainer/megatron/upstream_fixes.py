@@ -164,7 +164,8 @@ def rotate_packed_sequences_at_once() -> None:
         by_position = has_positions or freqs.size(0) != t.size(0) or len(cu_seqlens) == 2
         cp_group = settings["cp_group"]
         is_whole = cp_group is not None and cp_group.size() == 1
-        if not by_position or not is_whole or settings.get("rotary_interleaved"):
+        knows_places = has_positions or (by_position and is_whole)
+        if not knows_places or settings.get("rotary_interleaved"):
             rotated: torch.Tensor = original(t, cu_seqlens, freqs, **settings)
             return rotated
         # the second is what 0.19.2 calls the first

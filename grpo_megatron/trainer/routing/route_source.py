@@ -13,7 +13,7 @@ from grpo_megatron.device_copies import pinned, to_host
 from grpo_megatron.errors import DataError
 from grpo_megatron.routing.router_losses import balance_coefficients
 from grpo_megatron.routing.shape import RouteStatus
-from grpo_megatron.trainer.megatron.process_groups import summed
+from grpo_megatron.trainer.megatron.process_groups import is_first_with_samples, summed
 from grpo_megatron.trainer.routing import router_replay
 from grpo_megatron.trainer.routing.router_replay import RouteReplay, Routes, RoutingPass, local_part
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch
@@ -75,16 +75,18 @@ class RouteSource:
         size = microbatch.num_tokens
         ids = np.zeros((len(layers), size, shape.experts_per_token), shape.dtype)
         known = np.zeros((len(layers), size), bool)
+        counts_routes = is_first_with_samples()
         token_rows = microbatch.tree.token_rows
         for row, with_route in zip(microbatch.table_rows.tolist(), token_rows, strict=True):
             part, status = self._table.routes(row, layers, shape)
             ids[:, with_route[:-1]] = part
             known[:, with_route[:-1]] = status == RouteStatus.OK
-            self._by_status += np.bincount(status.ravel(), minlength=len(self._by_status))
+            if counts_routes:
+                self._by_status += np.bincount(status.ravel(), minlength=len(self._by_status))
         if ids.dtype == np.uint16:  # of which torch has no index operations
             ids = ids.astype(np.int16)
-        own_ids = local_part(torch.from_numpy(ids), 1)
-        own_known = local_part(torch.from_numpy(known), 1)
+        own_ids = local_part(microbatch, torch.from_numpy(ids), 1)
+        own_known = local_part(microbatch, torch.from_numpy(known), 1)
         return Routes(pinned(own_ids.contiguous()), pinned(own_known.contiguous()))
 
     def _check(self) -> None:
@@ -190,14 +192,13 @@ class RouteSource:
         num_layers = len(self._replay.layers)
         found = []
         for microbatch in update.microbatches:
-            size = local_part(microbatch.tokens[0]).numel()
+            size = router_replay.count_own(microbatch)
             ids = torch.empty(
                 num_layers, size, self._replay.shape.experts_per_token, dtype=self._replay.id_dtype
             )
             for row in range(num_layers):
                 ids[row] = update.old_routing.recorded[microbatch.index, row]
-            is_real = torch.arange(size) < router_replay.count_real(microbatch)
-            known = is_real.expand(num_layers, size).contiguous()
+            known = router_replay.is_real(microbatch).expand(num_layers, size).contiguous()
             found.append(Routes(pinned(ids), pinned(known)))
         return found
 
@@ -224,7 +225,7 @@ class RouteSource:
             if self._counts_once:
                 of_uses = of_uses / microbatch.uses.in_update[of_tokens]
             at_tokens.index_add_(0, of_tokens, of_uses)
-            weights.append(pinned(local_part(at_tokens).contiguous()))
+            weights.append(pinned(local_part(microbatch, at_tokens).contiguous()))
         balance = None
         if settings.balance_weight > 0:
             assert replayed is not None  # rule routing_replay
@@ -251,11 +252,12 @@ class RouteSource:
         replay = self._replay
         chosen = []
         for microbatch, routes in zip(batch.microbatches, replayed, strict=True):
-            uses = local_part(microbatch.uses.weights(once=self._counts_once)).double()
+            uses = microbatch.uses.weights(once=self._counts_once)
+            own_uses = local_part(microbatch, uses).double()
             for row in range(len(replay.layers)):
                 known = routes.known[row]
                 ids = routes.ids[row][known]
-                weights = uses[known].repeat_interleave(ids.size(1))
+                weights = own_uses[known].repeat_interleave(ids.size(1))
                 chosen.append((row, ids.flatten(), weights))
         counts = replay.count_experts(chosen)
         num_tokens = float(batch.num_tokens)

@@ -233,7 +233,7 @@ class RouteReplay:
         self.weights = []
         if run is not None:
             for microbatch in microbatches:
-                weights = local_part(microbatch.uses.weights(once=run.counts_once))
+                weights = local_part(microbatch, microbatch.uses.weights(once=run.counts_once))
                 self.weights.append(to_device(weights, device()))
         try:
             yield
@@ -280,10 +280,10 @@ class RouteReplay:
             flags_by_microbatch = []
             weights = []
             for microbatch in microbatches:
-                none_flipped = torch.zeros_like(local_part(microbatch.tokens[0]).expand(2, -1))
+                none_flipped = torch.zeros(2, count_own(microbatch), dtype=torch.int64, device=device())
                 flags = run.flipped.get((name, microbatch.index), none_flipped)
                 flags_by_microbatch.append(flags)
-                of_tokens = local_part(microbatch.uses.weights(once=run.counts_once))
+                of_tokens = local_part(microbatch, microbatch.uses.weights(once=run.counts_once))
                 weights.append(to_device(of_tokens, flags.device))
             flags = torch.cat(flags_by_microbatch, 1)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=pipeline)
@@ -298,18 +298,23 @@ class RouteReplay:
         return metrics
 
 
-def count_real(microbatch: MicroBatch) -> int:
-    """Count this rank's tokens that come before the padding."""
+def count_own(microbatch: MicroBatch) -> int:
+    """Count the tokens of a micro-batch that this rank's routers see, with padding."""
     group = parallel_state.get_tensor_model_parallel_group()
-    size = microbatch.num_tokens // int(group.size())
-    before = size * int(group.rank())
-    return min(max(microbatch.num_real - before, 0), size)
+    return len(microbatch.own_tokens) // int(group.size())
 
 
-def local_part(tensor: Tensor, dim: int = 0) -> Tensor:
+def is_real(microbatch: MicroBatch) -> Tensor:
+    """Say which of this rank's tokens are no padding: bool [T], on the host."""
+    return local_part(microbatch, torch.arange(microbatch.num_tokens) < microbatch.num_real)
+
+
+def local_part(microbatch: MicroBatch, tensor: Tensor, dim: int = 0) -> Tensor:
     """Take this rank's part, along `dim`, of a tensor over all tokens of a micro-batch.
 
-    With TP, MoE needs sequence parallelism."""
+    tensor: on the host. With TP, MoE needs sequence parallelism."""
+    if not microbatch.split.is_whole:
+        tensor = tensor.index_select(dim, microbatch.own_tokens)
     group = parallel_state.get_tensor_model_parallel_group()
     parts = tensor.chunk(int(group.size()), dim)
     return parts[int(group.rank())]

@@ -3,12 +3,13 @@
 `SampleTable -> MicroBatch`, several of them an `UpdateBatch`; `grpo_megatron.types` shows the whole
 chain with an example.
 
-Shape legend: T packed tokens (with padding), S samples, n policy tokens."""
+Shape legend: T packed tokens (with padding), S samples, n policy tokens, C context-parallel ranks,
+m policy tokens whose log-probs this rank computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from grpo_megatron.batching.packing import ExpertBalance
 from grpo_megatron.batching.prefix_rows import RowTree, SamplePaths, lay_out
+from grpo_megatron.batching.row_split import RowSplit, split_row
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.device_copies import to_device
+from grpo_megatron.trainer.megatron.context_parallel import ContextRank, OwnTokens
+from grpo_megatron.trainer.megatron.packed_attention import RowPart
 from grpo_megatron.trainer.vocab_parallel.divergence import TeacherTokens
 from grpo_megatron.trainer.vocab_parallel.logprobs import KeptIds
 from grpo_megatron.types import SamplingMask
@@ -52,16 +56,23 @@ class MicroBatch:
     They lie end to end, but what several begin with is there once (`batching.prefix_rows`), so that
     a token may be the row of several policy tokens.
 
+    Context-parallel ranks have the same micro-batches, and each computes its part of the row.
+
     Where a pass has no output on this rank (`is_output_rank`), what it found is empty."""
 
     index: int  # position in this rank's plan
     table_rows: np.ndarray  # int64 [S]
     lengths: tuple[int, ...]  # [S], prompt and completion tokens
-    tree: RowTree  # of the row, with padding as its last segment
-    tokens: torch.Tensor  # int64 [1, T]
-    position_ids: torch.Tensor  # int64 [1, T]
+    split: RowSplit
+    """The row, and who computes which of its tokens."""
+    own_tokens: torch.Tensor
+    """Where this rank's tokens are in the row, int64 [T / C], on the host."""
+    tokens: torch.Tensor  # int64 [1, T / C]: this rank's
+    position_ids: torch.Tensor  # int64 [1, T / C]
     packed: PackedSeqParams
-    rows: torch.Tensor  # int64 [n]: the position before each policy token
+    own: OwnTokens
+    """The policy tokens that this rank looks at; below are those of all."""
+    rows: torch.Tensor  # int64 [n]: the position before each policy token in the row
     targets: torch.Tensor  # int64 [n]: the policy tokens
     sample: torch.Tensor  # int64 [n], 0..S-1
     uses: TokenUses
@@ -82,9 +93,14 @@ class MicroBatch:
     """What the teachers of a distillation think of the tokens (`trainer.steps.teachers`)."""
 
     @property
+    def tree(self) -> RowTree:
+        """Of the row, with padding as its last segment."""
+        return self.split.tree
+
+    @property
     def num_tokens(self) -> int:
         """T, with padding."""
-        return self.tokens.size(1)
+        return self.tree.num_tokens
 
     @property
     def num_real(self) -> int:
@@ -133,11 +149,15 @@ def build_microbatch(
     pad_to: int,
     device: torch.device,
     paths: SamplePaths | None = None,
+    context: ContextRank | None = None,
 ) -> MicroBatch:
     """Pack `table_rows`; pad the total to a multiple of `pad_to` with a sequence of its own.
 
-    index: position in the rank's plan; paths: what these samples share, by default nothing.
-    Without rows there is nothing but padding."""
+    index: position in the rank's plan; paths: what these samples share, by default nothing;
+    context: which part of the row is computed here, by default all; `pad_to` is a multiple of its
+    size. Without rows there is nothing but padding."""
+    if context is None:
+        context = ContextRank()
     sequences = []
     targets = []
     rollout_logprobs = []
@@ -152,11 +172,9 @@ def build_microbatch(
     lengths = [len(sequence) for sequence in sequences]
     if paths is None:
         paths = SamplePaths.without_sharing(np.array(lengths, np.int64))
-    tree = lay_out(paths)
-    padding = -tree.num_tokens % pad_to
-    if tree.num_tokens == 0:
-        padding = pad_to
-    tree = tree.padded(padding)
+    split = split_row(lay_out(paths), context.size, pad_to // context.size)
+    tree = split.tree
+    own_tokens = split.own(context.rank)
     tokens = np.zeros(tree.num_tokens, np.int64)
     rows = []
     for sequence, target, token_rows in zip(sequences, targets, tree.token_rows, strict=True):
@@ -182,15 +200,34 @@ def build_microbatch(
             missing=flat([~known], torch.bool),
             token_on_host=token,
         )
-    position_ids = flat([tree.positions], torch.int64)
+    all_rows = np.concatenate([np.empty(0, np.int64), *rows])
+    own_index = np.flatnonzero(split.owners[all_rows] == context.rank)
+    all_targets = np.concatenate([np.empty(0, np.int64), *targets])
+    own = OwnTokens(
+        rows=flat([split.places[all_rows[own_index]]], torch.int64),
+        targets=flat([all_targets[own_index]], torch.int64),
+        kept=kept,
+        num_all=len(all_rows),
+    )
+    if not split.is_whole:
+        own = replace(
+            own,
+            kept=_own_kept(kept, own_index),
+            index=flat([own_index], torch.int64),
+            index_on_host=own_index,
+        )
+    position_ids = flat([tree.positions[own_tokens]], torch.int64)
+    bounds = flat([np.array(tree.bounds)], torch.int32)
     return MicroBatch(
         index=index,
         table_rows=table_rows,
         lengths=tuple(lengths),
-        tree=tree,
-        tokens=flat([tokens], torch.int64)[None],
+        split=split,
+        own_tokens=torch.from_numpy(own_tokens),
+        tokens=flat([tokens[own_tokens]], torch.int64)[None],
         position_ids=position_ids[None],
-        packed=_packed(tree, flat([np.array(tree.bounds)], torch.int32), position_ids),
+        packed=_packed(RowPart(split, context.rank), bounds, position_ids),
+        own=own,
         rows=flat(rows, torch.int64),
         targets=flat(targets, torch.int64),
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
@@ -200,10 +237,30 @@ def build_microbatch(
     )
 
 
-def _packed(tree: RowTree, bounds: torch.Tensor, positions: torch.Tensor) -> PackedSeqParams:
-    """Describe the row to Megatron, and the tree to our attention and rotation.
+def _own_kept(kept: KeptIds | None, own_index: np.ndarray) -> KeptIds | None:
+    """Take the kept sets of some policy tokens, int64 [m]."""
+    if kept is None:
+        return None
+    assert kept.token_on_host is not None  # as `build_microbatch` made it
+    number_of = np.full(len(kept.missing), -1)
+    number_of[own_index] = np.arange(len(own_index))
+    numbers = number_of[kept.token_on_host]
+    entries = np.flatnonzero(numbers >= 0)
+    token = numbers[entries]
+    where = kept.ids.device
+    return KeptIds(
+        token=to_device(torch.from_numpy(token), where),
+        ids=kept.ids.index_select(0, to_device(torch.from_numpy(entries), where)),
+        missing=kept.missing.index_select(0, to_device(torch.from_numpy(own_index), where)),
+        token_on_host=token,
+    )
 
-    bounds: of segments, int32 [B + 1]; positions: int64 [T]."""
+
+def _packed(part: RowPart, bounds: torch.Tensor, positions: torch.Tensor) -> PackedSeqParams:
+    """Describe the row to Megatron, and its tree and split to our attention and rotation.
+
+    bounds: of segments, int32 [B + 1]; positions: of this rank's tokens, int64 [T / C]."""
+    tree = part.split.tree
     described: Any = bounds
     described.positions = positions  # for `trainer.megatron.rope`
     packed: Any = PackedSeqParams(
@@ -213,7 +270,7 @@ def _packed(tree: RowTree, bounds: torch.Tensor, positions: torch.Tensor) -> Pac
         max_seqlen_q=int(tree.lengths.max()),
         max_seqlen_kv=tree.longest_path,
     )
-    packed.tree = tree  # attention need not ask the device
+    packed.part = part  # attention need not ask the device
     return packed
 
 

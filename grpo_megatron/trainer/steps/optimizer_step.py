@@ -2,7 +2,8 @@
 
 The loss of a step is a sum over tokens with weights fixed beforehand (`algorithms.aggregation`).
 Megatron's schedule divides by the number of micro-batches and data parallelism averages, so the
-sum is multiplied by both: the split cannot change the result.
+sum is multiplied by both: the split cannot change the result. (It multiplies by the context-parallel
+ranks, over which it averages gradients too.)
 
 A step is `prepare`, `compute_gradients`, `apply_gradients`; `train_step` is the last two."""
 
@@ -28,9 +29,10 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.device_copies import to_host
 from grpo_megatron.errors import TrainerError
+from grpo_megatron.trainer.megatron.context_parallel import ContextRank
 from grpo_megatron.trainer.megatron.platform import device
 from grpo_megatron.trainer.megatron.policy import Policy
-from grpo_megatron.trainer.megatron.process_groups import summed
+from grpo_megatron.trainer.megatron.process_groups import is_first_with_samples, summed
 from grpo_megatron.trainer.routing.router_replay import RouteReplay, RoutingPass
 from grpo_megatron.trainer.steps.microbatch import MicroBatch, UpdateBatch, build_microbatch
 from grpo_megatron.weights.gather import all_gathered
@@ -80,6 +82,7 @@ def prepare(
             pad_to=layout.token_multiple,
             device=device(),
             paths=paths.of(part),
+            context=ContextRank.of_this_process(),
         )
         microbatches.append(microbatch)
     return UpdateBatch(
@@ -301,11 +304,8 @@ class _ForwardStep:
             microbatch.tokens,
             microbatch.position_ids,
             None,
-            labels=microbatch.targets,
-            # Megatron hands its loss mask to the output layer, which needs to know these rows
-            loss_mask=microbatch.rows,
             packed_seq_params=microbatch.packed,
-            kept=microbatch.kept,
+            own=microbatch.own,
             squared_probs=self.squared_probs,
             teachers=microbatch.teachers,
         )
@@ -319,7 +319,7 @@ class _ForwardStep:
 def is_output_rank() -> bool:
     """Say whether this rank, and no other one with the same samples, has the model's output."""
     is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
-    return is_last_stage and int(parallel_state.get_tensor_model_parallel_rank()) == 0
+    return is_last_stage and is_first_with_samples()
 
 
 def reduce_stats(stats: Stats) -> Stats:

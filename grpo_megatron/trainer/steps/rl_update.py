@@ -304,11 +304,11 @@ class Training:
     # --- after the last optimizer step
 
     def _write_masks(self) -> None:
-        """Keep who was clipped and rejected for a replay; one tensor rank writes."""
+        """Keep who was clipped and rejected for a replay; of ranks with the same samples one writes."""
         masks = _masks_of_all_epochs(self.recorded_masks)
         if not masks or self.replayed_masks is not None:
             return
-        if parallel_state.get_tensor_model_parallel_rank() != 0:
+        if not optimizer_step.is_output_rank():
             return
         write_decisions(
             self.table.directory,
@@ -318,10 +318,11 @@ class Training:
         )
 
     def _write_drift(self, monitor: PolicyDriftMonitor) -> None:
-        """Keep what the step did to the monitored samples for reports; one tensor rank writes."""
+        """Keep what the step did to the monitored samples for reports; of ranks with the
+        same samples one writes."""
         if not monitor.moved or self.replayed_masks is not None:
             return
-        if parallel_state.get_tensor_model_parallel_rank() != 0:
+        if not optimizer_step.is_output_rank():
             return
         write_drift(
             self.table.directory,

@@ -58,7 +58,7 @@ class Teachers:
                 students = [tensor.to("cpu", copy=True) for tensor in state_tensors(policy)]
             assert teacher.path is not None  # rule teacher_source
             self._put_in_place(policy, teacher.path)
-            self._ask(policy, update, teacher, has_teacher)
+            self._ask(policy, update, table, teacher, has_teacher)
         if students is not None:
             _fill(policy, students)
 
@@ -123,7 +123,8 @@ class Teachers:
         all_ids = table.teacher_logprobs[f"{number}/ids"]
         all_logprobs = table.teacher_logprobs[f"{number}/logprobs"]
         for microbatch in update.microbatches:
-            index = _token_index(microbatch, starts)
+            rows, entries = _own_rows(microbatch, table, has_teacher)
+            index = _token_index(microbatch, starts)[entries]
             ids = torch.from_numpy(all_ids[index])
             logprobs = torch.from_numpy(all_logprobs[index])
             # of a larger vocabulary the ids that the student lacks belong to the tail
@@ -131,7 +132,7 @@ class Teachers:
             tail = 1 - torch.where(known, logprobs.double().exp(), 0).sum(-1)
             device = microbatch.tokens.device
             answers = TeacherTokens(
-                rows=_rows(microbatch, has_teacher),
+                rows=torch.from_numpy(rows).to(device),
                 weight=self.settings.teachers[number].weight,
                 settings=self._kl(model),
                 ids=torch.where(known, ids.long(), -1).to(device),
@@ -141,7 +142,12 @@ class Teachers:
             microbatch.teachers.append(answers)
 
     def _ask(
-        self, policy: Policy, update: UpdateBatch, teacher: TeacherConfig, has_teacher: np.ndarray
+        self,
+        policy: Policy,
+        update: UpdateBatch,
+        table: SampleTable,
+        teacher: TeacherConfig,
+        has_teacher: np.ndarray,
     ) -> None:
         """Give the micro-batches what the teacher, whose weights are in place, computes.
 
@@ -157,12 +163,15 @@ class Teachers:
         group = parallel_state.get_tensor_model_parallel_group()
         kl = self._kl(model)
         for microbatch, output in zip(update.microbatches, outputs, strict=True):
-            rows = _rows(microbatch, has_teacher)
-            answers = TeacherTokens(rows, teacher.weight, kl)
             if mode == "sampled":
-                answers = replace(answers, logprobs=untruncated(output)[rows])
+                rows = _rows(microbatch, has_teacher)
+                logprobs = untruncated(output)[rows]
+                answers = TeacherTokens(rows, teacher.weight, kl, logprobs=logprobs)
                 microbatch.teachers.append(answers)
                 continue
+            own_rows, _ = _own_rows(microbatch, table, has_teacher)
+            rows = torch.from_numpy(own_rows).to(output.device)
+            answers = TeacherTokens(rows, teacher.weight, kl)
             states = output.to(head.dtype)[rows]
             if mode == "full":
                 answers = replace(answers, hidden=states, head=head)
@@ -185,6 +194,21 @@ def _rows(microbatch: MicroBatch, has_teacher: np.ndarray) -> torch.Tensor:
     """Policy tokens of samples that a teacher teaches; int64 [m]."""
     of_samples = torch.from_numpy(has_teacher[microbatch.table_rows]).to(microbatch.sample.device)
     return of_samples[microbatch.sample].nonzero()[:, 0]
+
+
+def _own_rows(
+    microbatch: MicroBatch, table: SampleTable, has_teacher: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the policy tokens that this rank looks at a teacher teaches, int64 [m], and which
+    of all that it teaches in the micro-batch these are, int64 [m]."""
+    table_rows = microbatch.table_rows
+    is_taught = np.repeat(has_teacher[table_rows], table.completion_lengths[table_rows])
+    number = np.cumsum(is_taught) - 1
+    own = microbatch.own.index_on_host
+    if own is not None:
+        is_taught = is_taught[own]
+        number = number[own]
+    return np.flatnonzero(is_taught), number[is_taught]
 
 
 def _fill(policy: Policy, tensors: list[torch.Tensor]) -> None:

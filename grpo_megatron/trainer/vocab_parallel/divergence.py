@@ -21,7 +21,7 @@ from grpo_megatron.trainer.vocab_parallel.logprobs import LOWEST_LOG_PROB, Chunk
 class TeacherTokens:
     """What a teacher thinks of some policy tokens of a micro-batch, in one of two forms."""
 
-    rows: torch.Tensor  # int64 [m]: which of the n policy tokens
+    rows: torch.Tensor  # int64 [m]: which of the n policy tokens; of a distribution, this rank's
     weight: float  # factor of their divergences in the loss
     settings: "DivergenceSettings"
     hidden: torch.Tensor | None = None  # [m, H], with `head`: the whole vocabulary

@@ -12,13 +12,20 @@ from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anyth
 
 # isort: split
 from grpo_megatron.batching.prefix_rows import RowTree
-from grpo_megatron.trainer.megatron.packed_attention import with_gathered_keys
+from grpo_megatron.batching.row_split import split_row
+from grpo_megatron.trainer.megatron import packed_attention
+from grpo_megatron.trainer.megatron.packed_attention import (
+    RowPart,
+    whole_row,
+    with_gathered_keys,
+)
 
 
 class Core:
-    """Keeps what it was called with."""
+    """Keeps what it was made of, and called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: SimpleNamespace) -> None:
+        self.config = config
         self.calls: list[dict[str, Any]] = []
 
     def forward(self, query, key, value, attention_mask, **settings):
@@ -27,8 +34,8 @@ class Core:
 
 
 def attend(tree: RowTree) -> tuple[dict[str, Any], SimpleNamespace]:
-    attention = with_gathered_keys(Core)()
-    packed = SimpleNamespace(tree=tree)
+    attention = with_gathered_keys(Core)(SimpleNamespace(context_parallel_size=1))
+    packed = SimpleNamespace(part=whole_row(tree))
     rows = torch.arange(tree.num_tokens)
     query, key, value = (rows[:, None, None] + 100 * part for part in range(3))
     output = attention.forward(
@@ -62,3 +69,32 @@ def test_a_row_without_branches_is_left_alone():
 
 def test_the_class_is_made_once():
     assert with_gathered_keys(Core) is with_gathered_keys(Core)
+
+
+def test_parts_get_the_keys_of_all_ranks_and_no_other_context_parallelism(monkeypatch):
+    """A row of 8 tokens and one of 4: rank 1 of 2 has the middle of both."""
+    config = SimpleNamespace(context_parallel_size=2)
+    attention = with_gathered_keys(Core)(config)
+    assert (attention.config.context_parallel_size, config.context_parallel_size) == (1, 2)
+    split = split_row(RowTree(np.array([8, 4]), np.array([-1, -1]), ()), 2, 1)
+    ends_to_ends = np.concatenate([split.own(rank) for rank in range(2)])
+
+    def gathered(tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        everything = torch.from_numpy(ends_to_ends) + 100 * (tokens[0, 0, 0] // 100)
+        return everything[order][:, None, None]
+
+    monkeypatch.setattr(packed_attention, "gather_tokens", gathered)
+    rows = torch.from_numpy(split.own(1))[:, None, None]
+    assert rows.flatten().tolist() == [2, 3, 4, 5, 9, 10]
+    packed = SimpleNamespace(part=RowPart(split, 1))
+    attention.forward(
+        rows, rows + 100, rows + 200, None, attn_mask_type="causal", packed_seq_params=packed
+    )
+    [call] = attention.calls
+    assert call["query"] is rows
+    paths = [0, 1, 2, 3, 4, 5, 8, 9, 10]
+    assert call["key"].flatten().tolist() == [100 + row for row in paths]
+    assert call["value"].flatten().tolist() == [200 + row for row in paths]
+    assert call["packed_seq_params"].cu_seqlens_q.tolist() == [0, 4, 6]
+    assert call["packed_seq_params"].cu_seqlens_kv.tolist() == [0, 6, 9]
+    assert call["attn_mask_type"].name == "padding_causal_bottom_right"

@@ -20,6 +20,8 @@ LAYOUTS = {
         "pp2": {"pipeline_parallel_size": 2},
         "pp2_recompute": {"pipeline_parallel_size": 2, "recompute": "full"},
         "ep2_selective": {"expert_parallel_size": 2, "recompute": "selective"},
+        "cp2": {"context_parallel_size": 2},
+        "cp2_ep2": {"context_parallel_size": 2, "expert_parallel_size": 2},
     },
     4: {
         "pp2_vpp3_recompute": {
@@ -37,6 +39,13 @@ LAYOUTS = {
             "pipeline_parallel_size": 2,
             "recompute": "full",
         },
+        "cp2_tp2": {"context_parallel_size": 2, "tensor_parallel_size": 2},
+        "cp2_pp2_recompute": {
+            "context_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "recompute": "full",
+        },
+        "cp4_ep4": {"context_parallel_size": 4, "expert_parallel_size": 4},
     },
     8: {
         "tp2_sp_pp2_ep2": {
@@ -46,7 +55,7 @@ LAYOUTS = {
         }
     },
 }
-IN_CI = ("tp2_sp", "pp2_vpp3_recompute", "etp2_ep2", "tp2_sp_pp2_ep2")
+IN_CI = ("tp2_sp", "cp2_ep2", "cp2_tp2", "pp2_vpp3_recompute", "etp2_ep2", "tp2_sp_pp2_ep2")
 CASES = [
     pytest.param(size, name, id=name, marks=() if name in IN_CI else pytest.mark.matrix)
     for size, layouts in LAYOUTS.items()
@@ -125,7 +134,12 @@ def test_replaying_ones_own_routes_changes_nothing(world1, moe_model, three_upda
 
 
 @pytest.mark.parametrize(
-    "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "recompute": "full"}]
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "recompute": "full"},
+        {"context_parallel_size": 2},
+    ],
 )
 def test_r2_at_two_ranks(world1, world2, moe_model, three_updates, layout):
     arguments = {"model": moe_model, "samples": three_updates, "routing": {"replay": "r2"}}
@@ -150,6 +164,9 @@ HOLD = {
         pytest.param(2, "tp2_sp", marks=pytest.mark.matrix),
         pytest.param(2, "pp2_recompute", marks=pytest.mark.matrix),
         pytest.param(2, "ep2_selective", marks=pytest.mark.matrix),
+        pytest.param(2, "cp2", marks=pytest.mark.matrix),
+        pytest.param(4, "cp2_pp2_recompute", marks=pytest.mark.matrix),
+        (4, "cp2_tp2"),
         (8, "tp2_sp_pp2_ep2"),
     ],
 )
