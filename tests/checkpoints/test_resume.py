@@ -23,18 +23,25 @@ LAYOUTS = {
     "pp2_vpp2": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}),
     "pp2_ep2": (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}),
     "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "cp2_ep2": (4, {"context_parallel_size": 2, "expert_parallel_size": 2}),
+    "cp4": (4, {"context_parallel_size": 4}),
 }
 CHANGES = [
     ("pp2_vpp2", "dp2"),
     ("dp2", "ep2"),
     ("pp2_ep2", "tp2_pp2"),
     ("tp2_pp2", "w1"),
+    ("cp2", "dp2"),
+    ("pp2_ep2", "cp2_ep2"),
 ]
 FURTHER_CHANGES = [
     ("w1", "tp2"),
     ("tp2", "pp2"),
     ("ep2", "w1"),
     ("tp2", "pp2_ep2"),
+    ("cp4", "cp2"),
+    ("cp2_ep2", "w1"),
 ]
 
 
@@ -87,7 +94,10 @@ def assert_same_weights(found: dict, expected: dict, tolerance: float = 0.0) -> 
     [
         "dp2",
         "pp2_ep2",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("w1", "tp2", "pp2_vpp2")),
+        *(
+            pytest.param(name, marks=pytest.mark.matrix)
+            for name in ("w1", "tp2", "pp2_vpp2", "cp2")
+        ),
     ],
 )
 @pytest.mark.parametrize("case", ["resume_fresh", "resume_from"])

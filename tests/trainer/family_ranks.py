@@ -16,6 +16,7 @@ from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anyth
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.trainer.megatron.context_parallel import found_by_all
 from grpo_megatron.trainer.megatron.model_config import transformer_config
 from grpo_megatron.trainer.megatron.policy import PolicyModel
 from grpo_megatron.trainer.steps.optimizer_step import logprob_pass, train_step
@@ -33,7 +34,8 @@ class LogitsModel(PolicyModel):
             hidden_states, weight=self.shared_embedding_or_output_weight() if tied else None
         )
         logits = gather_from_tensor_model_parallel_region(logits)
-        return logits[self._own.rows, 0, : self.real_vocab_size]
+        own_logits = logits[self._own.rows, 0, : self.real_vocab_size]
+        return found_by_all(own_logits.t().contiguous(), self._own).t()
 
 
 def parity(model: str, samples: str, layout: dict[str, Any]) -> dict[str, Any]:

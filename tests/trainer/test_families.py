@@ -31,6 +31,7 @@ _SHORT = {
     "vpp": "virtual_pipeline_parallel_size",
     "ep": "expert_parallel_size",
     "etp": "expert_tensor_parallel_size",
+    "cp": "context_parallel_size",
     "first": "first_stage_layers",
 }
 LAYOUTS = {
@@ -43,6 +44,8 @@ LAYOUTS = {
         "ep2": (2, {"ep": 2}),
         "tp2_etp1": (2, {"tp": 2, "etp": 1}),
         "etp2": (2, {"etp": 2}),
+        "cp2": (2, {"cp": 2}),
+        "cp2_tp2": (4, {"cp": 2, "tp": 2}),
         "etp2_ep2": (4, {"tp": 2, "etp": 2, "ep": 2}),
         "tp2_pp2_ep2": (4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
     }.items()
@@ -53,6 +56,8 @@ SELECTED = [
     ("qwen2", "pp2_vpp2"),
     ("llama_odd", "pp2"),
     ("qwen3_yarn", "tp2"),
+    ("qwen3_yarn", "cp2"),
+    ("deepseek_v2", "cp2"),
     ("qwen3_moe_mixed", "tp2_etp1"),
     ("mixtral", "ep2"),
     ("mixtral", "pp2_uneven"),
@@ -71,6 +76,7 @@ GRADIENTS = [
     ("deepseek_v2", "tp2"),
     ("deepseek_v3", "tp2"),
     ("deepseek_v3", "ep2"),
+    ("deepseek_v3", "cp2"),
     ("glm4_moe", "tp2_etp1"),
 ]
 

@@ -15,6 +15,7 @@ LAYOUTS = {
     "tp2_sp": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
     "ep2": {"expert_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
     "small_microbatches": None,
 }
 EXTRA = {  # what the presets leave at zero, and choices that none of them makes
@@ -117,6 +118,7 @@ def reference(world1, train):
         "ep2",  # with two data-parallel ranks, over which statistics and denominators are reduced
         # tensor ranks share log-probs, and one stage has them: test_layout_parity has those
         pytest.param("pp2", marks=pytest.mark.matrix),
+        pytest.param("cp2", marks=pytest.mark.matrix),
         pytest.param("tp2_sp", marks=pytest.mark.matrix),
         pytest.param("small_microbatches", marks=pytest.mark.matrix),
     ],

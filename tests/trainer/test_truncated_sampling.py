@@ -62,14 +62,15 @@ def expected_logprobs(model: str, table: SampleTable) -> np.ndarray:
     return np.concatenate(found, 1)
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_logprobs_over_kept_sets(request, moe_model, truncated, tensor_parallel_size):
-    world = request.getfixturevalue(f"world{tensor_parallel_size}")
+@pytest.mark.parametrize("splits", [None, "tensor_parallel_size", "context_parallel_size"])
+def test_logprobs_over_kept_sets(request, moe_model, truncated, splits):
+    size = 2 if splits else 1
+    world = request.getfixturevalue(f"world{size}")
     found, usable = world.run(
         CASES + "truncated_logprobs",
         model=moe_model,
         samples=truncated,
-        layout={"tensor_parallel_size": tensor_parallel_size},
+        layout={splits: size} if splits else {},
     )
     expected = expected_logprobs(moe_model, SampleTable(Path(truncated)))
     np.testing.assert_allclose(found, expected, atol=2e-5)
@@ -77,7 +78,14 @@ def test_logprobs_over_kept_sets(request, moe_model, truncated, tensor_parallel_
     assert (same == ~usable).mean() > 0.99 and 0.6 < usable.mean() < 0.9
 
 
-@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"context_parallel_size": 2},
+    ],
+)
 def test_updates_do_not_depend_on_the_layout(world1, world2, moe_model, truncated, layout):
     expected, found = (
         world.run(

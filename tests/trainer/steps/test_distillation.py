@@ -295,9 +295,10 @@ def alone(world1, moe_model, teachers, two_domains):
     [
         "tp2_sp",
         "ep2",
+        "cp2",
         *(
             pytest.param(name, marks=pytest.mark.matrix)
-            for name in ("pp2", "dp2", "pp2_vpp2", "tp2_sp_pp2")
+            for name in ("cp2_tp2", "cp2_pp2", "pp2", "dp2", "pp2_vpp2", "tp2_sp_pp2")
         ),
     ],
 )
