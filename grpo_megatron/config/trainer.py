@@ -27,8 +27,7 @@ class TrainerConfig(Strict):
     virtual_pipeline_parallel_size: int | None = Field(None, ge=2)
     """VPP: model chunks per pipeline rank."""
     context_parallel_size: int = Field(1, ge=1)
-    """CP: splits every row of tokens (docs/context-parallelism.md): memory of activations, and work,
-    are divided by it."""
+    """CP: splits rows of tokens (docs/context-parallelism.md), and so activations and work."""
     expert_parallel_size: int = Field(1, ge=1)
     """EP: splits experts over ranks."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)

@@ -142,6 +142,26 @@ def slices_of_packed_rotation():
     return before, rotate()
 
 
+def rotary_tables_of_a_context_rank():
+    """Positions of the table that one of two context-parallel ranks makes for 16."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        YarnRotaryEmbedding,
+    )
+
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+
+    def length():
+        YarnRotaryEmbedding.forward.cache_clear()
+        embedding = YarnRotaryEmbedding(
+            8, original_max_position_embeddings=16, use_cpu_initialization=True, cp_group=group
+        )
+        return len(embedding.cos_cached)
+
+    before = _outcome(length)
+    upstream_fixes.keep_rotary_tables_whole()
+    return before, _outcome(length)
+
+
 def reduce_of_a_transposed_tensor():
     """With a group of two in which the other rank holds the same."""
     group = SimpleNamespace(size=lambda: 2)

@@ -401,8 +401,8 @@ def with_gathered_keys(core_attention: type[Any]) -> type[Any]:
 
     Queries of a segment, or of a piece of one, attend to gathered keys and values of what is above
     it and its own: variable lengths that differ between queries and keys, causal from the bottom
-    right. Its own context parallelism (`cp_comm_type`) knows neither branches nor our split, so that
-    it is told of none."""
+    right. Its own context parallelism (`cp_comm_type`) knows neither branches nor our split, and is
+    off."""
 
     class TESharedPrefixAttention(core_attention):  # type: ignore[misc]
         """`core_attention`, before which keys and values of shared prefixes are gathered, and those

@@ -16,9 +16,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     """`forward(..., own=own)` returns fp32 [2, n]: log-probs, entropies, of all policy tokens.
 
     `own` says which positions' next tokens are wanted here; what context-parallel ranks find on
-    theirs comes together. With `own.kept`, log-probs are over the kept sets, and a third row is over everything; with
-    `squared_probs`, a last row sums squared probabilities; with `teachers`, a last row sums their
-    divergences. Megatron would make logits for all positions."""
+    theirs comes together. With `own.kept`, log-probs are over the kept sets, and a third row is
+    over everything; with `squared_probs`, a last row sums squared probabilities; with `teachers`, a
+    last row sums their divergences. Megatron would make logits for all positions."""
 
     real_vocab_size: int  # without the padding, which gets probability 0
     logprob_chunk_tokens: int

@@ -178,6 +178,25 @@ def rotate_packed_sequences_at_once() -> None:
     rope_utils._apply_rotary_pos_emb_thd = apply
 
 
+def keep_rotary_tables_whole() -> None:
+    """yarn_rotary_pos_embedding.py:188 makes tables for this context-parallel rank's part of one
+    long sequence, which packed rows are not, and needs a GPU for it.
+
+    Positions of packed tokens say where in the whole table their angles are."""
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
+
+    embedding = yarn_rotary_pos_embedding.YarnRotaryEmbedding
+    make_tables = embedding._set_cos_sin_cache
+
+    def make_whole_tables(
+        self: Any, seq_len: int, offset: int, dtype: torch.dtype, packed_seq: bool = False
+    ) -> None:
+        make_tables(self, seq_len, offset, dtype, True)
+        self.packed_seq_cached = packed_seq  # what it compares a later request with
+
+    embedding._set_cos_sin_cache = make_whole_tables
+
+
 def save_torch_adam_without_step() -> None:
     """DistributedOptimizer with torch AdamW (no Apex, no TE): three defects of one kind.
 
@@ -336,6 +355,7 @@ FIXES: dict[Callable[[], None], tuple[str, ...]] = {
     reduce_contiguous_tensors: ("0.16.1",),
     score_groups_as_deepseek: RELEASES,
     rotate_packed_sequences_at_once: RELEASES,
+    keep_rotary_tables_whole: RELEASES,
     save_torch_adam_without_step: RELEASES,
     make_output_layer_without_apex: RELEASES,
     save_without_helper_processes: RELEASES,

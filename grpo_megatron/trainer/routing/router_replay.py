@@ -280,9 +280,8 @@ class RouteReplay:
             flags_by_microbatch = []
             weights = []
             for microbatch in microbatches:
-                none_flipped = torch.zeros(
-                    2, count_own(microbatch), dtype=torch.int64, device=device()
-                )
+                size = count_own(microbatch)
+                none_flipped = torch.zeros(2, size, dtype=torch.int64, device=device())
                 flags = run.flipped.get((name, microbatch.index), none_flipped)
                 flags_by_microbatch.append(flags)
                 of_tokens = local_part(microbatch, microbatch.uses.weights(once=run.counts_once))

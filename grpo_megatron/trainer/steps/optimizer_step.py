@@ -2,8 +2,8 @@
 
 The loss of a step is a sum over tokens with weights fixed beforehand (`algorithms.aggregation`).
 Megatron's schedule divides by the number of micro-batches and data parallelism averages, so the
-sum is multiplied by both: the split cannot change the result. (It multiplies by the context-parallel
-ranks, over which it averages gradients too.)
+sum is multiplied by both: the split cannot change the result. (Gradients are averaged over
+context-parallel ranks too, but the schedule has multiplied the loss by these.)
 
 A step is `prepare`, `compute_gradients`, `apply_gradients`; `train_step` is the last two."""
 

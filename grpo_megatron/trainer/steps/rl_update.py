@@ -304,7 +304,7 @@ class Training:
     # --- after the last optimizer step
 
     def _write_masks(self) -> None:
-        """Keep who was clipped and rejected for a replay; of ranks with the same samples one writes."""
+        """Keep who was clipped and rejected for a replay; of ranks with the same samples, one."""
         masks = _masks_of_all_epochs(self.recorded_masks)
         if not masks or self.replayed_masks is not None:
             return
@@ -319,7 +319,7 @@ class Training:
 
     def _write_drift(self, monitor: PolicyDriftMonitor) -> None:
         """Keep what the step did to the monitored samples for reports; of ranks with the
-        same samples one writes."""
+        same samples, one."""
         if not monitor.moved or self.replayed_masks is not None:
             return
         if not optimizer_step.is_output_rank():

@@ -120,6 +120,12 @@ def test_packed_sequences_are_rotated_at_once(unfixed):
     np.testing.assert_allclose(rotated_after, rotated_before, rtol=1e-6, atol=1e-6)
 
 
+def test_rotary_tables_have_all_positions_on_every_context_rank(unfixed):
+    before, after = unfixed("rotary_tables_of_a_context_rank")
+    assert (before != 16) == is_defective(fixes.keep_rotary_tables_whole)
+    assert after == 16
+
+
 def test_every_fix_names_releases():
     for fix, releases in fixes.FIXES.items():
         assert releases, fix
