@@ -14,14 +14,18 @@ from grpo_megatron.plan.trainer_rules import TRAINER_RULES
 
 _RECOMPUTE_COST = 1 / 3
 _TENSOR_COST = 0.08
+_CONTEXT_COST = 0.05
 _FAR_COST = 0.15
-"""Time lost by full recomputation, every doubling of TP, EP over nodes: rules of thumb."""
+"""Time lost by full recomputation, every doubling of TP and CP, EP over nodes: rules of thumb."""
+_CONTEXT_SIZES = (1, 2, 4, 8, 16)
+_LEAST_PART = 8192
+"""Tokens that context parallelism leaves a rank of a micro-batch, at least."""
 
 
 def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> list[dict[str, Any]]:
     """All layouts that fit on trainer nodes of a shape, cheapest first, the roomier of equals:
     `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction` and `cost`,
-    the relative time of a token: 1 without recomputation, bubble and tensor parallelism."""
+    the relative time of a token: 1 without recomputation, bubble, tensor and context parallelism."""
     facts = model_facts(config.model)
     found = []
     old = config.trainer.model_dump()
@@ -64,14 +68,15 @@ def _layouts(
     if facts.is_moe:
         expert_parallel_sizes = powers
         expert_tensor_parallel_size = 1
-    for tp, pp, ep, vpp, recompute in itertools.product(
+    for tp, cp, pp, ep, vpp, recompute in itertools.product(
         [size for size in powers if size <= gpus_per_node],
+        _context_sizes(trainer),
         powers,
         expert_parallel_sizes,
         (None, 2, 4),
         ("none", "full"),
     ):
-        if max(tp, ep) * pp > ranks or pp > facts.num_layers:
+        if max(tp * cp, ep) * pp > ranks or pp > facts.num_layers:
             continue
         last_stage_layers = None
         if facts.num_layers % pp:
@@ -82,6 +87,7 @@ def _layouts(
             update={
                 "num_ranks": ranks,
                 "tensor_parallel_size": tp,
+                "context_parallel_size": cp,
                 "pipeline_parallel_size": pp,
                 "expert_parallel_size": ep,
                 "virtual_pipeline_parallel_size": vpp,
@@ -94,6 +100,12 @@ def _layouts(
         )
 
 
+def _context_sizes(trainer: TrainerConfig) -> list[int]:
+    """Sizes that leave a rank rows of a length worth splitting."""
+    tokens = trainer.max_tokens_per_microbatch
+    return [size for size in _CONTEXT_SIZES if size == 1 or tokens // size >= _LEAST_PART]
+
+
 def _expert_bytes(facts: ModelFacts, trainer: TrainerConfig) -> float:
     """Weights and gradients of a rank's experts: they rule most layouts out at once."""
     ranks = trainer.expert_parallel_size * trainer.pipeline_parallel_size
@@ -103,6 +115,7 @@ def _expert_bytes(facts: ModelFacts, trainer: TrainerConfig) -> float:
 
 def _cost(trainer: TrainerConfig, plan: Plan, gpus_per_node: int) -> float:
     lost = _TENSOR_COST * math.log2(trainer.tensor_parallel_size)
+    lost += _CONTEXT_COST * math.log2(trainer.context_parallel_size)
     lost += _FAR_COST * (trainer.expert_parallel_size > gpus_per_node)
     again = 1 + _RECOMPUTE_COST * (trainer.recompute == "full")
     return again * (1 + lost) / (1 - plan.numbers["bubble_fraction"])

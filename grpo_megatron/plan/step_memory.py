@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from grpo_megatron.plan.rank_bytes import shard_counts
 from grpo_megatron.plan.weights import FORMS, Sizes, Weight, product, weights_of_chunk
 
 
@@ -71,6 +72,17 @@ def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[st
     element = s.symbols["element"]
     tp = t.tensor_parallel_size
     pp = t.pipeline_parallel_size
+    cp = t.context_parallel_size
+    whole = tokens
+    tokens = -(-tokens // cp)
+    path_keys = 0
+    split = 0
+    if cp > 1 and t.recompute != "selective":  # which gathers keys and values again
+        split = tokens
+        path_keys = whole
+        if on_gpu:  # copies of two pieces' paths
+            path_keys += whole // (2 * cp)
+    has_head_norm = bool(s.symbols.get("head_norm"))
     splits_sequences = t.sp and tp > 1
     own = tokens
     if splits_sequences:
@@ -81,18 +93,21 @@ def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[st
     norm_copy = element
     nccl_dimensions = 0
     if on_gpu:
-        sizes = (tp, pp, t.dp, t.expert_parallel_size)
+        sizes = (tp, pp, cp, t.dp, t.expert_parallel_size)
         nccl_dimensions = sum(size > 1 for size in sizes)
     else:
         norm_copy = 8  # torch's plain norms keep float32
     return {
         "tokens": tokens,
         "own": own,
+        "path_keys": path_keys,
+        "split": split,
+        "plain": not has_head_norm,
         "gathered": tokens * splits_sequences,
         "scattered": own * splits_sequences,
         "norm": norm_copy + element,
-        "qk_copies": 8 * bool(s.symbols.get("head_norm")) * (not on_gpu),
-        "query_copy": element * bool(s.symbols.get("head_norm")) * on_gpu,
+        "qk_copies": 8 * has_head_norm * (not on_gpu),
+        "query_copy": element * has_head_norm * on_gpu,
         "permuted": own * top_k,
         "rows": rows,
         "expert_rows": rows // max(num_experts, 1),
@@ -164,7 +179,8 @@ def _adam(s: Sizes, chunks: Sequence[Sequence[Weight]], *, on_gpu: bool) -> int:
             highest = max(highest, before + 2 * weight.numel)
             before = weight.numel
     if s.trainer.distributed_optimizer:
-        highest //= s.trainer.dp
+        shards, _ = shard_counts(s.trainer)
+        highest //= shards
     return 4 * highest
 
 

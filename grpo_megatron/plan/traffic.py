@@ -28,9 +28,11 @@ class Step:
     place: int
     """Number among the ranks of its stage."""
     tokens: int
-    """Of a micro-batch, padded to a multiple of the tensor ranks."""
+    """Of a micro-batch, padded: all that context-parallel ranks share."""
     policy_tokens: int
     """Of a micro-batch: those whose log-probs are wanted."""
+    own_policy_tokens: int
+    """Those that this context-parallel rank looks at."""
     on_gpu: bool
 
 
@@ -82,9 +84,11 @@ class _Rank:
         self.element = s.symbols["element"]
         self.tp = t.tensor_parallel_size
         self.splits_sequences = t.sp and self.tp > 1
+        self.cp = t.context_parallel_size
+        self.tokens = step.tokens // self.cp
         hidden = s.symbols["hidden"]
-        self.whole = step.tokens * hidden * self.element
-        own_tokens = step.tokens
+        self.whole = self.tokens * hidden * self.element
+        own_tokens = self.tokens
         if self.splits_sequences:
             own_tokens //= self.tp
         self.own_tokens = own_tokens
@@ -105,7 +109,9 @@ class _Rank:
             if self.splits_sequences:
                 found["all-gather", "tp", self.dtype] += self.whole
             # maximum, denominator, target and entropy of every token
-            found["all-reduce", "tp", "float32"] += 4 * 4 * self.step.policy_tokens
+            found["all-reduce", "tp", "float32"] += 4 * 4 * self.step.own_policy_tokens
+        if self.is_last and self.cp > 1:  # log-probs and entropies
+            found["all-reduce", "cp", "float32"] += 4 * 2 * self.step.policy_tokens
         self._boundaries(found, "receive", "send")
         return _times(found, num_microbatches)
 
@@ -118,6 +124,8 @@ class _Rank:
     def backward(self, num_microbatches: int) -> Traffic:
         """One backward pass over the micro-batches."""
         found: Traffic = Counter()
+        if self.t.recompute == "selective":
+            self._layers(found, self._keys_and_values)
         self._layers(found, self._backward_of_layer)
         if self.is_first and self.splits_sequences:
             found["all-gather", "tp", self.dtype] += self.whole
@@ -160,16 +168,35 @@ class _Rank:
             self._split_pair(found, backward=True)
 
     def _attention(self, found: Traffic, *, backward: bool) -> None:
+        if backward and self.cp > 1:
+            found["reduce-scatter", "cp", self.dtype] += self._bytes_of_keys()
+        elif self.cp > 1:
+            self._keys_and_values(found, is_moe=False)
         if self.s.attention == "latent" and self.tp > 1:
             self._latent_attention(found, backward=backward)
         else:
             self._split_pair(found, backward=backward)
 
+    def _keys_and_values(self, found: Traffic, is_moe: bool) -> None:
+        """Every context-parallel rank gets those of all."""
+        if self.cp > 1:
+            found["all-gather", "cp", self.dtype] += self._bytes_of_keys()
+
+    def _bytes_of_keys(self) -> int:
+        """Of a layer's keys and values of all tokens of a micro-batch; latent attention pads
+        values to the size of keys."""
+        symbols = self.s.symbols
+        if self.s.attention == "latent":
+            size = 2 * symbols["query"]
+        else:
+            size = 2 * symbols["key"]
+        return self.step.tokens * size * self.element
+
     def _latent_attention(self, found: Traffic, *, backward: bool) -> None:
         """Queries (or their latent vectors), keys' and values' latent vectors and the keys' rotary
         part are made of own tokens and gathered; needs sequence parallelism."""
         symbols = self.s.symbols
-        of_token = self.step.tokens * self.element
+        of_token = self.tokens * self.element
         latents = (product("q_rank", symbols) + symbols["latent"]) * of_token
         rotary = (symbols["latent_rope"] - symbols["latent"]) * of_token
         if not product("q_rank", symbols):

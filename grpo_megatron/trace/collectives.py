@@ -37,7 +37,7 @@ class Collective:
     phase: str
     kind: str
     group: str
-    """Which of Megatron's groups: tp, ep, etp, ep_etp, dp, edp, pp, embd, mp, world."""
+    """Which of Megatron's groups: tp, cp, ep, etp, ep_etp, dp, edp, pp, embd, mp, world."""
     size: int
     """Ranks in the group."""
     dtype: str
@@ -56,6 +56,7 @@ class GroupNames:
         self._names: dict[str, str] = {}
         found = {
             "tp": parallel_state.get_tensor_model_parallel_group(),
+            "cp": parallel_state.get_context_parallel_group(),
             "ep": parallel_state.get_expert_model_parallel_group(),
             "etp": parallel_state.get_expert_tensor_parallel_group(),
             "ep_etp": parallel_state.get_expert_tensor_and_model_parallel_group(),

@@ -112,7 +112,14 @@ def _planned_traffic(config: RunConfig, sizes: Sizes, trace: RankTrace) -> Count
     """Bytes by phase and key, for the passes that the trace has seen."""
     stage, place = stage_and_place(config.trainer, trace.rank)
     load = trace.load
-    step = Step(stage, place, load.padded_tokens, load.policy_tokens, on_gpu=_is_on_gpu(config))
+    step = Step(
+        stage,
+        place,
+        load.padded_tokens,
+        load.policy_tokens,
+        load.own_policy_tokens(config.trainer, place),
+        on_gpu=_is_on_gpu(config),
+    )
     frozen = has_frozen_routers(config)
     found: Counter[tuple[str, Key]] = Counter()
 

@@ -13,19 +13,26 @@ import torch.nn.functional as F
 from megatron.core.fusions import fused_bias_swiglu
 
 from grpo_megatron.trace.mode import TraceMode
+from grpo_megatron.trainer.megatron import layer_specs
+from grpo_megatron.trainer.megatron.packed_attention import PackedAttention, with_gathered_keys
 
 aten = torch.ops.aten
 _LARGEST_FLASH_HEAD = 256
 
 
 @contextmanager
-def fused_kernels(*, on_gpu: bool) -> Iterator[None]:
-    """Let attention, and on a GPU RMS norms, keep what the device's kernels keep."""
+def fused_kernels(*, on_gpu: bool, gathers_keys: bool = False) -> Iterator[None]:
+    """Let attention, and on a GPU RMS norms, keep what the device's kernels keep.
+
+    gathers_keys: from context-parallel ranks, as Transformer Engine's attention gets them."""
     with ExitStack() as stack:
         attention = _cpu_attention
         if on_gpu:
             attention = _gpu_attention
             stack.enter_context(mock.patch.object(F, "rms_norm", _gpu_norm))
+        if on_gpu and gathers_keys:
+            kernel = with_gathered_keys(_OneKernel)
+            stack.enter_context(mock.patch.object(layer_specs, "PackedAttention", kernel))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         yield
 
@@ -81,6 +88,24 @@ def _gpu_attention(
     return found
 
 
+class _OneKernel(PackedAttention):
+    """Attention of all sequences in one call, as Transformer Engine's."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        enable_gqa = q.size(1) != k.size(1)
+        found = _gpu_attention(q, k, v, is_causal=False, scale=self.scale, enable_gqa=enable_gqa)
+        return found[0].transpose(0, 1).flatten(1)
+
+
 _scaled_dot_product_attention = F.scaled_dot_product_attention
 
 
@@ -89,19 +114,26 @@ def _cpu_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    is_causal: bool,
     scale: float,
+    is_causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The CPU's flash attention; none where keys and values differ in size."""
     found: torch.Tensor
     if query.size(-1) == value.size(-1):
         found = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, scale=scale
+            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
         return found
     found = _scaled_dot_product_attention(
-        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
     )
     return found
 

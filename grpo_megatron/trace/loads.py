@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from grpo_megatron.batching.prefix_rows import RowTree
+from grpo_megatron.batching.row_split import split_row
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.memory import fullest_static, has_frozen_routers, workload_of
@@ -37,6 +41,17 @@ class Load:
     def policy_tokens(self) -> int:
         """Tokens of a micro-batch whose log-probs are wanted."""
         return self.samples_per_microbatch * self.completion
+
+    def own_policy_tokens(self, layout: TrainerConfig, place: int) -> int:
+        """Those that a context-parallel rank looks at; place: number among ranks of its stage."""
+        lengths = np.full(self.samples_per_microbatch, self.sequence)
+        row = RowTree(lengths, np.full(len(lengths), -1), ())
+        num_ranks = layout.context_parallel_size
+        owners = split_row(row, num_ranks, self.token_multiple // num_ranks).owners
+        places = np.arange(self.sequence - self.completion - 1, self.sequence - 1)
+        rows = places + self.sequence * np.arange(self.samples_per_microbatch)[:, None]
+        own = place // layout.tensor_parallel_size % num_ranks
+        return int((owners[rows] == own).sum())
 
 
 def load_of(config: RunConfig, sizes: Sizes, stage: int) -> Load:

@@ -66,7 +66,8 @@ def trace_rank(config: RunConfig, rank: int, load: Load) -> RankTrace:
     hf["vocab_size"] = vocabulary_of(hf, config.model)
     with ExitStack() as stack:
         stack.enter_context(as_rank(layout, rank, on_gpu=on_gpu))
-        stack.enter_context(fused_kernels(on_gpu=on_gpu))
+        gathers_keys = layout.context_parallel_size > 1
+        stack.enter_context(fused_kernels(on_gpu=on_gpu, gathers_keys=gathers_keys))
         stack.enter_context(balanced_routes())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         table = write_full_step(
@@ -136,7 +137,7 @@ def _route_shape(config: RunConfig, hf: dict[str, Any]) -> RouteShape | None:
 def _boundary(config: RunConfig, hf: dict[str, Any], load: Load) -> tuple[int, int, int]:
     """Shape of what one pipeline stage hands to the next: [tokens, 1, hidden]."""
     layout = config.trainer
-    tokens = load.padded_tokens
+    tokens = load.padded_tokens // layout.context_parallel_size
     if layout.sp:
         tokens //= layout.tensor_parallel_size
     return (tokens, 1, hf["hidden_size"])

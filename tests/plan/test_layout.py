@@ -95,7 +95,8 @@ def test_valid_layouts(sizes):
         ("virtual_pipeline", "vpp", (), {"vpp": 2}),
         ("sequence_parallel", "sp", (False,), {"sp": True}),
         ("sequence_parallel", "sp", (True,), {"ranks": 2, "tp": 2, "sp": False}),
-        ("context_parallel", "cp", (1,), {"ranks": 2, "cp": 2}),
+        ("attention_world", "num_ranks", (2, 4), {"ranks": 3, "cp": 2}),
+        ("attention_world", "num_ranks", (8, 16), {"ranks": 12, "cp": 4, "tp": 2}),
     ],
 )
 def test_each_rule(rule, key, nearest, sizes):
@@ -201,14 +202,15 @@ _SIZES = st.fixed_dictionaries(
 
 @given(
     tp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2, 3, 4]),
     pp=st.sampled_from([1, 2, 4, 8]),
     ep=st.sampled_from([1, 2, 4, 8]),
     etp=st.sampled_from([None, 1, 2, 4]),
     multiple=st.integers(1, 4),
 )
-def test_accepted_layouts_use_every_rank_exactly_once(tp, pp, ep, etp, multiple):
-    ranks = multiple * math.lcm(tp * pp, (etp or tp) * ep * pp)
-    sizes = {"ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "etp": etp}
+def test_accepted_layouts_use_every_rank_exactly_once(tp, cp, pp, ep, etp, multiple):
+    ranks = multiple * math.lcm(tp * cp * pp, (etp or tp) * ep * pp)
+    sizes = {"ranks": ranks, "tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
     config = trainer(**sizes)
     assert check(**sizes) == []
     assert (

@@ -10,7 +10,7 @@ from grpo_megatron.plan.weights import sizes_of
 from tests.plan.test_memory import DENSE, MOE, VOCAB
 
 TOKENS = 128
-POLICY_TOKENS = 100
+POLICY_TOKENS = OWN_POLICY_TOKENS = 100
 HIDDEN = TOKENS * DENSE["hidden_size"] * 4
 """Bytes of the hidden states of a micro-batch, float32."""
 LAYERS = DENSE["num_hidden_layers"]
@@ -21,7 +21,7 @@ def sizes(hf: dict, **trainer):
 
 
 def step(stage: int = 0, place: int = 0) -> Step:
-    return Step(stage, place, TOKENS, POLICY_TOKENS, on_gpu=True)
+    return Step(stage, place, TOKENS, POLICY_TOKENS, OWN_POLICY_TOKENS, on_gpu=True)
 
 
 def test_one_rank_sends_nothing_but_its_gradients():
@@ -47,6 +47,34 @@ def test_without_sequence_parallelism():
     found = forward_traffic(s, step(), 1)
     of_tokens = 4 * 4 * POLICY_TOKENS
     assert found == {("all-reduce", "tp", "float32"): (2 * LAYERS + 1) * HIDDEN + of_tokens}
+
+
+def test_context_ranks_gather_keys_and_values_and_what_they_found():
+    s = sizes(DENSE, num_ranks=2, context_parallel_size=2)
+    found = forward_traffic(s, step(), 1)
+    keys = LAYERS * TOKENS * 2 * DENSE["num_key_value_heads"] * DENSE["head_dim"] * 4
+    of_tokens = 4 * 2 * POLICY_TOKENS
+    assert found == {
+        ("all-gather", "cp", "float32"): keys,
+        ("all-reduce", "cp", "float32"): of_tokens,
+    }
+    backward = gradient_traffic(s, step(), 3, frozen_routers=False) - forward_traffic(s, step(), 3)
+    assert backward["reduce-scatter", "cp", "float32"] == 3 * keys
+    assert set(backward) == {
+        ("reduce-scatter", "cp", "float32"),
+        ("reduce-scatter", "dp", "float32"),
+    }
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_attention_gathers_keys_again(recompute):
+    layout = {"num_ranks": 2, "context_parallel_size": 2}
+    once, twice = (
+        gradient_traffic(sizes(DENSE, **layout, **more), step(), 1, frozen_routers=False)
+        for more in ({}, {"recompute": recompute})
+    )
+    key = ("all-gather", "cp", "float32")
+    assert twice[key] == 2 * once[key] > 0
 
 
 @pytest.mark.parametrize(("stage", "received", "sent"), [(0, 0, 1), (1, 1, 1), (2, 1, 0)])
@@ -83,13 +111,15 @@ def test_tokens_go_to_their_experts_and_back():
 
 def test_what_does_not_divide_goes_to_the_first_experts():
     s = sizes(MOE, num_ranks=8, expert_parallel_size=8)
-    odd = Step(0, 0, 5, 4, on_gpu=True)  # ten rows for sixteen experts: one for each of the first
+    odd = Step(
+        0, 0, 5, 4, 4, on_gpu=True
+    )  # ten rows for sixteen experts: one for each of the first
     key = ("all-to-all", "ep", "float32")
     of_row = MOE["num_hidden_layers"] * MOE["hidden_size"] * 4
     of_probabilities = MOE["num_hidden_layers"] * 10 * 4
     by_place = {}
     for place in range(8):
-        moved = forward_traffic(s, Step(0, place, odd.tokens, 4, on_gpu=True), 1)[key]
+        moved = forward_traffic(s, Step(0, place, odd.tokens, 4, 4, on_gpu=True), 1)[key]
         by_place[place] = (moved - of_probabilities) // of_row
     # every rank sends ten rows; the first five get two from each of eight ranks, and send them back
     assert by_place == dict.fromkeys(range(5), 10 + 16) | dict.fromkeys(range(5, 8), 10)

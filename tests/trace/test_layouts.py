@@ -28,6 +28,9 @@ FULL = {"recompute": "full"}
 SELECTIVE = {"recompute": "selective"}
 WHOLE_OPTIMIZER = {"distributed_optimizer": False}
 FLOAT32 = {"precision": "float32"}
+CP = {"num_ranks": 4, "context_parallel_size": 4}
+CP_TP = {"num_ranks": 16, "context_parallel_size": 2, "tensor_parallel_size": 4}
+CP_EVERYTHING = {**EVERYTHING, "num_ranks": 64, "context_parallel_size": 4}
 UNEVEN = {"num_ranks": 4, "pipeline_parallel_size": 2, "last_stage_layers": 1}
 
 CASES = [
@@ -49,6 +52,12 @@ CASES = [
     ("deepseek-v3", EVERYTHING, {"first_k_dense_replace": 1}),
     ("moonlight-16b-a3b", {**EP_TP, **FULL}, {}),  # queries without a low rank
     ("kimi-k2", {**EVERYTHING, **FULL}, {}),
+    ("qwen3-8b", CP, {}),
+    ("qwen3-8b", {**CP, **SELECTIVE}, {}),
+    ("llama-3.3-70b", {**CP_TP, **FULL}, {}),
+    ("qwen3-30b-a3b", {**CP_TP, "expert_parallel_size": 8, "expert_tensor_parallel_size": 1}, {}),
+    ("deepseek-v3", CP_EVERYTHING, {"first_k_dense_replace": 1}),
+    ("deepseek-v3", {**CP_EVERYTHING, **FULL}, {"first_k_dense_replace": 1}),
 ]
 
 
@@ -69,7 +78,13 @@ def test_the_plan_of_gpus_is_what_the_trainer_does(world1, tmp_path, case):
 
 @pytest.mark.parametrize(
     ("preset", "trainer"),
-    [("qwen3-8b", TP), ("qwen3-30b-a3b", EP_TP), ("moonlight-16b-a3b", {**EP, **FULL})],
+    [
+        ("qwen3-8b", TP),
+        ("qwen3-8b", CP),
+        ("qwen3-30b-a3b", EP_TP),
+        ("moonlight-16b-a3b", {**EP, **FULL}),
+        ("moonlight-16b-a3b", {**EP, "context_parallel_size": 2}),
+    ],
 )
 def test_so_is_that_of_a_cpu(world1, tmp_path, preset, trainer):
     found = world1.run(
