@@ -24,8 +24,9 @@ _LEAST_PART = 8192
 
 def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> list[dict[str, Any]]:
     """All layouts that fit on trainer nodes of a shape, cheapest first, the roomier of equals:
-    `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction` and `cost`,
-    the relative time of a token: 1 without recomputation, bubble, tensor and context parallelism."""
+    `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction`,
+    and `cost`, the relative time of a token: 1 without recomputation, bubble, tensor and context
+    parallelism."""
     facts = model_facts(config.model)
     found = []
     old = config.trainer.model_dump()

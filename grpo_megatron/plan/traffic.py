@@ -185,12 +185,11 @@ class _Rank:
     def _bytes_of_keys(self) -> int:
         """Of a layer's keys and values of all tokens of a micro-batch; latent attention pads
         values to the size of keys."""
-        symbols = self.s.symbols
+        name = "key"
         if self.s.attention == "latent":
-            size = 2 * symbols["query"]
-        else:
-            size = 2 * symbols["key"]
-        return self.step.tokens * size * self.element
+            name = "query"
+        size_of_keys: int = self.s.symbols[name]
+        return self.step.tokens * 2 * size_of_keys * self.element
 
     def _latent_attention(self, found: Traffic, *, backward: bool) -> None:
         """Queries (or their latent vectors), keys' and values' latent vectors and the keys' rotary

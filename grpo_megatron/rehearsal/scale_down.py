@@ -248,11 +248,12 @@ def _layout(config: RunConfig, changes: _Changes) -> None:
     trainer = config.trainer
     tensor = _two_at_most(trainer.tensor_parallel_size)
     pipeline = _two_at_most(trainer.pipeline_parallel_size)
+    context = _two_at_most(trainer.context_parallel_size)
     expert = _two_at_most(trainer.expert_parallel_size)
     expert_tensor = trainer.expert_tensor_parallel_size
     if expert_tensor is not None:
         expert_tensor = _two_at_most(expert_tensor)
-    attention_ranks = tensor * pipeline
+    attention_ranks = tensor * pipeline * context
     expert_ranks = (expert_tensor or tensor) * expert * pipeline
     num_ranks = math.lcm(attention_ranks, expert_ranks)
     is_data_parallel = trainer.dp > 1 and num_ranks == attention_ranks
@@ -261,6 +262,7 @@ def _layout(config: RunConfig, changes: _Changes) -> None:
     changes.set("trainer.num_ranks", num_ranks, why)
     changes.set("trainer.tensor_parallel_size", tensor, why)
     changes.set("trainer.pipeline_parallel_size", pipeline, why)
+    changes.set("trainer.context_parallel_size", context, why)
     changes.set("trainer.expert_parallel_size", expert, why)
     changes.set("trainer.expert_tensor_parallel_size", expert_tensor, why)
     if trainer.virtual_pipeline_parallel_size is not None:
