@@ -54,14 +54,14 @@ def settings_of(name: str) -> dict:
 
 
 def write_checkpoint(
-    directory: Path, name: str, *, config_of_transformers: bool, seed: int = 0
+    directory: Path, name: str, *, config_of_transformers: bool, seed: int = 0, **changed: int
 ) -> None:
     """Random weights, norms and selection biases, a tokenizer, and config.json: ours, or as
-    transformers saves it."""
+    transformers saves it. changed: fields of config.json."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    hf = settings_of(name)
+    hf = settings_of(name) | changed
     preset = replace(load_preset("tiny-qwen3-moe"), hf=hf)
     write_tiny_model(directory, preset)
     written = (directory / "config.json").read_text()

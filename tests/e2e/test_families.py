@@ -19,6 +19,8 @@ LAYOUTS = {
     "tp2": (2, {"tensor_parallel_size": 2}),
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "ep2": (2, {"expert_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "cp2_ep2": (2, {"context_parallel_size": 2, "expert_parallel_size": 2}),
     "tp2_etp1": (2, {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 1}),
     "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "pp2_ep2": (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}),
@@ -49,6 +51,9 @@ CASES = [
     ("moonlight", "pp2_ep2", "transformers"),
     ("glm4_moe", "tp2", "ours"),
     ("glm4_moe_air", "ep2", "transformers"),
+    ("qwen3_yarn", "cp2", "ours"),
+    ("deepseek_v3", "cp2", "ours"),
+    ("qwen3_moe_mixed", "cp2_ep2", "transformers"),
 ]
 
 

@@ -33,6 +33,11 @@ LAYOUTS = [
         id="pp2_recompute",
         marks=pytest.mark.matrix,
     ),
+    pytest.param(
+        ("trainer.context_parallel_size=2", "trainer.expert_parallel_size=2"),
+        id="cp2_ep2",
+        marks=pytest.mark.matrix,
+    ),
     pytest.param(("trainer.share_prefixes=false",), id="apart", marks=pytest.mark.matrix),
 ]
 
