@@ -19,6 +19,7 @@ LAYOUTS_2 = {
     "tp2_sp": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
     "ep2": {"expert_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
 }
 
 
