@@ -3,8 +3,8 @@
     python benchmarks/context_parallelism.py [--ranks 2 ...] [--tokens 8192] [--recompute none]
 
 Both are the trainer's own step (`Training.run`: packing, Megatron-Core, loss, gradients, Adam),
-fp32, gloo, one thread a rank, on a dense model of hidden size 512, 8 heads on 4 key-value heads and 4
-layers; two samples of `--tokens` tokens, a row for each. Memory is the peak of the tensors that a
+fp32, gloo, one thread a rank, on a dense model of hidden size 512, 8 heads on 4 key-value heads and
+4 layers; two samples of `--tokens` tokens, a row for each. Memory is the peak of the tensors that a
 step makes, of the rank that has most. Seconds are those of the processor, of the busiest rank, so
 that other work beside it changes little; waiting for the others is not among them. Prints both as
 shares of one rank's, and how far losses and gradient norms are apart; exit code 1 where two ranks

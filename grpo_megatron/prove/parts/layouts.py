@@ -13,6 +13,7 @@ LAYOUTS: dict[str, TrainerTable] = {
     "TP 2 with sequence parallelism": {"tensor_parallel_size": 2},
     "PP 2": {"pipeline_parallel_size": 2},
     "EP 2": {"expert_parallel_size": 2},
+    "CP 2": {"context_parallel_size": 2},
     "DP 2, communication beside computation": {"overlap_communication": True},
 }
 ONE_RANK: TrainerTable = {"precision": "float32", "max_tokens_per_microbatch": 512}
