@@ -48,6 +48,9 @@ def step_bytes(
     waiting = in_flight(s, stage, num_microbatches)
     is_last = stage == t.pipeline_parallel_size - 1
     working = left_over + max(_working(s, is_moe) for is_moe in set(layers))
+    if t.context_parallel_size > 1:
+        of_attention = max(_working_of_attention(s, is_moe) for is_moe in set(layers))
+        working = max(working, left_over + of_attention)
     moments = {
         "layer": (waiting, working),
         "logits": (waiting, is_last * _highest(FORMS["logits"], s)),
@@ -77,11 +80,12 @@ def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[st
     tokens = -(-tokens // cp)
     path_keys = 0
     split = 0
-    if cp > 1 and t.recompute != "selective":  # which gathers keys and values again
+    if cp > 1:
         split = tokens
         path_keys = whole
         if on_gpu:  # copies of two pieces' paths
             path_keys += whole // (2 * cp)
+    keeps_paths = t.recompute != "selective"  # which gathers keys and values again
     has_head_norm = bool(s.symbols.get("head_norm"))
     splits_sequences = t.sp and tp > 1
     own = tokens
@@ -102,6 +106,9 @@ def _step_symbols(s: Sizes, stage: int, tokens: int, *, on_gpu: bool) -> dict[st
         "own": own,
         "path_keys": path_keys,
         "split": split,
+        "kept_path_keys": path_keys * keeps_paths,
+        "kept_split": split * keeps_paths,
+        "regathered": path_keys * (not keeps_paths),
         "plain": not has_head_norm,
         "gathered": tokens * splits_sequences,
         "scattered": own * splits_sequences,
@@ -157,6 +164,16 @@ def _working(s: Sizes, is_moe: bool) -> int:
     if s.trainer.recompute == "full":
         kept = _kept(s, is_moe)
     return kept + _highest(FORMS["working"][_mlp(is_moe)], s)
+
+
+def _working_of_attention(s: Sizes, is_moe: bool) -> int:
+    """Bytes that attention takes while it is differentiated, beside what waits: the layer's MLP has
+    been by then."""
+    found = _total(FORMS["working"]["attention"][s.attention], s)
+    of_mlp = _total(FORMS["kept"][_mlp(is_moe)], s)
+    if s.trainer.recompute == "full":
+        return found + _kept(s, is_moe) - of_mlp
+    return found - of_mlp
 
 
 def _mlp(is_moe: bool) -> str:

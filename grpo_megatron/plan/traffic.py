@@ -188,8 +188,8 @@ class _Rank:
         name = "key"
         if self.s.attention == "latent":
             name = "query"
-        size_of_keys: int = self.s.symbols[name]
-        return self.step.tokens * 2 * size_of_keys * self.element
+        found: int = 2 * self.step.tokens * self.s.symbols[name] * self.element
+        return found
 
     def _latent_attention(self, found: Traffic, *, backward: bool) -> None:
         """Queries (or their latent vectors), keys' and values' latent vectors and the keys' rotary

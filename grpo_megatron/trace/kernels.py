@@ -26,7 +26,7 @@ def fused_kernels(*, on_gpu: bool, gathers_keys: bool = False) -> Iterator[None]
 
     gathers_keys: from context-parallel ranks, as Transformer Engine's attention gets them."""
     with ExitStack() as stack:
-        attention = _cpu_attention
+        attention: Any = _cpu_attention
         if on_gpu:
             attention = _gpu_attention
             stack.enter_context(mock.patch.object(F, "rms_norm", _gpu_norm))
