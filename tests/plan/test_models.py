@@ -68,7 +68,7 @@ def test_recommended_layouts_obey_every_rule(name):
         facts = facts_from_hf(preset.hf)
         assert check_layout(Case(trainer, facts, rollout, cpu=False)) == []
         assert layout["gpus"] == (
-            trainer.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size
+            trainer.num_ranks + rollout.num_replicas * rollout.num_workers
         )
 
 

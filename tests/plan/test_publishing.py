@@ -41,5 +41,5 @@ def test_large_models_are_published_in_seconds(recipe, limit):
     assert publish.seconds < limit
     replicas = config.rollout.num_replicas
     assert publish.num_buckets >= 8 * replicas
-    total = publish.worker_bytes * config.rollout.tensor_parallel_size
+    total = publish.worker_bytes * config.rollout.num_workers
     assert publish.sender_bytes == total // config.trainer.num_ranks
