@@ -28,8 +28,8 @@ import torch
 
 from grpo_megatron.weights.boxes import Box, whole_box
 from grpo_megatron.weights.publish_plan import HeldBox, Kept, Stream, plan_streams
+from grpo_megatron.weights.tensor_entry import TensorEntry
 from grpo_megatron.weights.transfer import StreamReceiver, StreamSender
-from grpo_megatron.weights.transfer_plan import TensorEntry
 
 NUM_TENSORS = 160
 TENSOR_SHAPE = (256, 256)

@@ -15,7 +15,7 @@ from grpo_megatron.checkpoints.hf_import import HFReader
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.files import empty_directory
 from grpo_megatron.weights.gather import ShardedModel, on_rank_0
-from grpo_megatron.weights.transfer_plan import TensorEntry, as_bytes, entry_of
+from grpo_megatron.weights.tensor_entry import TensorEntry, as_bytes, entry_of
 
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

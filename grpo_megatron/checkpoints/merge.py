@@ -11,7 +11,7 @@ from grpo_megatron.checkpoints.hf_import import HFReader, refuse_unfit
 from grpo_megatron.checkpoints.shard_files import DEFAULT_SHARD_BYTES, NamedTensors
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.files import empty_directory
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 
 def merge_checkpoints(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from grpo_megatron.checkpoints.durable import PROGRESS, copy_side_files, disk_errors, write_json
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.weights.gather import all_gathered
-from grpo_megatron.weights.transfer_plan import TensorEntry, digest_tensor, grouped
+from grpo_megatron.weights.tensor_entry import TensorEntry, digest_tensor, grouped
 
 DEFAULT_SHARD_BYTES = 5 << 30
 _AHEAD = 8

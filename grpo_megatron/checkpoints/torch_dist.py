@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from grpo_megatron.checkpoints import durable, hf_import, shard_files
 from grpo_megatron.errors import CheckpointError
 from grpo_megatron.weights.parameters import CARRIED, VOCABULARY, Parameter, carried_parameter
-from grpo_megatron.weights.transfer_plan import as_bytes
+from grpo_megatron.weights.tensor_entry import as_bytes
 
 _OBJECTS = "objects.distcp"
 _Region = tuple[str, torch.Size, torch.Size]

@@ -14,7 +14,7 @@ from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.publish_plan import Kept, OpenedStream, tensor_names, wrong_messages
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 _SETTLE_S = 2.0
 _REMEDY = "the engines stay paused; look at memory and network of that host"

@@ -33,7 +33,7 @@ from grpo_megatron.trainer.megatron.process_groups import RankInfo, initialize, 
 from grpo_megatron.trainer.protocol import error_reply
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
 from grpo_megatron.weights.parameters import Parameter, num_elements
-from grpo_megatron.weights.transfer_plan import digest_tensor
+from grpo_megatron.weights.tensor_entry import digest_tensor
 
 _REPORT_BYTES = 64 << 20
 _TIMEOUT_S = 7 * 86400.0

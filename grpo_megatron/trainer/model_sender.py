@@ -19,8 +19,8 @@ from grpo_megatron.weights.publish_plan import (
     plan_streams,
     tensors_of,
 )
+from grpo_megatron.weights.tensor_entry import TensorEntry
 from grpo_megatron.weights.transfer import StreamSender
-from grpo_megatron.weights.transfer_plan import TensorEntry
 
 
 class ModelSender:

@@ -10,7 +10,7 @@ import msgspec
 
 from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.publish_plan import OpenedStream
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 Answer = TypeVar("Answer")
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from grpo_megatron.weights.transfer_plan import dtype_name
+from grpo_megatron.weights.tensor_entry import dtype_name
 
 _WIDTH = 1024
 _BLOCK_ROWS = 64

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.parameters import OUTPUT_LAYER, HeldTensor, Parameter, TensorMap
 from grpo_megatron.weights.publish_plan import HeldBox, checkpoint_order
-from grpo_megatron.weights.transfer_plan import TensorEntry, dtype_name
+from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from grpo_megatron.plan.family import family_of
 from grpo_megatron.plan.hf_config import unified
 from grpo_megatron.weights.boxes import Box
-from grpo_megatron.weights.transfer_plan import TensorEntry, dtype_name
+from grpo_megatron.weights.tensor_entry import TensorEntry, dtype_name
 
 OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"

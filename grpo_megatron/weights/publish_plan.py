@@ -20,7 +20,7 @@ from grpo_megatron.errors import MismatchError
 from grpo_megatron.plan.publishing import MIN_BUCKET_BYTES, bucket_bytes
 from grpo_megatron.weights.boxes import Box, whole_box
 from grpo_megatron.weights.carriers import Carrier
-from grpo_megatron.weights.transfer_plan import ALIGNMENT, TensorEntry, grouped
+from grpo_megatron.weights.tensor_entry import ALIGNMENT, TensorEntry, grouped
 
 HEADER_BYTES = 32
 """Four int64: publish, bucket, bytes, status."""

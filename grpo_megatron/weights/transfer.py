@@ -39,7 +39,7 @@ from grpo_megatron.weights.publish_plan import (
     Stream,
     message_key,
 )
-from grpo_megatron.weights.transfer_plan import TensorEntry, as_bytes
+from grpo_megatron.weights.tensor_entry import TensorEntry, as_bytes
 
 DEFAULT_TIMEOUT_S = 300.0
 _AHEAD = 3

@@ -15,7 +15,7 @@ from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.checkpoints import shard_files
 from grpo_megatron.checkpoints.hf_export import HFTarget
 from grpo_megatron.errors import CheckpointError, MismatchError
-from grpo_megatron.weights.transfer_plan import digest_tensor, entry_of
+from grpo_megatron.weights.tensor_entry import digest_tensor, entry_of
 from tests.trainer.reference import reference_logprobs
 
 CASE = "tests.checkpoints.checkpoint_ranks:export_after_training"

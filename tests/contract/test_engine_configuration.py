@@ -83,7 +83,7 @@ def test_a_recipes_server_is_configured(recipe, tmp_path):
         "nodes": nodes if config.rollout.data_parallel_size == 1 else 1,
         "worker": "vllm.v1.worker.gpu_worker.Worker",
         "routes": config.records_routes,
-        "weights_by": "gloo",
+        "weights_by": "grpo_megatron",
         "sleeps": config.placement.mode == "colocated",
         "logprobs": "processed_logprobs",
         "longest": config.rollout.max_model_len,

@@ -70,7 +70,7 @@ def make_weight_transfer_engine() -> str:
     register()
     wanted = inspect.signature(WeightTransferEngineFactory.create_engine).parameters
     known = {
-        "config": WeightTransferConfig(backend="gloo"),
+        "config": WeightTransferConfig(backend="grpo_megatron"),
         "vllm_config": SimpleNamespace(parallel_config=ParallelConfig(), model_config=None),
     }
     arguments = {name: known.get(name) for name in wanted}
@@ -80,23 +80,23 @@ def make_weight_transfer_engine() -> str:
 def test_the_worker_makes_our_weight_transfer_engine():
     """Every method that the base class asks for exists: an abstract class cannot be made."""
     made = in_a_process_of_its_own(make_weight_transfer_engine)
-    assert made == "GlooWeightTransferEngine"
+    assert made == "StreamWeightTransferEngine"
 
 
 def test_methods_of_our_engine_take_what_the_base_class_is_called_with():
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-    from grpo_megatron.rollout.plugin.gloo_engine import GlooWeightTransferEngine
+    from grpo_megatron.rollout.plugin.stream_engine import StreamWeightTransferEngine
 
     overridden = [
         name
-        for name in vars(GlooWeightTransferEngine)
+        for name in vars(StreamWeightTransferEngine)
         if not name.startswith("_") and callable(getattr(WeightTransferEngine, name, None))
     ]
     assert {"init_transfer_engine", "receive_weights", "start_weight_update"} <= set(overridden)
     for name in overridden:
         theirs = inspect.signature(getattr(WeightTransferEngine, name)).parameters
-        ours = inspect.signature(getattr(GlooWeightTransferEngine, name)).parameters
+        ours = inspect.signature(getattr(StreamWeightTransferEngine, name)).parameters
         assert list(ours) == list(theirs), name
 
 

@@ -12,11 +12,11 @@ NOISE_VARIABLE = "ENGINE_FAULTS_NOISE"
 
 def register() -> None:
     """Called by vLLM in each of its processes."""
-    from grpo_megatron.rollout.plugin.gloo_engine import GlooWeightTransferEngine
+    from grpo_megatron.rollout.plugin.stream_engine import StreamWeightTransferEngine
     from grpo_megatron.rollout.plugin.worker_extension import WorkerExtension
 
-    load = GlooWeightTransferEngine.load
-    finish = GlooWeightTransferEngine.finish_weight_update
+    load = StreamWeightTransferEngine.load
+    finish = StreamWeightTransferEngine.finish_weight_update
 
     def load_with_noise(engine, tensors):
         load(engine, with_noise(tensors, _noise_of(engine)))
@@ -28,8 +28,8 @@ def register() -> None:
     def sabotage_next_update(worker, noise):
         worker.weight_transfer_engine.noise = noise
 
-    GlooWeightTransferEngine.load = load_with_noise
-    GlooWeightTransferEngine.finish_weight_update = finish_and_forget
+    StreamWeightTransferEngine.load = load_with_noise
+    StreamWeightTransferEngine.finish_weight_update = finish_and_forget
     WorkerExtension.sabotage_next_update = sabotage_next_update
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from grpo_megatron.trainer.requests import DescribeWeights, JoinTransfer, OpenTransfer, SendWeights
 from grpo_megatron.weights.boxes import Box, whole_box
 from grpo_megatron.weights.publish_plan import OpenedStream
+from grpo_megatron.weights.tensor_entry import TensorEntry
 from grpo_megatron.weights.transfer import StreamReceiver
-from grpo_megatron.weights.transfer_plan import TensorEntry
 from tests.integration.conftest import trainer_config
 from tests.trainer.models import DENSE, MOE, write_model
 

@@ -67,9 +67,7 @@ def test_recommended_layouts_obey_every_rule(name):
         rollout = RolloutConfig(**layout["rollout"])
         facts = facts_from_hf(preset.hf)
         assert check_layout(Case(trainer, facts, rollout, cpu=False)) == []
-        assert layout["gpus"] == (
-            trainer.num_ranks + rollout.num_replicas * rollout.num_workers
-        )
+        assert layout["gpus"] == (trainer.num_ranks + rollout.num_replicas * rollout.num_workers)
 
 
 def test_a_released_model_is_not_started_at_random(tmp_path):

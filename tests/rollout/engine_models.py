@@ -19,7 +19,7 @@ from grpo_megatron.errors import MismatchError
 from grpo_megatron.rollout.plugin.kept_boxes import record_kept_boxes
 from grpo_megatron.rollout.plugin.received_parts import loadable
 from grpo_megatron.weights.boxes import Box, whole_box
-from grpo_megatron.weights.transfer_plan import TensorEntry, entry_of
+from grpo_megatron.weights.tensor_entry import TensorEntry, entry_of
 
 Weights = dict[str, torch.Tensor]
 

@@ -22,8 +22,8 @@ from grpo_megatron.rollout.replica import serve_command
 from grpo_megatron.types import Completion
 from grpo_megatron.weights.boxes import Box, whole_box
 from grpo_megatron.weights.publish_plan import HeldBox, OpenedStream, plan_streams, tensors_of
+from grpo_megatron.weights.tensor_entry import entry_of
 from grpo_megatron.weights.transfer import StreamSender
-from grpo_megatron.weights.transfer_plan import entry_of
 from tests import engine_faults
 
 VOCABULARY = 256

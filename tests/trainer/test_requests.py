@@ -38,7 +38,7 @@ from grpo_megatron.trainer.requests import (
 )
 from grpo_megatron.weights.boxes import Box
 from grpo_megatron.weights.publish_plan import OpenedStream, Part, Piece, Stream
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 REPORT = TrainReport(
     metrics={"loss/value": math.nan, "grad/norm": math.inf, "tokens/count": 7.0},

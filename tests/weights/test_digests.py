@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.weights.transfer_plan import digest_tensor
+from grpo_megatron.weights.tensor_entry import digest_tensor
 
 DTYPES = [
     torch.float32,

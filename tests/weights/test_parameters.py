@@ -15,7 +15,7 @@ from grpo_megatron.weights.parameters import (
     num_elements,
     rules_for,
 )
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 LAYER = "decoder.layers.1."
 HF = "model.layers.1."

@@ -20,7 +20,7 @@ from grpo_megatron.weights.publish_plan import (
     tensors_of,
     wrong_messages,
 )
-from grpo_megatron.weights.transfer_plan import ALIGNMENT, TensorEntry
+from grpo_megatron.weights.tensor_entry import ALIGNMENT, TensorEntry
 
 LIMIT = 1 << 30
 

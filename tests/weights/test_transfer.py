@@ -15,8 +15,8 @@ import torch
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.weights.boxes import Box, whole_box
 from grpo_megatron.weights.publish_plan import HeldBox, Stream, plan_streams
+from grpo_megatron.weights.tensor_entry import entry_of
 from grpo_megatron.weights.transfer import StreamReceiver, StreamSender, TransferError
-from grpo_megatron.weights.transfer_plan import entry_of
 
 HOST = "127.0.0.1"
 SHAPES = {"a": (300, 8), "b": (4,), "c": (), "d": (1000, 40), "f": (6, 5, 5)}

@@ -1,4 +1,4 @@
-"""vLLM plugin: what released vLLM lacks on a CPU, and a weight-transfer backend over gloo.
+"""vLLM plugin: what released vLLM lacks on a CPU, and a weight-transfer backend of our own.
 
 vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, the engine core and
 every worker. Each run-time fix has its own module, which says where the defect is."""
@@ -35,7 +35,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     WeightTransferEngineFactory.register_engine(
-        "gloo", f"{__name__}.gloo_engine", "GlooWeightTransferEngine"
+        "grpo_megatron", f"{__name__}.stream_engine", "StreamWeightTransferEngine"
     )
     fixes = _FIXES
     if current_platform.is_cpu():

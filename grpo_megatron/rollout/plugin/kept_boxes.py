@@ -18,7 +18,7 @@ from grpo_megatron.rollout.plugin.checkpoint_tensor import (
     checkpoint_tensor,
 )
 from grpo_megatron.weights.boxes import Box, whole_box
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.reload.layerwise import LayerReloadingInfo

@@ -10,7 +10,7 @@ from grpo_megatron.errors import MismatchError
 from grpo_megatron.rollout.plugin.checkpoint_tensor import CheckpointTensor, checkpoint_tensor
 from grpo_megatron.rollout.plugin.kept_boxes import count_copy
 from grpo_megatron.weights.boxes import Box, whole_box
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 PartsOfTensor = Mapping[Box, torch.Tensor]
 """What is here of one tensor: for each box its numbers, of the box's shape."""

@@ -6,18 +6,18 @@ from typing import Any
 import msgspec
 
 from grpo_megatron.rollout.plugin.kept_boxes import record_kept_boxes
-from grpo_megatron.weights.transfer_plan import TensorEntry
+from grpo_megatron.weights.tensor_entry import TensorEntry
 
 
 class WorkerExtension:
     """Base class that vLLM gives to its workers; the attributes are the worker's own."""
 
-    weight_transfer_engine: Any  # GlooWeightTransferEngine
+    weight_transfer_engine: Any  # StreamWeightTransferEngine
     vllm_config: Any  # VllmConfig
     reload_weights: Callable[..., None]
 
     def update_report(self) -> dict[str, Any]:
-        """Tell what came of the last update, as `GlooWeightTransferEngine.report` does."""
+        """Tell what came of the last update, as `StreamWeightTransferEngine.report` does."""
         report: dict[str, Any] = self.weight_transfer_engine.report()
         return report
 

@@ -25,7 +25,7 @@ from grpo_megatron.trainer.vocab_parallel.divergence import (
     TeacherTokens,
     likeliest,
 )
-from grpo_megatron.weights.transfer_plan import as_bytes
+from grpo_megatron.weights.tensor_entry import as_bytes
 
 
 class Teachers:

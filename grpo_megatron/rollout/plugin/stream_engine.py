@@ -1,4 +1,4 @@
-"""vLLM weight-transfer backend `gloo`: the receiving end of `grpo_megatron.weights.transfer`."""
+"""vLLM weight-transfer backend `grpo_megatron`: receives what `weights.transfer` sends."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from grpo_megatron.weights.transfer import StreamReceiver
 
 
 @dataclass
-class GlooInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]  # of a base without types
+class StreamInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]  # of a base without types
     """Body of `/init_weight_transfer_engine`."""
 
     streams: list[Any]  # (number, `OpenedStream`) of each worker of this replica, as JSON values
@@ -25,26 +25,26 @@ class GlooInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]  # of a b
 
 
 @dataclass
-class GlooUpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
+class StreamUpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
     """Body of `/update_weights`."""
 
     publish: int
 
 
-class GlooWeightTransferEngine(
-    base.WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]  # type: ignore[misc]  # as above
+class StreamWeightTransferEngine(
+    base.WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]  # type: ignore[misc]  # as above
 ):
     """Receives a publish bucket by bucket and loads it layer by layer."""
 
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
+    init_info_cls = StreamInitInfo
+    update_info_cls = StreamUpdateInfo
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.failure = ""  # of the transfer, see `_noting`
         self.receiver: StreamReceiver | None = None
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+    def init_transfer_engine(self, init_info: StreamInitInfo) -> None:
         """Join this worker's stream; what goes wrong is in `failure`."""
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -69,7 +69,7 @@ class GlooWeightTransferEngine(
 
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+    def receive_weights(self, update_info: StreamUpdateInfo) -> None:
         """Take all buckets of a publish; `failure` says what went wrong."""
         with self._noting():
             if self.receiver is None:
