@@ -111,7 +111,10 @@ def test_gradients_of_shared_prompts(world1, reference_gradients, moe_model, sam
     assert_same(found, reference_gradients)
 
 
-@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2_sp", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "layout",
+    ["dp2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("tp2_sp", "cp2"))],
+)
 def test_two_ranks_that_share_nothing(world2, reference, moe_model, three_updates, layout):
     settings = {**LAYOUTS_2[layout], **APART}
     found = world2.run(TRAIN, model=moe_model, samples=three_updates, layout=settings)
@@ -170,7 +173,7 @@ def test_the_split_into_microbatches_does_not_matter(world1, moe_model, samples,
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "cp2"])
 def test_dense_and_tied_models(world1, world2, dense_model, tied_model, samples, layout):
     for model in (dense_model, tied_model):
         expected = world1.run(TRAIN, model=model, samples=samples, layout=APART, gradients=True)

@@ -337,7 +337,7 @@ def with_answers(tmp_path_factory, teachers, two_domains) -> str:
     )
 
 
-@pytest.mark.parametrize("layout", ["alone", "tp2_sp", "pp2"])
+@pytest.mark.parametrize("layout", ["alone", "tp2_sp", "pp2", "cp2"])
 @pytest.mark.parametrize("first", ["url", "path"])
 def test_answers_of_a_server_teach_as_its_checkpoint_does(
     request, alone, moe_model, teachers, with_answers, layout, first
