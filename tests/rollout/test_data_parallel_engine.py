@@ -39,6 +39,7 @@ TWO_ENGINES = {
 LAYOUTS = {
     "experts_shared": {"expert_parallel": True},
     "columns_shared": {"expert_parallel": False},
+    "tensor_parallel_too": {"expert_parallel": True, "tensor_parallel_size": 2},
 }
 
 
@@ -83,7 +84,12 @@ async def sample(client) -> list:
 
 
 @pytest.mark.parametrize(
-    "layout", ["experts_shared", pytest.param("columns_shared", marks=pytest.mark.families)]
+    "layout",
+    [
+        "experts_shared",
+        pytest.param("columns_shared", marks=pytest.mark.families),
+        pytest.param("tensor_parallel_too", marks=pytest.mark.families),
+    ],
 )
 def test_every_worker_gets_what_it_keeps_and_proves_it(checkpoint, tmp_path, layout):
     server = Server.start("two", checkpoint, tmp_path, **TWO_ENGINES, **LAYOUTS[layout])
@@ -104,9 +110,9 @@ def test_every_worker_gets_what_it_keeps_and_proves_it(checkpoint, tmp_path, lay
         kept, samples = asyncio.run(run())
     finally:
         server.stop()
-    assert len(kept) == 2
+    assert len(kept) == server.config.rollout.num_workers
     experts = [{name for name in worker if ".experts." in name} for worker in kept]
-    if layout == "experts_shared":
+    if server.config.rollout.expert_parallel:
         assert not experts[0] & experts[1]
     else:
         assert experts[0] == experts[1]
