@@ -158,6 +158,12 @@ def _kept(s: Sizes, is_moe: bool) -> int:
     return sum(_total(FORMS["kept"][part], s) for part in parts)
 
 
+def kept_bytes(s: Sizes, tokens: int, *, is_moe: bool) -> int:
+    """Bytes that a layer on a GPU keeps of a micro-batch between forward and backward."""
+    known = {**s.symbols, **_step_symbols(s, 0, tokens, on_gpu=True)}
+    return _kept(replace(s, symbols=known), is_moe)
+
+
 def _working(s: Sizes, is_moe: bool) -> int:
     """Bytes that a layer takes while it is computed or differentiated, beside what waits."""
     kept = 0

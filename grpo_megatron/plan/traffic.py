@@ -41,6 +41,16 @@ def forward_traffic(s: Sizes, step: Step, num_microbatches: int) -> Traffic:
     return _Rank(s, step).forward(num_microbatches)
 
 
+def layers_traffic(s: Sizes, step: Step, num_microbatches: int) -> Traffic:
+    """Of the layers' forward alone, as full recomputation has it."""
+    return _Rank(s, step).layers_again(num_microbatches)
+
+
+def backward_traffic(s: Sizes, step: Step, num_microbatches: int) -> Traffic:
+    """Of a backward pass alone: layers that are computed again, and sums, are left out."""
+    return _Rank(s, step).backward(num_microbatches)
+
+
 def gradient_traffic(
     s: Sizes, step: Step, num_microbatches: int, *, frozen_routers: bool
 ) -> Traffic:

@@ -1,0 +1,286 @@
+"""What a trainer rank computes, reads and sends for a micro-batch: amounts, no seconds.
+
+    operations of a matrix        2 x its elements x its tokens, twice that in the backward
+    operations of attention       heads x (width of keys + width of values) x sum of squared lengths
+                                  (of the causal half), 2.5 times that in the backward
+    bytes of weights              each once a pass, and twice in the backward, which adds a gradient
+                                  in float32 to its buffer
+    bytes of activations          what a layer keeps (`plan.step_memory`), several times
+    bytes of collectives          `plan.traffic`, by the links that they take
+
+Everything is of one rank; what tensor, expert and context parallelism split is split."""
+
+import itertools
+from dataclasses import dataclass, fields
+
+from grpo_megatron.plan.step_memory import kept_bytes
+from grpo_megatron.plan.traffic import (
+    Step,
+    Traffic,
+    backward_traffic,
+    forward_traffic,
+    layers_traffic,
+)
+from grpo_megatron.plan.weights import FORMS, Sizes, product, weights_of_chunk
+
+_OF_OWN_TOKENS = {"q_rank hidden", "latent_rope hidden", "experts hidden"}
+"""Matrices that every tensor-parallel rank has whole, for its own tokens under sequence
+parallelism: the projections to latent vectors and the router."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """Of one pass of a micro-batch through the layers of a pipeline stage, on a rank."""
+
+    matrix_flops: float = 0.0
+    """Of dense matrices: attention's, MLPs', routers', shared experts', the output layer's."""
+    expert_flops: float = 0.0
+    """Of routed experts, evenly loaded."""
+    attention_flops: float = 0.0
+    """Of queries with keys and of weights with values."""
+    weight_bytes: float = 0.0
+    """Read, of matrices and experts; in a backward written gradients too."""
+    kept_bytes: float = 0.0
+    """That layers keep of their activations."""
+    logit_bytes: float = 0.0
+    """Of the logits in float32."""
+    tensor_bytes: float = 0.0
+    """A rank sends to its tensor-parallel ranks."""
+    context_bytes: float = 0.0
+    """A rank sends to its context-parallel ranks: keys and values."""
+    expert_bytes: float = 0.0
+    """A rank sends to its expert-parallel ranks, itself among them."""
+    expert_tensor_bytes: float = 0.0
+    """A rank sends to the tensor-parallel ranks of its experts."""
+    pipeline_bytes: float = 0.0
+    """A rank sends to the next stage."""
+    dense_layers: float = 0.0
+    """Layers with an MLP, to be launched."""
+    moe_layers: float = 0.0
+    """Layers with experts, to be launched."""
+
+    def __add__(self, other: "Amounts") -> "Amounts":
+        """Return both, one after the other."""
+        sums = {}
+        for field in fields(self):
+            sums[field.name] = getattr(self, field.name) + getattr(other, field.name)
+        return Amounts(**sums)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What is in a micro-batch, before context parallelism splits it."""
+
+    tokens: float
+    squares: float
+    """Sum of the squared lengths of its samples."""
+    policy_tokens: float
+    """Whose log-probs are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """A pipeline stage's passes of one micro-batch."""
+
+    forward: Amounts
+    backward: Amounts
+    """With what is computed again."""
+
+
+def stage_work(s: Sizes, stage: int, batch: MicroBatch, backward_ratio: float) -> StageWork:
+    """Return what a rank of `stage` does for a micro-batch; `backward_ratio`: of attention."""
+    layers = _layer_amounts(s, stage, batch)
+    ends = _end_amounts(s, stage, batch)
+    step = _step(s, stage, batch)
+    forward = layers + ends + _sent(s, forward_traffic(s, step, 1))
+    forward += Amounts(context_bytes=_context_bytes(s, stage, batch))
+    backward = _differentiated(layers + ends, s, stage, backward_ratio)
+    backward += _sent(s, backward_traffic(s, step, 1))
+    backward += Amounts(context_bytes=2 * _context_bytes(s, stage, batch))
+    if s.trainer.recompute == "full":
+        backward += layers + _sent(s, layers_traffic(s, step, 1))
+    return StageWork(forward, backward)
+
+
+def stages_work(s: Sizes, batch: MicroBatch, backward_ratio: float) -> list[StageWork]:
+    """Return the work of every stage; stages with equal layers share theirs."""
+    found: list[StageWork] = []
+    known: dict[tuple[bool, ...], StageWork] = {}
+    last = s.trainer.pipeline_parallel_size - 1
+    for stage in range(last + 1):
+        layers = tuple(s.layers_of_stage(stage))
+        is_inner = stage not in (0, last)
+        if is_inner and layers in known:
+            found.append(known[layers])
+            continue
+        work = stage_work(s, stage, batch, backward_ratio)
+        if is_inner:
+            known[layers] = work
+        found.append(work)
+    return found
+
+
+def matrix_elements(s: Sizes, *, is_moe: bool) -> tuple[int, int]:
+    """Elements of a layer's dense matrices on a rank, of attention and of the MLP or the router and
+    shared experts: those that all tokens of a micro-batch meet, and those that a rank's own do."""
+    parts = [s.attention]
+    if is_moe:
+        parts += ["router", "shared"]
+    else:
+        parts.append("mlp")
+    of_all = 0
+    of_own = 0
+    for part in parts:
+        for form in FORMS["weights"][part]:
+            if form in _OF_OWN_TOKENS:
+                of_own += product(form, s.symbols)
+            elif _is_matrix(form):
+                of_all += product(form, s.symbols)
+    return of_all, of_own
+
+
+def expert_elements(s: Sizes) -> int:
+    """Elements of one routed expert on a rank."""
+    return sum(product(form, s.symbols) for form in FORMS["weights"]["expert"])
+
+
+def _is_matrix(form: str) -> bool:
+    """Whether the form has two sizes; vectors cost too little to count."""
+    return len([factor for factor in form.split() if not factor.isdigit()]) > 1
+
+
+def attention_widths(s: Sizes) -> int:
+    """Width of a head's keys and of its values together."""
+    if s.attention == "latent":
+        widths = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        return sum(int(s.model[width]) for width in widths)
+    return 2 * int(s.model["kv_channels"])
+
+
+def model_flops(whole: Sizes, tokens: float, squares: float) -> float:
+    """Operations of a forward and a backward of the whole model, nothing computed twice: 6 for each
+    element that a token meets, and of attention what causality leaves. What MFU is a share of."""
+    total = 0.0
+    for is_moe in whole.layers_of(0, 0):
+        elements = sum(matrix_elements(whole, is_moe=is_moe))
+        if is_moe:
+            elements += whole.symbols["top_k"] * expert_elements(whole)
+        total += 6 * elements * tokens
+        total += 3 * whole.symbols["heads"] * attention_widths(whole) * squares
+    of_output: int = whole.symbols["vocabulary"] * whole.symbols["hidden"]
+    return total + 6 * of_output * tokens
+
+
+def _layer_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
+    """The forward of a stage's layers, without collectives."""
+    t = s.trainer
+    tokens = batch.tokens / t.context_parallel_size
+    squares = batch.squares / t.context_parallel_size
+    own_tokens = tokens
+    if t.sp:
+        own_tokens /= t.tensor_parallel_size
+    element = s.symbols["element"]
+    total = Amounts()
+    for is_moe, layers in itertools.groupby(sorted(s.layers_of_stage(stage))):
+        count = len(list(layers))
+        of_all, of_own = matrix_elements(s, is_moe=is_moe)
+        expert_flops = 0.0
+        held = of_all + of_own
+        if is_moe:
+            rows = own_tokens * s.symbols["top_k"] * t.etp
+            expert_flops = 2 * expert_elements(s) * rows
+            held += expert_elements(s) * (s.symbols["experts"] // t.expert_parallel_size)
+        total += Amounts(
+            matrix_flops=count * 2 * (of_all * tokens + of_own * own_tokens),
+            expert_flops=count * expert_flops,
+            attention_flops=count * s.symbols["heads"] * attention_widths(s) * squares,
+            weight_bytes=count * held * element,
+            kept_bytes=count * kept_bytes(s, max(round(tokens), 1), is_moe=is_moe),
+            dense_layers=count * (not is_moe),
+            moe_layers=count * is_moe,
+        )
+    return total
+
+
+def _end_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
+    """The output layer and the loss, on the last stage."""
+    if stage != s.trainer.pipeline_parallel_size - 1:
+        return Amounts()
+    tokens = batch.policy_tokens / s.trainer.context_parallel_size
+    elements = s.symbols["vocabulary"] * s.symbols["hidden"]
+    return Amounts(
+        matrix_flops=2 * elements * tokens,
+        weight_bytes=elements * s.symbols["element"],
+        logit_bytes=4 * s.symbols["vocabulary"] * tokens,
+    )
+
+
+def _differentiated(forward: Amounts, s: Sizes, stage: int, backward_ratio: float) -> Amounts:
+    """The backward of these passes, without collectives."""
+    element = s.symbols["element"]
+    gradients = forward.weight_bytes / element * 8  # read and written in float32
+    return Amounts(
+        matrix_flops=2 * forward.matrix_flops,
+        expert_flops=2 * forward.expert_flops,
+        attention_flops=backward_ratio * forward.attention_flops,
+        weight_bytes=forward.weight_bytes + gradients,
+        kept_bytes=2 * forward.kept_bytes,
+        logit_bytes=forward.logit_bytes,
+        dense_layers=forward.dense_layers,
+        moe_layers=forward.moe_layers,
+    )
+
+
+def _step(s: Sizes, stage: int, batch: MicroBatch) -> Step:
+    t = s.trainer
+    tokens = max(round(batch.tokens / t.context_parallel_size), 1)
+    tokens = -(-tokens // t.tensor_parallel_size) * t.tensor_parallel_size
+    policy_tokens = round(batch.policy_tokens / t.context_parallel_size)
+    return Step(stage, 0, tokens, policy_tokens, on_gpu=True)
+
+
+def _sent(s: Sizes, traffic: Traffic) -> Amounts:
+    """Bytes that leave a rank, of a pass's collectives."""
+    t = s.trainer
+    of_group: dict[str, float] = {}
+    for (kind, group, _), size in traffic.items():
+        if kind == "receive":
+            continue
+        of_group[group] = of_group.get(group, 0.0) + _TIMES_SENT.get(kind, 1.0) * size
+    tp = t.tensor_parallel_size
+    return Amounts(
+        tensor_bytes=of_group.get("tp", 0.0) * (tp - 1) / tp,
+        expert_bytes=of_group.get("ep", 0.0),
+        expert_tensor_bytes=of_group.get("etp", 0.0) * (t.etp - 1) / t.etp,
+        pipeline_bytes=of_group.get("pp", 0.0),
+    )
+
+
+_TIMES_SENT = {"all-reduce": 2.0}
+"""A ring's all-reduce is a reduce-scatter and an all-gather."""
+
+
+def _context_bytes(s: Sizes, stage: int, batch: MicroBatch) -> float:
+    """Keys and values of its own tokens, sent on to every other context-parallel rank."""
+    cp = s.trainer.context_parallel_size
+    if cp == 1:
+        return 0.0
+    width: int = s.symbols["heads"] * attention_widths(s)
+    if s.attention != "latent":
+        width = 2 * s.symbols["key"]
+    tokens = batch.tokens / cp
+    element: int = s.symbols["element"]
+    return len(s.layers_of_stage(stage)) * (cp - 1) * tokens * width * element
+
+
+def parameters_of_rank(s: Sizes, stage: int) -> tuple[int, int]:
+    """Elements of a rank's weights: those that all data-parallel ranks have, and its experts'."""
+    dense = 0
+    experts = 0
+    for chunk in range(s.num_chunks):
+        for weight in weights_of_chunk(s, stage, chunk):
+            if weight.kind == "expert":
+                experts += weight.numel
+            else:
+                dense += weight.numel
+    return dense, experts
