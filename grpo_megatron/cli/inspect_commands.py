@@ -128,7 +128,12 @@ def plan(
     overrides: Overrides = None,
     search: Annotated[
         str | None,
-        typer.Option("--search", metavar="NODESxGPUS", help="Rank trainer layouts that fit."),
+        typer.Option(
+            "--search",
+            metavar="NODESxGPUS",
+            help="Split nodes between training and generation by predicted time; rank trainer "
+            "layouts of one node, or of GPUs that both share.",
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="GPU, for example h200.")] = "h100-80g",
     compare: Annotated[
@@ -146,14 +151,38 @@ def plan(
             "Run the trainer's own step at real sizes without memory, and compare; minutes.",
         ),
     ] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            metavar="FILE",
+            help="Lengths for the predicted time: a line a sample, tokens of its answer, or of "
+            "prompt and answer.",
+        ),
+    ] = None,
+    answer_tokens: Annotated[
+        float | None,
+        typer.Option(help="Mean tokens of an answer; lengths are log-normal around it."),
+    ] = None,
+    prompt_tokens: Annotated[float | None, typer.Option(help="Mean tokens of a prompt.")] = None,
+    constant: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--constant",
+            metavar="NAME=VALUE",
+            help="A constant of the predicted time as measured by you; --json lists them.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Memory by component, bubble, tokens, bytes; an error if the recipe does not fit."""
+    """Memory by component, predicted seconds by phase, tokens per second, MFU, cost, bubble, bytes;
+    an error if the recipe does not fit."""
     if trace:
         _trace(recipe, overrides or [], search, compare, as_json)
     if compare is not None:
         _compare(recipe, overrides or [], compare, search, as_json)
         return
+    from grpo_megatron.cli.predict_plan import Predictor, print_prediction
     from grpo_megatron.config.suggest import did_you_mean
     from grpo_megatron.plan import search as layouts
     from grpo_megatron.plan.memory import DEVICES, memory_problems, plan_of
@@ -166,16 +195,26 @@ def plan(
         )
     config = resolve_any(recipe, overrides or []).config
     print_advice(config)
+    predictor = Predictor(
+        config,
+        device,
+        lengths_file=lengths,
+        answer_tokens=answer_tokens,
+        prompt_tokens=prompt_tokens,
+        constants=constant or [],
+    )
     if search:
-        _search(config, search, device, as_json)
+        _search(config, search, predictor, as_json)
         return
     found = plan_of(config, device)
     if as_json:
         publish = {**asdict(found.publish), "seconds": found.publish.seconds}
         values = {**asdict(found), "publish": publish, "worst": asdict(found.worst)}
+        values["time"] = predictor.as_json(config, found)
         typer.echo(json.dumps(values, indent=2))
     else:
         _print(found)
+        print_prediction(predictor(config, found))
     problems = memory_problems(config, found)
     if not problems:
         return
@@ -276,31 +315,15 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _search(config: Any, text: str, device: str, as_json: bool) -> None:
-    from grpo_megatron.plan.search import search
+def _search(config: Any, text: str, predictor: Any, as_json: bool) -> None:
+    from grpo_megatron.cli.predict_plan import search
 
     shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if shape is None:
         raise ConfigError(
             f"{text!r} is not NODESxGPUS", where="--search", remedy="for example --search 16x8"
         )
-    rows = search(config, int(shape[1]), int(shape[2]), device)[:10]
-    if not rows:
-        raise ConfigError(
-            f"no layout of {text} fits",
-            where="--search",
-            remedy="more nodes, or fewer trainer.max_tokens_per_microbatch",
-        )
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    shown = []
-    for row in rows:
-        cost = f"{row['cost']:.2f}"
-        bubble = f"{row['bubble_fraction']:.1%}"
-        settings = row["settings"] or "as in the recipe"
-        shown.append((cost, format_size(row["bytes"]), bubble, settings))
-    print_table(("cost", "memory", "bubble", "settings"), shown, labelled=True)
+    search(config, int(shape[1]), int(shape[2]), predictor, as_json=as_json)
 
 
 def print_table(

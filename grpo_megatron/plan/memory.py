@@ -165,10 +165,10 @@ def _samples_of_update(config: RunConfig) -> int:
         return batch.num_prompts * batch.num_samples_per_prompt // batch.updates_per_rollout
     prompts = -(-batch.num_prompts // batch.updates_per_rollout)
     others = (batch.num_prompts - prompts) * config.allocation.base_samples_per_prompt
-    return min(prompts * config.largest_group, _samples_of_step(config) - others)
+    return min(prompts * config.largest_group, samples_of_step(config) - others)
 
 
-def _samples_of_step(config: RunConfig) -> int:
+def samples_of_step(config: RunConfig) -> int:
     """Most samples of a step."""
     batch = config.batch
     size = batch.num_samples_per_prompt
@@ -211,7 +211,7 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
     weights = parameters * s.symbols["element"]
     objective = config.objective
     references = objective.kl != "none" or objective.preference_weight > 0
-    tokens = _samples_of_step(config) * config.rollout.max_model_len
+    tokens = samples_of_step(config) * config.rollout.max_model_len
     expert_id_bytes = 1 + (symbols["experts"] > 256)
     routes = sum(whole.layers_of(0, 0)) * symbols["top_k"] * expert_id_bytes
     return {
@@ -229,7 +229,7 @@ def _numbers(config: RunConfig, whole: Sizes, s: Sizes, num_microbatches: int) -
 def _computed_tokens(config: RunConfig) -> int:
     """Tokens of a step of which the trainer computes a prompt once for all of its samples, at full
     length; a group that no micro-batch holds has its prompt in several."""
-    samples = _samples_of_step(config)
+    samples = samples_of_step(config)
     length = config.rollout.max_model_len
     if not config.trainer.share_prefixes:
         return samples * length

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpo_megatron.config.problems import as_toml
@@ -22,14 +22,36 @@ _LEAST_PART = 8192
 """Tokens that context parallelism leaves a rank of a micro-batch, at least."""
 
 
-def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> list[dict[str, Any]]:
+def search(
+    config: RunConfig,
+    nodes: int,
+    gpus_per_node: int,
+    device: str,
+    seconds_of: Callable[[RunConfig, Plan], float] | None = None,
+) -> list[dict[str, Any]]:
     """All layouts that fit on trainer nodes of a shape, cheapest first, the roomier of equals:
     `settings` (overrides of the recipe), `bytes` of the fullest rank, `bubble_fraction`,
     and `cost`, the relative time of a token: 1 without recomputation, bubble, tensor and context
-    parallelism."""
-    facts = model_facts(config.model)
+    parallelism. With `seconds_of` also `step_s`, what it says of the recipe with this layout."""
     found = []
-    old = config.trainer.model_dump()
+    for changed, plan in fitting(config, nodes, gpus_per_node, device):
+        row = {
+            "settings": settings_of(config, changed, ("trainer",)),
+            "bytes": plan.worst.total,
+            "cost": _cost(changed.trainer, plan, gpus_per_node),
+            "bubble_fraction": plan.numbers["bubble_fraction"],
+        }
+        if seconds_of is not None:
+            row["step_s"] = seconds_of(changed, plan)
+        found.append(row)
+    return sorted(found, key=lambda row: (round(row["cost"], 3), row["bytes"]))
+
+
+def fitting(
+    config: RunConfig, nodes: int, gpus_per_node: int, device: str
+) -> Iterator[tuple[RunConfig, Plan]]:
+    """The recipe with every trainer layout that fits on trainer nodes of a shape, and its plan."""
+    facts = model_facts(config.model)
     placement = config.placement.model_copy(
         update={"trainer_nodes": nodes, "gpus_per_node": gpus_per_node}
     )
@@ -37,27 +59,22 @@ def search(config: RunConfig, nodes: int, gpus_per_node: int, device: str) -> li
         hopeless = _expert_bytes(facts, trainer) > DEVICES["memory"][device] * 2**30
         if hopeless or any(TRAINER_RULES.broken_names(trainer, facts)):
             continue
-        plan = plan_of(
-            config.model_copy(update={"trainer": trainer, "placement": placement}),
-            device,
-            worst_only=True,
-        )
+        changed = config.model_copy(update={"trainer": trainer, "placement": placement})
+        plan = plan_of(changed, device, worst_only=True)
         assert plan.usable_bytes is not None  # of a placement with GPUs
-        if plan.worst.total > plan.usable_bytes:
-            continue
-        changed = []
-        for name, value in trainer.model_dump().items():
+        if plan.worst.total <= plan.usable_bytes:
+            yield changed, plan
+
+
+def settings_of(config: RunConfig, changed: RunConfig, tables: Sequence[str]) -> str:
+    """What `changed` sets differently from `config` in some tables, as overrides."""
+    found = []
+    for table in tables:
+        old = getattr(config, table).model_dump()
+        for name, value in getattr(changed, table).model_dump().items():
             if value != old[name]:
-                changed.append(f"trainer.{name}={as_toml(value)}")
-        found.append(
-            {
-                "settings": " ".join(changed),
-                "bytes": plan.worst.total,
-                "cost": _cost(trainer, plan, gpus_per_node),
-                "bubble_fraction": plan.numbers["bubble_fraction"],
-            }
-        )
-    return sorted(found, key=lambda row: (round(row["cost"], 3), row["bytes"]))
+                found.append(f"{table}.{name}={as_toml(value)}")
+    return " ".join(found)
 
 
 def _layouts(

@@ -151,7 +151,7 @@ def predict_step(row: PublishedRow, constants: Constants) -> StepSeconds:
         trainer=trainer,
         publish_s=weights / link,
         switch_s=switch_s,
-        overhead_s=constants["step_overhead_s"] * machine.host_slowdown,
+        overhead_s=machine.step_overhead_s,
         overlaps=row.staleness > 0,
     )
 

@@ -67,6 +67,13 @@ class Machine:
             return self.constants["arm_host_slowdown"]
         return 1.0
 
+    @property
+    def step_overhead_s(self) -> float:
+        """What a step takes beside its phases."""
+        if self.device.architecture == "cpu":
+            return self.constants["cpu_step_overhead_s"]
+        return self.constants["step_overhead_s"] * self.host_slowdown
+
     def flops(self, sizes: Sizes) -> float:
         """Peak of the trainer's precision."""
         is_gpu = self.device.architecture != "cpu"

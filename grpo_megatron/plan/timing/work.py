@@ -93,10 +93,8 @@ def stage_work(s: Sizes, stage: int, batch: MicroBatch, backward_ratio: float) -
     ends = _end_amounts(s, stage, batch)
     step = _step(s, stage, batch)
     forward = layers + ends + _sent(s, forward_traffic(s, step, 1))
-    forward += Amounts(context_bytes=_context_bytes(s, stage, batch))
     backward = _differentiated(layers + ends, s, stage, backward_ratio)
     backward += _sent(s, backward_traffic(s, step, 1))
-    backward += Amounts(context_bytes=2 * _context_bytes(s, stage, batch))
     if s.trainer.recompute == "full":
         backward += layers + _sent(s, layers_traffic(s, step, 1))
     return StageWork(forward, backward)
@@ -195,7 +193,7 @@ def _layer_amounts(s: Sizes, stage: int, batch: MicroBatch) -> Amounts:
             expert_flops=count * expert_flops,
             attention_flops=count * s.symbols["heads"] * attention_widths(s) * squares,
             weight_bytes=count * held * element,
-            kept_bytes=count * kept_bytes(s, max(round(tokens), 1), is_moe=is_moe),
+            kept_bytes=count * kept_bytes(s, max(round(batch.tokens), 1), is_moe=is_moe),
             dense_layers=count * (not is_moe),
             moe_layers=count * is_moe,
         )
@@ -233,10 +231,17 @@ def _differentiated(forward: Amounts, s: Sizes, stage: int, backward_ratio: floa
 
 def _step(s: Sizes, stage: int, batch: MicroBatch) -> Step:
     t = s.trainer
-    tokens = max(round(batch.tokens / t.context_parallel_size), 1)
-    tokens = -(-tokens // t.tensor_parallel_size) * t.tensor_parallel_size
-    policy_tokens = round(batch.policy_tokens / t.context_parallel_size)
-    return Step(stage, 0, tokens, policy_tokens, on_gpu=True)
+    multiple = t.tensor_parallel_size * t.context_parallel_size
+    tokens = -(-max(round(batch.tokens), 1) // multiple) * multiple
+    policy_tokens = round(batch.policy_tokens)
+    return Step(
+        stage,
+        0,
+        tokens,
+        own_policy_tokens=policy_tokens // t.context_parallel_size,
+        policy_tokens=policy_tokens,
+        on_gpu=True,
+    )
 
 
 def _sent(s: Sizes, traffic: Traffic) -> Amounts:
@@ -248,7 +253,9 @@ def _sent(s: Sizes, traffic: Traffic) -> Amounts:
             continue
         of_group[group] = of_group.get(group, 0.0) + _TIMES_SENT.get(kind, 1.0) * size
     tp = t.tensor_parallel_size
+    cp = t.context_parallel_size
     return Amounts(
+        context_bytes=of_group.get("cp", 0.0) * (cp - 1) / cp,
         tensor_bytes=of_group.get("tp", 0.0) * (tp - 1) / tp,
         expert_bytes=of_group.get("ep", 0.0),
         expert_tensor_bytes=of_group.get("etp", 0.0) * (t.etp - 1) / t.etp,
@@ -258,19 +265,6 @@ def _sent(s: Sizes, traffic: Traffic) -> Amounts:
 
 _TIMES_SENT = {"all-reduce": 2.0}
 """A ring's all-reduce is a reduce-scatter and an all-gather."""
-
-
-def _context_bytes(s: Sizes, stage: int, batch: MicroBatch) -> float:
-    """Keys and values of its own tokens, sent on to every other context-parallel rank."""
-    cp = s.trainer.context_parallel_size
-    if cp == 1:
-        return 0.0
-    width: int = s.symbols["heads"] * attention_widths(s)
-    if s.attention != "latent":
-        width = 2 * s.symbols["key"]
-    tokens = batch.tokens / cp
-    element: int = s.symbols["element"]
-    return len(s.layers_of_stage(stage)) * (cp - 1) * tokens * width * element
 
 
 def parameters_of_rank(s: Sizes, stage: int) -> tuple[int, int]:

@@ -1,0 +1,220 @@
+"""What `plan` prints of predicted time, and `plan --search` by it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from grpo_megatron.cli.inspect_commands import format_size, print_table
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import ConfigError
+from grpo_megatron.plan.memory import Plan, plan_of
+from grpo_megatron.plan.search import search as search_layouts
+from grpo_megatron.plan.timing.constants import Constants, constants_with
+from grpo_megatron.plan.timing.lengths import Lengths
+from grpo_megatron.plan.timing.node_split import (
+    Split,
+    fewest_gpus,
+    node_splits,
+    splits_nodes,
+)
+from grpo_megatron.plan.timing.prediction import (
+    LengthOptions,
+    Prediction,
+    lengths_of,
+    predict_run,
+)
+
+_SHOWN = 10
+
+
+class Predictor:
+    """Constants and lengths of a command line, for a recipe on a device."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        device: str,
+        *,
+        lengths_file: str | None,
+        answer_tokens: float | None,
+        prompt_tokens: float | None,
+        constants: list[str],
+    ):
+        if lengths_file is not None and answer_tokens is not None:
+            raise ConfigError(
+                "--lengths and --answer-tokens exclude each other",
+                where="command line",
+                remedy="choose one of them",
+            )
+        for option, tokens in (
+            ("--answer-tokens", answer_tokens),
+            ("--prompt-tokens", prompt_tokens),
+        ):
+            if tokens is not None and tokens <= 0:
+                raise ConfigError(
+                    f"{tokens:g} tokens", where=option, remedy="a positive number of tokens"
+                )
+        options = LengthOptions(
+            Path(lengths_file) if lengths_file else None, answer_tokens, prompt_tokens
+        )
+        self.device = device
+        self.constants: Constants = constants_with(constants)
+        self.lengths: Lengths = lengths_of(config, options, self.constants)
+
+    def __call__(self, config: RunConfig, plan: Plan) -> Prediction:
+        """Predict a recipe's step."""
+        return predict_run(config, plan, self.device, self.constants, self.lengths)
+
+    def as_json(self, config: RunConfig, plan: Plan) -> dict[str, Any]:
+        """The same with every constant's source."""
+        return self(config, plan).as_json(self.constants)
+
+
+def print_prediction(found: Prediction) -> None:
+    """Print seconds of phases, and what they amount to."""
+    phases = {
+        "generation": found.generation_s,
+        "log-probs": found.logprobs_s,
+        "forward, backward": found.forward_backward_s,
+        "gradient sync": found.gradient_sync_s,
+        "optimizer": found.optimizer_s,
+        "publish": found.publish_s,
+        "switch": found.switch_s,
+        "overhead": found.overhead_s,
+        "step": found.step_s,
+    }
+    rows = []
+    for name, seconds in phases.items():
+        rows.append((name, f"{seconds:.1f}", f"{seconds / found.step_s:.0%}"))
+    typer.echo()
+    print_table(("predicted phase", "seconds", "of the step"), rows, labelled=True)
+    typer.echo()
+    print_table(("what", ""), list(_amounts(found).items()))
+
+
+def _amounts(found: Prediction) -> dict[str, str]:
+    lengths = found.lengths
+    order = "one after the other"
+    if found.overlaps:
+        order = "generation beside training"
+    return {
+        "predicted for": f"{found.num_gpus} x {found.device}, {order}",
+        "lengths": f"prompt {lengths.prompt:.0f}, answer {lengths.answer:.0f} tokens on the mean, "
+        f"at most {lengths.longest:.0f} ({lengths.source})",
+        "tokens per second per GPU": f"{found.tokens_per_s_per_gpu:.1f}",
+        "MFU": f"{found.mfu:.1%} of the trainer while it trains, {found.step_mfu:.1%} of all GPUs",
+        "utilisation": f"trainer {found.trainer_utilisation:.0%}, "
+        f"engines {found.engine_utilisation:.0%}",
+        "staleness": f"{found.staleness_versions:g} versions, {found.staleness_updates:g} updates",
+        "cost": f"{found.gpu_hours_per_step:.2f} GPU hours a step, {found.gpu_hours:,.0f} in all",
+        "largest phase": f"{found.largest_phase.replace('_', ' ')}; to shorten it: {found.advice}",
+    }
+
+
+def search(
+    config: RunConfig,
+    nodes: int,
+    gpus_per_node: int,
+    predictor: Predictor,
+    *,
+    as_json: bool,
+) -> None:
+    """Print splits of nodes between training and generation, fastest first; with one node, or where
+    trainer and engines share GPUs, layouts of the trainer. ConfigError where nothing fits."""
+    if nodes > 1 and splits_nodes(config):
+        _search_splits(config, nodes, gpus_per_node, predictor, as_json=as_json)
+        return
+    rows = search_layouts(
+        config,
+        nodes,
+        gpus_per_node,
+        predictor.device,
+        lambda changed, plan: predictor(changed, plan).step_s,
+    )[:_SHOWN]
+    if not rows:
+        raise ConfigError(
+            f"no layout of {nodes}x{gpus_per_node} fits",
+            where="--search",
+            remedy="more nodes, or fewer trainer.max_tokens_per_microbatch",
+        )
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    shown = []
+    for row in rows:
+        shown.append(
+            (
+                f"{row['cost']:.2f}",
+                format_size(row["bytes"]),
+                f"{row['bubble_fraction']:.1%}",
+                f"{row['step_s']:.1f}",
+                row["settings"] or "as in the recipe",
+            )
+        )
+    header = ("cost", "memory", "bubble", "step seconds", "settings")
+    print_table(header, shown, labelled=True)
+
+
+def _search_splits(
+    config: RunConfig,
+    nodes: int,
+    gpus_per_node: int,
+    predictor: Predictor,
+    *,
+    as_json: bool,
+) -> None:
+    splits = node_splits(
+        config, nodes, gpus_per_node, predictor.device, predictor.constants, predictor.lengths
+    )[:_SHOWN]
+    if not splits:
+        placement = config.placement.model_copy(update={"gpus_per_node": gpus_per_node})
+        on_gpus = config.model_copy(update={"placement": placement})
+        needed = fewest_gpus(config, plan_of(on_gpus, predictor.device, worst_only=True))
+        raise ConfigError(
+            f"no split of {nodes}x{gpus_per_node} fits",
+            where="--search",
+            remedy=f"trainer and one engine need about {needed} GPUs or more: --search "
+            f"{max(-(-needed // gpus_per_node), nodes + 1)}x{gpus_per_node}, or fewer "
+            "trainer.max_tokens_per_microbatch",
+        )
+    if as_json:
+        typer.echo(json.dumps([_split_values(split) for split in splits], indent=2))
+        return
+    shown = []
+    for split in splits:
+        found = split.prediction
+        shown.append(
+            (
+                str(split.trainer_nodes),
+                str(split.rollout_nodes),
+                f"{found.step_s:.1f}",
+                f"{found.tokens_per_s_per_gpu:.1f}",
+                f"{found.trainer_utilisation:.0%}",
+                f"{found.engine_utilisation:.0%}",
+                split.settings or "as in the recipe",
+            )
+        )
+    header = (
+        "trainer nodes",
+        "rollout nodes",
+        "step seconds",
+        "tokens/s/GPU",
+        "trainer busy",
+        "engines busy",
+        "settings",
+    )
+    print_table(header, shown, labelled=True)
+
+
+def _split_values(split: Split) -> dict[str, Any]:
+    values = asdict(split.prediction)
+    del values["lengths"]
+    return {
+        "trainer_nodes": split.trainer_nodes,
+        "rollout_nodes": split.rollout_nodes,
+        "settings": split.settings,
+        **values,
+    }

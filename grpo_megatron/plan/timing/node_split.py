@@ -1,0 +1,130 @@
+"""How nodes are best split between training and generation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.plan.engine_rules import ENGINE_RULES, is_cpu_engine
+from grpo_megatron.plan.memory import Plan, plan_of
+from grpo_megatron.plan.model_facts import model_facts
+from grpo_megatron.plan.search import fitting, settings_of
+from grpo_megatron.plan.timing.constants import Constants
+from grpo_megatron.plan.timing.lengths import Lengths
+from grpo_megatron.plan.timing.prediction import Prediction, predict_run
+
+_MOST_SPLITS = 8
+"""Of more nodes, so many splits are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Nodes that train and nodes that generate, with the fastest layouts of both."""
+
+    trainer_nodes: int
+    rollout_nodes: int
+    settings: str
+    """Overrides of the recipe."""
+    prediction: Prediction
+
+
+def splits_nodes(config: RunConfig) -> bool:
+    """Say whether a recipe has nodes of either kind: it generates and trains, on GPUs apart."""
+    has_both = config.trains and not config.uses_dataset
+    return has_both and config.placement.mode == "separate"
+
+
+def node_splits(
+    config: RunConfig,
+    nodes: int,
+    gpus_per_node: int,
+    device: str,
+    constants: Constants,
+    lengths: Lengths,
+) -> list[Split]:
+    """Return splits of `nodes` that fit, fastest first, each with the trainer layout and the
+    engines' tensor parallelism that make its step shortest. Of more than eight nodes, some splits
+    are left out."""
+    found = []
+    for trainer_nodes in split_points(nodes):
+        split = _best(config, trainer_nodes, nodes, gpus_per_node, device, constants, lengths)
+        if split is not None:
+            found.append(split)
+    return sorted(found, key=lambda split: split.prediction.step_s)
+
+
+def split_points(nodes: int) -> list[int]:
+    """Return the numbers of trainer nodes that are tried."""
+    step = max(nodes // _MOST_SPLITS, 1)
+    return list(range(step, nodes, step))
+
+
+def _best(
+    config: RunConfig,
+    trainer_nodes: int,
+    nodes: int,
+    gpus_per_node: int,
+    device: str,
+    constants: Constants,
+    lengths: Lengths,
+) -> Split | None:
+    engines = list(_engines(config, nodes - trainer_nodes, gpus_per_node, device))
+    if not engines:
+        return None
+
+    def predicted(changed: RunConfig, plan: Plan) -> Prediction:
+        return predict_run(changed, plan, device, constants, lengths)
+
+    # the trainer's seconds do not depend on the engines', nor theirs on its layout
+    best: tuple[RunConfig, Plan] | None = None
+    shortest_s = float("inf")
+    for changed, plan in fitting(engines[0], trainer_nodes, gpus_per_node, device):
+        trainer_s = predicted(changed, plan).trainer_s
+        if trainer_s < shortest_s:
+            best, shortest_s = (changed, plan), trainer_s
+    if best is None:
+        return None
+    found = []
+    for engine in engines:
+        placement = engine.placement.model_copy(update={"trainer_nodes": trainer_nodes})
+        changed = engine.model_copy(update={"trainer": best[0].trainer, "placement": placement})
+        plan = plan_of(changed, device, worst_only=True)
+        settings = settings_of(config, changed, ("placement", "trainer", "rollout"))
+        prediction = predicted(changed, plan)
+        found.append(Split(trainer_nodes, nodes - trainer_nodes, settings, prediction))
+    return min(found, key=lambda split: split.prediction.step_s)
+
+
+def _engines(
+    config: RunConfig, rollout_nodes: int, gpus_per_node: int, device: str
+) -> Iterator[RunConfig]:
+    """The recipe with engines that fill the nodes, of every size that fits."""
+    facts = model_facts(config.model)
+    gpus = rollout_nodes * gpus_per_node
+    sizes = {2**power for power in range(gpus_per_node.bit_length())}
+    sizes = {size for size in sizes if size <= gpus_per_node and gpus_per_node % size == 0}
+    sizes.add(config.rollout.tensor_parallel_size)
+    for size in sorted(sizes):
+        replicas = min(gpus // size, config.batch.num_prompts)
+        if replicas == 0 or (size > gpus_per_node and size % gpus_per_node):
+            continue
+        rollout = config.rollout.model_copy(
+            update={"tensor_parallel_size": size, "num_replicas": replicas, "data_parallel_size": 1}
+        )
+        if any(ENGINE_RULES.broken_names(rollout, facts, is_cpu_engine())):
+            continue
+        placement = config.placement.model_copy(
+            update={"rollout_nodes": rollout_nodes, "gpus_per_node": gpus_per_node}
+        )
+        changed = config.model_copy(update={"rollout": rollout, "placement": placement})
+        plan = plan_of(changed, device, worst_only=True)
+        if plan.engine["kv_tokens"] >= rollout.max_model_len:
+            yield changed
+
+
+def fewest_gpus(config: RunConfig, plan: Plan) -> int:
+    """Return about how many GPUs a recipe needs at least: for weights (2 bytes a parameter),
+    gradients (4) and optimizer state (12), and for one engine's weights."""
+    assert plan.usable_bytes is not None
+    of_trainer = 18 * plan.numbers["parameters"] / plan.usable_bytes
+    of_engine = 2 * plan.numbers["parameters"] / plan.usable_bytes
+    return int(of_trainer) + 1 + int(of_engine) + 1

@@ -1,0 +1,405 @@
+"""What a recipe's step takes: seconds of every phase, what they amount to, and what to enlarge."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.config.trainer import TrainerConfig
+from grpo_megatron.plan.memory import Plan, samples_of_step, vocabulary_of
+from grpo_megatron.plan.model_facts import configuration_of
+from grpo_megatron.plan.timing.constants import CPU, Constants, sources
+from grpo_megatron.plan.timing.generation import EngineLoad, generation_seconds
+from grpo_megatron.plan.timing.lengths import Lengths, log_normal, read_lengths
+from grpo_megatron.plan.timing.step import StepSeconds
+from grpo_megatron.plan.timing.trainer import (
+    Machine,
+    TrainerLoad,
+    TrainerSeconds,
+    trainer_seconds,
+    trainer_work,
+)
+from grpo_megatron.plan.timing.work import model_flops, parameters_of_rank
+from grpo_megatron.plan.weights import Sizes, sizes_of
+
+_NOTHING = TrainerSeconds(0.0, 0.0, 0.0, 0.0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthOptions:
+    """What is known of a run's lengths beside its recipe."""
+
+    file: Path | None = None
+    """Lengths of samples, see `read_lengths`."""
+    answer_tokens: float | None = None
+    """Mean tokens of an answer."""
+    prompt_tokens: float | None = None
+    """Mean tokens of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of a run's step."""
+
+    device: str
+    lengths: Lengths
+    num_gpus: int
+    """Of trainer and engines; processes on a CPU."""
+    generation_s: float
+    logprobs_s: float
+    """Passes of the old policy, references and teachers."""
+    forward_backward_s: float
+    """With the pipeline's bubble and the busiest expert rank."""
+    gradient_sync_s: float
+    optimizer_s: float
+    publish_s: float
+    switch_s: float
+    """What shares GPUs, or is kept on the host, is carried there and back."""
+    overhead_s: float
+    step_s: float
+    overlaps: bool
+    """Whether generation and training go on at the same time."""
+    bubble_fraction: float
+    """Share of forward and backward in which the slowest stage waits."""
+    num_microbatches: int
+    """Of an update and data-parallel rank."""
+    tokens_per_step: float
+    """Prompts and answers of all samples, at their mean lengths."""
+    computed_tokens_per_step: float
+    """Of these the trainer computes, a shared prompt once."""
+    tokens_per_s_per_gpu: float
+    mfu: float
+    """Share of the trainers' peak while forward and backward run."""
+    step_mfu: float
+    """Share of all GPUs' peak over the whole step."""
+    trainer_utilisation: float
+    """Share of the step in which the trainer computes."""
+    engine_utilisation: float
+    """Share of the step in which engines generate."""
+    staleness_versions: float
+    """Versions by which the weights are newer than those that an answer began with."""
+    staleness_updates: float
+    """Mean optimizer steps between what samples were drawn from and what is updated with them."""
+    gpu_hours_per_step: float
+    gpu_hours: float
+    """Of all steps."""
+    largest_phase: str
+    advice: str
+    """What to enlarge."""
+
+    @property
+    def trainer_s(self) -> float:
+        """What the trainer does in a step."""
+        passes_s = self.logprobs_s + self.forward_backward_s
+        return passes_s + self.gradient_sync_s + self.optimizer_s
+
+    def as_json(self, constants: Constants) -> dict[str, Any]:
+        """Return all figures, and every constant with its source."""
+        values = asdict(self)
+        lengths = self.lengths
+        values["lengths"] = {
+            "prompt_tokens": lengths.prompt,
+            "answer_tokens": lengths.answer,
+            "longest_answer_tokens": lengths.longest,
+            "source": lengths.source,
+        }
+        return {**values, "constants": sources(constants)}
+
+
+def lengths_of(config: RunConfig, options: LengthOptions, constants: Constants) -> Lengths:
+    """Return the lengths of a run's samples: of a file, else log-normal around a mean that is given
+    or assumed, and cut where the recipe cuts them. DataError as of `read_lengths`."""
+    rollout = config.rollout
+    longest = max(min(rollout.max_new_tokens, rollout.max_model_len - 1), 1)
+    prompt = options.prompt_tokens or constants["prompt_tokens"]
+    prompt = min(prompt, max(rollout.max_model_len - longest, 1))
+    if options.file is not None:
+        return read_lengths(options.file, prompt, longest)
+    answer = options.answer_tokens or constants["answer_share"] * longest
+    source = "log-normal, mean as given"
+    if options.answer_tokens is None:
+        source = "log-normal, mean assumed (answer_share of the longest answer)"
+    return log_normal(prompt, answer, float(longest), constants["answer_sigma"], source)
+
+
+def predict_run(
+    config: RunConfig,
+    plan: Plan,
+    device: str,
+    constants: Constants,
+    lengths: Lengths,
+) -> Prediction:
+    """Return what a step of a valid recipe takes on `device`, a CPU's where it has no GPUs. `plan`
+    is its memory plan: of engines' cache, and of a publish."""
+    placement = config.placement
+    if not placement.gpus_per_node:
+        device = CPU
+    hf, _ = configuration_of(config.model)
+    vocab_size = vocabulary_of(hf, config.model)
+    sizes = sizes_of(hf, vocab_size, config.trainer)
+    machine = Machine(
+        constants, constants.device(device), placement.gpus_per_node or config.num_devices
+    )
+    samples = samples_of_step(config)
+    load = _trainer_load(config, samples, lengths)
+    trainer = _NOTHING
+    if config.trains:
+        work = trainer_work(sizes, load, constants["attention_backward_ratio"])
+        trainer = trainer_seconds(work, machine)
+    step = StepSeconds(
+        generation_s=_generation_seconds(config, plan, hf, vocab_size, lengths, machine),
+        trainer=trainer,
+        publish_s=_publish_seconds(config, plan, machine),
+        switch_s=_switch_seconds(config, plan, sizes, machine),
+        overhead_s=machine.step_overhead_s,
+        overlaps=overlaps(config),
+    )
+    return _prediction(config, device, lengths, load, sizes, machine, step, vocab_size, hf)
+
+
+def overlaps(config: RunConfig) -> bool:
+    """Say whether a run generates and trains at the same time."""
+    has_both = generates(config) and config.trains
+    return has_both and config.placement.mode == "separate" and config.batch.max_staleness > 0
+
+
+def generates(config: RunConfig) -> bool:
+    """Say whether a run's steps have answers of the policy."""
+    return not config.uses_dataset
+
+
+def _trainer_load(config: RunConfig, samples: int, lengths: Lengths) -> TrainerLoad:
+    capacity = config.trainer.max_tokens_per_microbatch
+    return TrainerLoad(
+        num_samples=samples,
+        num_updates=config.batch.updates_per_step,
+        lengths=lengths,
+        max_tokens_per_microbatch=capacity,
+        max_tokens_per_logprob_microbatch=capacity,
+        num_logprob_passes=_num_logprob_passes(config),
+        computed_share=computed_share(config, lengths),
+        is_sft=config.kind == "sft",
+    )
+
+
+def computed_share(config: RunConfig, lengths: Lengths) -> float:
+    """Return the share of a step's tokens that the trainer computes: a prompt once for all samples
+    of its group, where prompts are shared."""
+    size = config.batch.num_samples_per_prompt
+    if not config.trainer.share_prefixes or config.uses_dataset:
+        return 1.0
+    return (lengths.prompt / size + lengths.answer) / lengths.total
+
+
+def _num_logprob_passes(config: RunConfig) -> int:
+    """Passes without gradients over all samples: the old policy's where the first loss does not
+    have its log-probs, a reference's, teachers'."""
+    if config.kind == "distil":
+        teachers = config.distillation.teachers if config.distillation else ()
+        return len([teacher for teacher in teachers if teacher.path is not None])
+    if config.kind != "rl":
+        return 0
+    passes = 0
+    is_on_policy = config.batch.updates_per_step == 1 and config.batch.max_staleness == 0
+    if not is_on_policy or config.routing.replay == "r2":
+        passes += 1
+    if _has_reference(config):
+        passes += 1
+    return passes
+
+
+def _has_reference(config: RunConfig) -> bool:
+    objective = config.objective
+    return config.kind == "rl" and (objective.kl != "none" or objective.preference_weight > 0)
+
+
+def _generation_seconds(
+    config: RunConfig,
+    plan: Plan,
+    hf: dict[str, Any],
+    vocab_size: int,
+    lengths: Lengths,
+    machine: Machine,
+) -> float:
+    if not generates(config):
+        return 0.0
+    rollout = config.rollout
+    layout = TrainerConfig(
+        num_ranks=rollout.num_workers,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        expert_tensor_parallel_size=rollout.num_workers,
+        precision=rollout.dtype,
+    )
+    engines = rollout.num_replicas * rollout.data_parallel_size
+    sizes = sizes_of(hf, vocab_size, layout)
+    samples = samples_of_step(config)
+    prompts = config.batch.num_prompts
+    if config.sampling.dynamic:
+        samples = round(samples * machine.constants["dynamic_sampling_rounds"])
+        prompts = round(prompts * machine.constants["dynamic_sampling_rounds"])
+    load = EngineLoad(
+        num_samples=samples / engines,
+        num_prompts=prompts / engines,
+        lengths=lengths,
+        capacity=_sequences_at_once(config, plan, lengths),
+        weight_share=_weight_share(config),
+        is_eager="--enforce-eager" in rollout.engine_arguments,
+    )
+    return generation_seconds(sizes, load, machine)
+
+
+def _sequences_at_once(config: RunConfig, plan: Plan, lengths: Lengths) -> int:
+    """Of a server: as many as it may run, the client asks for, and its cache holds."""
+    rollout = config.rollout
+    of_request = config.batch.num_samples_per_prompt
+    if rollout.deterministic or config.allocation is not None:
+        of_request = 1
+    asked = rollout.max_concurrent_requests * of_request // rollout.data_parallel_size
+    cached = int(plan.engine["kv_tokens"] / lengths.total)
+    return max(min(rollout.max_num_seqs, asked, cached), 1)
+
+
+def _weight_share(config: RunConfig) -> float:
+    """Bytes of an engine's weight, in those of its type."""
+    arguments = " ".join(config.rollout.engine_arguments)
+    if "--quantization=fp8" in arguments or "--quantization fp8" in arguments:
+        return 0.5
+    return 1.0
+
+
+def _publish_seconds(config: RunConfig, plan: Plan, machine: Machine) -> float:
+    """Over the links, or through the host's memory."""
+    if config.kind not in ("rl", "distil") or not generates(config):
+        return 0.0
+    if config.publish_carrier == "nccl":
+        return plan.publish.seconds
+    speed = machine.constants["host_bytes_per_s"]
+    if machine.device.architecture == "cpu":
+        speed = machine.device.link_bytes_per_s
+    return plan.publish.worker_bytes / speed
+
+
+def _switch_seconds(config: RunConfig, plan: Plan, s: Sizes, machine: Machine) -> float:
+    """Engines that sleep put their weights on the host; references are kept there."""
+    if machine.device.architecture == "cpu":
+        return 0.0
+    carried = 0.0
+    if config.placement.mode == "colocated" and generates(config):
+        carried += 2 * plan.engine["weights"]
+    if _has_reference(config):
+        element: int = s.symbols["element"]
+        carried += 2 * element * sum(parameters_of_rank(s, 0))
+    return carried / machine.constants["host_bytes_per_s"]
+
+
+def _prediction(
+    config: RunConfig,
+    device: str,
+    lengths: Lengths,
+    load: TrainerLoad,
+    sizes: Sizes,
+    machine: Machine,
+    step: StepSeconds,
+    vocab_size: int,
+    hf: dict[str, Any],
+) -> Prediction:
+    trainer = step.trainer
+    placement = config.placement
+    num_gpus = config.num_devices
+    if placement.gpus_per_node:
+        num_gpus = placement.num_nodes * placement.gpus_per_node
+    tokens = load.num_samples * lengths.total
+    whole = sizes_of(hf, vocab_size, TrainerConfig())
+    trained = config.batch.epochs * load.computed_share
+    squares = load.num_samples * lengths.mean_square
+    flops = trained * model_flops(whole, tokens, squares)
+    if not config.trains:
+        flops = 0.0
+    peak = machine.flops(sizes)
+    mfu = 0.0
+    if trainer.forward_backward_s:
+        mfu = flops / (trainer.forward_backward_s * peak * sizes.trainer.num_ranks)
+    gpu_hours = step.step_s * num_gpus / 3600
+    largest, advice = _what_to_enlarge(config, step)
+    return Prediction(
+        device=device,
+        lengths=lengths,
+        num_gpus=num_gpus,
+        generation_s=step.generation_s,
+        logprobs_s=trainer.logprobs_s,
+        forward_backward_s=trainer.forward_backward_s,
+        gradient_sync_s=trainer.gradient_sync_s,
+        optimizer_s=trainer.optimizer_s,
+        publish_s=step.publish_s,
+        switch_s=step.switch_s,
+        overhead_s=step.overhead_s,
+        step_s=step.step_s,
+        overlaps=step.overlaps,
+        bubble_fraction=trainer.bubble_fraction,
+        num_microbatches=trainer.num_microbatches,
+        tokens_per_step=tokens,
+        computed_tokens_per_step=load.computed_share * tokens,
+        tokens_per_s_per_gpu=tokens / step.step_s / num_gpus,
+        mfu=mfu,
+        step_mfu=flops / (step.step_s * peak * num_gpus),
+        trainer_utilisation=trainer.total_s / step.step_s,
+        engine_utilisation=step.generation_s / step.step_s,
+        staleness_versions=float(config.batch.max_staleness * step.overlaps),
+        staleness_updates=_staleness_updates(config, step),
+        gpu_hours_per_step=gpu_hours,
+        gpu_hours=gpu_hours * config.num_steps,
+        largest_phase=largest,
+        advice=advice,
+    )
+
+
+def _staleness_updates(config: RunConfig, step: StepSeconds) -> float:
+    """Updates of the step itself, half of them on the mean, and those of the steps between."""
+    updates = config.batch.updates_per_step
+    if config.kind != "rl":
+        return 0.0
+    between = config.batch.max_staleness * updates if step.overlaps else 0
+    return between + (updates - 1) / 2
+
+
+def _what_to_enlarge(config: RunConfig, step: StepSeconds) -> tuple[str, str]:
+    """The phase that a step waits for, and what makes it shorter."""
+    trainer = step.trainer
+    phases = {
+        "generation": step.generation_s,
+        "logprobs": trainer.logprobs_s,
+        "forward_backward": trainer.forward_backward_s,
+        "gradient_sync": trainer.gradient_sync_s,
+        "optimizer": trainer.optimizer_s,
+    }
+    if step.overlaps:
+        training_waits = step.generation_s >= trainer.total_s
+        if training_waits:
+            phases = {"generation": step.generation_s}
+        else:
+            del phases["generation"]
+    phases |= {"publish": step.publish_s, "switch": step.switch_s, "overhead": step.overhead_s}
+    largest = max(phases, key=lambda name: phases[name])
+    return largest, _ADVICE[largest] + _of_bubble(largest, trainer)
+
+
+_ADVICE = {
+    "generation": "more rollout nodes (replicas), or a smaller "
+    "rollout.tensor_parallel_size where the cache allows it",
+    "logprobs": "more trainer nodes, or larger micro-batches",
+    "forward_backward": "more trainer nodes, or another layout (--search)",
+    "gradient_sync": "fewer, larger updates, or trainer.overlap_communication",
+    "optimizer": "shard the optimizer over more data-parallel ranks",
+    "publish": "faster links, or more trainer ranks than a replica has workers",
+    "switch": "GPUs of their own for trainer and engines (placement.mode = 'separate')",
+    "overhead": "larger steps: more prompts or samples, so that what each step costs is shared",
+}
+
+
+def _of_bubble(largest: str, trainer: TrainerSeconds) -> str:
+    if largest == "forward_backward" and trainer.bubble_fraction > 0.15:
+        return (
+            f"; {trainer.bubble_fraction:.0%} of it is the pipeline's bubble: fewer stages, "
+            "virtual stages or more micro-batches"
+        )
+    return ""
