@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 
-from grpo_megatron.errors import DataError, raised_as
+from grpo_megatron.errors import ConfigError, raised_as
 
 _NUM_QUANTILES = 128
 
@@ -95,10 +95,10 @@ def fixed(total: float, source: str) -> Lengths:
 
 def read_lengths(path: Path, prompt: float, longest: int) -> Lengths:
     """Return lengths of a text file: on each line the tokens of an answer, or of a prompt and an
-    answer. Answers are cut at `longest`. DataError where a line is something else or there is none.
+    answer. Answers are cut at `longest`. ConfigError where a line is something else or there is none.
     """
     with raised_as(
-        DataError,
+        ConfigError,
         "cannot read the lengths",
         (OSError, UnicodeDecodeError),
         where=path,
@@ -110,7 +110,7 @@ def read_lengths(path: Path, prompt: float, longest: int) -> Lengths:
         if line.strip():
             rows.append(_row(line, f"{path}:{number}"))
     if not rows:
-        raise DataError(
+        raise ConfigError(
             "the file has no lengths",
             where=str(path),
             remedy="one line a sample: tokens of the answer, or of prompt and answer",
@@ -126,7 +126,7 @@ def _row(line: str, where: str) -> list[int]:
     words = line.replace(",", " ").split()
     is_number = all(word.isascii() and word.isdigit() and int(word) > 0 for word in words)
     if len(words) > 2 or not is_number:
-        raise DataError(
+        raise ConfigError(
             f"{line.strip()!r} is not one or two positive numbers of tokens",
             where=where,
             remedy="one line a sample: tokens of the answer, or of prompt and answer",

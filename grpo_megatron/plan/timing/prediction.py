@@ -108,7 +108,7 @@ class Prediction:
 
 def lengths_of(config: RunConfig, options: LengthOptions, constants: Constants) -> Lengths:
     """Return the lengths of a run's samples: of a file, else log-normal around a mean that is given
-    or assumed, and cut where the recipe cuts them. DataError as of `read_lengths`."""
+    or assumed, and cut where the recipe cuts them. ConfigError as of `read_lengths`."""
     rollout = config.rollout
     longest = max(min(rollout.max_new_tokens, rollout.max_model_len - 1), 1)
     prompt = options.prompt_tokens or constants["prompt_tokens"]

@@ -1,0 +1,115 @@
+"""`plan` and `plan --search`: predicted time of recipes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_megatron import assets
+from grpo_megatron.cli.main import main
+from grpo_megatron.plan.memory import plan_of
+from grpo_megatron.plan.resolve import resolve
+from grpo_megatron.plan.search import fitting
+from grpo_megatron.plan.timing.constants import shipped_constants
+from grpo_megatron.plan.timing.node_split import node_splits
+from grpo_megatron.plan.timing.prediction import LengthOptions, lengths_of, predict_run
+
+SMALL = "dense/qwen3-8b"
+CONSTANTS = shipped_constants()
+
+
+def predicted(recipe: str, *overrides: str, **options: float):
+    config = resolve(recipe, overrides).config
+    lengths = lengths_of(config, LengthOptions(**options), CONSTANTS)
+    return predict_run(config, plan_of(config), "h100-80g", CONSTANTS, lengths)
+
+
+@pytest.mark.parametrize("recipe", assets.names(assets.root() / "recipes"))
+def test_every_recipe_has_a_predicted_step(recipe):
+    found = predicted(recipe)
+    assert 0 < found.step_s < 1e6
+    assert found.tokens_per_s_per_gpu > 0
+    assert 0 <= found.step_mfu <= found.mfu < 1
+    assert 0 <= found.trainer_utilisation <= 1 and 0 <= found.engine_utilisation <= 1
+    assert found.advice
+    assert found.gpu_hours_per_step == pytest.approx(found.step_s * found.num_gpus / 3600)
+
+
+def test_phases_add_up_to_the_step():
+    apart = predicted(SMALL, "batch.max_staleness=0")
+    beside = predicted(SMALL)
+    rest = beside.publish_s + beside.switch_s + beside.overhead_s
+    assert beside.step_s == pytest.approx(max(beside.generation_s, beside.trainer_s) + rest)
+    rest = apart.publish_s + apart.switch_s + apart.overhead_s
+    assert apart.step_s == pytest.approx(apart.generation_s + apart.trainer_s + rest)
+    assert (beside.staleness_versions, apart.staleness_versions) == (1, 0)
+
+
+def test_shared_prompts_are_computed_once():
+    shared = predicted(SMALL, prompt_tokens=1000, answer_tokens=1000)
+    alone = predicted(SMALL, "trainer.share_prefixes=false", prompt_tokens=1000, answer_tokens=1000)
+    assert shared.computed_tokens_per_step == pytest.approx(
+        shared.tokens_per_step * (1000 / 16 + 1000) / 2000
+    )
+    assert shared.forward_backward_s < alone.forward_backward_s
+
+
+def test_json_has_a_source_for_every_constant(capsys):
+    assert main(["plan", SMALL, "--json", "--constant", "decode_efficiency=0.5"]) == 0
+    found = json.loads(capsys.readouterr().out)["time"]
+    for name, constant in found["constants"].items():
+        assert constant["source"] and constant["kind"], name
+        assert "unit" in constant or name.startswith("devices.")
+    assert found["constants"]["decode_efficiency"]["value"] == 0.5
+    assert found["constants"]["decode_efficiency"]["kind"] == "given"
+
+
+def test_text_has_phases_and_what_to_enlarge(capsys):
+    assert main(["plan", SMALL]) == 0
+    out = capsys.readouterr().out
+    for word in ("generation\t", "step\t", "tokens per second per GPU", "MFU", "largest phase"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--constant", "decode_eficiency=0.5"], "decode_efficiency"),
+        (["--constant", "decode_efficiency=fast"], "NAME=VALUE"),
+        (["--lengths", "missing.txt"], "missing.txt"),
+        (["--answer-tokens", "-1"], "--answer-tokens"),
+        (["--answer-tokens", "10", "--lengths", "x"], "exclude each other"),
+    ],
+)
+def test_wrong_arguments_are_told(capsys, arguments, message):
+    assert main(["plan", SMALL, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_few_gpus_for_a_split_are_told(capsys):
+    assert main(["plan", "moe/deepseek-v3", "--search", "2x8"]) == 2
+    error = capsys.readouterr().err
+    assert "no split of 2x8 fits" in error and "--search " in error
+
+
+def test_search_finds_the_split_that_brute_force_finds():
+    config = resolve(SMALL, ["placement.rollout_nodes=1"]).config
+    lengths = lengths_of(config, LengthOptions(answer_tokens=2000), CONSTANTS)
+    found = node_splits(config, 3, 4, "h100-80g", CONSTANTS, lengths)
+    fastest_s = {}
+    for trainer_nodes in (1, 2):
+        seconds = []
+        for size in (1, 2, 4):
+            replicas = (3 - trainer_nodes) * 4 // size
+            rollout = config.rollout.model_copy(
+                update={"tensor_parallel_size": size, "num_replicas": replicas}
+            )
+            placement = config.placement.model_copy(update={"rollout_nodes": 3 - trainer_nodes})
+            tried = config.model_copy(update={"rollout": rollout, "placement": placement})
+            for changed, plan in fitting(tried, trainer_nodes, 4, "h100-80g"):
+                step = predict_run(changed, plan, "h100-80g", CONSTANTS, lengths)
+                seconds.append(step.step_s)
+        fastest_s[trainer_nodes] = min(seconds)
+    assert [split.prediction.step_s for split in found] == pytest.approx(sorted(fastest_s.values()))
+    assert found[0].trainer_nodes == min(fastest_s, key=lambda nodes: fastest_s[nodes])
