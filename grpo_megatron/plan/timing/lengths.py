@@ -95,8 +95,8 @@ def fixed(total: float, source: str) -> Lengths:
 
 def read_lengths(path: Path, prompt: float, longest: int) -> Lengths:
     """Return lengths of a text file: on each line the tokens of an answer, or of a prompt and an
-    answer. Answers are cut at `longest`. ConfigError where a line is something else or there is none.
-    """
+    answer. Answers are cut at `longest`. ConfigError where a line is something else, or there is
+    none."""
     with raised_as(
         ConfigError,
         "cannot read the lengths",
