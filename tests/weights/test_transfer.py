@@ -14,9 +14,9 @@ import torch
 
 from grpo_megatron.errors import MismatchError
 from grpo_megatron.weights.boxes import Box, whole_box
-from grpo_megatron.weights.publish_plan import HeldBox, Stream, plan_streams
+from grpo_megatron.weights.publish_plan import HEADER_BYTES, HeldBox, Stream, plan_streams
 from grpo_megatron.weights.tensor_entry import entry_of
-from grpo_megatron.weights.transfer import StreamReceiver, StreamSender, TransferError
+from grpo_megatron.weights.transfer import StreamReceiver, StreamSender, TransferError, Transmission
 
 HOST = "127.0.0.1"
 SHAPES = {"a": (300, 8), "b": (4,), "c": (), "d": (1000, 40), "f": (6, 5, 5)}
@@ -170,6 +170,21 @@ def test_a_wrong_piece_is_named_and_all_workers_are_told():
     for worker in (0, 1):
         assert isinstance(exchange.results[f"worker {worker}"], TransferError)
         assert "trainer rank 0 failed and gave up" in str(exchange.results[f"worker {worker}"])
+
+
+def test_the_reason_is_told_also_where_the_connection_is_closed_before_anybody_looked(monkeypatch):
+    """As gloo reports it when the one before leaves between a message's arrival and the wait."""
+    wait = Transmission.wait
+
+    def wait_too_long(self) -> torch.Tensor:
+        data = wait(self)
+        header = data[:HEADER_BYTES].view(torch.int64)
+        if "receiving" in self._what and header[-1] != 0:
+            raise TransferError("Connection closed by peer")
+        return data
+
+    monkeypatch.setattr(Transmission, "wait", wait_too_long)
+    test_a_wrong_piece_is_named_and_all_workers_are_told()
 
 
 def test_a_source_that_raises_ends_both_sides():
