@@ -31,6 +31,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from grpo_megatron.batching.packing import plan_microbatches
+from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.rollout_batch import RolloutBatchBuilder, StepSampler
@@ -358,8 +359,10 @@ def read_back(options: argparse.Namespace, directory: Path) -> None:
         table = SampleTable(step, verify=rank == 0)
         lengths = table.prompt_lengths + table.completion_lengths
         plan = plan_microbatches(
-            lengths, num_ranks=options.ranks // stages, max_tokens=4 * int(lengths.max())
-        )
+            SamplePaths.without_sharing(lengths),
+            num_ranks=options.ranks // stages,
+            max_tokens=4 * int(lengths.max()),
+        ).samples
         opened.append(time.process_time() - started)
         started = time.process_time()
         rows = np.concatenate(plan[rank // stages]).tolist()

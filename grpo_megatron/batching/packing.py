@@ -2,7 +2,7 @@
 
 Every rank computes the same plan from the recorded step alone, so it can be trained at
 any layout. Costs, not lengths, are balanced: attention is quadratic in a sample's length. Where
-prompts are shared (`plan_shared_microbatches`), so is their cost."""
+prompts are shared, so is their cost."""
 
 from __future__ import annotations
 
@@ -37,20 +37,6 @@ def sample_costs(lengths: np.ndarray, quadratic: float = _QUADRATIC) -> np.ndarr
     return lengths + quadratic * lengths**2
 
 
-def plan_microbatches(
-    lengths: np.ndarray, *, num_ranks: int, max_tokens: int, multiple_of: int = 1
-) -> list[list[np.ndarray]]:
-    """The longest first into the cheapest bin of `max_tokens` with room, as few bins as that takes.
-
-    lengths: prompt plus completion tokens per sample, int [N]; num_ranks: data-parallel size.
-    Returns, by rank, then micro-batch: sample rows, int64. All ranks have equally many
-    micro-batches, a multiple of `multiple_of` (interleaved pipelines)."""
-    lengths = np.asarray(lengths, np.int64)
-    _require_room(lengths, max_tokens)
-    bins = _Bins(num_ranks, num_ranks * multiple_of, max_tokens)
-    return bins.plan(_units_apart(lengths)).samples_by_rank()
-
-
 def _require_room(lengths: np.ndarray, max_tokens: int) -> None:
     """Raise DataError for a sample that no micro-batch holds."""
     if len(lengths) and lengths.max() > max_tokens:
@@ -73,48 +59,52 @@ class ExpertBalance:
 
 
 @dataclass(frozen=True)
-class SharedPlan:
-    """Micro-batches of samples that share their first pieces."""
+class MicroBatchPlan:
+    """What every data-parallel rank trains in an optimizer step."""
 
     paths: SamplePaths
     """What samples of a row share: nothing where that is faster."""
     samples: list[list[np.ndarray]]
     """Sample rows by rank and micro-batch, int64, ascending."""
-    duration: float
-    """Relative time until all ranks are done (`sample_costs`), with even experts."""
     experts: ExpertBalance | None = None
     """Where routes were known."""
 
 
-def plan_shared_microbatches(
+def plan_microbatches(
     paths: SamplePaths,
     *,
     num_ranks: int,
     max_tokens: int,
     multiple_of: int = 1,
     experts: ExpertLoads | None = None,
-) -> SharedPlan:
-    """As `plan_microbatches`, for samples that share their first pieces, computed once a row.
+) -> MicroBatchPlan:
+    """The longest first into the cheapest bin of `max_tokens` with room, as few bins as that takes.
 
-    Samples that begin with the same piece stay together. They are split, and the piece is repeated,
-    where a micro-batch does not hold them, or where ranks would wait for one that has too many.
-    What samples share behind the first piece makes rows shorter than planned. Where samples fill
-    fewer micro-batches by themselves, and what they share is little beside that, nothing is shared:
-    a step is never planned to take longer than without sharing.
+    paths: the N samples, and what they share; num_ranks: data-parallel size. All ranks have equally
+    many micro-batches, a multiple of `multiple_of` (interleaved pipelines).
+
+    Samples that begin with the same piece stay together, and it is computed once a row. They are
+    split, and the piece is repeated, where a micro-batch does not hold them, or where ranks would
+    wait for one that has too many. What samples share behind the first piece makes rows shorter
+    than planned. Where samples fill fewer micro-batches by themselves, and what they share is
+    little beside that, nothing is shared: a step is never planned to take longer than without
+    sharing.
 
     experts: which experts the samples need, as far as it is known: then samples are exchanged until
     the ranks that have these get equal shares (`expert_balance`)."""
     _require_room(paths.totals, max_tokens)
     bins = _Bins(num_ranks, num_ranks * multiple_of, max_tokens)
-    best = _plan_families(paths, bins)
-    apart = bins.plan(_units_apart(paths.totals))
-    if apart.duration < best.duration:
-        best = apart
-        paths = paths.apart()
+    best = bins.plan(_units_apart(paths.totals))
+    if paths.have_common_pieces:
+        shared = _plan_families(paths, bins)
+        if shared.duration <= best.duration:
+            best = shared
+        else:
+            paths = paths.apart()
     balance = None
     if experts is not None:
         best, balance = _with_even_experts(best, experts, max_tokens)
-    return SharedPlan(paths, best.samples_by_rank(), best.duration, balance)
+    return MicroBatchPlan(paths, best.samples_by_rank(), balance)
 
 
 def _with_even_experts(

@@ -56,6 +56,11 @@ class SamplePaths:
         totals: np.ndarray = self.lengths.sum(1)
         return totals
 
+    @property
+    def have_common_pieces(self) -> bool:
+        """Whether any samples begin with the same piece."""
+        return len(np.unique(self.pieces[:, 0])) < len(self.pieces)
+
     def of(self, samples: np.ndarray) -> SamplePaths:
         """Take some samples, int64 [S]; uses stay those of the step."""
         return SamplePaths(self.pieces[samples], self.lengths[samples], self.uses[samples])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.batching.expert_balance import ExpertLoads, imbalance, level_experts
-from grpo_megatron.batching.packing import plan_shared_microbatches
+from grpo_megatron.batching.packing import plan_microbatches
 from tests.batching.test_shared_packing import duration_of, paths_of
 
 CAPACITY = 64
@@ -108,20 +108,19 @@ def test_the_imbalance_of_a_skewed_step_is_halved(num_groups, num_samples):
     """Beyond what no assignment can change: the imbalance of all samples together."""
     paths, experts = skewed_step(num_groups, num_samples)
     layout = {"num_ranks": 4, "max_tokens": 4096}
-    plan = plan_shared_microbatches(paths, **layout, experts=experts)
+    plan = plan_microbatches(paths, **layout, experts=experts)
     everything = experts.prompts[::num_samples].sum(0) + experts.completions.sum(0)
     least = everything.max(-1).sum() / everything.mean(-1).sum()
     assert plan.experts.before > 1.05 * least
     assert plan.experts.after - least <= (plan.experts.before - least) / 2
-    apart = plan_shared_microbatches(paths, **layout)
+    apart = plan_microbatches(paths, **layout)
     assert duration_of(plan.paths, plan.samples) <= 1.1 * duration_of(apart.paths, apart.samples)
 
 
 def test_every_rank_finds_the_same():
     paths, experts = skewed_step(32, 4)
     found = [
-        plan_shared_microbatches(paths, num_ranks=4, max_tokens=4096, experts=experts)
-        for _ in range(2)
+        plan_microbatches(paths, num_ranks=4, max_tokens=4096, experts=experts) for _ in range(2)
     ]
     for one, other in zip(found[0].samples, found[1].samples, strict=True):
         for rows, same in zip(one, other, strict=True):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.batching.packing import plan_microbatches, sample_costs
+from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.errors import DataError
 
 CAPACITY = 64
@@ -18,13 +19,14 @@ RANKS = st.integers(1, 5)
 MULTIPLES = st.integers(1, 4)
 
 
-def plan_of(lengths, num_ranks, multiple_of):
-    return plan_microbatches(
-        np.array(lengths, np.int64),
+def plan_of(lengths, num_ranks, multiple_of=1, max_tokens=CAPACITY):
+    plan = plan_microbatches(
+        SamplePaths.without_sharing(np.array(lengths, np.int64)),
         num_ranks=num_ranks,
-        max_tokens=CAPACITY,
+        max_tokens=max_tokens,
         multiple_of=multiple_of,
     )
+    return plan.samples
 
 
 @settings(max_examples=200, deadline=None)
@@ -65,7 +67,7 @@ def test_no_more_microbatches_than_needed(lengths, num_ranks):
 def test_costs_are_balanced_not_counts():
     """One long sample weighs as much as several short ones."""
     lengths = np.array([4096] + [512] * 15)
-    plan = plan_microbatches(lengths, num_ranks=2, max_tokens=8192)
+    plan = plan_of(lengths, 2, max_tokens=8192)
     loads = [sum(sample_costs(lengths[rows]).sum() for rows in rank) for rank in plan]
     assert max(loads) / min(loads) < 1.2
 
@@ -108,7 +110,7 @@ def test_a_sample_goes_to_the_cheapest_micro_batch_with_room():
 def test_a_cheap_micro_batch_without_room_waits_for_a_shorter_sample():
     """Nine samples of 900 cost less than one of 4096 and two of 900, but the next does not fit."""
     lengths = np.array([4096] + [900] * 12 + [50])
-    ((long, short),) = plan_microbatches(lengths, num_ranks=1, max_tokens=8192)
+    ((long, short),) = plan_of(lengths, 1, max_tokens=8192)
     assert lengths[long].tolist() == [4096, 900, 900, 900]
     assert lengths[short].tolist() == [900] * 9 + [50]
 

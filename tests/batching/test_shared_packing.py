@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from grpo_megatron.batching.packing import (
     KEY_SHARE,
     plan_microbatches,
-    plan_shared_microbatches,
 )
 from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.errors import DataError
@@ -39,7 +38,7 @@ GROUPS = st.lists(
 
 def plan_of(groups, num_ranks=1, multiple_of=1, max_tokens=CAPACITY):
     paths = paths_of([prompt for prompt, _ in groups], [of_group for _, of_group in groups])
-    plan = plan_shared_microbatches(
+    plan = plan_microbatches(
         paths, num_ranks=num_ranks, max_tokens=max_tokens, multiple_of=multiple_of
     )
     return plan.paths, plan.samples
@@ -60,6 +59,11 @@ def test_every_sample_once_within_capacity_and_equal_counts(groups, num_ranks, m
     assert {len(of_rank) for of_rank in plan} == {len(plan[0])}
     assert len(plan[0]) % multiple_of == 0
     assert len(plan[0]) >= 1
+
+
+def plan_apart(paths, num_ranks):
+    alone = SamplePaths.without_sharing(paths.totals)
+    return plan_microbatches(alone, num_ranks=num_ranks, max_tokens=CAPACITY).samples
 
 
 def duration_of(paths, plan):
@@ -94,7 +98,7 @@ def row_cost(paths, rows):
 @example([(3, [24]), (5, [4, 4, 24, 24]), (6, [2, 3, 3, 19, 19, 24, 24])], 1)
 def test_never_more_tokens_nor_time_than_without_sharing(groups, num_ranks):
     paths, plan = plan_of(groups, num_ranks)
-    apart = plan_microbatches(paths.totals, num_ranks=num_ranks, max_tokens=CAPACITY)
+    apart = plan_apart(paths, num_ranks)
     shared_duration = duration_of(paths, plan)
     assert shared_duration <= duration_of(paths.apart(), apart) + 1e-6
     computed = sum(paths.count_tokens(rows) for of_rank in plan for rows in of_rank)
@@ -105,7 +109,7 @@ def test_nothing_is_shared_where_samples_fill_fewer_micro_batches_by_themselves(
     """Two groups of 40 tokens need two micro-batches; four of 20 samples fill one and a half."""
     groups = [(1, [19, 19]), (1, [19, 19]), (1, [19, 19])]
     paths, plan = plan_of(groups)
-    apart = plan_microbatches(paths.totals, num_ranks=1, max_tokens=CAPACITY)
+    apart = plan_apart(paths, 1)
     assert [rows.tolist() for rows in plan[0]] == [rows.tolist() for rows in apart[0]]
     assert len(plan[0]) == 2
     assert sum(paths.count_tokens(rows) for rows in plan[0]) == paths.totals.sum()

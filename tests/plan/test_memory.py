@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.batching.packing import plan_microbatches
+from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.rank_bytes import static_bytes
@@ -66,10 +67,10 @@ def predicted(hf: dict, trainer: TrainerConfig, samples: str) -> list[int]:
     sizes, table = sizes_of(hf, VOCAB, trainer), SampleTable(Path(samples))
     lengths = table.prompt_lengths + table.completion_lengths
     packing = plan_microbatches(
-        lengths,
+        SamplePaths.without_sharing(lengths),
         num_ranks=trainer.num_ranks // trainer.attention_ranks,
         max_tokens=trainer.max_tokens_per_microbatch,
-    )
+    ).samples
     per_stage, found = trainer.num_ranks // trainer.pipeline_parallel_size, []
     for rank in range(trainer.num_ranks):
         stage, mine = rank // per_stage, packing[rank % per_stage // trainer.tensor_parallel_size]

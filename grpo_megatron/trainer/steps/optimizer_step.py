@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.stats import Stats
 from grpo_megatron.batching.expert_balance import ExpertLoads
-from grpo_megatron.batching.packing import SharedPlan, plan_shared_microbatches
+from grpo_megatron.batching.packing import MicroBatchPlan, plan_microbatches
 from grpo_megatron.batching.prefix_rows import SamplePaths
 from grpo_megatron.batching.shared_prompts import shared_prompts
 from grpo_megatron.batching.store import SampleTable
@@ -96,12 +96,12 @@ def prepare(
     )
 
 
-def _plan(layout: TrainerConfig, paths: SamplePaths, experts: ExpertLoads | None) -> SharedPlan:
+def _plan(layout: TrainerConfig, paths: SamplePaths, experts: ExpertLoads | None) -> MicroBatchPlan:
     """Plan the micro-batches of every rank; samples of `paths` that share nothing stay apart."""
     multiple_of = 1
     if layout.virtual_pipeline_parallel_size:
         multiple_of = layout.pipeline_parallel_size
-    return plan_shared_microbatches(
+    return plan_microbatches(
         paths,
         num_ranks=int(parallel_state.get_data_parallel_world_size()),
         max_tokens=layout.max_tokens_per_microbatch,
