@@ -11,7 +11,7 @@ L layers with experts, R ranks of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +24,8 @@ _PARTNERS = 48
 _TRIED = 4
 """Of these, how many are looked at closely."""
 _MOST_NUMBERS = 3e7
-"""Loads that a pass looks at, so that it takes a fraction of a second: units of the most uneven
-micro-batches come first."""
+"""Loads that a pass looks at, so that it takes less than about a second whatever the size: units of
+the most uneven micro-batches come first."""
 _ENOUGH = 0.005
 """A pass that saves a smaller share of the time is the last one."""
 
@@ -69,10 +69,16 @@ def _group_loads(numbers: Numbers, loads: np.ndarray, ranks_per_group: int) -> n
     """Add up the loads of what a group computes at once; float64 [G, M, L, R]."""
     num_groups = len(numbers) // ranks_per_group
     total = np.zeros((num_groups, len(numbers[0]), *loads.shape[1:]))
+    for rank, place, units in _units_by_place(numbers):
+        total[rank // ranks_per_group, place] += loads[units].sum(0)
+    return total
+
+
+def _units_by_place(numbers: Numbers) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield rank, micro-batch and what is in it."""
     for rank, of_rank in enumerate(numbers):
         for place, units in enumerate(of_rank):
-            total[rank // ranks_per_group, place] += loads[list(units)].sum(0)
-    return total
+            yield rank, place, list(units)
 
 
 def level_experts(
@@ -91,8 +97,6 @@ def level_experts(
 
     sizes: what units take of a micro-batch of `max_tokens`, int64 [U]; costs: their relative
     training time, float64 [U]; loads: float64 [U, L, R]."""
-    if len(sizes) == 0:
-        return [[list(units) for units in of_rank] for of_rank in numbers]
     search = _Search(numbers, sizes, costs, loads, max_tokens, ranks_per_group)
     for _ in range(_PASSES):
         before = search.duration
@@ -124,12 +128,11 @@ class _Search:
         self.place = np.zeros(len(sizes), np.int64)
         self.used = np.zeros((len(numbers), self.num_places), np.int64)
         self.cost = np.zeros((len(numbers), self.num_places))
-        for rank, of_rank in enumerate(numbers):
-            for place, units in enumerate(of_rank):
-                self.rank[list(units)] = rank
-                self.place[list(units)] = place
-                self.used[rank, place] = sizes[list(units)].sum()
-                self.cost[rank, place] = costs[list(units)].sum()
+        for rank, place, units in _units_by_place(numbers):
+            self.rank[units] = rank
+            self.place[units] = place
+            self.used[rank, place] = sizes[units].sum()
+            self.cost[rank, place] = costs[units].sum()
         self.crowded = _group_loads(numbers, self.loads, ranks_per_group)
         self.weight = self._cost_of_a_choice()
         self.random = np.random.default_rng(0)
@@ -150,6 +153,8 @@ class _Search:
 
     def exchange(self) -> None:
         """Let the units of the most uneven micro-batches look for a better place."""
+        if len(self.sizes) == 0:
+            return
         excess = (self.crowded.max(-1) - self.crowded.mean(-1)).sum(-1)
         of_unit = excess[self.rank // self.ranks_per_group, self.place]
         numbers_of_unit = 2 * _PARTNERS * self.loads[0].size

@@ -121,22 +121,18 @@ _OWN_ARGUMENTS = {
     "-tp": _TENSOR_PARALLEL_SIZE,
     "--data-parallel-size": "rollout.data_parallel_size",
     "-dp": "rollout.data_parallel_size",
-    "--dtype": "rollout.dtype",
-    "--max-model-len": "rollout.max_model_len",
-    "--max-num-seqs": "rollout.max_num_seqs",
-    "--model": "model.path",
 }
-"""Arguments of vLLM that follow from fields, which rules and the plan read."""
+"""Arguments of vLLM that add workers, which placement, publishing and the plan count by fields."""
 
 
 @ENGINE_RULES.rule("engine_arguments")
 def fields_say_what_fields_are_for(
     rollout: RolloutConfig, model: ModelFacts, cpu: bool
 ) -> list[Violation]:
-    """Refuse arguments that contradict a field behind the back of all checks."""
+    """Refuse arguments that add workers behind the back of all checks."""
     violations = []
     for argument in rollout.engine_arguments:
-        name = argument.partition("=")[0]
+        name = argument.partition("=")[0].replace("_", "-")  # vLLM takes both
         field = _OWN_ARGUMENTS.get(name)
         if field is not None:
             violations.append(

@@ -154,6 +154,7 @@ def test_latent_attention_needs_sequence_parallelism_with_tp():
         ("rollout_experts", DENSE, {"expert_parallel": True}),
         ("rollout_experts", MOE, {"expert_parallel": True, "data_parallel_size": 7}),
         ("engine_arguments", MOE, {"engine_arguments": ("--data-parallel-size", "2")}),
+        ("engine_arguments", MOE, {"engine_arguments": ("--tensor_parallel_size=2",)}),
         ("engine_arguments", MOE, {"engine_arguments": ("-tp=2",)}),
         ("record_routes", DENSE, {"record_routes": True}),
         ("context_length", MOE, {"max_model_len": 4097}),

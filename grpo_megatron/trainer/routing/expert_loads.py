@@ -52,7 +52,7 @@ def count_choices(table: SampleTable, row: int, shape: RouteShape, num_owners: i
 
 
 def _ranks_per_group(layout: TrainerConfig) -> int:
-    """Data-parallel ranks whose tokens go to one group of experts, at most all."""
+    """Data-parallel ranks whose tokens go to one group of expert-parallel ranks."""
     of_experts = layout.etp * layout.expert_parallel_size
     of_attention = layout.tensor_parallel_size * layout.context_parallel_size
     return max(of_experts // of_attention, 1)
