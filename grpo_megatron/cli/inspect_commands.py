@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -177,15 +177,22 @@ def plan(
 ) -> None:
     """Memory by component, predicted seconds by phase, tokens per second, MFU, cost, bubble, bytes;
     an error if the recipe does not fit."""
+    of_time = {
+        "--lengths": lengths,
+        "--answer-tokens": answer_tokens,
+        "--prompt-tokens": prompt_tokens,
+        "--constant": constant,
+    }
     if trace:
-        _trace(recipe, overrides or [], search, compare, as_json)
+        _refuse("--trace", {"--search": search, "--compare": compare, **of_time})
+        _trace(recipe, overrides or [], as_json)
     if compare is not None:
-        _compare(recipe, overrides or [], compare, search, as_json)
+        _refuse("--compare", {"--search": search, **of_time})
+        _compare(recipe, overrides or [], compare, as_json)
         return
     from grpo_megatron.cli.predict_plan import Predictor, print_prediction
     from grpo_megatron.config.suggest import did_you_mean
-    from grpo_megatron.plan import search as layouts
-    from grpo_megatron.plan.memory import DEVICES, memory_problems, plan_of
+    from grpo_megatron.plan.memory import DEVICES, plan_of
 
     if device not in DEVICES["memory"]:
         raise ConfigError(
@@ -215,6 +222,14 @@ def plan(
     else:
         _print(found)
         print_prediction(predictor(config, found))
+    _require_memory(recipe, config, found, device)
+
+
+def _require_memory(recipe: str, config: Any, found: Any, device: str) -> None:
+    """Raise ConfigError where the recipe does not fit, with layouts that do."""
+    from grpo_megatron.plan import search as layouts
+    from grpo_megatron.plan.memory import memory_problems
+
     problems = memory_problems(config, found)
     if not problems:
         return
@@ -231,23 +246,25 @@ def plan(
     )
 
 
-def _trace(
-    source: str, overrides: list[str], search: str | None, compare: str | None, as_json: bool
-) -> NoReturn:
+def _refuse(mode: str, others: Mapping[str, object]) -> None:
+    """Raise ConfigError for options that have no effect with `mode`."""
+    given = [name for name, value in others.items() if value]
+    if given:
+        names = ", ".join(given)
+        raise ConfigError(
+            f"{mode} and {names} exclude each other",
+            where="command line",
+            remedy=f"leave out {names}",
+        )
+
+
+def _trace(source: str, overrides: list[str], as_json: bool) -> NoReturn:
     from grpo_megatron.cli.trace_plan import trace
 
-    if search or compare:
-        raise ConfigError(
-            "--trace stands alone",
-            where="command line",
-            remedy="leave out --search and --compare",
-        )
     raise typer.Exit(trace(source, overrides, as_json=as_json))
 
 
-def _compare(
-    source: str, overrides: list[str], other: str, search: str | None, as_json: bool
-) -> None:
+def _compare(source: str, overrides: list[str], other: str, as_json: bool) -> None:
     from grpo_megatron.cli.compare_plan import compare
 
     if other != "ppo":
@@ -255,12 +272,6 @@ def _compare(
             f"GRPO can be compared with ppo, not with {other!r}",
             where="--compare",
             remedy="--compare ppo",
-        )
-    if search:
-        raise ConfigError(
-            "--compare and --search exclude each other",
-            where="command line",
-            remedy="choose one of them",
         )
     compare(source, overrides, as_json=as_json)
 

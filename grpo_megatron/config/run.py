@@ -291,6 +291,17 @@ class RolloutConfig(Strict):
         """Workers of a server: a GPU each."""
         return self.tensor_parallel_size * self.data_parallel_size
 
+    def engine_argument(self, name: str) -> str | None:
+        """Return what stands behind one of `engine_arguments`, joined by = or as the next word.
+
+        Empty where nothing does; None where the argument is not given."""
+        words = [*self.engine_arguments, ""]
+        for place, argument in enumerate(self.engine_arguments):
+            found, _, joined = argument.partition("=")
+            if found == name:
+                return joined or words[place + 1]
+        return None
+
     @property
     def expert_parts(self) -> int:
         """Into how many parts the columns of an expert are split."""

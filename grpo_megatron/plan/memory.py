@@ -1,6 +1,5 @@
 """A recipe's plan: memory of every stage's fullest rank, and what a step moves and writes."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -8,7 +7,7 @@ from typing import Any, TypedDict
 from grpo_megatron import assets
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
-from grpo_megatron.config.run import ModelConfig, RunConfig
+from grpo_megatron.config.run import ModelConfig, RolloutConfig, RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
 from grpo_megatron.plan.model_facts import configuration_of, origin_of
 from grpo_megatron.plan.publishing import PublishPlan, plan_publish
@@ -237,16 +236,20 @@ def _computed_tokens(config: RunConfig) -> int:
     return config.batch.num_prompts * (length - completion) + samples * completion
 
 
-def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) -> dict[str, int]:
-    """vLLM splits experts over all workers of a server and the rest by TP, and repeats key-value
-    heads where there are fewer."""
-    rollout = config.rollout
-    layout = TrainerConfig(
+def engine_layout(rollout: RolloutConfig) -> TrainerConfig:
+    """Return how vLLM splits a model, as a trainer would: experts over all workers of a server and
+    the rest by TP; key-value heads are repeated where there are fewer."""
+    return TrainerConfig(
         num_ranks=rollout.num_workers,
         tensor_parallel_size=rollout.tensor_parallel_size,
         expert_tensor_parallel_size=rollout.num_workers,
+        precision=rollout.dtype,
     )
-    s = sizes_of(hf, vocab_size, layout)
+
+
+def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) -> dict[str, int]:
+    rollout = config.rollout
+    s = sizes_of(hf, vocab_size, engine_layout(rollout))
     element = ELEMENT_BYTES[rollout.dtype]
     weights = element * sum(w.numel for w in weights_of_chunk(s, 0, 0))
     per_layer = s.symbols.get("latent_rope") or 2 * max(s.symbols["key"], s.model["kv_channels"])
@@ -262,9 +265,5 @@ def _engine(config: RunConfig, hf: dict, vocab_size: int, memory: int | None) ->
 
 def _utilisation(config: RunConfig) -> float:
     """Share of a GPU that vLLM takes."""
-    arguments = config.rollout.engine_arguments
-    for argument, value in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        name, _, joined = argument.partition("=")
-        if name == "--gpu-memory-utilization":
-            return float(joined or value)
-    return float(DEVICES["utilisation"])
+    given = config.rollout.engine_argument("--gpu-memory-utilization")
+    return float(given or DEVICES["utilisation"])

@@ -12,6 +12,7 @@ from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.rules.run import RUN_RULES
+from grpo_megatron.config.run import RolloutConfig
 from tests.config.conftest import unchecked_config
 
 SEQUENCE_MEAN = ["objective.aggregation=seq_mean_token_mean"]
@@ -351,3 +352,17 @@ def test_a_rule_set_fills_in_names_and_values():
 )
 def test_valid_settings(overrides):
     assert check_rules(unchecked_config(*overrides)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ((), None),
+        (("--other",), None),
+        (("--wanted",), ""),
+        (("--wanted=3", "4"), "3"),
+        (("--other", "--wanted", "4"), "4"),
+    ],
+)
+def test_an_argument_of_the_engine_is_found(arguments, found):
+    assert RolloutConfig(engine_arguments=arguments).engine_argument("--wanted") == found

@@ -103,6 +103,7 @@ def test_the_command(capsys):
         (["7b", "--compare", "dpo"], "--compare ppo"),
         (["7b", "trainer.num_ranks=4", "--compare", "ppo"], "name a recipe"),
         (["dense/qwen3-8b", "--compare", "ppo", "--search", "1x8"], "exclude each other"),
+        (["dense/qwen3-8b", "--compare", "ppo", "--answer-tokens", "9"], "exclude each other"),
         (["8b", "--compare", "ppo"], "no recipe at '8b'"),
     ],
 )

@@ -13,8 +13,9 @@ from grpo_megatron.cli.main import main
         (["moe/qwen3-300b"], "no recipe"),
         (["demo/gspo-moe-cpu", "trainer.num_rank=2"], "num_ranks"),
         (["demo/gspo-moe-cpu", "model.preset=null", "model.path=/nowhere"], "config.json"),
-        (["demo/gspo-moe-cpu", "--search", "1x8"], "--trace stands alone"),
-        (["demo/gspo-moe-cpu", "--compare", "ppo"], "--trace stands alone"),
+        (["demo/gspo-moe-cpu", "--search", "1x8"], "--trace and --search exclude each other"),
+        (["demo/gspo-moe-cpu", "--compare", "ppo"], "--trace and --compare exclude each other"),
+        (["demo/gspo-moe-cpu", "--lengths", "x"], "--trace and --lengths exclude each other"),
         (["stages/deepseek-r1-samples"], "has no training step"),
     ],
 )

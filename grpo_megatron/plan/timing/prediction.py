@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.trainer import TrainerConfig
-from grpo_megatron.plan.memory import Plan, samples_of_step, vocabulary_of
+from grpo_megatron.plan.memory import Plan, engine_layout, samples_of_step, vocabulary_of
 from grpo_megatron.plan.model_facts import configuration_of
 from grpo_megatron.plan.timing.constants import CPU, Constants, sources
 from grpo_megatron.plan.timing.generation import EngineLoad, generation_seconds
@@ -224,14 +224,8 @@ def _generation_seconds(
     if not generates(config):
         return 0.0
     rollout = config.rollout
-    layout = TrainerConfig(
-        num_ranks=rollout.num_workers,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        expert_tensor_parallel_size=rollout.num_workers,
-        precision=rollout.dtype,
-    )
     engines = rollout.num_replicas * rollout.data_parallel_size
-    sizes = sizes_of(hf, vocab_size, layout)
+    sizes = sizes_of(hf, vocab_size, engine_layout(rollout))
     samples = samples_of_step(config)
     prompts = config.batch.num_prompts
     if config.sampling.dynamic:
@@ -243,7 +237,7 @@ def _generation_seconds(
         lengths=lengths,
         capacity=_sequences_at_once(config, plan, lengths),
         weight_share=_weight_share(config),
-        is_eager="--enforce-eager" in rollout.engine_arguments,
+        is_eager=rollout.engine_argument("--enforce-eager") is not None,
     )
     return generation_seconds(sizes, load, machine)
 
@@ -261,8 +255,7 @@ def _sequences_at_once(config: RunConfig, plan: Plan, lengths: Lengths) -> int:
 
 def _weight_share(config: RunConfig) -> float:
     """Bytes of an engine's weight, in those of its type."""
-    arguments = " ".join(config.rollout.engine_arguments)
-    if "--quantization=fp8" in arguments or "--quantization fp8" in arguments:
+    if config.rollout.engine_argument("--quantization") == "fp8":
         return 0.5
     return 1.0
 
