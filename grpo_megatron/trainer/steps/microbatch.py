@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -183,12 +184,7 @@ def build_microbatch(
         rows.append(token_rows[num_prompt - 1 : len(sequence) - 1])
     counts = np.array([len(target) for target in targets], np.int64)
 
-    def flat(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        joined = np.empty(0)
-        if parts:
-            joined = np.concatenate(parts)
-        return to_device(torch.as_tensor(joined).to(dtype), device)
-
+    flat = partial(_flat, device)
     kept = None
     if any(mask is not None for mask in masks):
         token, ids, known = _joined_masks(masks, targets)
@@ -200,22 +196,7 @@ def build_microbatch(
             missing=flat([~known], torch.bool),
             token_on_host=token,
         )
-    all_rows = np.concatenate([np.empty(0, np.int64), *rows])
-    own_index = np.flatnonzero(split.owners[all_rows] == context.rank)
-    all_targets = np.concatenate([np.empty(0, np.int64), *targets])
-    own = OwnTokens(
-        rows=flat([split.places[all_rows[own_index]]], torch.int64),
-        targets=flat([all_targets[own_index]], torch.int64),
-        kept=kept,
-        num_all=len(all_rows),
-    )
-    if not split.is_whole:
-        own = replace(
-            own,
-            kept=_own_kept(kept, own_index),
-            index=flat([own_index], torch.int64),
-            index_on_host=own_index,
-        )
+    part = RowPart(split, context.rank)
     position_ids = flat([tree.positions[own_tokens]], torch.int64)
     bounds = flat([np.array(tree.bounds)], torch.int32)
     return MicroBatch(
@@ -226,14 +207,52 @@ def build_microbatch(
         own_tokens=torch.from_numpy(own_tokens),
         tokens=flat([tokens[own_tokens]], torch.int64)[None],
         position_ids=position_ids[None],
-        packed=_packed(RowPart(split, context.rank), bounds, position_ids),
-        own=own,
+        packed=_packed(part, bounds, position_ids),
+        own=_own_tokens(part, rows, targets, kept, device),
         rows=flat(rows, torch.int64),
         targets=flat(targets, torch.int64),
         sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
         uses=_token_uses(tree, paths),
         rollout_logprobs=flat(rollout_logprobs, torch.float32),
         kept=kept,
+    )
+
+
+def _flat(device: torch.device, parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+    """Join arrays end to end, on the device."""
+    joined = np.empty(0)
+    if parts:
+        joined = np.concatenate(parts)
+    return to_device(torch.as_tensor(joined).to(dtype), device)
+
+
+def _own_tokens(
+    part: RowPart,
+    rows: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    kept: KeptIds | None,
+    device: torch.device,
+) -> OwnTokens:
+    """Take the policy tokens before which this rank has a token of the row.
+
+    rows: positions before all of them, targets: they themselves; int64, by sample."""
+    split = part.split
+    all_rows = np.concatenate([np.empty(0, np.int64), *rows])
+    all_targets = np.concatenate([np.empty(0, np.int64), *targets])
+    own_index = np.flatnonzero(split.owners[all_rows] == part.rank)
+    own = OwnTokens(
+        rows=_flat(device, [split.places[all_rows[own_index]]], torch.int64),
+        targets=_flat(device, [all_targets[own_index]], torch.int64),
+        kept=kept,
+        num_all=len(all_rows),
+    )
+    if split.is_whole:
+        return own
+    return replace(
+        own,
+        kept=_own_kept(kept, own_index),
+        index=_flat(device, [own_index], torch.int64),
+        index_on_host=own_index,
     )
 
 
