@@ -78,7 +78,8 @@ def _quantiles(mean: float, longest: float, sigma: float) -> tuple[tuple[float, 
     def cut(scale: float) -> tuple[float, ...]:
         return tuple(min(scale * point, longest) for point in points)
 
-    low, high = 0.0, longest / points[0]
+    low = 0.0
+    high = longest / points[0]
     for _ in range(60):
         middle = (low + high) / 2
         if sum(cut(middle)) / _NUM_QUANTILES < mean:

@@ -75,18 +75,19 @@ def _best(
         return predict_run(changed, plan, device, constants, lengths)
 
     # the trainer's seconds do not depend on the engines', nor theirs on its layout
-    best: tuple[RunConfig, Plan] | None = None
+    best: RunConfig | None = None
     shortest_s = float("inf")
     for changed, plan in fitting(engines[0], trainer_nodes, gpus_per_node, device):
         trainer_s = predicted(changed, plan).trainer_s
         if trainer_s < shortest_s:
-            best, shortest_s = (changed, plan), trainer_s
+            best = changed
+            shortest_s = trainer_s
     if best is None:
         return None
     found = []
     for engine in engines:
         placement = engine.placement.model_copy(update={"trainer_nodes": trainer_nodes})
-        changed = engine.model_copy(update={"trainer": best[0].trainer, "placement": placement})
+        changed = engine.model_copy(update={"trainer": best.trainer, "placement": placement})
         plan = plan_of(changed, device, worst_only=True)
         settings = settings_of(config, changed, ("placement", "trainer", "rollout"))
         prediction = predicted(changed, plan)

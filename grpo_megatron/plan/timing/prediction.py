@@ -351,7 +351,9 @@ def _staleness_updates(config: RunConfig, step: StepSeconds) -> float:
     updates = config.batch.updates_per_step
     if config.kind != "rl":
         return 0.0
-    between = config.batch.max_staleness * updates if step.overlaps else 0
+    between = 0
+    if step.overlaps:
+        between = config.batch.max_staleness * updates
     return between + (updates - 1) / 2
 
 

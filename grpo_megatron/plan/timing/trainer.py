@@ -345,7 +345,8 @@ def _optimizer_seconds(work: TrainerWork, machine: Machine) -> float:
     t = s.trainer
     replicas, expert_replicas = shard_counts(t)
     if not t.distributed_optimizer:
-        replicas, expert_replicas = 1, 1
+        replicas = 1
+        expert_replicas = 1
     of_one = bytes_per_parameter(s.symbols["element"])
     moved = of_one.gradients + 2 * of_one.optimizer + of_one.weights
     longest = 0.0
