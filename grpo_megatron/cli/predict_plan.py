@@ -21,6 +21,8 @@ from grpo_megatron.plan.timing.node_split import (
     splits_nodes,
 )
 from grpo_megatron.plan.timing.prediction import (
+    MEDIAN_ERROR,
+    WORST_ERROR,
     LengthOptions,
     Prediction,
     lengths_of,
@@ -110,6 +112,8 @@ def _amounts(found: Prediction) -> dict[str, str]:
         f"engines {found.engine_utilisation:.0%}",
         "staleness": f"{found.staleness_versions:g} versions, {found.staleness_updates:g} updates",
         "cost": f"{found.gpu_hours_per_step:.2f} GPU hours a step, {found.gpu_hours:,.0f} in all",
+        "how sure": f"of published times that no constant was fitted to, half are within "
+        f"{MEDIAN_ERROR:.0%} and all within {WORST_ERROR:.0%}: docs/plan-time.md",
         "largest phase": f"{found.largest_phase.replace('_', ' ')}; to shorten it: {found.advice}",
     }
 

@@ -8,10 +8,11 @@ from collections import defaultdict
 import pytest
 
 from grpo_megatron.plan.timing.constants import shipped_constants
+from grpo_megatron.plan.timing.prediction import MEDIAN_ERROR, WORST_ERROR
 from grpo_megatron.plan.timing.published import error_of, predict, published_times
 
 ROWS = published_times().rows
-REACHED = {"fitted": (0.06, 0.31), "judged": (0.23, 0.61)}
+REACHED = {"fitted": (0.06, 0.31), "judged": (MEDIAN_ERROR, WORST_ERROR)}
 """Median and worst error of each half. Wanted of the judged one: 0.15 and 0.40, which is not
 reached; its DeepSeek-V3 rows with engines on the trainers' GPUs are predicted much too short."""
 
@@ -25,8 +26,8 @@ def test_errors_are_what_is_claimed(half):
             found += [error_of(predicted[what], number) for what, number in row.seconds.items()]
     median, worst = REACHED[half]
     assert len(found) == {"fitted": 38, "judged": 35}[half]
-    assert statistics.median(found) <= median
-    assert max(found) <= worst
+    assert median - 0.01 < statistics.median(found) <= median
+    assert worst - 0.01 < max(found) <= worst
 
 
 def test_halves_follow_the_rule():
