@@ -3,11 +3,17 @@
 step_000100/weights/       distributed checkpoint: model, optimizer
 step_000100/complete.json  without it the checkpoint does not exist
 step_000100/digests.json   of every file, as it was read back from disk
-reference_step_000100/     reference weights, written when new; checkpoints name theirs"""
+reference_step_000100/     reference weights, written when new; checkpoints name theirs
 
+A save copies what it saves, and its files are written beside what the trainer does next
+(`PendingCheckpoint`)."""
+
+import inspect
 import json
+import logging
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,50 +21,170 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.batching.columns import file_checksum
 from grpo_megatron.checkpoints.durable import copy_side_files, explained, write_json
 from grpo_megatron.checkpoints.retention import DIGESTS
+from grpo_megatron.errors import SetupError
 from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.weights.gather import all_gathered, on_rank_0
 
 COMPLETE = "complete.json"
 
+logger = logging.getLogger(__name__)
 
-def save_checkpoint(
-    directory: Path,
-    chunks: Sequence[torch.nn.Module],
-    optimizer: Any,
-    state: dict[str, Any],
-    source: Path | None = None,
-) -> None:
-    """Write model and optimizer, then `state` and with it the mark that all is there.
 
-    Config, tokenizer and template of `source`, a Hugging Face directory, are copied. Raises
-    SetupError when the disk is full. Collective."""
-    with _atomic_directory(directory) as working:
-        on_rank_0((working / "weights").mkdir)
-        dist_checkpointing.save(_sharded_state(chunks, optimizer), str(working / "weights"))
-        dist.barrier()
-        if source is not None:
-            on_rank_0(copy_side_files, source, working)
-        on_rank_0(write_json, working / COMPLETE, state)
+class PendingCheckpoint:
+    """A checkpoint that is being written; it exists once `finish` has returned.
+
+    What it saves is copied to host memory when it is made: training may go on at once. Each rank
+    writes its files in a thread and reads them back for their digests."""
+
+    def __init__(
+        self,
+        directory: Path,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        state: dict[str, Any],
+        source: Path | None = None,
+    ):
+        """Begin to write model and optimizer; `state` follows with the mark that all is there.
+
+        Config, tokenizer and template of `source`, a Hugging Face directory, are copied.
+        Collective."""
+        self.directory = directory
+        self._state = state
+        self._source = source
+        self._working = _working_directory(directory)
+        weights = self._working / "weights"
+        on_rank_0(empty_directory, self._working)
+        on_rank_0(weights.mkdir)
+        self._request = _asynchronous_save(_sharded_state(chunks, optimizer), weights)
+        self._digests: dict[str, Any] = {}
+        self._error: Exception | None = None
+        _stage(self._request)
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+        if not _writes_in_threads():
+            self._thread.join()
+
+    def _write(self) -> None:
+        """Write this rank's files, and take their digests."""
+        request = self._request
+        try:
+            if request.async_fn is not None:
+                request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+            names = []
+            for path in (self._working / "weights").glob(f"__{dist.get_rank()}_*"):
+                names.append(str(path.relative_to(self._working)))
+            for name in names:
+                self._digests[name] = _digest(self._working / name)
+        except Exception as error:
+            logger.exception("cannot write %s", self._working)
+            self._error = error
+
+    def is_written(self) -> bool:
+        """Tell whether `finish` would find the files of all ranks written. Collective."""
+        return not any(all_gathered(self._thread.is_alive()))
+
+    def finish(self) -> None:
+        """Wait for the files, and give the checkpoint its name. Collective.
+
+        Raises SetupError on every rank where one could not write, as on a full disk."""
+        self._thread.join()
+        has_failed = any(all_gathered(self._error is not None))
+        if not has_failed:
+            has_failed = not self._finalized()
+        if has_failed:
+            raise SetupError(
+                "the weights of a checkpoint could not be written",
+                where=str(self._working),
+                remedy="look whether the disk is full (the log of the rank that failed has the "
+                "reason), make room and resume: the checkpoints before it are whole",
+            )
+        if self._source is not None:
+            on_rank_0(copy_side_files, self._source, self._working)
+        on_rank_0(write_json, self._working / COMPLETE, self._state)
+        _finish_directory(self._working, self.directory, self._digests)
+
+    def _finalized(self) -> bool:
+        """Have Megatron gather what was written, and write its index; False where it tells of a
+        failure, which it does on every rank. Collective."""
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except CheckpointException:  # which is no Exception
+            logger.exception("cannot write %s", self._working)
+            return False
+        return True
+
+
+def _asynchronous_save(described: dict[str, Any], directory: Path) -> Any:
+    """Return Megatron's `AsyncRequest`: what to write, where, and what follows. Collective."""
+    arguments: dict[str, Any] = {"async_sharded_save": True}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+        arguments["async_strategy"] = "mcore"  # the other one is a package of its own
+    return dist_checkpointing.save(described, str(directory), **arguments)
+
+
+def _stage(request: Any) -> None:
+    """Replace the tensors that a request writes by copies in host memory."""
+    if request.preload_fn is None:
+        return
+    _, buckets, _ = request.async_fn_args
+    originals = set()
+    for _, _, (_, tensors) in buckets:
+        for _, tensor in tensors:
+            originals.add(id(tensor))
+    staged = []
+    for file, key, (objects, tensors) in request.preload_fn():
+        copies = []
+        for item, tensor in tensors:
+            if id(tensor) in originals:  # host memory already: the weight itself
+                tensor = tensor.clone()
+            copies.append((item, tensor))
+        staged.append((file, key, (objects, copies)))
+    buckets[:] = staged  # the writer has this list too
+
+
+def _writes_in_threads() -> bool:
+    """Whether Megatron writes in threads. Megatron-Core 0.16.1 forks processes, which may not be
+    done beside other threads: there a checkpoint is written before training goes on."""
+    return hasattr(FileSystemWriterAsync, "write_preloaded_data_multithread")
 
 
 @contextmanager
 def _atomic_directory(directory: Path) -> Iterator[Path]:
     """Yield a working directory that takes the place of `directory` in the end. Collective."""
-    working = directory.with_name(directory.name + ".tmp")
+    working = _working_directory(directory)
     on_rank_0(empty_directory, working)
     yield working
+    _finish_directory(working, directory, {})
+
+
+def _working_directory(directory: Path) -> Path:
+    return directory.with_name(directory.name + ".tmp")
+
+
+def _finish_directory(working: Path, directory: Path, known: Mapping[str, Any]) -> None:
+    """Write the digests of all files, of which this rank knows some, and give `working` the name
+    `directory`. Collective."""
     dist.barrier()
     names = []
     for path in working.rglob("*"):
         if path.is_file():
             names.append(str(path.relative_to(working)))
-    names_on_rank_0 = all_gathered(names)[0]  # nodes may list differently
-    on_rank_0(write_json, working / DIGESTS, _digests(working, sorted(names_on_rank_0)))
+    names_on_rank_0 = sorted(all_gathered(names)[0])  # nodes may list differently
+    found: dict[str, Any] = {}
+    for share in all_gathered(known):
+        found.update(share)
+    unknown = [name for name in names_on_rank_0 if name not in found]
+    found.update(_digests(working, unknown))
+    digests = {name: found[name] for name in names_on_rank_0}
+    on_rank_0(write_json, working / DIGESTS, digests)
     on_rank_0(replace_directory, working, directory)
 
 

@@ -427,6 +427,9 @@ class CheckpointConfig(Strict):
     """RL steps between checkpoints; 0: only the last."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints kept."""
+    beside_next_step: bool = True
+    """Copy what is saved to host memory and write it while the next step runs; false: wait until it
+    is written. (Megatron-Core 0.16.1 always waits.)"""
     keep_steps: int = Field(4, ge=1)
     """Recorded steps kept after each older checkpoint, for `replay` and `mismatch`; those since the
     newest are kept always."""

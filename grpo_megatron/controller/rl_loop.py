@@ -6,9 +6,10 @@
 All that a step trains on is on disk before; what is in the store is never sampled again."""
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from grpo_megatron.controller.recorder import prune_store, starting_steps
 from grpo_megatron.controller.rollout_batch import RecordedStep, StepSampler
 from grpo_megatron.controller.trainer_link import RunState, TrainerLink
 from grpo_megatron.data.prompts import Splits
-from grpo_megatron.errors import MismatchError
+from grpo_megatron.errors import EngineError, GrpoMegatronError, MismatchError
 from grpo_megatron.files import replace_directory
 from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.segments import finish_or_cancel
@@ -31,7 +32,7 @@ from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.metrics import MetricsWriter
 from grpo_megatron.telemetry.mirrors import Mirrors
 from grpo_megatron.telemetry.samples import write_samples
-from grpo_megatron.trainer.requests import SaveCheckpoint, Train, TrainReport
+from grpo_megatron.trainer.requests import FinishCheckpoint, SaveCheckpoint, Train, TrainReport
 
 _NUM_CHECK_PROMPTS = 8
 
@@ -82,7 +83,9 @@ class RLLoop:
         self._alarms = alarms_of(config, run_dir.metrics)
         self._started = time.monotonic() - state.seconds
         self._first = state.step
+        self._step_began = time.monotonic()
         self._checkpointed = -1
+        self._unfinished: int | None = None  # step whose checkpoint is being written
         self._logprob_check: dict[str, float] = {}  # ahead: of the weights that sample
 
     async def run(self) -> RunState:
@@ -92,11 +95,15 @@ class RLLoop:
                 self._logprob_check = await self._check_logprobs()
             while self.state.step < self.config.num_steps and not self._stopping.is_set():
                 await self.take_step(more=self.state.step + 1 < self.config.num_steps)
+        except (EngineError, MismatchError):
+            with contextlib.suppress(GrpoMegatronError):  # the first error is the one to tell
+                await self._finish_checkpoint(wait=True)
+            raise
         finally:
             if self.asked:
                 self.asked.cancel()
                 await asyncio.gather(self.asked, return_exceptions=True)
-        await self._checkpoint()
+        await self._checkpoint(beside=False)
         return self.state
 
     async def take_step(self, *, more: bool) -> None:
@@ -193,6 +200,7 @@ class RLLoop:
         """Count the step as done: its metrics, the state, maybe an evaluation and a checkpoint."""
         step = recorded.step
         facts = recorded.facts
+        await self._finish_checkpoint(wait=False)
         metrics = self._metrics(recorded, report)
         self.state = replace(
             self.state,
@@ -217,7 +225,7 @@ class RLLoop:
         write_samples(self.run_dir, step, facts.extremes)
         show("step", metrics=record, samples=facts.extremes)
         if _is_due(self.config.checkpoint.interval, step):
-            await self._checkpoint()
+            await self._checkpoint(beside=self.config.checkpoint.beside_next_step)
 
     def _metrics(self, recorded: RecordedStep, report: TrainReport) -> dict[str, Any]:
         """What was sampled, trained and measured, and the seconds of its phases."""
@@ -232,25 +240,64 @@ class RLLoop:
             metrics[f"time/{phase}_s"] = passed
         metrics["time/old_logprobs_s"] = report.old_logprobs_s
         metrics["time/step_s"] = sum(seconds.values())
+        now = time.monotonic()
+        metrics |= idle_shares(seconds, now - self._step_began)
+        self._step_began = now
         tokens = {"rollout": metrics["batch/num_tokens"], "train": report.tokens}
         for phase, count in tokens.items():
             if seconds.get(phase):
                 metrics[f"throughput/{phase}_tokens_per_s"] = count / seconds[phase]
         return metrics
 
-    async def _checkpoint(self) -> None:
-        """Save the state after the last step, unless that was done."""
-        if self._checkpointed == self.state.step:
+    async def _checkpoint(self, *, beside: bool) -> None:
+        """Save the state after the last step, unless that was done; with `beside`, its files are
+        written beside the next step."""
+        if self._checkpointed != self.state.step:
+            with self._phases.measure("checkpoint"):
+                await self._finish_checkpoint(wait=True)
+                directory = self.run_dir.step_checkpoint(self.state.step)
+                state = asdict(self.state)
+                await self._trainer.call(
+                    SaveCheckpoint(directory=directory, state=state, beside=beside)
+                )
+            self._checkpointed = self.state.step
+            self._unfinished = self.state.step
+        if not beside:
+            await self._finish_checkpoint(wait=True)
+
+    async def _finish_checkpoint(self, *, wait: bool) -> None:
+        """Count the checkpoint that was saved as there, and remove what it replaces; unless it is
+        still being written and may not be waited for."""
+        if self._unfinished is None:
             return
-        with self._phases.measure("checkpoint"):
-            directory = self.run_dir.step_checkpoint(self.state.step)
-            request = SaveCheckpoint(directory=directory, state=asdict(self.state))
-            await self._trainer.call(request)
-        self._checkpointed = self.state.step
-        append_event(self.run_dir.events, "checkpoint", step=self.state.step)
+        is_finished = await self._trainer.call(FinishCheckpoint(wait=wait))
+        if not is_finished:
+            return
+        append_event(self.run_dir.events, "checkpoint", step=self._unfinished)
+        self._unfinished = None
         prune(self.run_dir.checkpoints, self.config.checkpoint.keep)
         starts = starting_steps(self.config, self.run_dir)
         prune_store(self.run_dir.store, starts, self.config.checkpoint.keep_steps)
+
+
+_BUSY_PHASES = {
+    "trainer": ("train", "publish", "checkpoint"),
+    "engines": ("rollout",),
+    "rewards": ("reward",),
+}
+"""Phases in which each of them has something to do."""
+
+
+def idle_shares(seconds: Mapping[str, float], passed: float) -> dict[str, float]:
+    """Shares of the `passed` seconds of a step in which trainer, engines and rewards did nothing.
+
+    seconds: of the step by phase. Sampling ahead counts where its step is trained, not where it
+    ran, so that single steps are near the truth and means are the truth."""
+    shares = {}
+    for role, phases in _BUSY_PHASES.items():
+        busy = sum(seconds.get(phase, 0.0) for phase in phases)
+        shares[f"idle/{role}"] = max(0.0, 1.0 - busy / passed)
+    return shares
 
 
 def _is_due(every: int, step: int) -> bool:

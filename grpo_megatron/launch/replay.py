@@ -12,7 +12,15 @@ from grpo_megatron.telemetry.metrics import read_metrics
 
 # of the loss by the sum of its absolute terms; of the gradient norm by itself
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-_OTHER_EACH_TIME = ("time/", "throughput/", "trainer/", "canary/", "evaluation/", "replay/")
+_OTHER_EACH_TIME = (
+    "time/",
+    "idle/",
+    "throughput/",
+    "trainer/",
+    "canary/",
+    "evaluation/",
+    "replay/",
+)
 
 
 def replay_step(path: Path, step: int | None, overrides: Sequence[str]) -> Iterator[str]:

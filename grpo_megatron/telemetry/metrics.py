@@ -24,6 +24,7 @@ NORMALISERS = {
     "accuracy/": "groups",
     "advantage/": "samples",
     "time/": "step",
+    "idle/": "step",
     "throughput/": "second",
 }
 """What metrics are normalised by whose origin does not say so, by the start of their names."""

@@ -118,6 +118,17 @@ class SaveCheckpoint(Request[None], frozen=True, kw_only=True, tag=True):
 
     directory: Path
     state: dict[str, Any]
+    beside: bool = False
+    """Answer once everything is copied: files are written beside what is asked next, and the
+    checkpoint exists after `FinishCheckpoint`."""
+
+
+class FinishCheckpoint(Request[bool], frozen=True, kw_only=True, tag=True):
+    """Give a checkpoint its name that was saved beside others; the answer is whether there is none
+    left to finish."""
+
+    wait: bool
+    """Wait for files that are still being written."""
 
 
 class LoadCheckpoint(Request[dict[str, Any]], frozen=True, tag=True):
@@ -174,6 +185,7 @@ AnyRequest = (
     | CompareLogprobs
     | MeasureLogprobDiff
     | SaveCheckpoint
+    | FinishCheckpoint
     | LoadCheckpoint
     | FindCorruptFiles
     | ExportModel

@@ -26,6 +26,7 @@ from grpo_megatron.trainer.requests import (
     DescribeWeights,
     ExportModel,
     FindCorruptFiles,
+    FinishCheckpoint,
     JoinTransfer,
     LoadCheckpoint,
     LogprobComparison,
@@ -86,6 +87,7 @@ class TrainerService:
         self.references = References(config)
         if self.references.wanted:
             self.references.read_files(self.policy, self.load_hf)
+        self._pending: distributed.PendingCheckpoint | None = None
         self.teachers: Teachers | None = None
         if config.distillation is not None:
             self.teachers = Teachers(config, config.distillation, self._load_model)
@@ -106,8 +108,13 @@ class TrainerService:
             case MeasureLogprobDiff(directory=directory, to=to, by_layer=by_layer):
                 table = _table(directory)
                 return measure_logprob_diff(self.config, self.policy, table, to, by_layer=by_layer)
-            case SaveCheckpoint(directory=directory, state=state):
-                return self.save(directory, state)
+            case SaveCheckpoint(directory=directory, state=state, beside=beside):
+                self.save(directory, state)
+                if not beside:
+                    self.finish_checkpoint(wait=True)
+                return None
+            case FinishCheckpoint(wait=wait):
+                return self.finish_checkpoint(wait=wait)
             case LoadCheckpoint(directory=directory):
                 return self.load(directory)
             case FindCorruptFiles(directory=directory):
@@ -218,17 +225,34 @@ class TrainerService:
         self.policy.reset_optimizer(settings)
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint, and `state` with it. Raises SetupError when the disk is full."""
+        """Begin to write a checkpoint, and `state` with it, after the one before is finished.
+
+        Raises SetupError when the disk is full."""
+        self.finish_checkpoint(wait=True)
         policy = self.policy
         create_adam_state(policy.optimizer)  # it has none before its first step
         reference = self.references.save(policy, directory)
-        distributed.save_checkpoint(
+        self._pending = distributed.PendingCheckpoint(
             directory,
             policy.chunks,
             policy.optimizer,
             {**state, "reference": reference},
             self.model_path,
         )
+
+    def finish_checkpoint(self, *, wait: bool) -> bool:
+        """Finish the checkpoint that `save` began, unless it is being written and may not be waited
+        for; returns whether none is left.
+
+        Raises SetupError where it could not be written."""
+        pending = self._pending
+        if pending is None:
+            return True
+        if not wait and not pending.is_written():
+            return False
+        self._pending = None
+        pending.finish()
+        return True
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Restore what `save` wrote, and return its `state`.

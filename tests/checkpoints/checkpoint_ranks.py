@@ -16,11 +16,11 @@ from grpo_megatron.trainer.megatron import platform  # noqa: F401  (before anyth
 
 # isort: split
 from grpo_megatron.checkpoints.distributed import (
+    PendingCheckpoint,
     corrupt_files,
     load_checkpoint,
     load_model,
     read_state,
-    save_checkpoint,
 )
 from grpo_megatron.checkpoints.hf_export import export_model
 from grpo_megatron.checkpoints.hf_import import import_weights
@@ -56,14 +56,38 @@ def _load(setup: Setup, directory: str) -> dict[str, Any]:
 def save_after(
     model: str, samples: str, layout: dict[str, Any], directory: str, steps: int
 ) -> dict[str, Any]:
-    """Train, save, train on: what a resumed run must repeat."""
+    """Train, save, train on while files are written: what a resumed run must repeat."""
     setup = Setup(model, layout)
     _train(setup, samples, steps)
     create_adam_state(setup.policy.optimizer)
     saved = setup.gather(setup.shards)
-    save_checkpoint(Path(directory), setup.policy.chunks, setup.policy.optimizer, {"step": steps})
+    pending = PendingCheckpoint(
+        Path(directory), setup.policy.chunks, setup.policy.optimizer, {"step": steps}
+    )
     metrics = _train(setup, samples, 3)
+    assert not Path(directory).exists()
+    pending.finish()
     return {"saved": saved, "metrics": metrics, "tensors": setup.gather(setup.shards)}
+
+
+def failed_save(
+    model: str, layout: dict[str, Any], directory: str, full_rank: int
+) -> tuple[str, int]:
+    """Save where one rank may write no file; returns text and exit code of the error."""
+    setup = Setup(model, layout)
+    create_adam_state(setup.policy.optimizer)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == full_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        PendingCheckpoint(
+            Path(directory), setup.policy.chunks, setup.policy.optimizer, {"step": 1}
+        ).finish()
+    except GrpoMegatronError as error:
+        return str(error), error.exit_code
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    raise AssertionError("it was saved")
 
 
 def resume_from(model: str, samples: str, layout: dict[str, Any], directory: str) -> dict[str, Any]:

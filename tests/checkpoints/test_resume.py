@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.checkpoints.retention import complete_steps, prune
+from grpo_megatron.errors import SetupError
 from tests.trainer.models import MOE, write_model
 
 pytestmark = pytest.mark.engine
@@ -232,6 +233,22 @@ def test_leftovers_of_a_killed_save_are_replaced(world1, moe_model, samples, tmp
     )
     assert [path.name for path in tmp_path.iterdir()] == ["step_000000"]
     assert complete_steps(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_full_disk_is_told_by_every_rank(world2, moe_model, tmp_path, full_rank):
+    directory = tmp_path / "step_000001"
+    text, exit_code = world2.run(
+        CASES + "failed_save",
+        model=moe_model,
+        layout={"tensor_parallel_size": 2},
+        directory=str(directory),
+        full_rank=full_rank,
+    )
+    assert "could not be written" in text and "make room and resume" in text
+    assert exit_code == SetupError.exit_code
+    assert not directory.exists()
+    assert complete_steps(tmp_path) == []
 
 
 def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):

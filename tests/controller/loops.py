@@ -25,7 +25,7 @@ from grpo_megatron.rollout.engine_control import EngineControl
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.metrics import MetricsWriter, read_metrics
-from grpo_megatron.trainer.requests import SaveCheckpoint, Train, TrainReport
+from grpo_megatron.trainer.requests import FinishCheckpoint, SaveCheckpoint, Train, TrainReport
 from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
 from tests.controller.scored_groups import completion, prompt_of
 
@@ -49,7 +49,7 @@ class Loop:
 
     Attributes:
         trained: Per `Train` request, (directory, rows) as the trainer sees them.
-        states: State of every checkpoint by step.
+        states: State of every finished checkpoint by step.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class Loop:
         self.num_engines = 1  # p8 is asked of the one after that of p7
         self.mismatch_at: int | None = None  # `Train` request
         self.states: dict[int, RunState] = {}
+        self.unfinished: SaveCheckpoint | None = None
+        self.writes_slowly = False  # a checkpoint is there when somebody waits for it
         self.numbers: dict[str, range] = {}  # of the samples that were asked for last, by prompt
 
     def run(self, state: RunState = START) -> RunState:
@@ -124,7 +126,7 @@ class Loop:
             {
                 name: value
                 for name, value in record.items()
-                if not name.startswith(("time", "throughput", "canary/seconds"))
+                if not name.startswith(("time", "idle", "throughput", "canary/seconds"))
             }
             for record in read_metrics(self.run_dir.metrics)
         ]
@@ -203,13 +205,21 @@ class Loop:
         self.checked.append(self.version)
         return {"canary/seconds": 0.0}
 
-    async def call(self, request: Train | SaveCheckpoint) -> TrainReport | None:
+    async def call(
+        self, request: Train | SaveCheckpoint | FinishCheckpoint
+    ) -> TrainReport | bool | None:
         if isinstance(request, SaveCheckpoint):
-            state = RunState(**json.loads(json.dumps(request.state)))
-            self.states[state.step] = state
-            request.directory.mkdir(parents=True, exist_ok=True)
-            (request.directory / "complete.json").write_text("{}")
+            assert self.unfinished is None
+            self.unfinished = request
+            if not request.beside:
+                self.finish_checkpoint()
             return None
+        if isinstance(request, FinishCheckpoint):
+            if self.unfinished is not None:
+                if self.writes_slowly and not request.wait:
+                    return False
+                self.finish_checkpoint()
+            return True
         if len(self.trained) == self.crash_at:
             raise Crash
         if len(self.exact) == self.mismatch_at:
@@ -227,3 +237,11 @@ class Loop:
             tokens=int(table.completion_lengths.sum()),
             state={},
         )
+
+    def finish_checkpoint(self) -> None:
+        request = self.unfinished
+        state = RunState(**json.loads(json.dumps(request.state)))
+        self.states[state.step] = state
+        request.directory.mkdir(parents=True, exist_ok=True)
+        (request.directory / "complete.json").write_text("{}")
+        self.unfinished = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,34 @@ def test_resumed_equals_uninterrupted(tmp_path, tables, crash_at):
     assert crash_at not in {step for step, _ in found.sampled}
     for (_, table), (_, expected) in zip(found.trained[::-1], whole.trained[::-1], strict=False):
         assert table.manifest == expected.manifest
+
+
+@pytest.mark.parametrize(("slowly", "waits"), [(False, True), (True, True), (True, False)])
+def test_a_checkpoint_is_there_when_it_is_written(tmp_path, slowly, waits):
+    """Beside the next step, or before it; a crash meanwhile costs what came since the last one."""
+    tables = {"checkpoint": {"interval": 2, "beside_next_step": not waits}}
+    loop = make(tmp_path, crash_at=4, **tables)
+    loop.writes_slowly = slowly
+    with pytest.raises(Crash):
+        loop.run()
+    expected = [2]
+    if waits:
+        expected.append(4)
+    assert sorted(loop.states) == expected
+    events = [json.loads(line) for line in loop.run_dir.events.read_text().splitlines()]
+    assert [event["step"] for event in events] == sorted(loop.states)
+    again = make(tmp_path, **tables)
+    state = again.run(loop.states[max(loop.states)])
+    assert state.step == 6 and sorted(again.states)[-1] == 6
+
+
+def test_what_ends_a_run_does_not_cost_a_checkpoint_that_is_being_written(tmp_path):
+    loop = make(tmp_path)
+    loop.writes_slowly = True
+    loop.mismatch_at = 3
+    with pytest.raises(MismatchError):
+        loop.run()
+    assert sorted(loop.states) == [2]
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, NAN])

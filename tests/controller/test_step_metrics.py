@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from grpo_megatron.controller.group_filter import by_domain, rollout_metrics, staleness
+from grpo_megatron.controller.rl_loop import idle_shares
 from grpo_megatron.types import (
     Completion,
     Prompt,
@@ -73,3 +75,11 @@ def test_staleness_is_a_share_of_tokens():
         "staleness/2@d": 0.5,
         "staleness/0@e": 1.0,
     }
+
+
+def test_who_had_nothing_to_do():
+    seconds = {"rollout": 6.0, "reward": 1.0, "train": 2.0, "publish": 0.5, "checkpoint": 0.5}
+    assert idle_shares(seconds, 10.0) == pytest.approx(
+        {"idle/trainer": 0.7, "idle/engines": 0.4, "idle/rewards": 0.9}
+    )
+    assert idle_shares({"rollout": 12.0}, 10.0)["idle/engines"] == 0  # it began a step earlier

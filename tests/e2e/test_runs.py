@@ -34,6 +34,9 @@ PER_STEP = (
     "time/reward_s",
     "time/train_s",
     "time/publish_s",
+    "idle/trainer",
+    "idle/engines",
+    "idle/rewards",
     "policy/version",
     "policy/staleness",
 )

@@ -159,6 +159,8 @@ def _metrics(config, groups, rng, skill: float) -> dict[str, float]:
         "time/train_s": 3.0,
         "time/publish_s": 0.2,
         "time/step_s": 5.5,
+        "idle/trainer": 0.4,
+        "idle/engines": 0.6,
         **layers,
     }
 

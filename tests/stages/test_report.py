@@ -204,6 +204,10 @@ def test_one_step_in_a_browser(browser, tmp_path):
     assert {"Entropy", "Gradient norm", "Seconds by phase", "Clipped tokens"} <= plots.keys()
     assert "no metric reference/k1" in browser.run(ABSENT)
     assert browser.run("return document.querySelector('.heat canvas').height") == 6
+    assert browser.run("return document.querySelector('.idle').innerText").split("\n")[-2:] == [
+        "trainer\t\t40 %",
+        "engines\t\t60 %",
+    ]
 
 
 def test_unscorable_steps_in_a_browser(browser, tmp_path):

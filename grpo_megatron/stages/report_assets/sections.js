@@ -13,6 +13,7 @@ const CHARTS = [
   { title: "Clipped tokens", names: ["clip/region_fraction"], more: /^clip\/(?!.*sample).*fraction$/ },
   { title: "Gradient norm", names: ["grad/norm"] },
   { title: "Seconds by phase", names: ["time/step_s"], more: /^time\/[^@]*_s$/ },
+  { title: "Idle share", more: /^idle\// },
   { title: "Tokens per second", more: /^throughput\// },
   { title: "Loss", names: ["loss/value"], more: /^(loss\/nll|distillation\/kl)$/ },
   { title: "Groups without signal, truncated", more: /^(group\/all_equal_fraction|response\/truncated_fraction)$/ },
@@ -85,6 +86,16 @@ function evaluationOf(run) {
     domains.map(([domain, values]) => [domain, show(values.prompts), ...names.map(name => cell(values, name))])));
 }
 
+/** How long trainer, engines and rewards had nothing to do, as a share of all steps. */
+function idleOf(run) {
+  const rows = ["trainer", "engines", "rewards"].filter(role => run.metrics["idle/" + role]).map(role => {
+    const shares = pointsOf(run, "idle/" + role).map(p => p[1]).filter(isNumber), share = mean(shares);
+    return [role, el("meter", { min: 0, max: 1, value: share, "aria-label": `${role} idle` }), (share * 100).toFixed(0) + " %"];
+  });
+  if (!rows.length) return null;
+  return el("div", { class: "idle" }, el("h3", null, "Idle share, mean of the steps"), table(["", "", "idle"], rows));
+}
+
 /** Models and algorithms of PPO and GRPO at the run's layout, as `plan --compare ppo` has them. */
 function memoryOf(run) {
   if (!run.ppo) return null;
@@ -153,6 +164,7 @@ function runSection(run) {
     run.notes.length ? el("ul", { class: "absent" }, run.notes.map(note => el("li", null, note))) : null,
     evaluationOf(run),
     el("h3", null, "Curves"), steps.length ? curvesOf(run) : el("p", { class: "absent" }, "The run has no metrics yet."),
+    steps.length ? idleOf(run) : null,
     steps.length ? routingOf(run) : null,
     el("h3", null, "Samples"), samplesOf(run.recorded || [], run.samples),
     config.kind === "rl" ? [el("h3", null, "A policy update, token by token"), updateOf(run.moved || []),
