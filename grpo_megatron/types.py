@@ -62,7 +62,8 @@ As a step, these are N = 2 samples; as a micro-batch S = 2 samples with n = 5 po
 `tests/test_worked_example.py` computes every line of it. Further shapes: K experts per token, Q
 groups, D domains."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
@@ -70,6 +71,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from grpo_megatron.errors import EngineError
 from grpo_megatron.file_part import FilePart
 
 
@@ -106,6 +108,37 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """The policy sampled tokens `[start, end)` of a response at once: one answer of an episode."""
+
+    start: int
+    end: int
+    reward: float = math.nan
+    """What the environment gave for it; NaN: nothing."""
+    state: str = ""
+    """The environment's state that it answers; equal texts are the same state, "" is unknown."""
+    spoilt: bool = False
+    """A tool failed in it: it is in the statistics and in the text, but not in the loss."""
+
+
+def policy_mask(turns: Sequence[Turn], num_tokens: int) -> np.ndarray:
+    """Say which tokens of a response the policy sampled, bool [T]; without turns all of them."""
+    if not turns:
+        return np.ones(num_tokens, bool)
+    mask = np.zeros(num_tokens, bool)
+    for turn in turns:
+        mask[turn.start : turn.end] = True
+    return mask
+
+
+def count_policy_tokens(turns: Sequence[Turn], num_tokens: int) -> int:
+    """Count the tokens of a response, of T = `num_tokens`, that the policy sampled."""
+    if not turns:
+        return num_tokens
+    return sum(turn.end - turn.start for turn in turns)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingMask:
     """Token ids that top-k, top-p and min-p left, for each of T tokens; none: not known."""
 
@@ -120,11 +153,14 @@ class SamplingMask:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer of the policy to a prompt, as the engine sampled it."""
+    """One answer of the policy to a prompt, as the engine sampled it; or an episode: several
+    answers, with what an environment said between them (docs/agents.md)."""
 
     token_ids: np.ndarray  # int32 [T]
-    logprobs: np.ndarray  # float32 [T], processed (after temperature)
-    versions: tuple[VersionSpan, ...]  # cover [0, T) without gaps
+    logprobs: np.ndarray
+    """float32 [T], processed (after temperature); NaN exactly at tokens of the environment."""
+    versions: tuple[VersionSpan, ...]
+    """Cover [0, T) without gaps; tokens of the environment have the weights that read them."""
     finish_reason: str  # "stop" or "length"; "abort" only of a segment, see rollout.segments
     text: str
     routes: np.ndarray | None = None
@@ -137,12 +173,35 @@ class Completion:
 
     answered_ids: tuple[int, ...] | None = None
     """Token ids that it answers, never trained, where they are not those of the group's prompt: of
-    a guided retry with the attempt and the cue, of a seeded prompt with its exemplars."""
+    a guided retry with the attempt and the cue, of a seeded prompt with its exemplars, of an
+    episode with the history as a chat template has rewritten it."""
+    turns: tuple[Turn, ...] = ()
+    """The policy's tokens among the T, in order; others are the environment's. Empty: one turn of
+    all tokens."""
+    earlier: tuple["Completion", ...] = ()
+    """Sequences of the episode before this last one, in order; they have no earlier ones."""
+    outcome: float = math.nan
+    """The environment's reward for the whole episode; NaN: none."""
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, of this sequence."""
         return len(self.token_ids)
+
+    @property
+    def policy_mask(self) -> np.ndarray:
+        """Which tokens of this sequence the policy sampled, bool [T]."""
+        return policy_mask(self.turns, self.num_tokens)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """n: what the policy sampled in the whole episode."""
+        return sum(count_policy_tokens(one.turns, one.num_tokens) for one in self.sequences)
+
+    @property
+    def sequences(self) -> tuple["Completion", ...]:
+        """All sequences of the episode, in order; this one is the last."""
+        return (*self.earlier, self)
 
     @property
     def truncated(self) -> bool:
@@ -151,10 +210,11 @@ class Completion:
 
     @property
     def kept_counts(self) -> "KeptCounts | None":
-        """How many ids truncated sampling left; None: it was not truncated."""
+        """How many ids truncated sampling left at policy tokens of this sequence; None: it was not
+        truncated."""
         if self.kept is None:
             return None
-        sizes = self.kept.sizes
+        sizes = self.kept.sizes[self.policy_mask]
         num_known = int((sizes > 0).sum())
         return KeptCounts(int(sizes.sum()), num_known, len(sizes) - num_known)
 
@@ -162,7 +222,7 @@ class Completion:
 class KeptCounts(NamedTuple):
     """What truncated sampling left of a completion's candidates, in numbers."""
 
-    num_ids: int  # over all tokens
+    num_ids: int  # over all policy tokens
     num_known: int  # tokens of which the ids are known
     num_missing: int  # tokens of which they are not
 
@@ -183,12 +243,50 @@ class StoredCompletion:
     stored_token_ids: FilePart
     stored_text: FilePart
     kept_counts: KeptCounts | None = None
-    answered_ids: tuple[int, ...] | None = None  # as of `Completion`
+    answered_ids: tuple[int, ...] | None = None
+    """As of `Completion`, where the controller had it answer more than the group's prompt."""
+    turns: tuple[Turn, ...] = ()  # as of `Completion`, and so are those below
+    earlier: tuple["StoredCompletion", ...] = ()
+    outcome: float = math.nan
+    stored_prompt_ids: FilePart | None = None
+    """Token ids before this sequence, where a chat template has rewritten the episode's history."""
 
     @property
     def token_ids(self) -> np.ndarray:
         """int32 [T], read now."""
         return np.frombuffer(self.stored_token_ids.read(), np.int32)
+
+    @property
+    def policy_mask(self) -> np.ndarray:
+        """Which tokens of this sequence the policy sampled, bool [T]."""
+        return policy_mask(self.turns, self.num_tokens)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """n: what the policy sampled in the whole episode."""
+        return sum(count_policy_tokens(one.turns, one.num_tokens) for one in self.sequences)
+
+    @property
+    def sequences(self) -> tuple["StoredCompletion", ...]:
+        """All sequences of the episode, in order; this one is the last."""
+        return (*self.earlier, self)
+
+    def prompt_length(self, prompt: "Prompt") -> int:
+        """T_p: how many tokens are before this sequence, as an answer to the group's `prompt`."""
+        if self.stored_prompt_ids is not None:
+            return self.stored_prompt_ids.size // 4
+        if self.answered_ids is not None:
+            return len(self.answered_ids)
+        return len(prompt.token_ids)
+
+    def prompt_ids(self, prompt: "Prompt") -> tuple[int, ...]:
+        """The token ids before this sequence, as an answer to the group's `prompt`."""
+        if self.stored_prompt_ids is not None:
+            ids = np.frombuffer(self.stored_prompt_ids.read(), np.int32)
+            return tuple(ids.tolist())
+        if self.answered_ids is not None:
+            return self.answered_ids
+        return prompt.token_ids
 
     @property
     def text(self) -> str:
@@ -243,3 +341,54 @@ class ScoredGroup:
     rewards: np.ndarray  # float64 [G]; NaN: unscorable
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Per sample, weighted step rewards: (end of the step in the text, reward)."""
+
+
+def require_sound(completion: Completion, prompt_id: str) -> None:
+    """Raise EngineError where the record of an episode contradicts itself: turns that overlap, are
+    empty, not in order or outside of the T tokens; log-probs that are NaN elsewhere than at tokens
+    of the environment, or are not there; earlier sequences that have earlier ones."""
+    for number, sequence in enumerate(completion.sequences):
+        where = f"sample of {prompt_id}"
+        if completion.earlier:
+            where += f", sequence {number}"
+        if number < len(completion.earlier) and sequence.earlier:
+            raise EngineError(
+                "an earlier sequence of an episode has earlier sequences itself",
+                where=where,
+                remedy="give all of them to the last one, in order",
+            )
+        _require_turns_in_order(sequence, where)
+        _require_logprobs_of_policy(sequence, where)
+
+
+def _require_turns_in_order(sequence: Completion, where: str) -> None:
+    before = 0
+    for number, turn in enumerate(sequence.turns):
+        if before <= turn.start < turn.end <= sequence.num_tokens:
+            before = turn.end
+            continue
+        raise EngineError(
+            f"turn {number} has the tokens [{turn.start}, {turn.end}) of a response of "
+            f"{sequence.num_tokens} in which the turn before it ends at {before}",
+            where=where,
+            remedy="give turns in order, apart, each with a token and inside of the response",
+        )
+
+
+def _require_logprobs_of_policy(sequence: Completion, where: str) -> None:
+    if len(sequence.logprobs) != sequence.num_tokens:
+        raise EngineError(
+            f"{len(sequence.logprobs)} log-probs for {sequence.num_tokens} tokens", where=where
+        )
+    is_unknown = np.isnan(sequence.logprobs)
+    differs = np.flatnonzero(is_unknown == sequence.policy_mask)
+    if not len(differs):
+        return
+    token = int(differs[0])
+    if is_unknown[token]:
+        problem = f"token {token} was sampled by the policy and has no log-prob"
+    else:
+        problem = f"token {token} is the environment's and has a log-prob"
+    raise EngineError(
+        problem, where=where, remedy="log-probs are NaN exactly at tokens outside of all turns"
+    )

@@ -10,15 +10,17 @@ step's directory (`link_shard`). A shard that nobody reported is never read. The
 goes when its last sample is forgotten."""
 
 import json
+import math
 import shutil
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from grpo_megatron.batching.manifest import ShardEntry
-from grpo_megatron.batching.store import write_shard
+from grpo_megatron.batching.store import shard_order, write_shard
 from grpo_megatron.errors import SetupError, raised_as
 from grpo_megatron.file_part import FilePart
 from grpo_megatron.files import link_or_copy, sync
@@ -29,12 +31,16 @@ from grpo_megatron.types import (
     Prompt,
     RolloutGroup,
     StoredCompletion,
+    Turn,
     VersionSpan,
 )
 
+TurnRecord = tuple[int, int, float | None, str, bool]
+"""`Turn`; a reward that is not there is None, which JSON has a word for."""
+
 
 class SampleRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of a shard, in its order."""
+    """One sample of a shard, in its order: a sequence."""
 
     num_tokens: int
     finish_reason: str
@@ -45,6 +51,12 @@ class SampleRecord(msgspec.Struct, frozen=True, array_like=True):
     text_start: int
     """Of its text among those of the shard, in bytes."""
     text_size: int
+    turns: list[TurnRecord] = []
+    outcome: float | None = None
+    """`Completion.outcome`; None: none."""
+    own_prompt: tuple[int, int] | None = None
+    """Where among the prompts of the shard the tokens are that it answers, start and number, if
+    they are not those of its group's prompt."""
 
 
 class ShardReport(msgspec.Struct, frozen=True):
@@ -55,6 +67,11 @@ class ShardReport(msgspec.Struct, frozen=True):
     tokens_start: int
     """Where in the file its completions' token ids begin, in bytes."""
     samples: list[SampleRecord]
+    prompts_start: int = 0
+    """Where in the file the token ids of its prompts begin, in bytes."""
+    sequences: list[list[int]] | None = None
+    """`ShardOrder.places` where completions have earlier sequences or other prompts; None: every
+    sample is a completion."""
 
 
 class SpoolDirectory:
@@ -77,9 +94,22 @@ class StoredShard:
         self.entry = report.entry
         self.path = directory.path / report.entry.name
         self._tokens_start = report.tokens_start
+        self._prompts_start = report.prompts_start
         self._samples = report.samples
+        self._places = report.sequences
 
     def completions(self) -> list[StoredCompletion]:
+        """All completions, in order, with their earlier sequences."""
+        samples = self._sequences()
+        if self._places is None:
+            return samples
+        found = []
+        for *earlier, last in self._places:
+            sequences = tuple(samples[place] for place in earlier)
+            found.append(replace(samples[last], earlier=sequences))
+        return found
+
+    def _sequences(self) -> list[StoredCompletion]:
         """All samples, in order."""
         texts = str(_texts_file(self.path))
         found = []
@@ -88,6 +118,11 @@ class StoredShard:
             kept = None
             if sample.kept is not None:
                 kept = KeptCounts(*sample.kept)
+            prompt_ids = None
+            if sample.own_prompt is not None:
+                start, num_prompt = sample.own_prompt
+                at = self._prompts_start + 4 * start
+                prompt_ids = FilePart(str(self.path), at, 4 * num_prompt)
             tokens_start = self._tokens_start + 4 * token
             completion = StoredCompletion(
                 shard=self,
@@ -98,6 +133,9 @@ class StoredShard:
                 stored_token_ids=FilePart(str(self.path), tokens_start, 4 * sample.num_tokens),
                 stored_text=FilePart(texts, sample.text_start, sample.text_size),
                 kept_counts=kept,
+                turns=tuple(_turn(record) for record in sample.turns),
+                outcome=_number(sample.outcome),
+                stored_prompt_ids=prompt_ids,
             )
             found.append(completion)
             token += sample.num_tokens
@@ -106,7 +144,8 @@ class StoredShard:
     def groups(
         self, prompts: Sequence[Prompt], sizes: Sequence[int], replicas: Sequence[int]
     ) -> list[RolloutGroup[StoredCompletion]]:
-        """The samples as groups of these prompts, sizes and engines, in the shard's order."""
+        """The completions as groups of these prompts, sizes and engines, in the order in which they
+        were written."""
         left = iter(self.completions())
         groups = []
         for prompt, size, replica in zip(prompts, sizes, replicas, strict=True):
@@ -121,7 +160,8 @@ def spool_groups(
     """Write the groups as a new shard `path` with their texts; on the disk when this returns.
 
     Raises SetupError: the disk is full or not writable, or another writer has this shard's name;
-    EngineError: routes are not those of a model of `route_shape`."""
+    EngineError: routes are not those of a model of `route_shape`, or the record of a sample
+    contradicts itself."""
     with raised_as(
         SetupError,
         "cannot write rollouts",
@@ -131,17 +171,33 @@ def spool_groups(
     ):
         texts: list[bytes] = []
         samples: list[SampleRecord] = []
-        start = 0
-        for group in groups:
-            for completion in group.completions:
-                text = completion.text.encode("utf-8", "surrogatepass")
+        text_start = 0
+        prompt_start = 0
+        order = shard_order(groups)
+        for part, has_own_prompt in zip(order.groups, order.has_own_prompt, strict=True):
+            own_prompt = None
+            num_prompt = len(part.prompt.token_ids)
+            if has_own_prompt:
+                own_prompt = (prompt_start, num_prompt)
+            for sequence in part.completions:
+                text = sequence.text.encode("utf-8", "surrogatepass")
                 texts.append(text)
-                samples.append(_record(completion, start, len(text)))
-                start += len(text)
+                samples.append(_record(sequence, text_start, len(text), own_prompt))
+                text_start += len(text)
+            prompt_start += num_prompt
         _texts_file(path).write_bytes(b"".join(texts))
         entry = write_shard(path, groups, route_shape, new=True)
         sync(path.parent)
-        return ShardReport(entry, _tokens_start(path), samples)
+        places = None
+        if order.places != [[number] for number in range(len(samples))]:
+            places = order.places
+        return ShardReport(
+            entry,
+            _column_start(path, "completion_ids"),
+            samples,
+            _column_start(path, "prompt_ids"),
+            places,
+        )
 
 
 def store_groups(
@@ -172,22 +228,49 @@ def _texts_file(shard: Path) -> Path:
     return shard.with_suffix(".texts")
 
 
-def _record(completion: Completion, text_start: int, text_size: int) -> SampleRecord:
-    versions = [(span.version, span.start, span.end) for span in completion.versions]
+def _record(
+    sequence: Completion, text_start: int, text_size: int, own_prompt: tuple[int, int] | None
+) -> SampleRecord:
+    versions = [(span.version, span.start, span.end) for span in sequence.versions]
+    turns: list[TurnRecord] = []
+    for turn in sequence.turns:
+        turns.append((turn.start, turn.end, _known(turn.reward), turn.state, turn.spoilt))
     return SampleRecord(
-        completion.num_tokens,
-        completion.finish_reason,
+        sequence.num_tokens,
+        sequence.finish_reason,
         versions,
-        completion.kept_counts,
+        sequence.kept_counts,
         text_start,
         text_size,
+        turns,
+        _known(sequence.outcome),
+        own_prompt,
     )
 
 
-def _tokens_start(path: Path) -> int:
-    """Where the column `completion_ids` begins in a safetensors file, in bytes."""
+def _turn(record: TurnRecord) -> Turn:
+    start, end, reward, state, spoilt = record
+    return Turn(start, end, _number(reward), state, spoilt)
+
+
+def _known(value: float) -> float | None:
+    """None for not-a-number."""
+    if math.isnan(value):
+        return None
+    return value
+
+
+def _number(value: float | None) -> float:
+    """What `_known` was given."""
+    if value is None:
+        return math.nan
+    return value
+
+
+def _column_start(path: Path, name: str) -> int:
+    """Where a column begins in a safetensors file, in bytes."""
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_size))
-    start: int = header["completion_ids"]["data_offsets"][0]
+    start: int = header[name]["data_offsets"][0]
     return 8 + header_size + start

@@ -11,7 +11,7 @@ final name is whole. It carries samples to the trainer, is the crash log, and ca
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,7 +24,14 @@ from grpo_megatron.batching.route_file import RouteFile, write_routes
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
-from grpo_megatron.types import Completion, RolloutGroup, SamplingMask
+from grpo_megatron.types import (
+    Completion,
+    RolloutGroup,
+    SamplingMask,
+    Turn,
+    policy_mask,
+    require_sound,
+)
 
 _ROW_COLUMNS = {
     "shard": np.int32,
@@ -35,8 +42,51 @@ _ROW_COLUMNS = {
     "domain": np.int32,
     "truncated": np.uint8,
 }
-_LENGTH_COLUMNS = ("prompt_length", "completion_length")
+_LENGTH_COLUMNS = ("prompt_length", "completion_length", "policy_length")
 UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class ShardOrder:
+    """How the sequences of groups lie in a shard: by the tokens that they answer."""
+
+    groups: list[RolloutGroup[Completion]]
+    """One for each prompt that is answered, with all sequences that answer it."""
+    has_own_prompt: list[bool]
+    """Of these, whether the prompt is another than that of the group that was given."""
+    places: list[list[int]]
+    """Of every completion, in the order given: the numbers of its sequences in the shard, that of
+    the completion itself last."""
+
+
+def shard_order(groups: Sequence[RolloutGroup[Completion]]) -> ShardOrder:
+    """Put the sequences of `groups` into the order of a shard: completions without earlier
+    sequences or answered ids of their own keep the one that they have."""
+    parts: list[RolloutGroup[Completion]] = []
+    has_own_prompt: list[bool] = []
+    places: list[list[int]] = []
+    num_before = 0
+    for group in groups:
+        by_prompt: dict[tuple[int, ...], list[Completion]] = {}
+        found: list[list[tuple[tuple[int, ...], int]]] = []
+        for completion in group.completions:
+            of_completion = []
+            for sequence in completion.sequences:
+                prompt_ids = sequence.answered_ids or group.prompt.token_ids
+                behind = by_prompt.setdefault(prompt_ids, [])
+                of_completion.append((prompt_ids, len(behind)))
+                behind.append(sequence)
+            found.append(of_completion)
+        starts = {}
+        for prompt_ids, sequences in by_prompt.items():
+            starts[prompt_ids] = num_before
+            num_before += len(sequences)
+            prompt = replace(group.prompt, token_ids=prompt_ids)
+            parts.append(RolloutGroup(prompt, tuple(sequences), group.replica))
+            has_own_prompt.append(prompt_ids != group.prompt.token_ids)
+        for of_completion in found:
+            places.append([starts[prompt_ids] + number for prompt_ids, number in of_completion])
+    return ShardOrder(parts, has_own_prompt, places)
 
 
 def write_shard(
@@ -49,16 +99,25 @@ def write_shard(
     """Columns of many groups in one file, durably; a prompt is stored once per group. With
     `route_shape`, routes are recorded too. Returns the shard's entry of the manifest.
 
-    Raises FileExistsError where `path` exists and is to be `new`.
+    Raises FileExistsError where `path` exists and is to be `new`, EngineError where the record of a
+    sample contradicts itself (`types.require_sound`).
 
-    Columns (N samples, Q groups): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
+    Samples are sequences, in the order of `shard_order`: of an episode with earlier ones there are
+    several. Columns (N samples, Q prompts): `prompt_ids` int32 with `prompt_offsets` int64 [Q+1];
     `completion_ids` int32 and `rollout_logprobs` float32 with `completion_offsets` int64 [N+1];
-    `group` int32 [N]; weight versions as spans `span_version|start|end` int32 with
+    `group` int32 [N], which prompt; weight versions as spans `span_version|start|end` int32 with
     `span_offsets` int64 [N+1]. Of truncated sampling, the ids that were kept: `kept_ids` int32 with
-    `kept_offsets` int64 [n+1], by completion token."""
+    `kept_offsets` int64 [n+1], by completion token. Where any sample has turns, these:
+    `turn_start|end` int32, `turn_reward` float64, `turn_spoilt` uint8, `turn_state` int32 with
+    `turn_offsets` int64 [N+1]; a state is the number of a text, `state_texts` uint8 (UTF-8) with
+    `state_offsets` int64, or -1."""
+    for group in groups:
+        for completion in group.completions:
+            require_sound(completion, group.prompt.prompt_id)
     prompts: list[Sequence[int]] = []
     completions: list[Completion] = []
     group_of: list[int] = []
+    groups = shard_order(groups).groups
     for number, group in enumerate(groups):
         prompts.append(group.prompt.token_ids)
         completions += group.completions
@@ -69,6 +128,7 @@ def write_shard(
     columns["group"] = np.array(group_of, np.int32)
     columns |= _span_columns(completions)
     columns |= _kept_columns(completions)
+    columns |= _turn_columns(completions)
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape, new=new)
     checksum = write_columns(path, columns, new=new)
@@ -124,6 +184,33 @@ def _kept_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     }
 
 
+def _turn_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
+    """Turns of episodes; no columns where every completion is one turn that nothing is known of."""
+    if not any(completion.turns for completion in completions):
+        return {}
+    turns: list[Turn] = []
+    num_turns = []
+    number_of: dict[str, int] = {"": UNKNOWN}
+    for completion in completions:
+        num_turns.append(len(completion.turns))
+        for turn in completion.turns:
+            turns.append(turn)
+            number_of.setdefault(turn.state, len(number_of) - 1)
+    del number_of[""]
+    states = [state.encode("utf-8", "surrogatepass") for state in number_of]
+    number_of[""] = UNKNOWN
+    return {
+        "turn_start": np.array([turn.start for turn in turns], np.int32),
+        "turn_end": np.array([turn.end for turn in turns], np.int32),
+        "turn_reward": np.array([turn.reward for turn in turns], np.float64),
+        "turn_spoilt": np.array([turn.spoilt for turn in turns], np.uint8),
+        "turn_state": np.array([number_of[turn.state] for turn in turns], np.int32),
+        "turn_offsets": _offsets(num_turns),
+        "state_texts": np.frombuffer(b"".join(states), np.uint8),
+        "state_offsets": _offsets([len(state) for state in states]),
+    }
+
+
 def _ragged(
     parts: Sequence[Sequence[int] | np.ndarray], dtype: DTypeLike
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +234,8 @@ def _offsets(lengths: ArrayLike) -> np.ndarray:
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """A row of a `SampleTable`: where a sample's tokens are, and what the controller decided about
-    it. The table has a column for every field."""
+    it. The table has a column for every field. An episode of several sequences has a row for each,
+    one after the other, equal in what is decided."""
 
     shard: int
     index: int  # sample index within the shard
@@ -158,6 +246,8 @@ class SampleRow:
     truncated: bool = False
     prompt_length: int = UNKNOWN  # tokens; known of all rows of a step or of none
     completion_length: int = UNKNOWN
+    policy_length: int = UNKNOWN  # those of the completion that the policy sampled
+    episode: int = UNKNOWN  # number of the episode, ascending; by default every row is one
 
 
 def begin_step(directory: Path) -> Path:
@@ -183,9 +273,13 @@ def finish_step(
     columns: dict[str, np.ndarray] = {}
     for name, dtype in _ROW_COLUMNS.items():
         columns[name] = np.array([getattr(row, name) for row in rows], dtype)
-    if all(row.completion_length != UNKNOWN for row in rows):
-        for name in _LENGTH_COLUMNS:
-            columns[name] = np.array([getattr(row, name) for row in rows], np.int64)
+    for name in _LENGTH_COLUMNS:
+        lengths = np.array([getattr(row, name) for row in rows], np.int64)
+        if (lengths != UNKNOWN).all():
+            columns[name] = lengths
+    episodes = np.array([row.episode for row in rows], np.int64)
+    if (episodes != UNKNOWN).all():
+        columns["episode"] = episodes
     step_rows = []
     step_ends = []
     step_rewards = []
@@ -211,10 +305,14 @@ class SampleTable:
 
     Columns, [N] each: `shard`, `index`, `group`, `update`, `reward`, `domain`, `truncated` as in
     `SampleRow`; `components`, float64 by name. `steps` are rewards of single steps, as rows, last
-    tokens and rewards, [K] each; `teacher_logprobs` what teachers behind servers said of completion
+    tokens and rewards, [K] each; `teacher_logprobs` what teachers behind servers said of policy
     tokens, by teacher ("0/ids", "0/logprobs"), [their n, top k].
 
-    Raises DataError: the directory is incomplete, of another format, or a checksum disagrees."""
+    A row is a sequence. An episode of several has neighbouring rows with the same number in
+    `episode`; all else that is decided of it is equal in them.
+
+    Raises DataError: the directory is incomplete, of another format, a checksum disagrees, or the
+    rows of an episode are not neighbours."""
 
     def __init__(self, directory: Path, *, verify: bool = True):
         self.directory = directory
@@ -240,6 +338,10 @@ class SampleTable:
         for name in _LENGTH_COLUMNS:
             if name in train:
                 self._lengths[name] = np.array(train[name])
+        self.episode = np.arange(len(self.shard))
+        """Number of each row's episode, int64 [N], 0..M-1, ascending."""
+        if "episode" in train:
+            self.episode = _numbered_episodes(np.array(train["episode"]), directory)
         self.components: dict[str, np.ndarray] = {}
         self.teacher_logprobs: dict[str, np.ndarray] = {}
         for column, values in train.items():
@@ -261,10 +363,27 @@ class SampleTable:
 
     @cached_property
     def completion_lengths(self) -> np.ndarray:
-        """Tokens of each completion, int64 [N]."""
+        """Tokens of each completion, T, with those of the environment; int64 [N]."""
         if "completion_length" in self._lengths:
             return self._lengths["completion_length"]
         return self._of_shards(_completion_lengths)
+
+    @cached_property
+    def policy_lengths(self) -> np.ndarray:
+        """Tokens of each completion that the policy sampled, int64 [N]."""
+        if "policy_length" in self._lengths:
+            return self._lengths["policy_length"]
+        return self._of_shards(_policy_lengths)
+
+    @cached_property
+    def first_rows(self) -> np.ndarray:
+        """Of every episode its first row, int64 [M]."""
+        return np.flatnonzero(np.diff(self.episode, prepend=-1))
+
+    @cached_property
+    def episode_policy_lengths(self) -> np.ndarray:
+        """Tokens of each episode that the policy sampled, int64 [M]."""
+        return np.bincount(self.episode, self.policy_lengths, len(self.first_rows)).astype(np.int64)
 
     def _shard(self, number: int) -> dict[str, np.ndarray]:
         """The columns of a shard, which are mapped once."""
@@ -320,9 +439,43 @@ class SampleTable:
         return columns, *columns[offsets][index : index + 2]
 
     def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [T] and behaviour log-probs float32 [T]."""
+        """Token ids int32 [T] and behaviour log-probs float32 [T], NaN at tokens of the
+        environment."""
         columns, start, end = self._at(row, "completion_offsets")
         return columns["completion_ids"][start:end], columns["rollout_logprobs"][start:end]
+
+    def turns(self, row: int) -> tuple[Turn, ...]:
+        """Return the turns of a completion; empty: the policy sampled all of it at once."""
+        columns = self._shard(int(self.shard[row]))
+        if "turn_offsets" not in columns:
+            return ()
+        _, first, last = self._at(row, "turn_offsets")
+        turns = []
+        for number in range(int(first), int(last)):
+            turn = Turn(
+                int(columns["turn_start"][number]),
+                int(columns["turn_end"][number]),
+                float(columns["turn_reward"][number]),
+                _state_text(columns, int(columns["turn_state"][number])),
+                bool(columns["turn_spoilt"][number]),
+            )
+            turns.append(turn)
+        return tuple(turns)
+
+    def policy_places(self, row: int) -> np.ndarray:
+        """Where in a completion the tokens are that the policy sampled, int64 [n of it]."""
+        num_tokens = int(self.completion_lengths[row])
+        if self.policy_lengths[row] == num_tokens:
+            return np.arange(num_tokens)
+        return np.flatnonzero(policy_mask(self.turns(row), num_tokens))
+
+    def policy_tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tokens that the policy sampled: ids int32, and behaviour log-probs float32."""
+        token_ids, logprobs = self.completion(row)
+        if self.policy_lengths[row] == len(token_ids):
+            return token_ids, logprobs
+        places = self.policy_places(row)
+        return token_ids[places], logprobs[places]
 
     def kept(self, row: int) -> SamplingMask | None:
         """What truncated sampling kept at every completion token; None: everything."""
@@ -332,16 +485,17 @@ class SampleTable:
         offsets = np.asarray(columns["kept_offsets"][start : end + 1])
         return SamplingMask(columns["kept_ids"][offsets[0] : offsets[-1]], offsets - offsets[0])
 
-    def all_completion_ids(self) -> np.ndarray:
-        """Completion tokens of all samples, flat, int64 [n]."""
+    def all_policy_ids(self) -> np.ndarray:
+        """Policy tokens of all samples, flat, int64 [n]."""
         parts = []
         for row in range(len(self)):
-            token_ids, _ = self.completion(row)
+            token_ids, _ = self.policy_tokens(row)
             parts.append(token_ids)
         return _concatenate(parts, np.int64)
 
     def versions(self, row: int) -> np.ndarray:
-        """Weight version of every completion token, int32 [T]."""
+        """Weight version of every completion token, int32 [T]; where it is the environment's, of
+        the weights that read it."""
         columns, first, last = self._at(row, "span_offsets")
         lengths = columns["span_end"][first:last] - columns["span_start"][first:last]
         return np.repeat(columns["span_version"][first:last], lengths)
@@ -381,6 +535,39 @@ def _prompt_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
 def _completion_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
     """Tokens of every completion of a shard, int64."""
     return np.diff(shard["completion_offsets"])
+
+
+def _policy_lengths(shard: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Tokens of every completion of a shard that the policy sampled, int64."""
+    lengths = _completion_lengths(shard)
+    if "turn_offsets" not in shard:
+        return lengths
+    num_turns = np.diff(shard["turn_offsets"])
+    sample = np.repeat(np.arange(len(lengths)), num_turns)
+    of_turns = np.asarray(shard["turn_end"]) - np.asarray(shard["turn_start"])
+    in_turns = np.bincount(sample, of_turns, len(lengths)).astype(np.int64)
+    return np.where(num_turns > 0, in_turns, lengths)
+
+
+def _state_text(shard: Mapping[str, np.ndarray], number: int) -> str:
+    """The state of a number; "" where it is not known."""
+    if number == UNKNOWN:
+        return ""
+    start, end = shard["state_offsets"][number : number + 2]
+    return shard["state_texts"][start:end].tobytes().decode("utf-8", "surrogatepass")
+
+
+def _numbered_episodes(numbers: np.ndarray, directory: Path) -> np.ndarray:
+    """Episodes as numbers without gaps, in the order of rows. DataError: rows are apart."""
+    starts = np.diff(numbers, prepend=UNKNOWN) != 0
+    if starts.sum() != len(np.unique(numbers)):
+        raise DataError(
+            "the rows of an episode are not neighbours",
+            where=str(directory),
+            remedy="delete the step; it is sampled anew",
+        )
+    found: np.ndarray = np.cumsum(starts) - 1
+    return found
 
 
 def _require_checksums(directory: Path, checksums: Mapping[str, str]) -> None:

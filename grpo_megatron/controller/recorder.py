@@ -9,12 +9,24 @@ import numpy as np
 
 from grpo_megatron.batching.manifest import StepFacts, is_recorded
 from grpo_megatron.batching.spool import StoredShard, link_shard
-from grpo_megatron.batching.store import SampleRow, begin_step, finish_step, write_shard
+from grpo_megatron.batching.store import (
+    SampleRow,
+    begin_step,
+    finish_step,
+    shard_order,
+    write_shard,
+)
 from grpo_megatron.checkpoints.retention import complete_steps
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.files import sync
 from grpo_megatron.rundir import RunDir
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, ScoredGroup
+from grpo_megatron.types import (
+    Completion,
+    Prompt,
+    RolloutGroup,
+    ScoredGroup,
+    count_policy_tokens,
+)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -35,21 +47,26 @@ def record_step(
     working = begin_step(directory)
     numbers: dict[StoredShard, int] = {}
     rows = []
+    episode = 0
     for number, scored in enumerate(groups):
         group = scored.group
         for reward, completion in zip(scored.rewards, group.completions, strict=True):
-            row = SampleRow(
-                shard=numbers.setdefault(completion.shard, len(numbers)),
-                index=completion.index,
-                group=number,
-                update=number * min(num_updates, len(groups)) // len(groups),
-                reward=float(reward),
-                domain=facts.domains.index(group.prompt.domain),
-                truncated=completion.truncated,
-                prompt_length=len(completion.answered_ids or group.prompt.token_ids),
-                completion_length=completion.num_tokens,
-            )
-            rows.append(row)
+            for sequence in completion.sequences:
+                row = SampleRow(
+                    shard=numbers.setdefault(sequence.shard, len(numbers)),
+                    index=sequence.index,
+                    group=number,
+                    update=number * min(num_updates, len(groups)) // len(groups),
+                    reward=float(reward),
+                    domain=facts.domains.index(group.prompt.domain),
+                    truncated=completion.truncated,
+                    prompt_length=sequence.prompt_length(group.prompt),
+                    completion_length=sequence.num_tokens,
+                    policy_length=count_policy_tokens(sequence.turns, sequence.num_tokens),
+                    episode=episode,
+                )
+                rows.append(row)
+            episode += 1
     entries = []
     for shard, number in numbers.items():
         entries.append(link_shard(shard, working / f"rollout-{number}.safetensors"))
@@ -66,7 +83,7 @@ def record_step(
 
 
 def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
-    """Rewards by component over all samples, NaN where a group's domain has no such one."""
+    """Rewards by component over all rows, NaN where a group's domain has no such one."""
     names: dict[str, None] = {}  # ordered
     for group in groups:
         names.update(dict.fromkeys(group.components))
@@ -75,18 +92,26 @@ def _components(groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
         parts = []
         for group in groups:
             skipped = np.full(len(group.rewards), np.nan)
-            parts.append(np.asarray(group.components.get(name, skipped), np.float64))
+            of_completions = np.asarray(group.components.get(name, skipped), np.float64)
+            parts.append(np.repeat(of_completions, _num_sequences(group)))
         found[name] = np.concatenate(parts)
     return found
 
 
+def _num_sequences(group: ScoredGroup) -> list[int]:
+    """How many rows each completion of a group has, [G]."""
+    return [len(completion.sequences) for completion in group.group.completions]
+
+
 def _steps(groups: Sequence[ScoredGroup], decode: Decode) -> list[tuple[int, int, float]]:
-    """Step rewards as (row, last token of the step, reward); steps without a token are left out."""
+    """Step rewards as (row, last token of the step, reward); steps without a token are left out.
+
+    The steps of an episode are in the text of its last sequence, and so in its last row."""
     found = []
     row = -1
     for group in groups:
         for sample, completion in enumerate(group.group.completions):
-            row += 1
+            row += len(completion.sequences)
             if not group.steps or not completion.num_tokens:
                 continue
             token_ids = completion.token_ids
@@ -110,10 +135,16 @@ def record_completions(
 ) -> None:
     """Write (optimizer step, prompt, completion) for the trainer to compute, one sample each."""
     groups = []
-    rows = []
-    for number, (update, prompt, completion) in enumerate(samples):
+    for _, prompt, completion in samples:
         groups.append(RolloutGroup(prompt, (completion,), 0))
-        rows.append(SampleRow(shard=0, index=number, group=number, update=update, reward=0.0))
+    rows = []
+    places = shard_order(groups).places
+    for number, ((update, _, _), of_sample) in enumerate(zip(samples, places, strict=True)):
+        for place in of_sample:
+            row = SampleRow(
+                shard=0, index=place, group=number, update=update, reward=0.0, episode=number
+            )
+            rows.append(row)
     shard = write_shard(begin_step(directory) / f"{name}.safetensors", groups)
     finish_step(directory, [shard], rows, StepFacts())
 

@@ -188,7 +188,7 @@ class Training:
         """What advantages are computed from: fp32 [n] of the whole batch, equal on all ranks."""
         columns = {}
         if "token_ids" in self.needs:
-            columns["token_ids"] = torch.from_numpy(self.table.all_completion_ids()).long()
+            columns["token_ids"] = torch.from_numpy(self.table.all_policy_ids()).long()
         if "old_logprobs" in self.needs:
             columns["old_logprobs"] = self._gathered(_old_untruncated)
         if "entropies" in self.needs:
