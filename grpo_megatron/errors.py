@@ -117,6 +117,10 @@ class RewardError(GrpoMegatronError, exit_code=10):
     """A reward function cannot be imported, or raised on every sample."""
 
 
+class EpisodeError(GrpoMegatronError, exit_code=12):
+    """An environment cannot be imported or made, or spoils every episode."""
+
+
 class GateError(GrpoMegatronError, exit_code=11):
     """A run has finished and missed a gate of its recipe."""
 

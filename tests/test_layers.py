@@ -41,6 +41,9 @@ def test_contracts_hold():
     [
         ("config/bad.py", "from grpo_megatron.plan import layout", "layers"),
         ("trainer/bad.py", "def f():\n    from grpo_megatron.rollout import seeds", "layers"),
+        ("rewards/bad.py", "from grpo_megatron.environments import protocol", "layers"),
+        ("environments/bad.py", "from grpo_megatron.rollout import client", "layers"),
+        ("environments/worse.py", "import torch", "torch"),
         ("plan/bad.py", "def f():\n    import torch", "torch"),
         ("controller/bad.py", "import vllm.config", "vllm"),
         ("weights/bad.py", "from megatron.core import parallel_state", "megatron"),

@@ -119,6 +119,7 @@ def submit(
     from grpo_megatron.launch import slurm
     from grpo_megatron.launch.bindings import (
         SKIP_REMEDY,
+        refuse_unbound_environments,
         refuse_unbound_objective,
         refuse_unbound_rewards,
         refuse_unreadable_problems,
@@ -136,6 +137,7 @@ def submit(
     else:
         refuse_unbound_objective(resolved.config)
         refuse_unbound_rewards(resolved.config, remedy=SKIP_REMEDY)
+        refuse_unbound_environments(resolved.config, remedy=SKIP_REMEDY)
     refuse_unreadable_problems(resolved.config)
     after_jobs = []
     if after:

@@ -9,6 +9,7 @@ from pydantic import Field
 from grpo_megatron.config.alarms import AlarmsConfig
 from grpo_megatron.config.allocation import AllocationConfig, SeedingConfig
 from grpo_megatron.config.base import InputPath, Strict
+from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 
@@ -27,7 +28,8 @@ class RewardConfig(Strict):
     """One reward component."""
 
     function: str
-    """`module:function`, a typed plain function (see `grpo_megatron.rewards.functions`)."""
+    """`module:function`, a typed plain function (see `grpo_megatron.rewards.functions`), or
+    `environment`: the outcome of the episode."""
     weight: float = 1.0
     """Weight in the sum."""
     name: str | None = None
@@ -98,6 +100,8 @@ class DomainConfig(Strict):
     RL."""
     objective: DomainObjective | None = None
     """What this domain sets differently from `[objective]`."""
+    environment: EnvironmentConfig | None = None
+    """What replies to the policy; default: nothing does, an answer is one turn."""
 
     @property
     def accuracy_component(self) -> str:

@@ -7,7 +7,8 @@ from grpo_megatron.config.templates import CHAT
 from grpo_megatron.data.chat_template import read_chat_template
 from grpo_megatron.data.prompt_text import PromptRenderer, tokenizer_directory
 from grpo_megatron.data.sources import first_problem
-from grpo_megatron.errors import RewardError
+from grpo_megatron.environments.registry import bind
+from grpo_megatron.errors import EpisodeError, RewardError
 from grpo_megatron.rewards.pool import components_of
 
 SKIP_REMEDY = "if only the cluster has it, submit with --skip-reward-check"
@@ -24,6 +25,22 @@ def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
         except RewardError as error:
             if remedy:
                 error.remedy = (error.remedy or "correct the recipe") + f"; {remedy}"
+            raise
+
+
+def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
+    """Find every domain's environment and check its arguments.
+
+    Raises EpisodeError as its processes would when they start. remedy: what else would help."""
+    for domain in config.domains:
+        if domain.environment is None:
+            continue
+        try:
+            bind(domain.environment.name, domain.environment.arguments)
+        except EpisodeError as error:
+            error.where = f"[[domains]] {domain.name}, environment"
+            if remedy:
+                error.remedy = f"{error.remedy or 'correct the recipe'}; {remedy}"
             raise
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from grpo_megatron.config.loader import ResolvedConfig, write_resolved
 from grpo_megatron.launch.bindings import (
+    refuse_unbound_environments,
     refuse_unbound_objective,
     refuse_unbound_rewards,
     refuse_unreadable_problems,
@@ -26,6 +27,7 @@ def train(resolved: ResolvedConfig, *, overwrite: bool = False, in_job: bool = F
     run_dir.refuse_existing(overwrite=overwrite)
     refuse_unbound_objective(resolved.config)
     refuse_unbound_rewards(resolved.config)
+    refuse_unbound_environments(resolved.config)
     refuse_unreadable_problems(resolved.config)
     with run_lock(run_dir):
         _remove_earlier_run(run_dir)

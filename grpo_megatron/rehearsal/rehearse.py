@@ -18,6 +18,7 @@ from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import ConfigError, GateError, GrpoMegatronError, SetupError, raised_as
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch.bindings import (
+    refuse_unbound_environments,
     refuse_unbound_objective,
     refuse_unbound_rewards,
 )
@@ -78,6 +79,7 @@ def rehearse_recipe(
     config = at_scale.config
     refuse_unbound_objective(config)
     refuse_unbound_rewards(config)
+    refuse_unbound_environments(config)
     if folder is None:
         folder = config.runs_dir / "rehearsal" / config.name
     take_folder(folder)

@@ -235,6 +235,14 @@ def repetition(
     return penalty * (1 - len(set(ngrams)) / len(ngrams))
 
 
+def environment(completion: str, answer: str, *, outcome: float | None) -> float:
+    """What the environment says that the episode was worth; NaN where there was no episode, or it
+    cannot be scored. In a recipe: `function = "environment"`."""
+    if outcome is None:
+        return math.nan
+    return outcome
+
+
 def _number(text: str) -> Fraction | None:
     top, slash, bottom = text.strip().replace(",", "").partition("/")
     try:

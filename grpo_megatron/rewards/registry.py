@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from grpo_megatron.config.environment import ENVIRONMENT_REWARD
 from grpo_megatron.config.imports import imported
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError, raised_as
 
-CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids")
+CONTEXT = ("prompt", "metadata", "num_tokens", "truncated", "token_ids", "outcome")
 """Keyword arguments that the pool offers; a reward takes those that its signature names.
 `**arguments` takes the first two: the others would be sent to processes for nothing."""
 
+_OUTCOME = "grpo_megatron.rewards.functions:environment"
 _SIGNATURE = "def reward(completion: str, answer: str, *, prompt: str, metadata, **arguments)"
 
 
@@ -65,6 +67,8 @@ def bind(
     `max_tokens` is the length of its verdict.
 
     The current directory is searched last, so that a file beside the recipe needs no package."""
+    if reference == ENVIRONMENT_REWARD:
+        reference = _OUTCOME
     function = imported(reference, RewardError, "reward")
     modules, check = getattr(function, "needs", ((), lambda **_: None))
     for module in modules:

@@ -10,13 +10,18 @@ from functools import partial
 from grpo_megatron.errors import (
     INTERRUPTED_EXIT_CODE,
     ConfigError,
+    EpisodeError,
     GateError,
     GrpoMegatronError,
     RewardError,
 )
 from grpo_megatron.files import write_atomically
 from grpo_megatron.launch import slurm
-from grpo_megatron.launch.bindings import SKIP_REMEDY, refuse_unbound_rewards
+from grpo_megatron.launch.bindings import (
+    SKIP_REMEDY,
+    refuse_unbound_environments,
+    refuse_unbound_rewards,
+)
 from grpo_megatron.launch.run_lock import run_lock
 from grpo_megatron.orphans import die_with_parent
 from grpo_megatron.stages.graph import Graph
@@ -164,8 +169,10 @@ def _refuse_unbound_rewards(graph: Graph, records: Records) -> None:
         if is_merge or records.state(name) is State.DONE:
             continue
         try:
-            refuse_unbound_rewards(graph.resolve(name).config, remedy=SKIP_REMEDY)
-        except RewardError as error:
+            config = graph.resolve(name).config
+            refuse_unbound_rewards(config, remedy=SKIP_REMEDY)
+            refuse_unbound_environments(config, remedy=SKIP_REMEDY)
+        except (RewardError, EpisodeError) as error:
             error.where = f"stage {name}, {error.where}"
             raise
 

@@ -8,6 +8,7 @@ from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
 from grpo_megatron.config.rules.check import check_rules
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
+from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
 from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
@@ -19,12 +20,14 @@ SEQUENCE_MEAN = ["objective.aggregation=seq_mean_token_mean"]
 DISTIL = ["kind=distil", "cold_start=null"]
 ALLOCATED = ["allocation={}", "objective.preset=grpo"]
 SEEDED = [*ALLOCATED, "seeding={}", "domains.0.template={question}"]
+AGENT = ["domains.0.template=chat", "domains.0.environment.name=calculator"]
 ALL_RULES = (
     RUN_RULES,
     ALLOCATION_RULES,
     DISTILLATION_RULES,
     PLACEMENT_RULES,
     DOMAIN_RULES,
+    ENVIRONMENT_RULES,
     OBJECTIVE_RULES,
     BATCH_RULES,
 )
@@ -50,6 +53,22 @@ BROKEN = [
     ("chat_template", ["domains.0.template_arguments.enable_thinking=false"]),
     ("chat_template", ["domains.0.template=chat", "domains.0.template_arguments.messages=[]"]),
     ("reward_function", ["domains.0.rewards.0.function=exact_match"]),
+    ("environment_template", ["domains.0.environment.name=calculator"]),
+    ("environment_alone", [*AGENT, *ALLOCATED]),
+    ("environment_alone", [*AGENT, "kind=sft", "cold_start=null"]),
+    ("environment_alone", [*AGENT, "kind=rejection_sample", "cold_start=null", "num_steps=0"]),
+    ("environment_reward", ["domains.0.rewards.0.function=environment"]),
+    ("environment_tokens", [*AGENT, "domains.0.environment.episode_tokens=100000"]),
+    ("environment_tokens", [*AGENT, "domains.0.environment.turn_tokens=100000"]),
+    (
+        "environment_tokens",
+        [
+            *AGENT,
+            "domains.0.environment.episode_tokens=4",
+            "domains.0.environment.turn_tokens=5",
+        ],
+    ),
+    ("environment_time", [*AGENT, "domains.0.environment.step_s=1000"]),
     ("problem_counts", ["domains.0.num_problems=1536"]),
     ("group_size", ["batch.num_samples_per_prompt=1"]),
     ("objective", ["objective.kl_beta=0.1"]),
@@ -267,9 +286,9 @@ def test_every_check_finds_something_in_a_case_above():
         run = unchecked_config(*overrides)
         of_runs = (RUN_RULES, ALLOCATION_RULES, DISTILLATION_RULES, PLACEMENT_RULES)
         subjects = [(rules, (run,)) for rules in of_runs]
-        subjects += [
-            (DOMAIN_RULES, (run, domain, index)) for index, domain in enumerate(run.domains)
-        ]
+        for index, domain in enumerate(run.domains):
+            subjects.append((DOMAIN_RULES, (run, domain, index)))
+            subjects.append((ENVIRONMENT_RULES, (run, domain, index)))
         subjects += [(OBJECTIVE_RULES, (run.objective,)), (BATCH_RULES, (run.objective, run.batch))]
         for rules, subject in subjects:
             unbroken -= {check for _, check in rules._checks if check(*subject)}

@@ -6,6 +6,7 @@ import pytest
 
 from grpo_megatron import assets
 from grpo_megatron.config.templates import CHAT, PromptTemplate
+from grpo_megatron.launch.bindings import refuse_unbound_environments
 from grpo_megatron.plan.resolve import resolve
 from grpo_megatron.rewards.pool import components_of
 from grpo_megatron.stages.graph import load_graph
@@ -47,6 +48,7 @@ def text_of_a_prompt(domain):
 
 
 def check_domains(config):
+    refuse_unbound_environments(config)
     for domain in config.domains:
         assert components_of(domain, config.max_new_tokens_of(domain.name))
         prompt = text_of_a_prompt(domain)

@@ -3,6 +3,7 @@
 from grpo_megatron.config.rules.allocation import ALLOCATION_RULES
 from grpo_megatron.config.rules.distillation import DISTILLATION_RULES
 from grpo_megatron.config.rules.domain import DOMAIN_RULES
+from grpo_megatron.config.rules.environment import ENVIRONMENT_RULES
 from grpo_megatron.config.rules.objective import BATCH_RULES, OBJECTIVE_RULES
 from grpo_megatron.config.rules.placement import PLACEMENT_RULES
 from grpo_megatron.config.rules.rule_set import Violation
@@ -16,7 +17,8 @@ def check_rules(run: RunConfig) -> list[Violation]:
     for rules in (RUN_RULES, ALLOCATION_RULES, DISTILLATION_RULES, PLACEMENT_RULES):
         found += rules.violations(run, config=run)
     for index, domain in enumerate(run.domains):
-        found += DOMAIN_RULES.violations(run, domain, index, config=run)
+        for rules in (DOMAIN_RULES, ENVIRONMENT_RULES):
+            found += rules.violations(run, domain, index, config=run)
     found += OBJECTIVE_RULES.violations(run.objective, config=run)
     if run.num_steps:
         found += BATCH_RULES.violations(run.objective, run.batch, config=run)

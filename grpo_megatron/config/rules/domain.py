@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from grpo_megatron.config.environment import ENVIRONMENT_REWARD
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.suggest import nearest
@@ -169,7 +170,8 @@ def rewards_are_named(run: RunConfig, domain: DomainConfig, index: int) -> list[
     """Refuse rewards that are not `module:function`."""
     found = []
     for number, reward in enumerate(domain.rewards):
-        if not _FUNCTION.fullmatch(reward.function):
+        is_named = reward.function == ENVIRONMENT_REWARD or _FUNCTION.fullmatch(reward.function)
+        if not is_named:
             violation = Violation(
                 f"domains.{index}.rewards.{number}.function",
                 "a reward is named module:function",

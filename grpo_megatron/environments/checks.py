@@ -1,0 +1,120 @@
+"""What an environment hands over is looked at before anybody uses it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from grpo_megatron.data.conversation import Message
+from grpo_megatron.environments.protocol import Observation, Outcome, Step
+from grpo_megatron.errors import EpisodeError
+
+_REMEDY = "see grpo_megatron/environments/protocol.py for what it returns"
+
+
+def checked_observation(found: object, characters: int) -> Observation:
+    """The observation, with messages of at most so many `characters`.
+
+    Raises EpisodeError where it is none, or holds something of another type."""
+    if not isinstance(found, Observation):
+        raise _fault(f"reset returned {type(found).__name__}, not an Observation")
+    messages = _messages(found.messages, "reset")
+    if not messages:
+        raise _fault("reset returned no message: an episode begins with one")
+    for schema in found.tools:
+        is_function = isinstance(schema, dict) and isinstance(schema.get("function"), dict)
+        if not is_function or not isinstance(schema["function"].get("name"), str):
+            raise _fault('a tool is no {"type": "function", "function": {"name": …}}')
+    _require(found.state, str, "state")
+    return replace(
+        found,
+        messages=_cut_all(messages, characters),
+        tools=tuple(found.tools),
+        outcome=_outcome(found.outcome),
+    )
+
+
+def checked_step(found: object, characters: int) -> Step:
+    """The step, with messages of at most so many `characters`.
+
+    Raises EpisodeError where it is none, holds something of another type, or neither replies nor
+    ends the episode."""
+    if not isinstance(found, Step):
+        raise _fault(f"step returned {type(found).__name__}, not a Step")
+    messages = _messages(found.messages, "step")
+    for name in ("done", "spoilt"):
+        _require(getattr(found, name), bool, name)
+    _require(found.state, str, "state")
+    ends = found.done or found.spoilt
+    if not ends and not messages:
+        raise _fault("step returned no message although the episode is not done")
+    outcome = None
+    if found.outcome is not None:
+        outcome = _outcome(found.outcome)
+    if found.done and not found.spoilt and outcome is None:
+        raise _fault("the last step has no outcome")
+    reward = _number(found.reward, "reward")
+    return replace(found, messages=_cut_all(messages, characters), reward=reward, outcome=outcome)
+
+
+def cut(text: str, characters: int) -> str:
+    """The text; of one that is too long the beginning, how much was left out, and the end."""
+    if len(text) <= characters:
+        return text
+    left_out = len(text) - characters
+    mark = f"\n[… {left_out} characters left out …]\n"
+    head = (characters + 1) // 2
+    tail = characters - head
+    return text[:head] + mark + text[len(text) - tail :]
+
+
+def _messages(found: Any, method: str) -> tuple[Message, ...]:
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        raise _fault(
+            f"the messages of {method} are {type(found).__name__}, not a tuple of messages"
+        )
+    for message in found:
+        is_message = (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+        )
+        if not is_message:
+            raise _fault(f'a message of {method} is no {{"role": …, "content": text}}')
+    return tuple(found)
+
+
+def _cut_all(messages: Sequence[Message], characters: int) -> tuple[Message, ...]:
+    return tuple(
+        {**message, "content": cut(message["content"], characters)} for message in messages
+    )
+
+
+def _outcome(found: object) -> Outcome:
+    if not isinstance(found, Outcome):
+        raise _fault(f"the outcome is {type(found).__name__}, not an Outcome")
+    metrics = {}
+    for name, value in dict(found.metrics).items():
+        _require(name, str, "a metric's name")
+        metrics[name] = _number(value, f"metric {name!r}")
+    return Outcome(_number(found.reward, "the outcome's reward"), metrics)
+
+
+def _number(value: Any, name: str) -> float:
+    """A finite float, or NaN."""
+    is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
+    if isinstance(value, str) or not is_number:
+        raise _fault(f"{name} is {type(value).__name__}, not a number")
+    number = float(value)
+    if math.isinf(number):
+        raise _fault(f"{name} is infinite")
+    return number
+
+
+def _require(value: object, kind: type, name: str) -> None:
+    if not isinstance(value, kind):
+        raise _fault(f"{name} is {type(value).__name__}, not {kind.__name__}")
+
+
+def _fault(what: str) -> EpisodeError:
+    return EpisodeError(what, remedy=_REMEDY)

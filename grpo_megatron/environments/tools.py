@@ -1,0 +1,271 @@
+"""Environments whose replies are results of tools, and whose episode ends with an answer.
+
+A tool is a method with plain parameters; its schema is made of its signature:
+
+    class Clock(ToolEnvironment):
+        @tool("The time at a place.", place="a city")
+        async def time_at(self, place: str) -> str: ..."""
+
+import hashlib
+import inspect
+import json
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.data.conversation import MESSAGES, Message
+from grpo_megatron.environments.protocol import (
+    Observation,
+    Outcome,
+    Reply,
+    Step,
+    ToolCall,
+    ToolSchema,
+)
+from grpo_megatron.errors import EpisodeError
+from grpo_megatron.rewards.registry import BoundReward, bind, to_float
+from grpo_megatron.types import Problem
+
+NUMERIC_MATCH = "grpo_megatron.rewards.functions:numeric_match"
+EXACT_MATCH = "grpo_megatron.rewards.functions:exact_match"
+
+_JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (Mapping,),
+}
+_Tool = typing.TypeVar("_Tool", bound=Callable[..., Awaitable[str]])
+
+
+class ToolError(Exception):
+    """A call that cannot work, for a reason that the policy is told."""
+
+
+def tool(description: str, **parameters: str) -> Callable[[_Tool], _Tool]:
+    """Make a method of a `ToolEnvironment` a tool under its own name; `parameters` describes each.
+
+    Raises EpisodeError where a parameter is no str, int, float or bool, or is not described."""
+
+    def mark(method: _Tool) -> _Tool:
+        method.schema = schema_of(method, description, parameters)  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def schema_of(
+    method: Callable[..., Any], description: str, parameters: Mapping[str, str]
+) -> ToolSchema:
+    """The schema of a method with plain parameters; EpisodeError as by `tool`."""
+    hints = typing.get_type_hints(method)
+    properties = {}
+    required = []
+    for name, parameter in inspect.signature(method).parameters.items():
+        if name == "self":
+            continue
+        kind = _JSON_TYPES.get(hints.get(name))
+        if kind is None or name not in parameters:
+            raise EpisodeError(
+                f"parameter {name!r} of tool {method.__name__!r} has no plain type or description",
+                where=f"{method.__module__}:{method.__qualname__}",
+                remedy=f'annotate it with str, int, float or bool, and give @tool {name}="…"',
+            )
+        properties[name] = {"type": kind, "description": parameters[name]}
+        if parameter.default is inspect.Parameter.empty:
+            required.append(name)
+    return tool_schema(
+        method.__name__,
+        description,
+        {"type": "object", "properties": properties, "required": required},
+    )
+
+
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSchema:
+    """A tool as chat templates take it; `parameters` is a JSON schema of an object."""
+    function = {"name": name, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
+
+
+def check_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> None:
+    """Raise ToolError where arguments do not fit a schema: unknown, missing, or of another type."""
+    parameters = schema["function"]["parameters"]
+    properties = parameters.get("properties", {})
+    for name in parameters.get("required", ()):
+        if name not in arguments:
+            raise ToolError(f"argument {name!r} is missing")
+    for name, value in arguments.items():
+        if name not in properties:
+            raise ToolError(f"there is no argument {name!r}; {did_you_mean(name, properties)}")
+        kind = properties[name].get("type")
+        if isinstance(kind, str) and not _is_of(value, kind):
+            raise ToolError(f"argument {name!r} must be of type {kind}, not {_json_type(value)}")
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _PYTHON_TYPES.get(kind, (object,)))
+
+
+def _json_type(value: Any) -> str:
+    if value is None:
+        return "null"
+    for kind in ("boolean", "integer", "number", "string", "array", "object"):
+        if _is_of(value, kind):
+            return kind
+    return type(value).__name__
+
+
+def opening(problem: Problem) -> tuple[Message, ...]:
+    """The conversation with which a problem begins: that of the recipe, or its question."""
+    messages = problem.metadata.get(MESSAGES)
+    if messages:
+        return tuple(messages)
+    return ({"role": "user", "content": problem.question},)
+
+
+class History:
+    """Names the state of an episode by all that its environment has said."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, *said: Any) -> None:
+        """Take what the environment said next: values of JSON."""
+        self._digest.update(json.dumps(said, sort_keys=True, default=str).encode())
+
+    @property
+    def state(self) -> str:
+        """16 hexadecimal digits, equal for equal histories."""
+        return self._digest.hexdigest()[:16]
+
+
+class FinalAnswer:
+    """Scores the text that ends an episode by a reward function of texts.
+
+    RewardError where it cannot be bound, EpisodeError where it asks for more than texts."""
+
+    def __init__(self, reward: str, arguments: Mapping[str, Any] | None):
+        self._reward: BoundReward = bind(reward, arguments or {})
+        asked = [name for name in self._reward.context if name not in ("prompt", "metadata")]
+        if asked:
+            raise EpisodeError(
+                f"reward {reward} asks for {asked[0]}, which an environment does not know",
+                remedy="name it among the domain's rewards instead",
+            )
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        reward: str = NUMERIC_MATCH,
+        reward_arguments: Mapping[str, Any] | None = None,
+        **_: object,
+    ) -> None:
+        """Raise what the constructor would."""
+        cls(reward, reward_arguments)
+
+    async def score(self, text: str, problem: Problem) -> float:
+        """The reward of an answer to the problem; NaN: it cannot be scored."""
+        context = {"prompt": problem.question, "metadata": dict(problem.metadata)}
+        value = self._reward(text, problem.answer, context)
+        if inspect.isawaitable(value):
+            value = await value
+        return to_float(value)
+
+
+class ToolEnvironment:
+    """Calls tools until the policy answers without a call; the answer is scored by `score`.
+
+    A call that is malformed, unknown or fails is answered with what is wrong, and counted. Metrics
+    of the outcome: `tool_calls`, `tool_errors`. Subclasses have methods under `@tool`, `score`, and
+    where they need it `start` and `close`."""
+
+    problem: Problem
+
+    def __init__(self) -> None:
+        self._history = History()
+        self._num_calls = 0
+        self._num_errors = 0
+
+    async def start(self, problem: Problem, seed: int) -> None:
+        """Prepare the episode; nothing, unless a subclass does."""
+
+    async def score(self, text: str) -> float:
+        """The reward of the text that ends the episode, in a subclass."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Give back what the episode holds; nothing, unless a subclass does."""
+
+    @property
+    def tools(self) -> tuple[ToolSchema, ...]:
+        """The schemas of all tools, in the order of their definition."""
+        return tuple(method.schema for method in self._tool_methods().values())
+
+    async def reset(self, problem: Problem, seed: int) -> Observation:
+        """Begin with the problem's conversation."""
+        self.problem = problem
+        await self.start(problem, seed)
+        messages = opening(problem)
+        self._history.add(messages)
+        return Observation(messages, self.tools, self._history.state, self._outcome(0.0))
+
+    async def step(self, reply: Reply) -> Step:
+        """Results of the calls, or the end where there are none."""
+        if not reply.tool_calls and reply.error is None:
+            reward = await self.score(reply.text)
+            return Step(done=True, state=self._history.state, outcome=self._outcome(reward))
+        messages = []
+        for call in reply.tool_calls:
+            messages.append(result_message(call, await self._result(call)))
+        if reply.error is not None:
+            self._num_calls += 1
+            self._num_errors += 1
+            messages.append({"role": "tool", "content": f"error: {reply.error}"})
+        self._history.add(messages)
+        return Step(tuple(messages), state=self._history.state, outcome=self._outcome(0.0))
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The result of a tool. Raises ToolError for a call that cannot work."""
+        methods = self._tool_methods()
+        if name not in methods:
+            raise ToolError(f"there is no tool {name!r}; {did_you_mean(name, methods)}")
+        method = methods[name]
+        check_arguments(method.schema, arguments)
+        result: str = await method(self, **arguments)
+        return result
+
+    async def _result(self, call: ToolCall) -> str:
+        self._num_calls += 1
+        try:
+            return await self.call(call.name, call.arguments)
+        except ToolError as error:
+            self._num_errors += 1
+            return f"error: {error}"
+
+    def _outcome(self, reward: float) -> Outcome:
+        metrics = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
+        return Outcome(reward, metrics)
+
+    @classmethod
+    def _tool_methods(cls) -> dict[str, Any]:
+        methods: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            for name, method in vars(base).items():
+                if hasattr(method, "schema"):
+                    methods[name] = method
+        return methods
+
+
+def result_message(call: ToolCall, content: str) -> Message:
+    """A tool's result, as chat templates take it."""
+    message: Message = {"role": "tool", "name": call.name, "content": content}
+    if call.id:
+        message["tool_call_id"] = call.id
+    return message
