@@ -235,11 +235,9 @@ def repetition(
     return penalty * (1 - len(set(ngrams)) / len(ngrams))
 
 
-def environment(completion: str, answer: str, *, outcome: float | None) -> float:
+def environment(completion: str, answer: str, *, outcome: float) -> float:
     """What the environment says that the episode was worth; NaN where there was no episode, or it
     cannot be scored. In a recipe: `function = "environment"`."""
-    if outcome is None:
-        return math.nan
     return outcome
 
 

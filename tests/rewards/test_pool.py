@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -158,6 +159,17 @@ def test_the_sum_is_clipped():
     [scored], _ = score([domain(OBEY, reward_clip=5.0)], [group(["10", "-10", "2", "None"])])
     np.testing.assert_equal(scored.rewards, [5, -5, 2, math.nan])
     np.testing.assert_equal(scored.components["obey"], [10, -10, 2, math.nan])
+
+
+def test_the_outcome_of_an_episode_is_a_reward():
+    episodes = group(["a", "b", "c"])
+    worth = [1.0, math.nan, 0.25]
+    completions = []
+    for completion, outcome in zip(episodes.completions, worth, strict=True):
+        completions.append(replace(completion, outcome=outcome))
+    [scored], _ = score([domain("environment")], [replace(episodes, completions=completions)])
+    np.testing.assert_array_equal(scored.components["environment"], worth)
+    np.testing.assert_array_equal(scored.rewards, worth)
 
 
 def test_tokens_are_counted_as_the_engine_reported_them():
