@@ -6,9 +6,6 @@ from pydantic import Field
 
 from grpo_megatron.config.base import Strict
 
-ENVIRONMENT_REWARD = "environment"
-"""Name of the reward that is the outcome of the episode."""
-
 
 class EnvironmentConfig(Strict):
     """What replies to the policy in the episodes of a domain (docs/environments.md)."""

@@ -10,6 +10,9 @@ from typing import Any
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import GrpoMegatronError
 
+ENVIRONMENT_REWARD = "environment"
+"""The reward that is the outcome of an episode: the only one that is no `module:function`."""
+
 
 def imported(reference: str, kind: type[GrpoMegatronError], what: str) -> Callable[..., Any]:
     """Import `module:function`. The current directory is searched last, so that a file beside the

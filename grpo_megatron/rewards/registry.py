@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grpo_megatron.config.environment import ENVIRONMENT_REWARD
-from grpo_megatron.config.imports import imported
+from grpo_megatron.config.imports import ENVIRONMENT_REWARD, imported
 from grpo_megatron.config.suggest import did_you_mean
 from grpo_megatron.errors import RewardError, raised_as
 

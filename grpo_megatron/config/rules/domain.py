@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from grpo_megatron.config.environment import ENVIRONMENT_REWARD
+from grpo_megatron.config.imports import ENVIRONMENT_REWARD
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.suggest import nearest

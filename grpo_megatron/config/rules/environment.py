@@ -1,6 +1,6 @@
 """Rules of `[domains.environment]`: episodes of several turns beside the other tables."""
 
-from grpo_megatron.config.environment import ENVIRONMENT_REWARD
+from grpo_megatron.config.imports import ENVIRONMENT_REWARD
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.config.templates import CHAT
