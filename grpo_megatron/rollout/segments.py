@@ -41,14 +41,16 @@ async def complete(
     max_tokens: int,
     segment_tokens: int | None = None,
     seed: int | None = None,
+    routes_from: int = 0,
 ) -> list[Completion]:
     """`n` whole completions of a prompt, in segments of at most `segment_tokens`; without, only
     aborted ones are continued. Segments after the first derive their seeds from `seed` and their
     position, because an engine cannot enter a seed's random numbers midway.
 
-    Raises EngineError: segments are aborted without end; and what `ask` raises."""
+    routes_from: the first row of the completions' routes. Raises EngineError: segments are aborted
+    without end; and what `ask` raises."""
     longest = min(segment_tokens or max_tokens, max_tokens)
-    heads = await ask(prompt, n=n, max_tokens=longest, seed=seed, routes_from=0)
+    heads = await ask(prompt, n=n, max_tokens=longest, seed=seed, routes_from=routes_from)
 
     async def finish(child: int, whole: Completion) -> Completion:
         num_empty = 0
@@ -59,15 +61,15 @@ async def complete(
             own_seed = None
             if seed is not None:
                 own_seed = derive_seed(seed + child, "segment", done)
-            routes_from = 0
+            first_row = routes_from
             if done:
-                routes_from = len(prompt) + done - 1
+                first_row = len(prompt) + done - 1
             (tail,) = await ask(
                 [*prompt, *whole.token_ids.tolist()],
                 n=1,
                 max_tokens=goal - done,
                 seed=own_seed,
-                routes_from=routes_from,
+                routes_from=first_row,
             )
             num_empty += 1
             if len(tail.token_ids):
@@ -77,7 +79,7 @@ async def complete(
                     f"a request was aborted {num_empty} times before its next token",
                     remedy="publish less often, or set publish.pause=keep",
                 )
-            whole = merge(whole, tail, len(prompt))
+            whole = merge(whole, tail, len(prompt) - routes_from)
         if whole.finish_reason == "stop":
             return whole
         return replace(whole, finish_reason="length")
@@ -96,8 +98,9 @@ def _goes_on(part: Completion, goal: int) -> bool:
 def merge(head: Completion, tail: Completion, num_prompt: int) -> Completion:
     """`head` and the segment that continues it.
 
-    Rows of `head.routes` stay as they were computed; `tail.routes` begins with the row that
-    sampled its first token, [T, L, K]. A side without routes leaves its rows uncovered."""
+    num_prompt: tokens of the prompt that `head.routes` has rows of. Rows of `head.routes` stay as
+    they were computed; `tail.routes` begins with the row that sampled its first token, [T, L, K]. A
+    side without routes leaves its rows uncovered."""
     done = len(head.token_ids)
     if not done:
         return tail
