@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_megatron.config.base import Strict
@@ -18,9 +19,9 @@ _TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     **_SPECIAL,
     "clean_up_tokenization_spaces": False,
-    # Contents one after the other: a text model without roles has no tokens to mark turns with.
-    "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
 }
+_CONTENTS_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Contents one after the other: a text model without roles has no tokens to mark turns with."""
 
 
 class CharacterTokenizerConfig(Strict):
@@ -30,8 +31,22 @@ class CharacterTokenizerConfig(Strict):
     """One token per character."""
     alphabet: str = Field(min_length=1)
     """Every character that a prompt or an answer may hold, once each."""
+    markers: tuple[str, ...] = ()
+    """Texts of the chat template with a special token each, which decoding leaves out."""
+    end_of_turn: str | None = None
+    """The marker that ends an answer, beside the end of text."""
+    phrases: tuple[str, ...] = ()
+    """Texts that are one token wherever they stand, and decoded like any other."""
+    chat_template: str = _CONTENTS_ONLY
+    """Jinja, as in tokenizer_config.json."""
     pad_to_multiple: int = Field(32, ge=1)
     """The vocabulary is filled up to a multiple of this."""
+
+    @model_validator(mode="after")
+    def _end_of_turn_is_a_marker(self) -> Self:
+        if self.end_of_turn is not None and self.end_of_turn not in self.markers:
+            raise ValueError(f"end_of_turn {self.end_of_turn!r} is not among the markers")
+        return self
 
 
 def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
@@ -55,10 +70,14 @@ def write_tiny_model(directory: Path, preset: ModelPreset) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {**preset.hf, "vocab_size": tokenizer.get_vocab_size(), **_ENDS}
+    generation: dict[str, Any] = {**_ENDS, "do_sample": True}
+    if settings.end_of_turn is not None:
+        ends = [_ENDS["eos_token_id"], tokenizer.token_to_id(settings.end_of_turn)]
+        generation["eos_token_id"] = ends
     for name, content in (
-        ("tokenizer_config", _TOKENIZER_CONFIG),
+        ("tokenizer_config", {**_TOKENIZER_CONFIG, "chat_template": settings.chat_template}),
         ("config", config),
-        ("generation_config", {**_ENDS, "do_sample": True}),
+        ("generation_config", generation),
     ):
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
@@ -97,16 +116,21 @@ def init_weights(directory: Path, seed: int) -> None:
 
 
 def _character_tokenizer(settings: CharacterTokenizerConfig) -> Tokenizer:
-    """Padding, end of text, the alphabet, then visible fillers: an untrained policy samples
-    these too, and they must show in the decoded text instead of vanishing from a wrong answer."""
-    for character in sorted(settings.alphabet):
-        if settings.alphabet.count(character) > 1:
-            raise DataError(
-                f"the alphabet holds {character!r} more than once",
-                where="[tokenizer] alphabet",
-                remedy="remove the repetition",
-            )
-    tokens = [*_SPECIAL.values(), *settings.alphabet]
+    """Padding, end of text, the alphabet, markers and phrases, then visible fillers: an untrained
+    policy samples these too, and they must show in the decoded text instead of vanishing from a
+    wrong answer."""
+    for name, texts in (
+        ("characters of the alphabet", settings.alphabet),
+        ("markers and phrases", [*_SPECIAL.values(), *settings.markers, *settings.phrases]),
+    ):
+        for text, count in Counter(texts).items():
+            if count > 1:
+                raise DataError(
+                    f"the {name} hold {text!r} more than once",
+                    where="[tokenizer]",
+                    remedy="remove the repetition",
+                )
+    tokens = [*_SPECIAL.values(), *settings.alphabet, *settings.markers, *settings.phrases]
     tokens += [f"<|unused_{i}|>" for i in range(-len(tokens) % settings.pad_to_multiple)]
     vocabulary = dict(zip(tokens, range(len(tokens)), strict=True))
     # No unknown token: the library then raises on a character outside of the alphabet.
@@ -114,6 +138,11 @@ def _character_tokenizer(settings: CharacterTokenizerConfig) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in _SPECIAL.values()]
+        [_added(token, special=True) for token in (*_SPECIAL.values(), *settings.markers)]
     )
+    tokenizer.add_tokens([_added(phrase, special=False) for phrase in settings.phrases])
     return tokenizer
+
+
+def _added(text: str, *, special: bool) -> AddedToken:
+    return AddedToken(text, special=special, normalized=False)

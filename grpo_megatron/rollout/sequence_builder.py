@@ -128,4 +128,5 @@ class SequenceBuilder:
             if routes is None:
                 routes = np.zeros((num_rows, *known[0].shape[1:]), known[0].dtype)
             rows.append(routes)
-        return np.concatenate(rows)
+        joined: np.ndarray = np.concatenate(rows)
+        return joined
