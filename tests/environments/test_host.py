@@ -1,0 +1,398 @@
+"""Environments in processes: what comes through, and what one that fails costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from grpo_megatron.config.run import DomainConfig
+from grpo_megatron.environments import host as host_module
+from grpo_megatron.environments.host import EnvironmentHost
+from grpo_megatron.environments.protocol import Outcome, Reply, Step, ToolCall, Unscorable
+from grpo_megatron.errors import EpisodeError
+from grpo_megatron.types import Problem
+from tests.environments.test_tools import play
+
+HOSTILE = "tests.environments.hostile"
+
+
+def domain(name="obedient", environment=f"{HOSTILE}:Obedient", **settings):
+    return DomainConfig.model_validate(
+        {
+            "name": name,
+            "source": "file",
+            "path": "rows.jsonl",
+            "template": "chat",
+            "rewards": [{"function": "environment"}],
+            "environment": {"name": environment, **settings},
+        }
+    )
+
+
+def hosted(work, *domains, **options):
+    """The result of `work(host)` in a host of these domains."""
+
+    async def run():
+        async with EnvironmentHost(domains or [domain()], **options) as host:
+            return await work(host)
+
+    return asyncio.run(run())
+
+
+async def begun(host, question="begin", seed=0, name="obedient", **metadata):
+    environment = host.environment(name)
+    observation = await environment.reset(Problem(question, "", metadata), seed)
+    return environment, observation
+
+
+async def reason_of(asked):
+    """Why an episode cannot be scored."""
+    with pytest.raises(Unscorable) as caught:
+        await asked
+    return caught.value.reason
+
+
+def test_an_episode_comes_through_as_it_is():
+    async def work(host):
+        environment, observation = await begun(host, "begin ö", 7)
+        steps = [await environment.step(Reply(text)) for text in ("go", "nan", "done 0.75")]
+        await environment.close()
+        return observation, steps, host.take_metrics()
+
+    observation, (first, second, last), metrics = hosted(work)
+    assert observation.messages == ({"role": "user", "content": "Go on. begin ö 7"},)
+    assert observation.state == "begin ö 7" and observation.outcome == Outcome(0.25)
+    assert first.messages[0]["content"] == "go" and math.isnan(first.reward)
+    assert first.outcome is None
+    assert math.isnan(second.reward) and math.isnan(second.outcome.reward)
+    assert math.isnan(second.outcome.metrics["seen"]) and second.outcome.metrics["moves"] == 2
+    assert last == Step((), 0.5, True, "end", False, Outcome(0.75, {"n": 1.0}))
+    assert metrics == {
+        "environment/obedient/episodes": 1,
+        "environment/obedient/spoilt": 0,
+        "environment/obedient/lost": 0,
+        "environment/obedient/ends": 0,
+    }
+
+
+@pytest.mark.parametrize("name", ["calculator", "lights_out", "guess_number"])
+def test_shipped_environments_play_the_same_in_a_process(name):
+    from grpo_megatron.environments.registry import bind
+
+    problem = Problem("How much?", "4", {"messages": [{"role": "user", "content": "How much?"}]})
+    replies = [
+        Reply("press 1 2", (ToolCall("calculate", {"expression": "2+2"}, "c"),)),
+        Reply("press 2 2 4"),
+    ]
+
+    async def work(host):
+        environment = host.environment("d")
+        found = [await environment.reset(problem, 3)]
+        for reply in replies:
+            found.append(await environment.step(reply))
+        await environment.close()
+        return found
+
+    apart = hosted(work, domain("d", name))
+    assert repr(apart) == repr(play(bind(name, {}).make(), *replies, problem=problem, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise on purpose", "it raised ValueError: on purpose"),
+        ("unscorable the server is away", "the server is away"),
+        ("sys.exit", "it raised SystemExit"),
+        ("sleep", "it took longer than 0.5 s (step_s)"),
+        ("stubborn", "it took longer than 0.5 s (step_s)"),
+        ("memory", "it raised MemoryError"),
+        ("files", "it raised OSError"),
+        ("surrogate", "its reply is no JSON"),
+        ("object", "its reply is no JSON"),
+        ("huge_state", "its reply has 10.0 MiB"),
+        ("nothing", "step returned no message"),
+    ],
+)
+def test_a_step_that_fails_costs_its_episode_only(text, reason):
+    async def work(host):
+        other, _ = await begun(host, "other")
+        environment, _ = await begun(host)
+        found = await reason_of(environment.step(Reply(text)))
+        await environment.close()
+        assert (await other.step(Reply("still here"))).messages[0]["content"] == "still here"
+        return found, host.take_metrics()
+
+    found, metrics = hosted(work, domain(step_s=0.5))
+    assert reason in found
+    assert metrics["environment/obedient/spoilt"] == 1
+    assert metrics["environment/obedient/ends"] == 0
+
+
+def test_one_that_raises_in_reset():
+    async def work(host):
+        environment = host.environment("obedient")
+        found = await reason_of(environment.reset(Problem("raise at once", ""), 0))
+        await environment.close()
+        _, observation = await begun(host)
+        return found, observation
+
+    found, observation = hosted(work)
+    assert found == "it raised ValueError: at once"
+    assert observation.messages
+
+
+def test_spoilt_is_counted():
+    async def work(host):
+        environment, _ = await begun(host)
+        step = await environment.step(Reply("spoilt"))
+        return step.spoilt, host.take_metrics()["environment/obedient/spoilt"]
+
+    assert hosted(work) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("exit", "its process ended (exit code 3)"),
+        ("garbage", "its process wrote what is no answer"),
+        ("strange", "its process wrote what is no answer"),
+        ("bytes", "its process wrote what is no answer"),
+        ("flood", "its process wrote what is no answer"),
+        ("block", "its process has not answered for 2.5 s"),
+        ("loop", "out of CPU time: a step computed for longer than step_s|has not answered"),
+    ],
+)
+def test_a_process_that_fails_is_replaced(text, reason):
+    async def work(host):
+        [process] = host.processes
+        first = process.pid
+        other, _ = await begun(host, "other")
+        waiting = asyncio.create_task(reason_of(other.step(Reply("nap 50"))))
+        idle, _ = await begun(host, "idle")
+        environment, _ = await begun(host)
+        reasons = [await reason_of(environment.step(Reply(text))), await waiting]
+        reasons.append(await reason_of(idle.step(Reply("go"))))
+        for ended in (environment, other, idle):
+            await ended.close()
+        assert not psutil.pid_exists(first)
+        again, _ = await begun(host, "again")
+        step = await again.step(Reply("works"))
+        return reasons, step, host.take_metrics()
+
+    step_s = 60.0
+    if text in ("block", "loop"):
+        step_s = 0.5
+    reasons, step, metrics = hosted(work, domain(step_s=step_s))
+    assert reasons[1] == reasons[0]
+    assert any(words in reasons[0] for words in reason.split("|")), reasons
+    assert reasons[2] == "its process has ended"
+    assert step.messages[0]["content"] == "works"
+    assert metrics["environment/obedient/ends"] == 1
+    assert metrics["environment/obedient/lost"] >= 2
+
+
+def test_what_is_printed_goes_to_the_log(tmp_path):
+    async def work(host):
+        environment, _ = await begun(host)
+        return await environment.step(Reply("print it"))
+
+    log = tmp_path / "log"
+    assert hosted(work, log_path=log).messages[0]["content"] == "print it"
+    assert b"printed" in log.read_bytes() and b"\xff\xfe raw" in log.read_bytes()
+
+
+def test_a_long_message_is_cut():
+    async def work(host):
+        environment, _ = await begun(host)
+        return await environment.step(Reply("long"))
+
+    content = hosted(work, domain(observation_characters=1000)).messages[0]["content"]
+    assert len(content) < 1100 and "10484760 characters left out" in content
+
+
+def test_an_end_that_never_comes_keeps_nobody():
+    async def work(host):
+        environment, _ = await begun(host, close="sleep")
+        stubborn, _ = await begun(host, close="stubborn")
+        await asyncio.gather(environment.close(), stubborn.close())
+        _, observation = await begun(host, "other")
+        return observation
+
+    assert hosted(work, domain(step_s=0.5)).messages
+
+
+def test_an_episode_can_be_ended_in_the_middle_of_a_step():
+    async def work(host):
+        environment, _ = await begun(host)
+        asked = asyncio.create_task(environment.step(Reply("sleep")))
+        await asyncio.sleep(0.1)
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+        await environment.close()
+        other, _ = await begun(host, "other")
+        return await other.step(Reply("here"))
+
+    assert hosted(work).messages[0]["content"] == "here"
+
+
+@pytest.mark.parametrize(("kind", "connects"), [("Obedient", False), ("Networked", True)])
+def test_only_environments_that_ask_for_it_have_the_network(kind, connects):
+    async def work(host):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            environment, _ = await begun(host)
+            asked = environment.step(Reply(f"connect {server.getsockname()[1]}"))
+            if connects:
+                return (await asked).messages[0]["content"]
+            return await reason_of(asked)
+
+    found = hosted(work, domain(environment=f"{HOSTILE}:{kind}"))
+    if connects:
+        assert found == "connected"
+    else:
+        assert found.startswith("it raised PermissionError")
+
+
+def test_two_thousand_waiting_episodes_cost_no_thread_each():
+    number = 2000
+
+    async def work(host):
+        [process] = host.processes
+        environments = [host.environment("obedient") for _ in range(number)]
+        problem = Problem("begin", "", {"padding": "x" * 1000})
+        await asyncio.gather(*(one.reset(problem, seed) for seed, one in enumerate(environments)))
+        asked = [asyncio.create_task(one.step(Reply("sleep"))) for one in environments[:-1]]
+        first = await environments[-1].step(Reply("pid"))
+        of_process = psutil.Process(process.pid)
+        found = (
+            first.messages[0]["content"] == str(process.pid),
+            of_process.num_threads(),
+            len(of_process.children(recursive=True)),
+            of_process.memory_info().rss,
+            sum(not task.done() for task in asked),
+        )
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*(one.close() for one in environments))
+        return found
+
+    answered, threads, children, resident, waiting = hosted(work, domain(step_s=500))
+    assert answered and waiting == number - 1
+    assert threads <= 4 and children == 0
+    assert resident < 1 << 30
+
+
+def test_episodes_are_spread_over_processes():
+    async def work(host):
+        pids = set()
+        for seed in range(4):
+            environment, _ = await begun(host, seed=seed)
+            pids.add((await environment.step(Reply("pid"))).messages[0]["content"])
+        return pids
+
+    assert len(hosted(work, domain(processes=2))) == 2
+
+
+def test_one_that_costs_process_after_process_stops_the_run(monkeypatch):
+    monkeypatch.setattr(host_module, "MAX_ENDS", 2)
+
+    async def work(host):
+        while True:
+            environment, _ = await begun(host)
+            with contextlib.suppress(Unscorable):
+                await environment.step(Reply("exit"))
+
+    with pytest.raises(EpisodeError, match="cost 2 processes") as caught:
+        hosted(work)
+    assert "[[domains]] obedient" in caught.value.where
+
+
+def test_one_that_spoils_every_episode_stops_the_run(monkeypatch):
+    monkeypatch.setattr(host_module, "MAX_SPOILT", 3)
+
+    async def work(host):
+        works, _ = await begun(host)
+        for _ in range(2):
+            with contextlib.suppress(Unscorable):
+                await begun(host, "raise x")
+        await works.step(Reply("done 1"))
+        for _ in range(4):
+            with contextlib.suppress(Unscorable):
+                await begun(host, "raise y")
+        raise AssertionError("it went on")
+
+    with pytest.raises(EpisodeError, match=r"spoilt 3 episodes .* ValueError: y"):
+        hosted(work)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"environment": "calculater"}, "did you mean 'calculator'"),
+        ({"arguments": {"x": 1}}, "cannot be made"),
+    ],
+)
+def test_a_host_begins_with_environments_that_can_be_made(table, words):
+    with pytest.raises(EpisodeError, match=words) as caught:
+        EnvironmentHost([domain(**table)])
+    assert caught.value.where == "[[domains]] obedient, environment"
+
+
+def test_a_process_that_cannot_begin_says_why(monkeypatch):
+    host = EnvironmentHost([domain()])
+    [process] = host.processes
+    monkeypatch.setattr(
+        process, "_begin", host_module.Begin("not_here:X", {}, 1.0, 100, 1 << 31, False)
+    )
+
+    async def run():
+        async with host:
+            pass
+
+    with pytest.raises(EpisodeError, match="does not begin: no module 'not_here'"):
+        asyncio.run(run())
+
+
+def test_a_domain_without_an_environment_is_named():
+    async def work(host):
+        return host.environment("obediant")
+
+    with pytest.raises(KeyError, match="did you mean 'obedient'"):
+        hosted(work)
+
+
+PARENT = """
+import asyncio, sys
+from tests.environments.test_host import begun, domain
+from grpo_megatron.environments.host import EnvironmentHost
+
+async def main():
+    async with EnvironmentHost([domain(step_s=500)]) as host:
+        environment, _ = await begun(host)
+        print(host.processes[0].pid, flush=True)
+        from grpo_megatron.environments.protocol import Reply
+        await environment.step(Reply("block"))
+
+asyncio.run(main())
+"""
+
+
+def test_processes_end_with_their_parent():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
+    )
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.02)
