@@ -22,6 +22,8 @@ SHIPPED = {
     "calculator": "grpo_megatron.environments.calculator:Calculator",
     "guess_number": "grpo_megatron.environments.games:GuessNumber",
     "lights_out": "grpo_megatron.environments.games:LightsOut",
+    "python": "grpo_megatron.environments.python:PythonInterpreter",
+    "search": "grpo_megatron.environments.search:Search",
 }
 """Names of the environments that come with the package."""
 

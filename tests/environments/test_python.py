@@ -1,0 +1,150 @@
+"""Python for the policy: names that live on, and programs that are nobody's friends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+from grpo_megatron.environments import python
+from grpo_megatron.environments.protocol import Reply, ToolCall, Unscorable
+from grpo_megatron.environments.python import PythonInterpreter
+from grpo_megatron.environments.registry import bind
+from grpo_megatron.errors import EpisodeError
+from grpo_megatron.rewards import sandbox
+from grpo_megatron.types import Problem
+from tests.environments.test_host import domain, hosted
+from tests.environments.test_tools import play
+from tests.rewards import programs
+from tests.rewards.sandboxes import needs_sandbox
+
+pytestmark = needs_sandbox
+PROBLEM = Problem("What is 6 * 7?", "42")
+PATIENT = {"timeout_s": 60.0, "memory_mib": 256}
+
+
+def cell(source):
+    return Reply("", (ToolCall("run_python", {"code": source}),))
+
+
+def results(*sources, seed=0, **arguments):
+    """What the cells of one episode print."""
+    environment = PythonInterpreter(**{**PATIENT, **arguments})
+    steps = play(environment, *map(cell, sources), problem=PROBLEM, seed=seed)[1:]
+    return [step.messages[0]["content"] for step in steps]
+
+
+def test_names_live_on_and_earlier_cells_are_silent():
+    assert results(
+        "import math\nx = 6\nprint('once')",
+        "def times(y):\n    return x * y",
+        "times(7)",
+        "x += 1; print(x, end='')",
+        "x\nx + 1",
+    ) == ["once\n", "(no output)", "42\n", "7", "8\n"]
+
+
+def test_what_a_cell_raises_is_shown_and_its_names_stay():
+    first, second, third = results("x = 1\nraise ValueError('no')\nx = 2", "x", "x +")
+    assert first.startswith("Traceback") and first.endswith("ValueError: no\n")
+    assert "inside.py" not in first
+    assert second == "1\n"
+    assert "SyntaxError" in third
+
+
+def test_an_exit_ends_the_cell_only():
+    assert results("x = 1\nraise SystemExit\nx = 2", "x") == ["(no output)", "1\n"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 2\nimport os\nos._exit(3)", "ended with exit code 3; the cell was undone"),
+        ("x = 2\nprint('soon', flush=True)\nwhile True: pass", "ran for longer than 2 s"),
+        ("x = 2\nwhile True: print('x' * 4096)", "printed more than 1048576 bytes"),
+    ],
+)
+def test_a_cell_that_does_not_end_is_undone(source, words):
+    _, told, left = results("x = 1", source, "x", timeout_s=2.0)
+    assert words in told
+    assert left == "1\n"
+
+
+def test_random_numbers_are_those_of_the_seed():
+    source = "import random\nrandom.random()"
+    first = results(source, source, seed=1)
+    assert first == results(source, source, seed=1)
+    assert first != results(source, source, seed=2)
+    assert first[0] != first[1]
+
+
+def test_the_answer_is_scored():
+    last = play(PythonInterpreter(), cell("6 * 7"), Reply("It is 42."), problem=PROBLEM)[-1]
+    assert last.done and last.outcome.reward == 1 and last.outcome.metrics["tool_calls"] == 1
+
+
+def test_no_program_escapes(tmp_path, monkeypatch):
+    canary = tmp_path / "canary"
+    canary.write_text("alive")
+    monkeypatch.setenv("REWARD_SECRET", "secret")
+
+    async def told_by(source):
+        environment = PythonInterpreter(**PATIENT)
+        await environment.reset(PROBLEM, 0)
+        return (await environment.step(cell(source))).messages[0]["content"]
+
+    async def all_of_them():
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+            sources = []
+            for source in programs.REFUSED.values():
+                source = source.replace("CANARY", repr(str(canary))).replace("PORT", port)
+                sources.append(programs.PRELUDE + source)
+            return await asyncio.gather(*map(told_by, sources))
+
+    for name, told in zip(programs.REFUSED, asyncio.run(all_of_them()), strict=True):
+        assert "REFUSED" in told and "ESCAPED" not in told, f"{name}: {told}"
+    assert canary.read_text() == "alive" and os.listdir(tmp_path) == ["canary"]
+
+
+@pytest.mark.parametrize("name", ["loop", "sleep", "signals ignored", "output closed"])
+def test_endless_programs_are_ended(name):
+    [told] = results(programs.PRELUDE + programs.ENDLESS[name], timeout_s=1.5)
+    assert "ran for longer than 1.5 s" in told
+
+
+def test_programs_run_in_a_process_of_environments():
+    async def work(host):
+        environment = host.environment("d")
+        await environment.reset(PROBLEM, 0)
+        steps = [await environment.step(cell(source)) for source in ("x = 6", "x * 7")]
+        return [step.messages[0]["content"] for step in steps]
+
+    assert hosted(work, domain("d", "python", arguments=PATIENT)) == ["(no output)", "42\n"]
+
+
+def test_a_sandbox_that_fails_is_nobodys_fault(monkeypatch):
+    async def run(*_, **__):
+        return sandbox.Outcome(stderr=bytearray(b"no permission"))
+
+    monkeypatch.setattr(python.sandbox, "run", run)
+    with pytest.raises(Unscorable, match="the sandbox failed: no permission"):
+        play(PythonInterpreter(), cell("1"), problem=PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"timeout_s": 0}, "timeout_s = 0"), ({"memory_mib": "512"}, "memory_mib = '512'")],
+)
+def test_wrong_limits_are_refused(arguments, words):
+    with pytest.raises(EpisodeError, match=words):
+        bind("python", arguments)
+
+
+def test_a_machine_without_a_sandbox_is_refused(monkeypatch):
+    monkeypatch.setattr(python.sandbox, "why_not", lambda: "bwrap is not installed")
+    with pytest.raises(EpisodeError, match="cannot be isolated: bwrap is not installed") as caught:
+        bind("python", {})
+    assert "install bubblewrap" in caught.value.remedy
