@@ -23,6 +23,7 @@ SHIPPED = {
     "guess_number": "grpo_megatron.environments.games:GuessNumber",
     "lights_out": "grpo_megatron.environments.games:LightsOut",
     "python": "grpo_megatron.environments.python:PythonInterpreter",
+    "remote": "grpo_megatron.environments.remote:RemoteEnvironment",
     "search": "grpo_megatron.environments.search:Search",
 }
 """Names of the environments that come with the package."""
