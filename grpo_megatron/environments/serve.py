@@ -6,9 +6,9 @@
     GET /health  -> {"environment", "episodes"}
 
 422 is an episode that cannot be scored, with `reason`; 404 one that is not known; 400 a body that
-is no request; 401 a missing token. Environments run in processes as in a run (`host.py`), so that one
-that crashes or hangs leaves the server as it is. It listens on loopback, in a Slurm job on the
-network of the job, with a token that stands in the endpoint's file (`network.Endpoint`)."""
+is no request; 401 a missing token. Environments run in processes as in a run (`host.py`): one that
+crashes or hangs leaves the server as it is. It listens on loopback, in a Slurm job on the network
+of the job, with a token that stands in the endpoint's file (`network.Endpoint`)."""
 
 import argparse
 import asyncio
