@@ -122,6 +122,10 @@ class ChatTemplate:
         without = self.render(messages, arguments, day=day, add_generation_prompt=False)
         return with_prompt != without
 
+    def mentions(self, word: str) -> bool:
+        """Whether `word` is in the template's source, as the name of a field that it reads is."""
+        return word in self._source
+
     @cached_property
     def _template(self) -> jinja2.Template:
         environment = ImmutableSandboxedEnvironment(

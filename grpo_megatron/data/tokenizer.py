@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from grpo_megatron.data.chat_template import ChatTemplate, read_chat_template
 from grpo_megatron.errors import DataError, raised_as
@@ -36,17 +37,25 @@ class TextTokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, where: str | None = None) -> list[list[int]]:
         """Token ids of each of `texts`; DataError as of `encode`."""
+        return [encoding.ids for encoding in self._encodings(texts, where)]
+
+    def encode_with_places(
+        self, text: str, *, where: str | None = None
+    ) -> tuple[list[int], list[int]]:
+        """(token ids, the character of `text` at which each begins); DataError as of `encode`."""
+        [encoding] = self._encodings([text], where)
+        return encoding.ids, [start for start, _ in encoding.offsets]
+
+    def _encodings(self, texts: Sequence[str], where: str | None) -> list[Encoding]:
         try:
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         except Exception:  # the library raises plain Exception
             lacking = [text for text in texts if self._lacking_characters(text)]
             raise self._refusal([*lacking, *texts][0], where) from None
-        batch = []
         for text, encoding in zip(texts, encodings, strict=True):
             if self._unk_token_id in encoding.ids:
                 raise self._refusal(text, where)
-            batch.append(encoding.ids)
-        return batch
+        return list(encodings)
 
     def _refusal(self, text: str, where: str | None) -> DataError:
         characters = ", ".join(map(repr, self._lacking_characters(text)))
@@ -80,8 +89,19 @@ class TextTokenizer:
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Ids of tokens that are no text, as the tokenizer marks them."""
-        added = self._backend.get_added_tokens_decoder()
+        added = self.added_tokens
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def added_tokens(self) -> Mapping[int, AddedToken]:
+        """Tokens that are found in a text before it is cut into any others, by id."""
+        added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
+        return added
+
+    def decode_exactly(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens too; what is no UTF-8 becomes U+FFFD."""
+        text: str = self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
+        return text
 
     def token_text(self, token_id: int) -> str:
         """A token as the vocabulary writes it, special ones too."""

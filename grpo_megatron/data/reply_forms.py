@@ -1,0 +1,92 @@
+"""A reply as a chat template may want it: with its thought apart or in its content, and with the
+arguments of calls as a table or as JSON text."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from grpo_megatron.data.conversation import Message
+from grpo_megatron.errors import DataError
+
+THOUGHT_BEGIN = "<think>"
+THOUGHT_END = "</think>"
+REASONING = "reasoning_content"
+"""The field that templates read a thought from."""
+
+
+def reply_forms(reply: Message, *, splits_thoughts: bool) -> list[Message]:
+    """Messages that say the same as `reply`, in the order in which they are tried; a restart has
+    the first. `splits_thoughts`: whether the template reads `reasoning_content`. DataError where
+    the arguments of a call are text that is no JSON."""
+    content = reply.get("content") or ""
+    bodies = [{"content": content}]
+    if splits_thoughts and REASONING not in reply:
+        thought = _split_thought(content)
+        if thought is not None:
+            bodies.insert(0, thought)
+    if reply.get("tool_calls"):
+        bodies = _without_last_space(bodies)
+    forms = []
+    for calls in _calls(reply.get("tool_calls")):
+        for body in bodies:
+            form = {**reply, **body}
+            if calls:
+                form["tool_calls"] = calls
+            forms.append(form)
+    return forms
+
+
+def _split_thought(content: str) -> dict[str, str] | None:
+    """`<think>a</think>b` in two fields; None where the content does not begin with a thought that
+    ends."""
+    before, begin, rest = content.partition(THOUGHT_BEGIN)
+    thought, end, answer = rest.partition(THOUGHT_END)
+    if before.strip() or not begin or not end:
+        return None
+    return {REASONING: thought, "content": answer}
+
+
+def _without_last_space(bodies: list[dict[str, str]]) -> list[dict[str, str]]:
+    """White space in front of a call may be the template's own, or the policy's."""
+    forms = []
+    for body in bodies:
+        forms.append(body)
+        stripped = body["content"].rstrip()
+        if stripped != body["content"]:
+            forms.append({**body, "content": stripped})
+    return forms
+
+
+def _calls(calls: list[dict[str, Any]] | None) -> list[list[dict[str, Any]] | None]:
+    """With arguments as tables, then as text, as templates differ."""
+    if not calls:
+        return [None]
+    return [_with_arguments(calls, _as_table), _with_arguments(calls, _as_text)]
+
+
+def _with_arguments(
+    calls: list[dict[str, Any]], change: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
+    changed = []
+    for call in calls:
+        function = {**call["function"], "arguments": change(call["function"]["arguments"])}
+        changed.append({**call, "function": function})
+    return changed
+
+
+def _as_table(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError as error:
+        raise DataError(
+            f"the arguments of a call are no JSON: {error}",
+            remedy="leave the call in the content: a malformed call is answered with an error",
+        ) from error
+
+
+def _as_text(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
