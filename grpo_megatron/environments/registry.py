@@ -22,9 +22,11 @@ SHIPPED = {
     "calculator": "grpo_megatron.environments.calculator:Calculator",
     "guess_number": "grpo_megatron.environments.games:GuessNumber",
     "lights_out": "grpo_megatron.environments.games:LightsOut",
+    "mcp": "grpo_megatron.environments.mcp_tools:McpTools",
     "python": "grpo_megatron.environments.python:PythonInterpreter",
     "remote": "grpo_megatron.environments.remote:RemoteEnvironment",
     "search": "grpo_megatron.environments.search:Search",
+    "verifiers": "grpo_megatron.environments.verifiers_adapter:VerifiersEnvironment",
 }
 """Names of the environments that come with the package."""
 
@@ -109,7 +111,7 @@ def reference_of(name: str) -> str:
     if not distinct:
         raise EpisodeError(
             f"no environment is called {name!r}",
-            remedy=f"{did_you_mean(name, known_names())} One of your own is named module:function",
+            remedy=f"{did_you_mean(name, known_names())} (one of your own is module:function)",
         )
     if len(distinct) > 1:
         raise EpisodeError(

@@ -1,0 +1,95 @@
+"""Tools of an MCP server, started for each episode."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_megatron.environments.protocol import Reply, ToolCall, Unscorable
+from grpo_megatron.environments.registry import bind
+from grpo_megatron.errors import EpisodeError
+from grpo_megatron.types import Problem
+from tests.environments.test_host import domain, hosted
+from tests.environments.test_tools import play
+
+mcp = pytest.importorskip("mcp", reason="the package mcp is not installed (extra `agents`)")
+pytestmark = pytest.mark.skipif(
+    not hasattr(mcp, "Client"), reason="the package mcp is older than 2 (extra `agents`)"
+)
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+COMMAND = {"command": [sys.executable, SERVER]}
+PROBLEM = Problem("How much is 2 + 3?", "5")
+
+
+def call(name, **arguments):
+    return Reply("", (ToolCall(name, arguments),))
+
+
+def test_an_episode_with_the_tools_of_a_server():
+    environment = bind("mcp", COMMAND).make()
+    observation, step, last = play(environment, call("add", a=2, b=3), Reply("5"), problem=PROBLEM)
+    names = [schema["function"]["name"] for schema in observation.tools]
+    assert names == ["add", "fail", "leave", "variable"]
+    assert observation.tools[0]["function"]["description"] == "Add two whole numbers."
+    assert step.messages[0]["content"] == "5"
+    assert last.outcome.reward == 1
+    assert not [p for p in psutil.Process().children(recursive=True) if SERVER in p.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (call("fail", text="no such thing"), "no such thing"),
+        (call("ad", a=1, b=2), "did you mean 'add'"),
+        (call("add", a=1), "argument 'b' is missing"),
+        (call("add", a=1, b="2"), "argument 'b' must be of type integer"),
+    ],
+)
+def test_a_wrong_call_is_told(reply, words):
+    step = play(bind("mcp", COMMAND).make(), reply, problem=PROBLEM)[-1]
+    content = step.messages[0]["content"]
+    assert content.startswith("error: ") and words in content
+    assert step.outcome.metrics["tool_errors"] == 1
+
+
+def test_variables_reach_the_server():
+    environment = bind("mcp", {**COMMAND, "variables": {"PLACE": "here"}}).make()
+    step = play(
+        environment, Reply("", (ToolCall("variable", {"name": "PLACE"}),)), problem=PROBLEM
+    )[-1]
+    assert step.messages[0]["content"] == "here"
+
+
+def test_a_server_that_goes_is_nobodys_fault():
+    with pytest.raises(Unscorable, match=r"the MCP server has gone|Connection closed"):
+        play(bind("mcp", COMMAND).make(), call("leave"), problem=PROBLEM)
+
+
+def test_a_server_that_does_not_begin():
+    environment = bind("mcp", {"command": ["/no/such/program"]}).make()
+    with pytest.raises(Unscorable, match="no MCP server: FileNotFoundError"):
+        play(environment, problem=PROBLEM)
+
+
+def test_it_works_in_a_process_of_environments():
+    async def work(host):
+        environment = host.environment("d")
+        await environment.reset(PROBLEM, 0)
+        step = await environment.step(call("add", a=4, b=5))
+        await environment.close()
+        other = host.environment("d")
+        await other.reset(PROBLEM, 0)
+        await other.close()
+        return step.messages[0]["content"]
+
+    assert hosted(work, domain("d", "mcp", arguments=COMMAND)) == "9"
+
+
+@pytest.mark.parametrize("arguments", [{}, {"command": "python"}, {**COMMAND, "url": "http://x"}])
+def test_where_the_server_is_must_be_said_once(arguments):
+    with pytest.raises(EpisodeError, match="exactly one of command and url"):
+        bind("mcp", arguments)
