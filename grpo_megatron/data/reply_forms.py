@@ -1,8 +1,8 @@
 """A reply as a chat template may want it: with its thought apart or in its content, and with the
-arguments of calls as a table or as JSON text."""
+arguments of calls as a table or as JSON text; and what tools say to it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_megatron.data.conversation import Message
@@ -12,6 +12,8 @@ THOUGHT_BEGIN = "<think>"
 THOUGHT_END = "</think>"
 REASONING = "reasoning_content"
 """The field that templates read a thought from."""
+_NO_CALL_ID = "malformed"
+"""Nine signs, as Mistral's templates want it."""
 
 
 def reply_forms(reply: Message, *, splits_thoughts: bool) -> list[Message]:
@@ -34,6 +36,31 @@ def reply_forms(reply: Message, *, splits_thoughts: bool) -> list[Message]:
                 form["tool_calls"] = calls
             forms.append(form)
     return forms
+
+
+def with_call_ids(messages: Sequence[Message], reply: Message) -> list[Message]:
+    """Messages of which each result of a tool names its call: templates write that, or insist. A
+    result without an id is of the next call of the reply; without calls, of a malformed one."""
+    ids = [str(call.get("id", _NO_CALL_ID)) for call in reply.get("tool_calls") or ()]
+    named = []
+    for message in messages:
+        if message["role"] == "tool":
+            call_id = _NO_CALL_ID
+            if ids:
+                call_id = ids.pop(0)
+            message = {"tool_call_id": call_id, **message}
+        named.append(message)
+    return named
+
+
+def said_by_user(messages: Sequence[Message]) -> list[Message]:
+    """The messages with what tools say as said by the user."""
+    changed = []
+    for message in messages:
+        if message["role"] == "tool":
+            message = {"role": "user", "content": message["content"]}
+        changed.append(message)
+    return changed
 
 
 def _split_thought(content: str) -> dict[str, str] | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grpo_megatron.data.conversation import Message, opening_of
+from grpo_megatron.data.reply_forms import with_call_ids
 from grpo_megatron.data.turn_tokens import NextTurn, Restart, TurnState, TurnTokens
 from grpo_megatron.errors import DataError
 
@@ -79,7 +80,11 @@ def _kinds(tokens: TurnTokens) -> list[_Kind]:
         _Kind("thought", "user"),
     ]
     if tokens.tools:
-        kinds += [_Kind("call", "tool", is_required=True), _Kind("thought and call", "tool")]
+        kinds += [
+            _Kind("call", "tool", is_required=True),
+            _Kind("thought and call", "tool"),
+            _Kind("answer", "tool", is_required=True),  # to a call that could not be read
+        ]
     return kinds
 
 
@@ -147,7 +152,6 @@ def _following(tokens: TurnTokens, role: str) -> list[Message]:
     message: Message = {"role": role, "content": content}
     if role == "tool":
         message["name"] = _tool_name(tokens)
-        message["tool_call_id"] = "call00000"
     return [message]
 
 
@@ -186,7 +190,7 @@ def _written_by_template(
     tokens: TurnTokens, state: TurnState, reply: Message, kind: _Kind
 ) -> tuple[int, ...]:
     for form in tokens.forms(reply):
-        following = tokens.escaped(_following(tokens, kind.follows))
+        following = with_call_ids(tokens.escaped(_following(tokens, kind.follows)), reply)
         messages = [*state.messages, form, *following]
         try:
             text = tokens.render(messages, turn=state.turn + 1)

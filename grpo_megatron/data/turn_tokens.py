@@ -21,7 +21,12 @@ from typing import Any, Literal, NamedTuple
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.conversation import Message, opening_of
 from grpo_megatron.data.markers import EncodedText, Markers, Seam
-from grpo_megatron.data.reply_forms import REASONING, reply_forms
+from grpo_megatron.data.reply_forms import (
+    REASONING,
+    reply_forms,
+    said_by_user,
+    with_call_ids,
+)
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 
@@ -142,13 +147,20 @@ class TurnTokens:
         `reply` is the answer as a message: `content` of `reply_text`, or with calls parsed
         (`content` is then the text in front of them, `tool_calls` as in OpenAI's API, arguments as
         JSON text or as a table). Whether it was cut by length shows in the ids: they then end
-        without a token that ends a turn. Markers in `new_messages` become text."""
+        without a token that ends a turn. Markers in `new_messages` become text. What a tool says
+        about a call that could not be read comes from the user where the template wants a call."""
         turn = state.turn + 1
         sampled = self._sampled(sampled_ids)
         with self._named(turn):
-            new_messages = self.escaped(new_messages)
+            new_messages = with_call_ids(self.escaped(new_messages), reply)
             forms = self.forms(reply)
-        all_rendered = self._render_forms(state, sampled, forms, new_messages)
+        try:
+            all_rendered = self._render_forms(state, sampled, forms, new_messages)
+        except DataError:
+            if reply.get("tool_calls"):
+                raise
+            new_messages = said_by_user(new_messages)
+            all_rendered = self._render_forms(state, sampled, forms, new_messages)
         seen = state.text + sampled.text
         for rendered in all_rendered:
             if rendered.text.startswith(seen):

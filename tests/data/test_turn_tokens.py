@@ -391,6 +391,40 @@ def test_what_the_template_refuses_is_told_with_its_turn(directories):
         turns.after(state, [], turns.reply_message(state, []), [{"role": "tool"}])
 
 
+def test_results_of_tools_name_their_call(directories):
+    policy = Policy("kimi", directories["kimi"])
+    turns = policy.turns(TOOLS)
+    state = turns.begin([{"role": "user", "content": "1 + 1?"}])
+    ids = policy.tokenizer.encode("2<|im_end|>")
+    said = [{"role": "tool", "content": "error: no whole call"}]
+    result = turns.after(state, ids, turns.reply_message(state, ids), said)
+    assert "## Return of malformed\nerror: no whole call" in result.state.text
+    calls = []
+    for number in range(2):
+        function = {"name": "search", "arguments": "{}"}
+        calls.append({"type": "function", "id": f"functions.search:{number}", "function": function})
+    reply = {"role": "assistant", "content": "", "tool_calls": calls}
+    said = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
+    result = turns.after(state, ids, reply, said)
+    assert "## Return of functions.search:0\na" in result.state.text
+    assert "## Return of functions.search:1\nb" in result.state.text
+
+
+def test_what_is_wrong_with_a_call_is_said_by_the_user_where_tools_must_not(directories):
+    policy = Policy("llama3", directories["llama3"])
+    old = "{%- elif m.role == 'tool' %}"
+    new = old + "{%- if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('why?') }}"
+    turns = broken(policy, old, new + "{%- endif %}")
+    prove(turns)
+    state = turns.begin([{"role": "user", "content": "1 + 1?"}])
+    ids = policy.tokenizer.encode("{2<|eot_id|>")
+    said = [{"role": "tool", "content": "error"}]
+    result = turns.after(state, ids, turns.reply_message(state, ids), said)
+    assert result.restart is None
+    text = policy.tokenizer.decode_exactly(result.between_ids)
+    assert text.startswith("<|start_header_id|>user<|end_header_id|>\n\nerror<|eot_id|>")
+
+
 # --- the proof before a run
 
 
@@ -423,7 +457,7 @@ def broken(policy, old, new):
     [
         ("qwen3", "(tool | tojson)", "''", "does not write the tool 'search'"),
         ("qwen3", "m.role == 'tool'", "m.role == 'result'", "drops what the tool says"),
-        ("kimi", "m.role == 'tool'", "raise_exception('no tools')", "no tools"),
+        ("mistral", "'[TOOL_RESULTS]", "raise_exception('no tools') + '[TOOL_RESULTS]", "no tools"),
         ("deepseek_v3", "{{- content }}", "", "drops what the policy says"),
         ("mistral", "+ eos_token", "+ ", "not valid"),
     ],

@@ -1,0 +1,133 @@
+"""How model families write calls of tools in a reply: the names of formats, by which parsers are
+chosen, and the signs by which one finds a call in a text and a format in a chat template."""
+
+from dataclasses import dataclass
+
+from grpo_megatron.data.chat_template import ChatTemplate
+from grpo_megatron.errors import ConfigError
+
+AUTO = "auto"
+"""The format of the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """One way to write calls. Formats without `openings` are read by a parser all the same; it then
+    decides alone whether a text was meant as a call."""
+
+    openings: tuple[str, ...] = ()  # a reply with one of these means to call
+    each: str = ""  # begins every single call
+    framing: str = ""  # what the template writes between the text and the first call
+    example: str = ""  # shown to a policy that wrote something else
+
+
+_JSON_CALL = '{"name": "NAME", "arguments": {…}}'
+_DEEPSEEK_BEGIN = "<｜tool▁calls▁begin｜>"
+_DEEPSEEK_CALL = _DEEPSEEK_BEGIN + "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+FORMATS = {
+    "hermes": CallFormat(
+        ("<tool_call>",), "<tool_call>", "\n", f"<tool_call>\n{_JSON_CALL}\n</tool_call>"
+    ),
+    "qwen3_coder": CallFormat(
+        ("<tool_call>",),
+        "<tool_call>",
+        "\n",
+        "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
+        "</tool_call>",
+    ),
+    "glm45": CallFormat(
+        ("<tool_call>",),
+        "<tool_call>",
+        "\n",
+        "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+    ),
+    "llama3_json": CallFormat(("<|python_tag|>",), "", "", '{"name": "NAME", "parameters": {…}}'),
+    "deepseek_v3": CallFormat(
+        (_DEEPSEEK_BEGIN,),
+        "<｜tool▁call▁begin｜>",
+        "",
+        _DEEPSEEK_CALL.replace("{}", "function<｜tool▁sep｜>NAME\n```json\n{…}\n```"),
+    ),
+    "deepseek_v31": CallFormat(
+        (_DEEPSEEK_BEGIN,),
+        "<｜tool▁call▁begin｜>",
+        "",
+        _DEEPSEEK_CALL.replace("{}", "NAME<｜tool▁sep｜>{…}"),
+    ),
+    "kimi_k2": CallFormat(
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        "<|tool_call_begin|>",
+        "",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
+        "<|tool_call_argument_begin|>{…}<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    "mistral": CallFormat(("[TOOL_CALLS]",), "", "", f"[TOOL_CALLS][{_JSON_CALL}]"),
+}
+"""By the names that vLLM's parsers have."""
+
+_SIGNS = (
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<arg_key>",), "glm45"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("ipython", '"parameters"'), "llama3_json"),
+)
+"""What a template's source has where it writes calls in a format; the first found counts."""
+
+
+def call_format(name: str, template: ChatTemplate) -> str:
+    """The name of a format; of `auto`, the one in which the template writes calls. ConfigError
+    where it has none that is known."""
+    if name != AUTO:
+        return name
+    for signs, found in _SIGNS:
+        if all(template.mentions(sign) for sign in signs):
+            return found
+    raise ConfigError(
+        "the chat template does not say in which format its model calls tools",
+        where=f"{template.where}, tool_format",
+        remedy=f"set tool_format to one of {', '.join(FORMATS)}, or to another parser of vLLM",
+    )
+
+
+def begins_call(name: str, text: str) -> bool:
+    """Whether a reply means to call, be the call well-formed or not."""
+    if name == "llama3_json" and text.lstrip().startswith("{"):
+        return True
+    return _opening_of(name, text) is not None
+
+
+def num_begun_calls(name: str, text: str) -> int:
+    """How many calls a reply begins, as far as its format shows it."""
+    each = FORMATS.get(name, CallFormat()).each
+    if not each:
+        return 0
+    return text.count(each)
+
+
+def text_before_calls(name: str, text: str) -> str:
+    """What a reply says in front of its first call, without what the template writes between."""
+    if name == "llama3_json":
+        return ""  # a call is the whole reply
+    place = _opening_of(name, text)
+    if place is None:
+        return text
+    return text[:place].removesuffix(FORMATS[name].framing)
+
+
+def example_of(name: str) -> str:
+    """How a call is written; empty for formats that are known by name only."""
+    return FORMATS.get(name, CallFormat()).example
+
+
+def _opening_of(name: str, text: str) -> int | None:
+    places = []
+    for opening in FORMATS.get(name, CallFormat()).openings:
+        place = text.find(opening)
+        if place >= 0:
+            places.append(place)
+    return min(places, default=None)

@@ -1,0 +1,193 @@
+"""Calls of tools in a reply, read by vLLM's parsers, which need no engine.
+
+Importing them takes about ten seconds of a processor and 700 MiB, once in a process, when the
+first reader is made. What they leave open is decided here: a thought has no calls, a malformed call
+is one clear text for the policy, and ids do not depend on chance."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from grpo_megatron.config.suggest import did_you_mean
+from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.reply_forms import THOUGHT_BEGIN, THOUGHT_END
+from grpo_megatron.data.tool_calls import (
+    begins_call,
+    example_of,
+    num_begun_calls,
+    text_before_calls,
+)
+from grpo_megatron.environments.protocol import Reply, ToolCall, ToolSchema
+from grpo_megatron.errors import ConfigError, DataError, raised_as
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+_PARSERS = ("vllm.tool_parsers", "vllm.parser")
+"""Loggers that print a traceback for every malformed call."""
+_FAMILIES_WITH_IDS = ("kimi_k2", "mistral")
+"""Formats in which the policy writes the id of a call."""
+
+
+class ReadReply(NamedTuple):
+    """A reply as the environment and as the chat template want it."""
+
+    reply: Reply
+    message: Message
+
+
+class _Malformed(Exception):
+    """Says what is wrong with a call."""
+
+
+class ToolCallReader:
+    """Reads calls in one format. `tokenizer_directory`: parsers look up special tokens in it.
+
+    Raises ConfigError where vLLM has no such parser, DataError where the tokenizer lacks what the
+    format needs."""
+
+    def __init__(self, format_name: str, tokenizer_directory: Path):
+        from transformers import AutoTokenizer
+        from vllm.tool_parsers import ToolParserManager
+
+        for name in _PARSERS:
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        known = ToolParserManager.list_registered()
+        if format_name not in known:
+            raise ConfigError(
+                f"there is no format {format_name!r} of calls",
+                where="tool_format",
+                remedy=did_you_mean(format_name, known),
+            )
+        self.format_name = format_name
+        self._parser_class = ToolParserManager.get_tool_parser(format_name)
+        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory, local_files_only=True)
+        with raised_as(
+            DataError,
+            f"the tokenizer does not know calls in the format {format_name!r}",
+            where=tokenizer_directory,
+            remedy='set tool_format to that of the model, or to "auto"',
+        ):
+            self._parser_class(self._tokenizer)
+
+    def read(self, text: str, tools: Sequence[ToolSchema], *, turn: int) -> ReadReply:
+        """Read the calls of a reply (`TurnTokens.reply_text`), of turn number `turn`.
+
+        Where one is malformed, none is made: `Reply.error` says what is wrong, and the message has
+        the text as it is. Never raises for what the policy wrote."""
+        thought, answer = _split_thought(text)
+        try:
+            calls = self._calls(answer, tools, turn)
+        except _Malformed as error:
+            return _without_calls(text, self._told(error))
+        if not calls:
+            return _without_calls(text, None)
+        content = thought + text_before_calls(self.format_name, answer)
+        message = {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [_as_message(call) for call in calls],
+        }
+        return ReadReply(Reply(content, tuple(calls)), message)
+
+    def _calls(self, answer: str, tools: Sequence[ToolSchema], turn: int) -> list[ToolCall]:
+        """Raises _Malformed where the answer means to call and no call, or a bad one, is read."""
+        request = self._request(tools)
+        try:
+            parser = self._parser_class(self._tokenizer, request.tools)
+            found = parser.extract_tool_calls(answer, request).tool_calls
+        except Exception as error:  # parsers of many authors, and any text
+            raise _Malformed(str(error) or type(error).__name__) from error
+        if not found and begins_call(self.format_name, answer):
+            raise _Malformed("no whole call was found")
+        num_begun = num_begun_calls(self.format_name, answer)
+        if len(found) < num_begun:
+            raise _Malformed(f"of {num_begun} calls only {len(found)} are whole")
+        ids = self._written_ids(answer)
+        calls = []
+        for number, call in enumerate(found):
+            call_id = f"t{turn:04d}c{number:03d}"  # nine signs, as Mistral's templates want it
+            if self.format_name in _FAMILIES_WITH_IDS:
+                call_id = ids.get(number) or _stable_id(self.format_name, call.id) or call_id
+            arguments = _arguments(call.function.name, call.function.arguments)
+            calls.append(ToolCall(call.function.name, arguments, call_id))
+        return calls
+
+    def _request(self, tools: Sequence[ToolSchema]) -> "ChatCompletionRequest":
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        with raised_as(
+            DataError,
+            "a tool's schema is not valid",
+            where="the environment's tools",
+            remedy='a tool is {"type": "function", "function": {"name": …, "parameters": …}}',
+        ):
+            return ChatCompletionRequest(
+                model="policy",
+                messages=[{"role": "user", "content": ""}],
+                tools=[dict(tool) for tool in tools] or None,
+            )
+
+    def _written_ids(self, answer: str) -> dict[int, str]:
+        """Ids by the number of their call, where the policy has written a list with ids."""
+        if self.format_name != "mistral":
+            return {}
+        try:
+            written = json.loads(answer.rpartition("[TOOL_CALLS]")[2])
+        except ValueError:
+            return {}
+        ids = {}
+        if isinstance(written, list):
+            for number, call in enumerate(written):
+                if isinstance(call, Mapping) and isinstance(call.get("id"), str):
+                    ids[number] = call["id"]
+        return ids
+
+    def _told(self, error: _Malformed) -> str:
+        told = f"the call could not be read: {error}"
+        example = example_of(self.format_name)
+        if example:
+            told += f". A call is written as {example}"
+        return told
+
+
+def _split_thought(text: str) -> tuple[str, str]:
+    """(the thought with its end, the rest). A thought that does not end is all of the reply."""
+    thought, end, answer = text.rpartition(THOUGHT_END)
+    if end:
+        return thought + end, answer
+    if text.lstrip().startswith(THOUGHT_BEGIN):
+        return text, ""
+    return "", text
+
+
+def _arguments(name: str, written: str) -> Mapping[str, Any]:
+    try:
+        arguments = json.loads(written)
+    except ValueError as error:
+        raise _Malformed(f"the arguments of {name} are no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise _Malformed(f"the arguments of {name} are no JSON object")
+    return arguments
+
+
+def _stable_id(format_name: str, call_id: str | None) -> str | None:
+    """The id that the policy wrote; None where the parser has made one up."""
+    if format_name == "kimi_k2" and call_id and ":" in call_id:
+        return call_id
+    return None
+
+
+def _without_calls(text: str, error: str | None) -> ReadReply:
+    return ReadReply(Reply(text, (), error), {"role": "assistant", "content": text})
+
+
+def _as_message(call: ToolCall) -> dict[str, Any]:
+    """As OpenAI's API has it. Arguments as text: templates that want a table are given one."""
+    function = {
+        "name": call.name,
+        "arguments": json.dumps(call.arguments, ensure_ascii=False),
+    }
+    return {"type": "function", "id": call.id, "function": function}

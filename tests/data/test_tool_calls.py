@@ -1,0 +1,66 @@
+"""Which format a template writes calls in, and where a call begins in a reply."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_megatron.data.chat_template import ChatTemplate
+from grpo_megatron.data.tool_calls import (
+    FORMATS,
+    begins_call,
+    call_format,
+    example_of,
+    text_before_calls,
+)
+from grpo_megatron.errors import ConfigError
+from tests.data.turn_templates import FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen3", "hermes"),
+        ("llama3", "llama3_json"),
+        ("deepseek_v3", "deepseek_v31"),
+        ("glm", "glm45"),
+        ("kimi", "kimi_k2"),
+        ("mistral", "mistral"),
+    ],
+)
+def test_the_format_is_that_of_the_template(family, expected):
+    template = ChatTemplate(FAMILIES[family].template, {}, "x.jinja")
+    assert call_format("auto", template) == expected
+    assert call_format("hermes", template) == "hermes"
+
+
+def test_formats_that_differ_in_one_sign_are_told_apart():
+    deepseek = "<｜tool▁calls▁begin｜>" + "```json"
+    assert call_format("auto", ChatTemplate(deepseek, {}, "")) == "deepseek_v3"
+    coder = "<tool_call><function="
+    assert call_format("auto", ChatTemplate(coder, {}, "")) == "qwen3_coder"
+
+
+def test_a_template_without_calls_is_refused():
+    template = ChatTemplate(FAMILIES["plain"].template, {}, "x.jinja")
+    with pytest.raises(ConfigError, match="in which format") as caught:
+        call_format("auto", template)
+    assert caught.value.where == "x.jinja, tool_format"
+    assert "hermes" in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_example_begins_a_call(name):
+    example = example_of(name)
+    assert begins_call(name, f"{example}")
+    assert not begins_call(name, "It is 2.")
+    framing = FORMATS[name].framing
+    expected = "It is 2."
+    if name == "llama3_json":
+        expected = ""
+    assert text_before_calls(name, f"It is 2.{framing}{example}") == expected
+
+
+def test_a_format_known_by_name_only_leaves_it_to_its_parser():
+    assert example_of("pythonic") == ""
+    assert not begins_call("pythonic", "[f(x=1)]")
+    assert text_before_calls("pythonic", "x") == "x"

@@ -1,0 +1,152 @@
+"""Calls read by vLLM's parsers: every format, malformed ones, the way back into the template."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.tool_calls import call_format, example_of
+from grpo_megatron.data.turn_tokens import TurnTokens
+from grpo_megatron.environments.tools import result_message
+from grpo_megatron.errors import ConfigError, DataError
+from grpo_megatron.rollout.tool_parsers import ToolCallReader
+from tests.data.turn_templates import FAMILIES, write_family
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"x": {"type": "string"}, "n": {"type": "integer"}},
+}
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}]
+JSON_CALL = '{"name": "search", "arguments": {"x": "é 1", "n": 2}}'
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.search:3<|tool_call_argument_begin|>"
+    "{}<|tool_call_end|><|tool_calls_section_end|>"
+)
+ARGUMENTS = '{"x": "é 1", "n": 2}'
+CALLS = {
+    "qwen3": f"I look.\n<tool_call>\n{JSON_CALL}\n</tool_call>",
+    "llama3": JSON_CALL.replace("arguments", "parameters"),
+    "deepseek_v3": "I look." + DEEPSEEK.replace("{}", f"search<｜tool▁sep｜>{ARGUMENTS}"),
+    "glm": "\n<think></think>\nI look.\n<tool_call>search\n<arg_key>x</arg_key>\n"
+    "<arg_value>é 1</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "kimi": "I look." + KIMI.replace("{}", ARGUMENTS),
+    "mistral": f'[TOOL_CALLS][{JSON_CALL[:-1]}, "id": "abcdefghi"}}]',
+}
+"""One call by family, as its template writes it."""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    return {name: write_family(root / name, name) for name in FAMILIES}
+
+
+def reader_of(directory):
+    template = load_tokenizer(directory).chat_template
+    return ToolCallReader(call_format("auto", template), directory)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_read_and_goes_on_in_the_template(directories, name):
+    tokenizer = load_tokenizer(directories[name])
+    reader = reader_of(directories[name])
+    turns = TurnTokens(tokenizer, tokenizer.chat_template, tools=TOOLS)
+    state = turns.begin([{"role": "user", "content": "What is é?"}])
+    end = FAMILIES[name].ends[-1]
+    ids = tokenizer.encode(CALLS[name] + end)
+    read = reader.read(turns.reply_text(state, ids), TOOLS, turn=1)
+    [call] = read.reply.tool_calls
+    assert read.reply.error is None
+    assert (call.name, dict(call.arguments)) == ("search", {"x": "é 1", "n": 2})
+    again = reader.read(turns.reply_text(state, ids), TOOLS, turn=1)
+    assert again == read  # ids too
+    assert read.reply.text in CALLS[name]
+    assert "search" not in read.reply.text
+    result = turns.after(state, ids, read.message, [result_message(call, "a letter")])
+    assert result.restart is None
+    text = tokenizer.decode_exactly(result.between_ids)
+    assert "a letter" in text
+
+
+def test_ids_are_those_that_the_policy_wrote(directories):
+    read = reader_of(directories["kimi"]).read(CALLS["kimi"], TOOLS, turn=1)
+    assert read.reply.tool_calls[0].id == "functions.search:3"
+    read = reader_of(directories["mistral"]).read(CALLS["mistral"], TOOLS, turn=1)
+    assert read.reply.tool_calls[0].id == "abcdefghi"
+    two = "<tool_call>{}</tool_call>".replace("{}", JSON_CALL) * 2
+    read = reader_of(directories["qwen3"]).read(two, TOOLS, turn=12)
+    assert [call.id for call in read.reply.tool_calls] == ["t0012c000", "t0012c001"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("qwen3", '<tool_call>\n{"name": "search", "argum\n</tool_call>', "no whole call"),
+        ("qwen3", '<tool_call>{"name": "search"}</tool_call>', "no whole call"),
+        ("qwen3", '<tool_call>{"name": "search", "arguments": [1]}</tool_call>', "no JSON object"),
+        ("qwen3", "<tool_call>", "no whole call"),
+        ("llama3", '{"name": "search", "parameters": {"x": ', "no whole call"),
+        ("deepseek_v3", DEEPSEEK.replace("{}", 'search<｜tool▁sep｜>{"x": '), "no JSON"),
+        ("deepseek_v3", DEEPSEEK.replace("{}", "search"), "no whole call"),
+        (
+            "deepseek_v3",
+            DEEPSEEK.replace(
+                "{}", "search<｜tool▁call▁end｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{}"
+            ),
+            "of 2 calls only",
+        ),
+        ("glm", "<tool_call>\n</tool_call>", "no whole call"),
+        ("kimi", KIMI.replace("{}", '{"x": '), "no JSON"),
+        ("mistral", '[TOOL_CALLS][{"name": "search"', "no whole call"),
+    ],
+)
+def test_a_malformed_call_is_a_text_for_the_policy(directories, name, text, words, caplog, capsys):
+    reader = reader_of(directories[name])
+    read = reader.read(f"It is.{text}"[6 * (name == "llama3") :], TOOLS, turn=1)
+    assert read.reply.tool_calls == ()
+    assert words in read.reply.error
+    assert read.reply.error.endswith(example_of(reader.format_name))
+    assert text in read.message["content"]
+    assert "tool_calls" not in read.message
+    assert "Traceback" not in caplog.text + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("text", ["", "It is 2.", "the set {1, 2}", "\x00\ufffd", "<tool", "[f()]"])
+def test_a_text_without_a_call_is_a_reply(directories, name, text):
+    read = reader_of(directories[name]).read(text, TOOLS, turn=1)
+    assert read.reply.text == text
+    assert read.reply.error is None
+    assert read.message == {"role": "assistant", "content": text}
+
+
+def test_a_thought_has_no_calls(directories):
+    reader = reader_of(directories["qwen3"])
+    thought = f"<think>\n<tool_call>{JSON_CALL}</tool_call>\n"
+    for text in (thought, f"{thought}</think>\n\n2"):
+        read = reader.read(text, TOOLS, turn=1)
+        assert (read.reply.tool_calls, read.reply.error) == ((), None)
+        assert read.reply.text == text
+    read = reader.read(f"{thought}</think>\n\n<tool_call>{JSON_CALL}</tool_call>", TOOLS, turn=1)
+    assert len(read.reply.tool_calls) == 1
+    assert read.message["content"] == f"{thought}</think>\n"
+
+
+def test_arguments_have_the_types_of_the_schema(directories):
+    read = reader_of(directories["glm"]).read(CALLS["glm"], TOOLS, turn=1)
+    arguments = json.loads(read.message["tool_calls"][0]["function"]["arguments"])
+    assert arguments == {"x": "é 1", "n": 2}
+
+
+def test_formats_that_cannot_be_read_are_refused(directories):
+    with pytest.raises(ConfigError, match="no format 'hermse'") as caught:
+        ToolCallReader("hermse", directories["qwen3"])
+    assert "'hermes'" in caught.value.remedy
+    with pytest.raises(DataError, match="does not know calls in the format 'deepseek_v31'"):
+        ToolCallReader("deepseek_v31", directories["qwen3"])
+    reader = reader_of(directories["qwen3"])
+    with pytest.raises(DataError, match="schema is not valid"):
+        reader.read("2", [{"type": "function"}], turn=1)
