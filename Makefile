@@ -1,4 +1,4 @@
-# make setup | demo | demo-control | stages-demo | stages-compare | test-fast | test |
+# make setup | demo | demo-control | demo-agent | demo-agent-control | stages-demo | stages-compare | test-fast | test |
 #      test-learning | test-families | test-matrix | test-chaos | ... | lint
 #
 # Variables of the demo: seed=N, name=NAME, args="key=value ..."
@@ -7,6 +7,7 @@ SHELL := bash
 
 bin := .venv/bin
 recipe := recipes/demo/gspo-moe-cpu.toml
+agent_recipe := recipes/demo/agent-calculator-cpu.toml
 seed ?=
 name ?=
 args ?=
@@ -20,7 +21,7 @@ or_empty = || { code=$$?; [[ $$code == 5 ]] && echo "$@: no test in this tier ye
 # A gate starts more than a hundred processes: where this is set, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-gpu demo demo-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
+.PHONY: setup setup-gpu demo demo-control demo-agent demo-agent-control stages-demo stages-compare lint test-fast test test-learning test-families test-recipes test-matrix test-chaos \
 	test-trace test-slurm test-contract test-device test-gpu clean
 
 setup:
@@ -35,6 +36,14 @@ demo-control: setup
 		objective.shuffle_advantages=true $(demo_flags)
 
 # Experts for three domains, one model distilled from them.
+# The same for an agent: it learns to call a calculator, and must not learn with shuffled advantages.
+demo-agent: setup
+	$(bin)/grpo-megatron train $(agent_recipe) --overwrite $(if $(name),name=$(name)) $(demo_flags)
+
+demo-agent-control: setup
+	$(bin)/grpo-megatron train $(agent_recipe) --overwrite name=$(or $(name),demo-agent-control) \
+		objective.shuffle_advantages=true $(demo_flags)
+
 stages-demo: setup
 	$(bin)/grpo-megatron stages run tiny-deepseek_v4
 

@@ -29,6 +29,9 @@ class EnvironmentConfig(Strict):
     unscorable, and a process that does not answer at all is ended with all of its episodes."""
     tool_format: str = "auto"
     """How calls of tools are written in a turn; `auto`: as the model's chat template has them."""
+    demonstration: tuple[str, ...] = ()
+    """What a cold start trains the policy to say, turn by turn, while the environment replies; with
+    the fields of `response_template`."""
     observation_characters: int = Field(16384, ge=16)
     """Longest message of the environment; of a longer one the middle is left out."""
     processes: int = Field(1, ge=1)

@@ -566,6 +566,11 @@ class RunConfig(Strict):
         return not self.rollout.deterministic and self.allocation is None
 
     @property
+    def domains_with_episodes(self) -> tuple[str, ...]:
+        """Names of the domains whose prompts are answered in turns with an environment."""
+        return tuple(domain.name for domain in self.domains if domain.environment is not None)
+
+    @property
     def publish_carrier(self) -> Literal["gloo", "nccl"]:
         """What carries weights, where they do not go through files.
 

@@ -21,6 +21,7 @@ class PromptTemplate:
 
     _field = re.compile(r"question|metadata\[[^\[\]]+\]")
     _leaks: tuple[str, ...] = ("answer", "solution")
+    _requires_field = True
     _without_field = (
         "uses no field: every prompt would be the same",
         'use {question} or {metadata[key]}, or the chat template: template = "chat"',
@@ -39,7 +40,7 @@ class PromptTemplate:
             field = self._checked(name, f"{spec or ''}{conversion or ''}")
             self._pieces.append((literal, field))
             has_field = has_field or field != ""
-        if not has_field:
+        if self._requires_field and not has_field:
             raise self._refused(*self._without_field)
 
     def render(self, question: str, metadata: Mapping[str, Any]) -> str:
@@ -95,3 +96,9 @@ class ResponseTemplate(PromptTemplate):
     def response(self, question: str, answer: str, metadata: Mapping[str, Any]) -> str:
         """The response to a problem. Raises DataError where a metadata key is missing."""
         return self._filled(metadata, {"question": question, "answer": answer})
+
+
+class TurnTemplate(ResponseTemplate):
+    """A turn of a demonstrated episode, which may say the same whatever the problem is."""
+
+    _requires_field = False

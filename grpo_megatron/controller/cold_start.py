@@ -11,18 +11,20 @@ from typing import Any
 
 from grpo_megatron.checkpoints.retention import prune
 from grpo_megatron.config.run import ColdStartConfig, RunConfig
+from grpo_megatron.controller.demonstrations import Demonstrations
 from grpo_megatron.controller.display import Phases, show
 from grpo_megatron.controller.evaluation import Evaluator
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.restoring import newest_whole
 from grpo_megatron.controller.trainer_link import TrainerLink
-from grpo_megatron.data.dataset_answers import DatasetAnswers
 from grpo_megatron.data.prompts import Splits
 from grpo_megatron.data.sampler import PromptSampler
 from grpo_megatron.data.tokenizer import TextTokenizer
+from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.trainer.requests import (
@@ -74,7 +76,7 @@ class ColdStart:
         self._evaluator = evaluator
         self._phases = phases
         self._stopping = stopping
-        self._answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_model_len)
+        self._tokenizer = tokenizer
         self._validation = splits.validation
         self._sampler = PromptSampler(
             splits.train,
@@ -96,7 +98,15 @@ class ColdStart:
         """Train to the target; False: it was told to stop, and a resume goes on from its
         checkpoint.
 
-        Raises TrainerError where `max_steps` do not suffice."""
+        Raises TrainerError where `max_steps` do not suffice, DataError where a demonstrated episode
+        is no success."""
+        log = self._run_dir.logs / "demonstrations.log"
+        async with EnvironmentHost(self._config.domains, log_path=log) as host:
+            model = self._config.model.path or self._run_dir.model
+            demonstrations = Demonstrations(self._config, self._tokenizer, model, host.environment)
+            return await self._run(demonstrations)
+
+    async def _run(self, demonstrations: Demonstrations) -> bool:
         await self._trainer.call(ResetOptimizer(cold_start=True))
         accuracy = 0.0
         if await self._restore():
@@ -105,7 +115,7 @@ class ColdStart:
             if await self._stopped():
                 return False
             self._require_steps_left(accuracy)
-            await self._train(self._steps_until_evaluation(accuracy))
+            await self._train(demonstrations, self._steps_until_evaluation(accuracy))
             if await self._stopped():
                 return False
             if self._steps - self._saved_steps >= self._settings.checkpoint_interval:
@@ -151,11 +161,14 @@ class ColdStart:
             interval //= 10
         return max(interval, 1)
 
-    async def _train(self, num_steps: int) -> None:
+    async def _train(self, demonstrations: Demonstrations, num_steps: int) -> None:
         samples = []
         for update in range(num_steps):
-            for prompt in self._sampler.draw(self._settings.batch_size):
-                samples.append((update, prompt, self._answers.first(0, prompt)))
+            prompts = self._sampler.draw(self._settings.batch_size)
+            playing = [demonstrations.completion(prompt) for prompt in prompts]
+            completions = await finish_or_cancel(playing)
+            for prompt, completion in zip(prompts, completions, strict=True):
+                samples.append((update, prompt, completion))
         with self._phases.measure("train"):
             if self._config.placement.mode == "colocated":
                 await self._publisher.pause_engines()

@@ -1,8 +1,18 @@
 """What a rollout worker is asked by the controller, and what it answers."""
 
+from typing import Any
+
 import msgspec
 
 from grpo_megatron.batching.spool import ShardReport
+
+
+class ChunkProblem(msgspec.Struct, frozen=True):
+    """What an environment is told of a prompt: a `types.Problem`."""
+
+    question: str
+    answer: str
+    metadata: dict[str, Any]
 
 
 class ChunkPrompt(msgspec.Struct, frozen=True):
@@ -13,6 +23,8 @@ class ChunkPrompt(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     first: int
     end: int
+    problem: ChunkProblem | None = None
+    """In a domain with an environment."""
 
 
 class Chunk(msgspec.Struct, frozen=True):

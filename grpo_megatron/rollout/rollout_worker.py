@@ -3,15 +3,30 @@
 Replicas draw from one queue, so a slow one takes fewer; results are in order of the prompts. In a
 run, `rollout.worker_service` does this for a part of a step's prompts and writes the results."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.rollout.episodes import EpisodeSeeds
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
-from grpo_megatron.rollout.segments import complete, derive_seed, finish_or_cancel
+from grpo_megatron.rollout.segments import Ask, complete, derive_seed, finish_or_cancel
 from grpo_megatron.types import Completion, Prompt, RolloutGroup
+
+_EPISODES_AT_ONCE = 2048
+"""Of a replica: most of them wait for their environments."""
+
+
+class PlaysEpisodes(Protocol):
+    """Has the prompts of one domain answered in turns with its environment."""
+
+    async def play(
+        self, ask: Ask, prompt: Prompt, seeds: EpisodeSeeds, max_tokens: int
+    ) -> Completion:
+        """Play an episode of at most `max_tokens` behind its prompt."""
+        ...
 
 
 class _Request(NamedTuple):
@@ -24,7 +39,8 @@ class _Request(NamedTuple):
 
 
 class RolloutWorker:
-    """Samples on a pool of replicas. `decode`, token ids to text, is for `Completion.text`."""
+    """Samples on a pool of replicas. `decode`, token ids to text, is for `Completion.text`;
+    `episodes`, by domain, for prompts that an environment replies to."""
 
     def __init__(
         self,
@@ -33,9 +49,11 @@ class RolloutWorker:
         *,
         stop_token_ids: Sequence[int] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
+        episodes: Mapping[str, PlaysEpisodes] | None = None,
     ):
         self.config = config
         self.pool = pool
+        self.episodes = episodes or {}
         self._stop_token_ids = tuple(stop_token_ids)
         self._decode = decode
 
@@ -61,13 +79,16 @@ class RolloutWorker:
             samples = [range(size)] * len(prompts)
         requests = []
         for number, (prompt, of_prompt) in enumerate(zip(prompts, samples, strict=True)):
-            if not rollout.deterministic:
+            if not rollout.deterministic and prompt.domain not in self.episodes:
                 requests.append(_Request(number, 0, len(of_prompt), None))
                 continue
             for place, sample in enumerate(of_prompt):
-                seed = derive_seed(self.config.seed, step, prompt.prompt_id, sample)
+                seed = None
+                if rollout.deterministic:
+                    seed = derive_seed(self.config.seed, step, prompt.prompt_id, sample)
                 requests.append(_Request(number, place, 1, seed))
         return await self._sample(
+            step,
             prompts,
             requests,
             [len(of_prompt) for of_prompt in samples],
@@ -85,10 +106,11 @@ class RolloutWorker:
         are those of temperature 1. EngineError as by `rollouts`."""
         requests = [_Request(i, 0, 1, None) for i in range(len(prompts))]
         sizes = [1] * len(prompts)
-        return await self._sample(prompts, requests, sizes, max_tokens, temperature=0.0)
+        return await self._sample(0, prompts, requests, sizes, max_tokens, temperature=0.0)
 
     async def _sample(
         self,
+        step: int,
         prompts: Sequence[Prompt],
         requests: Sequence[_Request],
         group_sizes: Sequence[int],
@@ -96,7 +118,7 @@ class RolloutWorker:
         **sampling: Any,
     ) -> list[RolloutGroup[Completion]]:
         sampling |= {"stop_token_ids": self._stop_token_ids, "may_abort": True}
-        batch = _Batch(self, prompts, group_sizes, max_tokens, sampling)
+        batch = _Batch(self, step, prompts, group_sizes, max_tokens, sampling)
         await batch.serve_all(requests)
         return batch.groups()
 
@@ -111,6 +133,7 @@ class _Batch:
     def __init__(
         self,
         worker: RolloutWorker,
+        step: int,
         prompts: Sequence[Prompt],
         group_sizes: Sequence[int],
         max_tokens: int,
@@ -119,6 +142,7 @@ class _Batch:
         self._worker = worker
         self._config = worker.config
         self._pool = worker.pool
+        self._step = step
         self._prompts = prompts
         self._max_tokens = max_tokens
         self._sampling = sampling
@@ -145,13 +169,17 @@ class _Batch:
         if all(request.n == 1 for request in requests):
             # An engine runs `max_num_seqs` sequences: as many requests of one sample keep it busy.
             width = max(width, self._config.rollout.max_num_seqs)
+        takers_of_replica = width
+        if any(prompt.domain in self._worker.episodes for prompt in self._prompts):
+            takers_of_replica = max(width, _EPISODES_AT_ONCE)
         while self._queue:
             self._pool.pick()  # raises when none is alive
             serving = self._pool.serving
+            self._asking = asyncio.Semaphore(width * len(serving))
             share = -(-len(self._queue) // len(serving))
             takers = []
             for replica in serving:
-                for _ in range(min(width, share)):
+                for _ in range(min(takers_of_replica, share)):
                     takers.append(self._take(replica))
             await finish_or_cancel(takers)
 
@@ -165,14 +193,26 @@ class _Batch:
         servers = [replica]
 
         async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
-            completions, server = await self._pool.call(
-                lambda r: r.client.generate(token_ids, **self._sampling, **settings),
-                first=servers[-1],
-            )
+            async with self._asking:
+                completions, server = await self._pool.call(
+                    lambda r: r.client.generate(token_ids, **self._sampling, **settings),
+                    first=servers[-1],
+                )
             servers.append(server)  # it has the keys and values of these tokens
             return completions
 
-        found = await complete(
+        if prompt.domain in self._worker.episodes:
+            found = [await self._play(ask, prompt, request.seed)]
+        else:
+            found = await self._complete(ask, prompt, request)
+        samples = self._samples[request.prompt]
+        for sample, completion in enumerate(found, start=request.first):
+            samples[sample] = completion
+        if request.first == 0:
+            self._served_by[request.prompt] = servers[1].index
+
+    async def _complete(self, ask: Ask, prompt: Prompt, request: _Request) -> list[Completion]:
+        completions = await complete(
             ask,
             prompt.token_ids,
             n=request.n,
@@ -180,11 +220,19 @@ class _Batch:
             seed=request.seed,
             segment_tokens=self._config.rollout.segment_tokens,
         )
-        samples = self._samples[request.prompt]
-        for sample, completion in enumerate(found, start=request.first):
-            samples[sample] = replace(completion, text=self._worker.text_of(completion))
-        if request.first == 0:
-            self._served_by[request.prompt] = servers[1].index
+        found = []
+        for completion in completions:
+            found.append(replace(completion, text=self._worker.text_of(completion)))
+        return found
+
+    async def _play(self, ask: Ask, prompt: Prompt, seed: int | None) -> Completion:
+        environment_seed = derive_seed(
+            self._config.seed, self._step, prompt.prompt_id, "environment"
+        )
+        budget = self._config.max_new_tokens_of(prompt.domain)
+        return await self._worker.episodes[prompt.domain].play(
+            ask, prompt, EpisodeSeeds(environment_seed, seed), min(self._max_tokens, budget)
+        )
 
     def _longest(self, prompt: Prompt) -> int:
         """Tokens that a completion of `prompt` may have."""

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,12 +17,14 @@ from grpo_megatron.batching.spool import spool_groups
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.environments.host import EnvironmentHost
 from grpo_megatron.errors import EngineError, GrpoMegatronError, describe_error
 from grpo_megatron.network import Endpoint, own_address
-from grpo_megatron.rollout.chunks import Chunk, SampledChunk
+from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, SampledChunk
 from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.episode_domains import episode_domains
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
-from grpo_megatron.rollout.rollout_worker import RolloutWorker
+from grpo_megatron.rollout.rollout_worker import PlaysEpisodes, RolloutWorker
 from grpo_megatron.routing.shape import recorded_shape
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.types import Prompt
@@ -42,8 +44,10 @@ class WorkerService:
         *,
         stop_token_ids: Sequence[int] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
+        episodes: Mapping[str, PlaysEpisodes] | None = None,
     ):
         self._config = config
+        self._episodes = episodes
         self._stop_token_ids = stop_token_ids
         self._decode = decode
         self._route_shape = recorded_shape(config)
@@ -66,12 +70,16 @@ class WorkerService:
             home=chunk.home,
         )
         worker = RolloutWorker(
-            self._config, engines, stop_token_ids=self._stop_token_ids, decode=self._decode
+            self._config,
+            engines,
+            stop_token_ids=self._stop_token_ids,
+            decode=self._decode,
+            episodes=self._episodes,
         )
         prompts = []
         samples = []
         for asked in chunk.prompts:
-            prompts.append(Prompt(asked.prompt_id, asked.domain, "", asked.token_ids, ""))
+            prompts.append(_prompt_of(asked))
             samples.append(range(asked.first, asked.end))
         shape = None
         if chunk.greedy:
@@ -106,6 +114,21 @@ class WorkerService:
                 self._clients[index, address] = client
             clients.append(client)
         return clients
+
+
+def _prompt_of(asked: ChunkPrompt) -> Prompt:
+    problem = asked.problem
+    if problem is None:
+        return Prompt(asked.prompt_id, asked.domain, "", asked.token_ids, "")
+    return Prompt(
+        asked.prompt_id,
+        asked.domain,
+        "",
+        asked.token_ids,
+        problem.answer,
+        problem.metadata,
+        problem.question,
+    )
 
 
 def application(service: WorkerService, token: str) -> web.Application:
@@ -156,14 +179,20 @@ def main(run_path: str, attempt: str, index: int) -> None:
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     run_dir = RunDir(Path(run_path), attempt)
     config = read_resolved(run_dir.config).config
-    tokenizer = load_tokenizer(config.model.path or run_dir.model)
+    model = config.model.path or run_dir.model
+    tokenizer = load_tokenizer(model)
     endpoint = run_dir.endpoints / f"worker-{index}.json"
 
     async def work() -> None:
-        service = WorkerService(
-            config, stop_token_ids=tokenizer.stop_token_ids, decode=tokenizer.decode
-        )
-        await serve(service, own_address(), endpoint)
+        log = run_dir.logs / f"environments-{index}.log"
+        async with EnvironmentHost(config.domains, log_path=log) as host:
+            service = WorkerService(
+                config,
+                stop_token_ids=tokenizer.stop_token_ids,
+                decode=tokenizer.decode,
+                episodes=episode_domains(config, tokenizer, model, host.environment),
+            )
+            await serve(service, own_address(), endpoint)
 
     asyncio.run(work())
 

@@ -18,7 +18,7 @@ from grpo_megatron.batching.spool import SpoolDirectory, StoredShard
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError, raise_described
 from grpo_megatron.network import Endpoint
-from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, SampledChunk
+from grpo_megatron.rollout.chunks import Chunk, ChunkProblem, ChunkPrompt, SampledChunk
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.segments import finish_or_cancel
 from grpo_megatron.routing.shape import recorded_shape
@@ -295,6 +295,9 @@ class _Call:
     ) -> Chunk:
         asked = []
         for prompt, of_prompt in zip(prompts, samples, strict=True):
+            problem = None
+            if prompt.domain in self._config.domains_with_episodes:
+                problem = ChunkProblem(prompt.question, prompt.answer, dict(prompt.metadata))
             asked.append(
                 ChunkPrompt(
                     prompt.prompt_id,
@@ -302,6 +305,7 @@ class _Call:
                     prompt.token_ids,
                     of_prompt.start,
                     of_prompt.stop,
+                    problem,
                 )
             )
         addresses: list[str | None] = [None] * (self._engines.replicas[-1].index + 1)

@@ -243,3 +243,45 @@ def test_a_domain_has_its_own_length_budget():
         (2, 2),
         (4, 1),
     ]
+
+
+class Twice:
+    """An episode of two requests: the second one answers what the first one said."""
+
+    def __init__(self):
+        self.seeds = []
+
+    async def play(self, ask, prompt, seeds, max_tokens):
+        self.seeds.append((prompt.prompt_id, seeds))
+        settings = {"n": 1, "max_tokens": max_tokens, "seed": seeds.turns, "routes_from": 0}
+        (first,) = await ask(prompt.token_ids, **settings)
+        (second,) = await ask([*prompt.token_ids, *first.token_ids.tolist()], **settings)
+        return second
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_prompts_with_an_environment_are_asked_turn_by_turn(deterministic):
+    plain = [Prompt(f"q{i}", "plain", "", (i, i + 7), "") for i in range(3)]
+    mixed = [PROMPTS[0], plain[0], PROMPTS[1], plain[1], plain[2]]
+
+    async def scenario(started, pool, worker):
+        worker.episodes = {"d": Twice()}
+        groups = await worker.rollouts(3, mixed)
+        return groups, worker.episodes["d"].seeds, started[0].requests
+
+    groups, seeds, requests = run(scenario, deterministic=deterministic)
+    assert [group.prompt for group in groups] == mixed
+    assert [len(group.completions) for group in groups] == [4] * 5
+    assert len(seeds) == 8  # one an episode
+    of_environment = {}
+    for prompt_id, found in seeds:
+        of_environment.setdefault(prompt_id, set()).add(found.environment)
+    assert all(len(of_group) == 1 for of_group in of_environment.values())
+    assert len(set.union(*of_environment.values())) == 2
+    turns = {found.turns for _, found in seeds}
+    assert turns == {None} if not deterministic else len(turns) == 8
+    num_plain = 12 if deterministic else 3
+    assert len(requests) == 2 * 8 + num_plain
+    for group in (groups[0], groups[2]):
+        for completion in group.completions:
+            assert completion.num_tokens == 4

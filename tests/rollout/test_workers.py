@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.batching import spool
+from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.errors import EngineError, SetupError
 from grpo_megatron.network import Endpoint
 from grpo_megatron.rollout.client import EngineClient
@@ -298,3 +299,35 @@ def test_prompts_of_a_domain_keep_its_budget(tmp_path):
         return [request["sampling_params"]["max_tokens"] for request in started[0].requests]
 
     assert run(tmp_path, scenario) == [2]
+
+
+def test_an_environment_is_told_the_problem(tmp_path):
+    """Over HTTP; other domains' problems stay with the controller."""
+    told = []
+
+    class Episodes:
+        async def play(self, ask, prompt, seeds, max_tokens):
+            told.append(prompt)
+            (found,) = await ask(prompt.token_ids, n=1, max_tokens=max_tokens, routes_from=0)
+            return found
+
+    async def scenario(started, pool, rollouts):
+        domain = rollouts.config.domains[0]
+        environment = EnvironmentConfig(name="calculator")
+        rollouts.config = rollouts.config.model_copy(
+            update={"domains": (domain.model_copy(update={"environment": environment}),)}
+        )
+        metadata = {"expression": "1+1", "deep": [1, {"a": None}]}
+        asked = [Prompt("p", domain.name, "text", (1, 2), "2", metadata, "1+1?")]
+        asked.append(Prompt("q", "another", "text", (1, 3), "2", {"not": "sent"}, "1+1?"))
+        return await rollouts.rollouts(0, asked)
+
+    def workers(index, service):
+        service._episodes = {"d": Episodes()}
+        return service
+
+    groups = run(tmp_path, scenario, workers=workers)
+    assert len(told) == 4
+    assert (told[0].question, told[0].answer) == ("1+1?", "2")
+    assert told[0].metadata == {"expression": "1+1", "deep": [1, {"a": None}]}
+    assert [group.prompt.prompt_id for group in groups] == ["p", "q"]

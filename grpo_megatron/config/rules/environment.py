@@ -119,3 +119,29 @@ def steps_fit_into_episodes(run: RunConfig, domain: DomainConfig, index: int) ->
         nearest=(environment.episode_s,),
         related=(f"domains.{index}.environment.episode_s",),
     )
+
+
+@ENVIRONMENT_RULES.rule("environment_demonstration")
+def cold_starts_need_a_demonstration(
+    run: RunConfig, domain: DomainConfig, index: int
+) -> Violation | None:
+    """Refuse a cold start without turns to train, and turns that nobody trains."""
+    environment = domain.environment
+    if environment is None:
+        return None
+    key = f"domains.{index}.environment.demonstration"
+    if run.cold_start is not None and not environment.demonstration:
+        return Violation(
+            key,
+            "a cold start trains demonstrated episodes, and this domain demonstrates no turn",
+            remedy="give the texts of the turns, or remove [cold_start]",
+            related=("cold_start",),
+        )
+    if run.cold_start is None and environment.demonstration:
+        return Violation(
+            key,
+            "only a cold start trains demonstrated turns, and there is none",
+            remedy="remove it, or add [cold_start]",
+            related=("cold_start",),
+        )
+    return None

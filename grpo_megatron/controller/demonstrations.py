@@ -1,0 +1,100 @@
+"""What a cold start trains: answers of a data set, and episodes that the recipe demonstrates."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.config.run import DomainConfig, RunConfig
+from grpo_megatron.config.templates import TurnTemplate
+from grpo_megatron.data.dataset_answers import DatasetAnswers, end_of_turn
+from grpo_megatron.data.tokenizer import TextTokenizer
+from grpo_megatron.errors import DataError
+from grpo_megatron.rollout.episode_domains import OpenEnvironment, episode_domains
+from grpo_megatron.rollout.episodes import EpisodeSeeds
+from grpo_megatron.rollout.segments import Ask, derive_seed
+from grpo_megatron.types import Completion, Prompt, VersionSpan
+
+
+class Demonstrations:
+    """The completion of any prompt. In a domain with an environment it is played: the environment
+    replies to the turns of `environment.demonstration`, as it would to the policy's."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: TextTokenizer,
+        tokenizer_directory: Path,
+        open_environment: OpenEnvironment,
+    ):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_model_len)
+        self._episodes = episode_domains(config, tokenizer, tokenizer_directory, open_environment)
+        self._turns: dict[str, _Turns] = {}
+        for domain in config.domains:
+            if domain.environment is not None:
+                self._turns[domain.name] = _Turns(
+                    domain, domain.environment.demonstration, tokenizer
+                )
+
+    async def completion(self, prompt: Prompt) -> Completion:
+        """What is trained of a prompt; nobody sampled it, so its log-probs count as unusable.
+
+        Raises DataError where a demonstrated episode is no success."""
+        if prompt.domain not in self._turns:
+            return self._answers.first(0, prompt)
+        turns = self._turns[prompt.domain]
+        played = await self._episodes[prompt.domain].play(
+            turns.answering(prompt),
+            prompt,
+            EpisodeSeeds(derive_seed(self._config.seed, prompt.prompt_id), None),
+            self._config.rollout.max_model_len,
+        )
+        if not played.outcome > 0:
+            raise DataError(
+                f"the demonstrated episode of prompt {prompt.prompt_id} is worth "
+                f"{played.outcome:g}: {played.text!r}",
+                where=turns.where,
+                remedy="demonstrate what solves the problem; the question was "
+                f"{prompt.question!r}, the answer {prompt.answer!r}",
+            )
+        return played
+
+
+class _Turns:
+    """The demonstrated turns of a domain."""
+
+    def __init__(self, domain: DomainConfig, texts: Sequence[str], tokenizer: TextTokenizer):
+        self.where = f"[[domains]] {domain.name}, environment.demonstration"
+        self._templates = [TurnTemplate(text, where=self.where) for text in texts]
+        self._end = end_of_turn(domain, tokenizer)
+        self._tokenizer = tokenizer
+
+    def answering(self, prompt: Prompt) -> Ask:
+        """Answers one request after the other, like an engine that samples these turns."""
+        left = iter(self._templates)
+
+        async def ask(token_ids: Sequence[int], **settings: Any) -> list[Completion]:
+            template = next(left, None)
+            if template is None:
+                raise DataError(
+                    f"the environment goes on behind the last of {len(self._templates)} "
+                    f"demonstrated turns (prompt {prompt.prompt_id})",
+                    where=self.where,
+                    remedy="demonstrate turns up to the end of the episode",
+                )
+            text = template.response(prompt.question, prompt.answer, prompt.metadata)
+            ids = np.array([*self._tokenizer.encode(text, where=self.where), *self._end], np.int32)
+            if len(ids) > settings["max_tokens"]:
+                raise DataError(
+                    f"a demonstrated turn has {len(ids)} tokens, and {settings['max_tokens']} are "
+                    f"left to it (prompt {prompt.prompt_id})",
+                    where=self.where,
+                    remedy="shorten it, or raise turn_tokens, episode_tokens or max_model_len",
+                )
+            logprobs = np.full(len(ids), -np.inf, np.float32)
+            return [Completion(ids, logprobs, (VersionSpan(0, 0, len(ids)),), "stop", text)]
+
+        return ask

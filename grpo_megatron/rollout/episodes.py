@@ -1,0 +1,237 @@
+"""An episode on an engine: turns of the policy, and what the environment says between them.
+
+Each turn is one completion behind all tokens so far (`rollout.segments`). What was sampled is never
+decoded and encoded again (`data.turn_tokens`)."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from grpo_megatron.data.conversation import MESSAGES, Message
+from grpo_megatron.data.turn_tokens import NextTurn, TurnState, TurnTokens
+from grpo_megatron.environments.protocol import (
+    Environment,
+    Observation,
+    Step,
+    ToolSchema,
+    Unscorable,
+)
+from grpo_megatron.rollout.segments import Ask, complete, derive_seed
+from grpo_megatron.rollout.sequence_builder import SequenceBuilder
+from grpo_megatron.rollout.tool_parsers import ReadReply
+from grpo_megatron.types import Completion, Problem
+
+ReplyReading = Callable[[str, Sequence[ToolSchema], int], ReadReply]
+"""(text of a turn, tools, its number) -> what it says to the environment and the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Where an episode ends that its environment does not end."""
+
+    max_turns: int
+    turn_tokens: int | None
+    """Of one turn; None: all that are left."""
+    episode_tokens: int
+    """Behind the first prompt, the environment's included."""
+    max_model_len: int
+    """Prompt and response of one request."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSeeds:
+    """What an episode depends on beside the policy."""
+
+    environment: int
+    """Equal for all episodes of a group."""
+    turns: int | None
+    """Of the sampling; None: the engine's own."""
+
+
+class EpisodePlayer:
+    """Plays the episodes of one domain.
+
+    turn_tokens: of the domain's template with these tools, proved; read_reply: see `ReplyReading`;
+    decode: token ids to text."""
+
+    def __init__(
+        self,
+        *,
+        turn_tokens: Callable[[Sequence[ToolSchema]], TurnTokens],
+        read_reply: ReplyReading,
+        decode: Callable[[Sequence[int]], str],
+        segment_tokens: int | None = None,
+    ):
+        self.read_reply = read_reply
+        self.decode = decode
+        self.segment_tokens = segment_tokens
+        self._make_turn_tokens = turn_tokens
+        self._turn_tokens: dict[str, TurnTokens] = {}
+
+    def turn_tokens(self, tools: Sequence[ToolSchema]) -> TurnTokens:
+        """The domain's turns with these tools; they are proved once."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._turn_tokens:
+            self._turn_tokens[key] = self._make_turn_tokens(tools)
+        return self._turn_tokens[key]
+
+    async def play(
+        self,
+        ask: Ask,
+        environment: Environment,
+        problem: Problem,
+        seeds: EpisodeSeeds,
+        limits: EpisodeLimits,
+    ) -> Completion:
+        """Play one episode; all sequences have `answered_ids`.
+
+        One that cannot be scored has an outcome of NaN. Raises DataError where the tokens of a turn
+        cannot be proved; and what `ask` raises."""
+        episode = _Episode(self, ask, environment, problem, seeds, limits)
+        try:
+            await episode.play()
+        finally:
+            await environment.close()
+        return episode.completion()
+
+
+class _Episode:
+    """One episode while it is played."""
+
+    def __init__(
+        self,
+        player: EpisodePlayer,
+        ask: Ask,
+        environment: Environment,
+        problem: Problem,
+        seeds: EpisodeSeeds,
+        limits: EpisodeLimits,
+    ):
+        self._player = player
+        self._ask = ask
+        self._environment = environment
+        self._problem = problem
+        self._seeds = seeds
+        self._limits = limits
+        self._ends_at = time.monotonic() + limits.seconds
+        self._earlier: list[Completion] = []
+        self._num_used = 0
+        """Tokens behind the first prompt."""
+        self._num_turns = 0
+        self._outcome = math.nan
+        self._finish_reason = "length"
+
+    async def play(self) -> None:
+        """Take turns until the environment or a limit ends the episode."""
+        try:
+            observation = await self._environment.reset(self._problem, self._seeds.environment)
+        except Unscorable:
+            await self._sample_unscorable()
+            return
+        self._outcome = observation.outcome.reward
+        self._begin(observation)
+        try:
+            while await self._take_turn():
+                pass
+        except Unscorable:
+            self._outcome = math.nan
+
+    def completion(self) -> Completion:
+        """The record of the episode."""
+        last = self._sequence(self._finish_reason)
+        return replace(last, earlier=tuple(self._earlier), outcome=self._outcome)
+
+    def _begin(self, observation: Observation) -> None:
+        self._tools = observation.tools
+        self._turns = self._player.turn_tokens(observation.tools)
+        of_recipe = self._problem.metadata.get(MESSAGES)
+        is_of_recipe = of_recipe is not None and list(observation.messages) == list(of_recipe)
+        self._state = self._turns.begin(observation.messages, from_environment=not is_of_recipe)
+        self._builder = SequenceBuilder(self._state.token_ids)
+        self._label = observation.state
+
+    async def _take_turn(self) -> bool:
+        """Sample a turn and have the environment reply; returns whether there is another one."""
+        sampled = await self._sample(self._room())
+        sampled_ids = sampled.token_ids.tolist()
+        text = self._turns.reply_text(self._state, sampled_ids)
+        read = self._player.read_reply(text, self._tools, self._num_turns)
+        step = await self._environment.step(read.reply)
+        self._builder.judge_turn(step.reward, spoilt=step.spoilt)
+        if step.outcome is not None:
+            self._outcome = step.outcome.reward
+        if step.spoilt:
+            self._outcome = math.nan
+        if step.done or step.spoilt:
+            self._finish_reason = "stop"
+            return False
+        if self._num_turns >= self._limits.max_turns or time.monotonic() >= self._ends_at:
+            return False
+        following = self._turns.after(self._state, sampled_ids, read.message, step.messages)
+        return self._goes_on(following, step)
+
+    def _goes_on(self, following: NextTurn, step: Step) -> bool:
+        """Take the tokens before the next turn, if there is room for one token behind them."""
+        num_between = len(following.between_ids)
+        room = self._room_behind(following.state, num_between)
+        if room < 1:
+            return False
+        if following.restart is not None:
+            self._earlier.append(self._sequence("stop"))
+            self._builder = SequenceBuilder(following.state.token_ids)
+        else:
+            self._builder.add_environment(following.between_ids)
+        self._num_used += num_between
+        self._state = following.state
+        self._label = step.state
+        return True
+
+    async def _sample(self, room: int) -> Completion:
+        seed = None
+        if self._seeds.turns is not None:
+            seed = derive_seed(self._seeds.turns, "turn", self._num_turns)
+        (sampled,) = await complete(
+            self._ask,
+            self._state.token_ids,
+            n=1,
+            max_tokens=room,
+            seed=seed,
+            segment_tokens=self._player.segment_tokens,
+            routes_from=self._builder.routes_from,
+        )
+        self._builder.add_turn(sampled, self._label)
+        self._num_used += sampled.num_tokens
+        self._num_turns += 1
+        return sampled
+
+    def _room(self) -> int:
+        """Tokens that the next turn may have."""
+        room = self._room_behind(self._state, 0)
+        if self._limits.turn_tokens is not None:
+            room = min(room, self._limits.turn_tokens)
+        return max(room, 1)
+
+    def _room_behind(self, state: TurnState, num_between: int) -> int:
+        left = self._limits.episode_tokens - self._num_used - num_between
+        return min(left, self._limits.max_model_len - len(state.token_ids))
+
+    def _sequence(self, finish_reason: str) -> Completion:
+        found = self._builder.completion(finish_reason)
+        return replace(
+            found,
+            text=self._player.decode(found.token_ids.tolist()),
+            answered_ids=self._builder.prompt_ids,
+        )
+
+    async def _sample_unscorable(self) -> None:
+        """A token that stands for an episode that could not begin: it has no reward and no loss."""
+        self._turns = self._player.turn_tokens(())
+        question: Message = {"role": "user", "content": self._problem.question}
+        self._state = self._turns.begin([question], from_environment=True)
+        self._builder = SequenceBuilder(self._state.token_ids)
+        self._label = ""
+        await self._sample(1)
+        self._builder.judge_turn(math.nan, spoilt=True)

@@ -1,0 +1,31 @@
+"""A turn's text as the environment and as the chat template want it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_megatron.data.chat_template import ChatTemplate
+from grpo_megatron.data.tool_calls import call_format
+from grpo_megatron.environments.protocol import Reply, ToolSchema
+from grpo_megatron.rollout.tool_parsers import ReadReply, ToolCallReader
+
+
+class ReplyReader:
+    """Reads replies of one domain; parsers of calls are loaded with the first tools.
+
+    tool_format: `environment.tool_format`; tokenizer_directory: where its tokenizer is. ConfigError
+    and DataError as of `call_format` and `ToolCallReader`, at the first reply."""
+
+    def __init__(self, tool_format: str, template: ChatTemplate, tokenizer_directory: Path):
+        self._tool_format = tool_format
+        self._template = template
+        self._tokenizer_directory = tokenizer_directory
+        self._calls: ToolCallReader | None = None
+
+    def __call__(self, text: str, tools: Sequence[ToolSchema], turn: int) -> ReadReply:
+        """Read the reply of turn number `turn`; without tools it is all text."""
+        if not tools:
+            return ReadReply(Reply(text), {"role": "assistant", "content": text})
+        if self._calls is None:
+            format_name = call_format(self._tool_format, self._template)
+            self._calls = ToolCallReader(format_name, self._tokenizer_directory)
+        return self._calls.read(text, tools, turn=turn)
