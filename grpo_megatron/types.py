@@ -65,8 +65,6 @@ groups, D domains."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -138,6 +136,19 @@ def count_policy_tokens(turns: Sequence[Turn], num_tokens: int) -> int:
     return sum(turn.end - turn.start for turn in turns)
 
 
+def policy_tokens_by_version(
+    versions: Sequence[VersionSpan], turns: Sequence[Turn], num_tokens: int
+) -> dict[int, int]:
+    """Count the policy's tokens of a response by the version that sampled them; none without."""
+    mask = policy_mask(turns, num_tokens)
+    found: dict[int, int] = {}
+    for span in versions:
+        count = int(mask[span.start : span.end].sum())
+        if count:
+            found[span.version] = found.get(span.version, 0) + count
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
     """Token ids that top-k, top-p and min-p left, for each of T tokens; none: not known."""
@@ -149,6 +160,13 @@ class SamplingMask:
     def sizes(self) -> np.ndarray:
         """How many ids are left for each token, int64 [T]; 0: not known."""
         return np.diff(self.offsets)
+
+    def of(self, places: np.ndarray) -> "SamplingMask":
+        """The sets of some tokens, int64, ascending."""
+        chosen = np.zeros(len(self.sizes), bool)
+        chosen[places] = True
+        ids = self.ids[np.repeat(chosen, self.sizes)]
+        return SamplingMask(ids, np.concatenate([[0], np.cumsum(self.sizes[places])]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +220,12 @@ class Completion:
     def sequences(self) -> tuple["Completion", ...]:
         """All sequences of the episode, in order; this one is the last."""
         return (*self.earlier, self)
+
+    def prompt_ids(self, prompt: "Prompt") -> tuple[int, ...]:
+        """The token ids before this sequence, as an answer to the group's `prompt`."""
+        if self.answered_ids is not None:
+            return self.answered_ids
+        return prompt.token_ids
 
     @property
     def truncated(self) -> bool:
@@ -310,16 +334,6 @@ class RolloutGroup(Generic[Answer]):
     prompt: Prompt
     completions: tuple[Answer, ...]
     replica: int
-
-    def by_answered_ids(self) -> list["RolloutGroup[Answer]"]:
-        """In parts: neighbours that answer the same tokens, which are the prompt of their part."""
-        parts = []
-        for answered_ids, completions in groupby(self.completions, attrgetter("answered_ids")):
-            prompt = self.prompt
-            if answered_ids is not None:
-                prompt = replace(prompt, token_ids=answered_ids)
-            parts.append(RolloutGroup(prompt, tuple(completions), self.replica))
-        return parts
 
     def as_answers_to(self, prompt: Prompt) -> "RolloutGroup[Answer]":
         """The completions as those of `prompt`, which rewards look at; each names the tokens that

@@ -94,7 +94,7 @@ def computed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     # on policy, the model computes what the engine reported
     logprobs = microbatch.rollout_logprobs.clone().requires_grad_()
     loss_batch = constants.loss_batch(
-        torch.from_numpy(microbatch.table_rows),
+        torch.from_numpy(microbatch.samples),
         logprobs=logprobs,
         old_logprobs=logprobs.detach(),
         rollout_logprobs=microbatch.rollout_logprobs,

@@ -8,7 +8,7 @@ these samples, flat, sample after sample; `token_counts` sums to n."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.device_copies import to_device
+from grpo_megatron.types import Turn
 
 CHUNK_TOKENS = 65_536
 """Token-level estimators work on whole groups of about this many tokens at a time."""
@@ -30,14 +31,58 @@ class Events:
 
     sample: Tensor  # int64 [K]
     end: Tensor  # int64 [K], last policy token of the step or turn
-    reward: Tensor  # float64 [K]
-    state: Tensor | None = None  # int64 [K], equal numbers: the same environment state
+    reward: Tensor  # float64 [K]; NaN: a turn without one
+    state: Tensor | None = None
+    """int64 [K], of turns; equal numbers: the same environment state. One that is not known is
+    none of the others."""
 
     def __getitem__(self, which: Tensor) -> Events:
         state = self.state
         if state is not None:
             state = state[which]
         return Events(self.sample[which], self.end[which], self.reward[which], state)
+
+
+Sequences = Sequence[tuple[Sequence[Turn], int]]
+"""Of a sample's sequences, their turns, and how many tokens their responses have."""
+
+
+def turn_events(samples: Sequence[Sequences]) -> tuple[Events, Tensor]:
+    """The turns of samples, and which of their policy tokens are of a spoilt one: bool [n].
+
+    A sequence without turns is one turn; one without tokens is none."""
+    sample_of: list[int] = []
+    ends: list[int] = []
+    rewards: list[float] = []
+    states: list[int] = []
+    spoilt: list[Tensor] = []
+    number_of: dict[str, int] = {}
+    num_states = 0
+    for sample, sequences in enumerate(samples):
+        num_tokens = 0
+        for turns, length in sequences:
+            for turn in turns or [Turn(0, length)]:
+                size = turn.end - turn.start
+                if size == 0:
+                    continue
+                num_tokens += size
+                number = num_states
+                if turn.state:
+                    number = number_of.setdefault(turn.state, num_states)
+                if number == num_states:
+                    num_states += 1
+                sample_of.append(sample)
+                ends.append(num_tokens - 1)
+                rewards.append(turn.reward)
+                states.append(number)
+                spoilt.append(torch.full((size,), turn.spoilt))
+    events = Events(
+        sample=torch.tensor(sample_of, dtype=torch.int64),
+        end=torch.tensor(ends, dtype=torch.int64),
+        reward=torch.tensor(rewards, dtype=torch.float64),
+        state=torch.tensor(states, dtype=torch.int64),
+    )
+    return events, torch.cat([torch.zeros(0, dtype=torch.bool), *spoilt])
 
 
 @dataclass(frozen=True)
@@ -68,6 +113,11 @@ class SampleBatch:
     """[n]: token_ids, old_logprobs, ref_logprobs, rollout_logprobs; entropies and squared_probs
     (sum over the vocabulary of squared probabilities) of the old policy"""
     events: Events | None = None
+    """Rewards of steps, for process supervision."""
+    turns: Events | None = None
+    """All turns of all samples; None: every sample is one turn of which nothing is known."""
+    spoilt: Tensor | None = None
+    """bool [n]: tokens of turns that a tool's failure spoilt, which lose their loss; None: none."""
     dropped: DroppedRewards | None = None
 
     def __len__(self) -> int:
@@ -154,9 +204,9 @@ class SampleBatch:
         correct = self.correct
         if correct is not None:
             correct = correct[rows]
-        events = self.events
-        if events is not None:
-            events = _events_of(events, rows, len(self))
+        spoilt = self.spoilt
+        if spoilt is not None:
+            spoilt = spoilt[self.flat_index(rows)]
         return replace(
             self,
             rewards=self.rewards[rows],
@@ -169,7 +219,9 @@ class SampleBatch:
             component_weights=_rows_of(self.component_weights, rows),
             correct=correct,
             tokens=self._token_columns(rows),
-            events=events,
+            events=_events_of(self.events, rows, len(self)),
+            turns=_events_of(self.turns, rows, len(self)),
+            spoilt=spoilt,
         )
 
     def _token_columns(self, rows: Tensor) -> dict[str, Tensor]:
@@ -199,8 +251,10 @@ def _rows_of(columns: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     return {name: values[rows] for name, values in columns.items()}
 
 
-def _events_of(events: Events, rows: Tensor, num_samples: int) -> Events:
+def _events_of(events: Events | None, rows: Tensor, num_samples: int) -> Events | None:
     """The events of the samples `rows` (int64), with samples renumbered as `rows` has them."""
+    if events is None:
+        return None
     new_number = torch.full((num_samples,), -1, dtype=torch.int64)
     new_number[rows] = torch.arange(len(rows))
     inside = events[new_number[events.sample] >= 0]
@@ -284,6 +338,9 @@ class LossConstants:
         covariant = None
         if self.covariant is not None:
             covariant = to_device(self.covariant[index], device)
+        spoilt = None
+        if self.batch.spoilt is not None:
+            spoilt = to_device(self.batch.spoilt[index], device)
         masks = None
         if replayed_masks is not None:
             masks = {}
@@ -309,6 +366,7 @@ class LossConstants:
             positive_weights=positive_weights,
             low_entropy=low_entropy,
             covariant=covariant,
+            spoilt=spoilt,
             replayed_masks=masks,
         )
 
@@ -332,12 +390,13 @@ class LossBatch:
     domain: Tensor  # int64 [S], 0..D-1
     untruncated_logprobs: Tensor  # [n] with gradient; like `logprobs` unless sampling truncates
     ref_logprobs: Tensor | None = None  # [n], not truncated either
-    turn: Tensor | None = None  # int64 [n], 0..: the turn of each token (GAGPO)
+    turn: Tensor | None = None  # int64 [n], 0..: the turn of each token
     weight_slopes: Tensor | None = None  # [n], by the exponent of lambda_grpo
     preference: Tensor | None = None  # [2, S]: coefficient of the margin, loss
     positive_weights: Tensor | None = None  # [n], of the negative log-likelihood
     low_entropy: Tensor | None = None  # bool [n]: without a surrogate
     covariant: Tensor | None = None  # bool [n]: chosen by covariance
+    spoilt: Tensor | None = None  # bool [n]: without a loss, though in all statistics
     replayed_masks: Mapping[str, Tensor] | None = None
     """Who was clipped or rejected when the step was first trained, bool [n] by name; the loss
     follows them, as rounding may decide otherwise."""

@@ -94,7 +94,7 @@ class _Step(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        keys = list(cls.model_fields)
+        keys = [key for key, field in cls.model_fields.items() if key != "spoilt"]
         if isinstance(value, list) and len(value) == len(keys):
             value = dict(zip(keys, value, strict=True))
         if not isinstance(value, dict) or type(value.get("end")) is not int:
@@ -103,7 +103,11 @@ class _Step(pydantic.BaseModel):
 
 
 class _Turn(_Step):
+    """`[end, reward, state]` or a table, which may say too that a turn is `spoilt`."""
+
+    reward: Reward
     state: Any
+    spoilt: Flag = 0
 
 
 def _advantages_kind(rows: Any) -> str:
@@ -252,6 +256,7 @@ def _case(given: _Document) -> Case:
         correct = torch.tensor(given.correct, dtype=torch.bool)
     of_old_policy = dict(columns)
     del of_old_policy["logprobs"]
+    turns = _turns(given, mask)
     batch = SampleBatch(
         rewards=rewards,
         group_ids=groups,
@@ -263,7 +268,9 @@ def _case(given: _Document) -> Case:
         component_weights=weights,
         correct=correct,
         tokens=of_old_policy,
-        events=_events(given, mask),
+        events=_steps(given, mask),
+        turns=turns,
+        spoilt=_spoilt(given, mask, turns),
         dropped=_dropped(given, names),
     )
     return Case(
@@ -408,22 +415,53 @@ def _labels(
     return tuple(map(str, range(count))), torch.tensor(numbers)
 
 
-def _events(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
-    """Rewards inside samples, at policy tokens."""
+def _steps(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
+    """Rewards of steps, at policy tokens."""
     if given.steps is not None and given.turns is not None:
         raise ValueError("turns and steps exclude each other")
-    if given.steps is not None:
-        return _placed("steps", given.steps, mask)
+    if given.steps is None:
+        return None
+    return _placed("steps", given.steps, mask)
+
+
+def _spoilt(
+    given: _Document, mask: Sequence[Sequence[bool]], turns: Events | None
+) -> Tensor | None:
+    """Policy tokens of spoilt turns, bool [n]: those up to its end and behind the turn before."""
+    if given.turns is None or turns is None:
+        return None
+    is_spoilt = [bool(turn.spoilt) for turn in chain(*given.turns)]
+    if not any(is_spoilt):
+        return None
+    counts = [sum(row) for row in mask]
+    offsets = np.cumsum(counts) - counts
+    found = torch.zeros(sum(counts), dtype=torch.bool)
+    for place in np.lexsort((turns.end, turns.sample)).tolist():
+        sample = int(turns.sample[place])
+        before = turns.end[(turns.sample == sample) & (turns.end < turns.end[place])]
+        start = 0
+        if len(before):
+            start = int(before.max()) + 1
+        first = int(offsets[sample])
+        found[first + start : first + int(turns.end[place]) + 1] = is_spoilt[place]
+    return found
+
+
+def _turns(given: _Document, mask: Sequence[Sequence[bool]]) -> Events | None:
+    """Turns with the environment's rewards and states, at policy tokens."""
     if given.turns is None:
         return None
     events = _placed("turns", given.turns, mask)
     places = set(zip(events.sample.tolist(), events.end.tolist(), strict=True))
     if len(places) < len(events.sample):
         raise ValueError("turns has two turns that end with the same policy token")
-    number_of: dict[str, int] = {}
+    number_of: dict[str | int, int] = {}
     states = []
-    for turn in chain(*given.turns):
-        states.append(number_of.setdefault(str(turn.state), len(number_of)))
+    for place, turn in enumerate(chain(*given.turns)):
+        state: str | int = str(turn.state)
+        if turn.state is None:
+            state = place  # a text is equal to none of these
+        states.append(number_of.setdefault(state, len(number_of)))
     return replace(events, state=torch.tensor(states, dtype=torch.int64))
 
 

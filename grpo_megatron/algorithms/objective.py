@@ -74,6 +74,7 @@ def policy_loss(objective: Objective, batch: LossBatch) -> tuple[Tensor, Stats]:
     Raises ConfigError where a custom clip cannot be imported or returns another shape than [n]."""
     o = objective.config
     batch, infinite = _without_infinite(batch)
+    batch = _without_spoilt(batch)
     of_tokens = _clip_inputs(objective, batch)
     log_diff = of_tokens.log_ratio
     inputs = replace(of_tokens, log_ratio=_log_ratio(o, of_tokens, batch))
@@ -295,6 +296,23 @@ def _without_infinite(batch: LossBatch) -> tuple[LossBatch, Tensor]:
     for name, column in columns.items():
         finite[name] = torch.where(infinite, 0.0, column)
     return replace(batch, **finite), infinite
+
+
+def _without_spoilt(batch: LossBatch) -> LossBatch:
+    """Tokens of spoilt turns with weight 0 and without a gradient, which a ratio of their whole
+    sequence would give them; their values stay."""
+    if batch.spoilt is None:
+        return batch
+    spoilt = batch.spoilt
+    changed: dict[str, Any] = {"weights": torch.where(spoilt, 0.0, batch.weights)}
+    for name in ("logprobs", "untruncated_logprobs", "entropies"):
+        column = getattr(batch, name)
+        changed[name] = torch.where(spoilt, column.detach(), column)
+    for name in ("positive_weights", "weight_slopes"):
+        weights = getattr(batch, name)
+        if weights is not None:
+            changed[name] = torch.where(spoilt, 0.0, weights)
+    return replace(batch, **changed)
 
 
 def _at_tokens(values: Sequence[float], batch: LossBatch) -> float | Tensor:

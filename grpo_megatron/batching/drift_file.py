@@ -17,7 +17,7 @@ from grpo_megatron.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class SampleDrift:
-    """One sample; all float32 [T]."""
+    """One sample; all float32, of the tokens that the policy sampled."""
 
     before: np.ndarray
     """Log-probs of its tokens under the policy before the first optimizer step of the batch."""
@@ -48,7 +48,7 @@ def read_drift(directory: Path, lengths: np.ndarray) -> dict[int, SampleDrift]:
     """Read the samples that were looked at, by row in ascending order; empty where nothing was
     recorded.
 
-    Raises DataError when it belongs to another step. lengths: of completions, int64 [N]."""
+    Raises DataError when it belongs to another step. lengths: policy tokens, int64 [N]."""
     found: dict[int, SampleDrift] = {}
     for path in sorted(directory.glob("drift-*.safetensors")):
         columns = read_columns(path)

@@ -49,7 +49,8 @@ class ExpertLoads:
         return ExpertLoads(self.prompts[samples], self.completions[samples], self.ranks_per_group)
 
     def of_unit(self, samples: np.ndarray) -> np.ndarray:
-        """Of samples, int64 [S], that share their prompt, which counts once; [L, R]."""
+        """Of samples, int64 [S], that share their prompt, which counts once; [L, R]. Sequences of
+        an episode share what they begin with."""
         loads: np.ndarray = self.prompts[samples[0]] + self.completions[samples].sum(0)
         return loads
 

@@ -37,15 +37,24 @@ def sample_costs(lengths: np.ndarray, quadratic: float = _QUADRATIC) -> np.ndarr
     return lengths + quadratic * lengths**2
 
 
-def _require_room(lengths: np.ndarray, max_tokens: int) -> None:
-    """Raise DataError for a sample that no micro-batch holds."""
-    if len(lengths) and lengths.max() > max_tokens:
-        raise DataError(
-            f"sample {lengths.argmax()} has {lengths.max()} tokens, a micro-batch "
-            f"holds {max_tokens}",
-            where="trainer.max_tokens_per_microbatch",
-            remedy="raise it to at least rollout.max_model_len",
-        )
+def _require_room(episodes: Sequence[np.ndarray], sizes: np.ndarray, max_tokens: int) -> None:
+    """Raise DataError for a sample that no micro-batch holds.
+
+    episodes: samples of every episode, sizes: their tokens, int64."""
+    if not len(sizes) or sizes.max() <= max_tokens:
+        return
+    largest = int(sizes.argmax())
+    rows = episodes[largest]
+    of_what = f"sample {rows[0]} has {sizes[largest]} tokens"
+    remedy = "raise it to at least rollout.max_model_len"
+    if len(rows) > 1:
+        of_what += f" in its {len(rows)} sequences"
+        remedy = "raise it, or let episodes have fewer turns"
+    raise DataError(
+        f"{of_what}, a micro-batch holds {max_tokens}",
+        where="trainer.max_tokens_per_microbatch",
+        remedy=remedy,
+    )
 
 
 @dataclass(frozen=True)
@@ -88,19 +97,26 @@ def plan_microbatches(
     wait for one that has too many. What samples share behind the first piece makes rows shorter
     than planned. Where samples fill fewer micro-batches by themselves, and what they share is
     little beside that, nothing is shared: a step is never planned to take longer than without
-    sharing.
+    sharing. Samples of one episode are always together.
 
     experts: which experts the samples need, as far as it is known: then samples are exchanged until
     the ranks that have these get equal shares (`expert_balance`)."""
-    _require_room(paths.totals, max_tokens)
     bins = _Bins(num_ranks, num_ranks * multiple_of, max_tokens)
-    best = bins.plan(_units_apart(paths.totals))
-    if paths.have_common_pieces:
-        shared = _plan_families(paths, bins)
-        if shared.duration <= best.duration:
-            best = shared
-        else:
-            paths = paths.apart()
+    episodes = paths.by_episode()
+    together = _sizes_together(paths, episodes)
+    _require_room(episodes, together, max_tokens)
+    apart = _units_apart(paths.totals, episodes)
+    fits_apart = max((unit.size for unit in apart), default=0) <= max_tokens
+    if not fits_apart:
+        best = _plan_families(paths, episodes, bins)
+    else:
+        best = bins.plan(apart)
+        if paths.have_common_pieces:
+            shared = _plan_families(paths, episodes, bins)
+            if shared.duration <= best.duration:
+                best = shared
+            else:
+                paths = paths.apart()
     balance = None
     if experts is not None:
         best, balance = _with_even_experts(best, experts, max_tokens)
@@ -130,24 +146,38 @@ def _with_even_experts(
     return _UnitPlan(plan.units, numbers), balance
 
 
-def _plan_families(paths: SamplePaths, bins: _Bins) -> _UnitPlan:
+def _sizes_together(paths: SamplePaths, episodes: Sequence[np.ndarray]) -> np.ndarray:
+    """Tokens of each episode, int64, of which those that its samples share count once."""
+    sizes = np.empty(len(episodes), np.int64)
+    for number, rows in enumerate(episodes):
+        if len(rows) == 1:
+            sizes[number] = paths.totals[rows[0]]
+        else:
+            sizes[number] = paths.count_tokens(rows)
+    return sizes
+
+
+def _plan_families(paths: SamplePaths, episodes: Sequence[np.ndarray], bins: _Bins) -> _UnitPlan:
     """Plan samples that share their first piece together, in as many parts as make ranks even."""
-    whole = [_unit(paths, rows) for rows in _families(paths)]
-    least = [_pieces_of(paths, unit, bins.max_tokens, 1) for unit in whole]
+    families = _families(paths, episodes)
+    whole = [_unit(paths, family, bins.max_tokens) for family in families]
+    least = []
+    for family, unit in zip(families, whole, strict=True):
+        least.append(_parts_of(paths, family, unit, bins.max_tokens, 1))
     best = bins.plan(list(itertools.chain.from_iterable(least)))
     mean_cost = best.total_cost / best.num_bins
     for share in _SPLITS:
         if best.duration <= _GOOD * best.total_cost / bins.num_ranks:
             break
         units = []
-        for unit, fewest in zip(whole, least, strict=True):
-            num_wanted = len(unit.rows)
+        for family, unit, fewest in zip(families, whole, least, strict=True):
+            num_wanted = len(family)
             if share < math.inf:
                 num_wanted = math.ceil(share * unit.cost / max(mean_cost, 1.0))
             if num_wanted <= len(fewest):
                 units += fewest
             else:
-                units += _pieces_of(paths, unit, bins.max_tokens, num_wanted)
+                units += _parts_of(paths, family, unit, bins.max_tokens, num_wanted)
         found = bins.plan(units)
         if found.duration < 0.98 * best.duration:
             best = found
@@ -233,28 +263,35 @@ class _Unit:
     cost: float
 
 
-def _unit(paths: SamplePaths, rows: np.ndarray) -> _Unit:
-    """Measure samples that share their first piece. rows: int64 [S]."""
-    first = int(paths.lengths[rows[0], 0])
+def _unit(paths: SamplePaths, episodes: Sequence[np.ndarray], max_tokens: int) -> _Unit:
+    """Measure episodes that share their first piece, with the samples of each, int64."""
+    rows = np.concatenate(episodes)
     totals = paths.totals[rows]
     if len(rows) == 1:
         return _Unit(rows, int(totals[0]), float(sample_costs(totals)[0]))
-    tokens = first + int((totals - first).sum())
-    keys = math.ceil(totals.sum() * KEY_SHARE)
-    cost = float(sample_costs(np.array([first]))[0]) + float(_branch_costs(first, totals).sum())
-    return _Unit(rows, tokens + keys, cost)
+    lengths, before = paths.distinct_pieces(rows)
+    size = int(lengths.sum()) + math.ceil(totals.sum() * KEY_SHARE)
+    if len(episodes) == 1:
+        size = min(size, max_tokens)  # nothing else is with it, and its tokens have room
+    is_first = before == 0
+    ends = before + lengths
+    cost = float(sample_costs(lengths[is_first]).sum())
+    cost += float(_branch_costs(before[~is_first], ends[~is_first]).sum())
+    return _Unit(rows, size, cost)
 
 
-def _units_apart(lengths: np.ndarray) -> list[_Unit]:
-    """One unit for each sample of so many tokens, int64 [N]."""
+def _units_apart(lengths: np.ndarray, episodes: Sequence[np.ndarray]) -> list[_Unit]:
+    """One unit for each episode, of samples of so many tokens, int64 [N], that share nothing."""
+    costs = sample_costs(lengths)
     units = []
-    for row, cost in enumerate(sample_costs(lengths).tolist()):
-        units.append(_Unit(np.array([row]), int(lengths[row]), cost))
+    for rows in episodes:
+        units.append(_Unit(rows, int(lengths[rows].sum()), float(costs[rows].sum())))
     return units
 
 
-def _branch_costs(first: int, totals: np.ndarray) -> np.ndarray:
-    """Relative training time of samples behind their first piece, of `first` tokens.
+def _branch_costs(first: np.ndarray | int, totals: np.ndarray) -> np.ndarray:
+    """Relative training time of pieces that end at token `totals` of a sample and have `first`
+    tokens before them.
 
     A branch attends by its own queries to all keys, or by all queries causally, whichever is less
     (`trainer.megatron.packed_attention`)."""
@@ -264,34 +301,61 @@ def _branch_costs(first: int, totals: np.ndarray) -> np.ndarray:
     return costs
 
 
-def _families(paths: SamplePaths) -> list[np.ndarray]:
-    """Samples by their first piece, int64, ascending, in order of appearance."""
-    by_piece: dict[int, list[int]] = {}
-    for row, piece in enumerate(paths.pieces[:, 0].tolist()):
-        by_piece.setdefault(piece, []).append(row)
-    return [np.array(rows, np.int64) for rows in by_piece.values()]
+def _families(paths: SamplePaths, episodes: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """Episodes by the piece with which they begin, in order of appearance."""
+    by_piece: dict[int, list[np.ndarray]] = {}
+    first_pieces = paths.pieces[:, 0].tolist()
+    for rows in episodes:
+        by_piece.setdefault(first_pieces[rows[0]], []).append(rows)
+    return list(by_piece.values())
 
 
-def _pieces_of(paths: SamplePaths, whole: _Unit, max_tokens: int, num_wanted: int) -> list[_Unit]:
-    """Split samples that share their first piece into even units: `num_wanted`, or more where a
-    micro-batch does not hold these."""
-    rows = whole.rows
-    if len(rows) == 1 or (whole.size <= max_tokens and num_wanted <= 1):
+def _parts_of(
+    paths: SamplePaths,
+    family: Sequence[np.ndarray],
+    whole: _Unit,
+    max_tokens: int,
+    num_wanted: int,
+) -> list[_Unit]:
+    """Split episodes that share their first piece into even units: `num_wanted`, or more where a
+    micro-batch does not hold these. whole: all of them as one unit."""
+    if len(family) == 1 or (whole.size <= max_tokens and num_wanted <= 1):
         return [whole]
-    first = int(paths.lengths[rows[0], 0])
-    totals = paths.totals[rows]
-    own = totals - first
-    sizes = own + np.ceil(totals * KEY_SHARE).astype(np.int64)
+    first = int(paths.lengths[family[0][0], 0])
+    own, sizes, costs = _behind_first(paths, family, first)
     room = max(max_tokens - first, 1)
     num_units = max(math.ceil(sizes.sum() / room), num_wanted)
-    costs = _branch_costs(first, totals)
     order = np.argsort(-own, kind="stable")
-    while num_units < len(rows):
+    while num_units < len(family):
         parts = _level(sizes, costs, order, num_units, room)
         if parts is not None:
-            return [_unit(paths, rows[part]) for part in parts if len(part)]
+            chosen = [[family[place] for place in part] for part in parts if len(part)]
+            return [_unit(paths, episodes, max_tokens) for episodes in chosen]
         num_units += 1
-    return [_unit(paths, rows[place : place + 1]) for place in range(len(rows))]
+    return [_unit(paths, [rows], max_tokens) for rows in family]
+
+
+def _behind_first(
+    paths: SamplePaths, family: Sequence[np.ndarray], first: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of episodes that begin with the same piece, of `first` tokens: their tokens behind it,
+    int64, what these take of a micro-batch, int64, and their cost, float64."""
+    if all(len(rows) == 1 for rows in family):
+        totals = paths.totals[np.concatenate(family)]
+        keys_of = np.ceil(totals * KEY_SHARE).astype(np.int64)
+        return totals - first, totals - first + keys_of, _branch_costs(first, totals)
+    own = np.empty(len(family), np.int64)
+    sizes = np.empty(len(family), np.int64)
+    costs = np.empty(len(family), np.float64)
+    for number, rows in enumerate(family):
+        lengths, before = paths.distinct_pieces(rows)
+        is_behind = before > 0
+        ends = (before + lengths)[is_behind]
+        own[number] = lengths.sum() - first
+        keys = np.ceil(paths.totals[rows].sum() * KEY_SHARE)
+        sizes[number] = own[number] + int(keys)
+        costs[number] = _branch_costs(before[is_behind], ends).sum()
+    return own, sizes, costs
 
 
 def _level(

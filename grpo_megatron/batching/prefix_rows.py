@@ -9,8 +9,8 @@ once, and every completion continues them.
     parents         -1     0     0  -1
     first_positions  0     3     3   0
 
-A token sees the tokens of its segment up to itself, and all tokens of the segments above. Deeper
-trees (turns of an agent, forks within a completion) are rows of the same kind.
+A token sees the tokens of its segment up to itself, and all tokens of the segments above. The
+sequences of an episode make deeper trees: one continues another where that was cut.
 
 Shape legend: N samples, D pieces of a sample at most, B segments, T packed tokens."""
 
@@ -37,12 +37,19 @@ class SamplePaths:
     """Their tokens, int64 [N, D]; 0: no piece."""
     uses: np.ndarray
     """How many samples of the optimizer step have the piece, int64 [N, D]."""
+    episodes: np.ndarray
+    """Numbers of episodes, int64 [N]: samples with the same number are never apart."""
 
     @classmethod
-    def of_pieces(cls, pieces: np.ndarray, lengths: np.ndarray) -> SamplePaths:
-        """Count the uses of pieces, int64 [N, D] both."""
+    def of_pieces(
+        cls, pieces: np.ndarray, lengths: np.ndarray, episodes: np.ndarray | None = None
+    ) -> SamplePaths:
+        """Count the uses of pieces, int64 [N, D] both. episodes: int64 [N], by default each sample
+        is one."""
         _, places, counts = np.unique(pieces, return_inverse=True, return_counts=True)
-        return cls(pieces, lengths, counts[places].reshape(pieces.shape))
+        if episodes is None:
+            episodes = np.arange(len(pieces))
+        return cls(pieces, lengths, counts[places].reshape(pieces.shape), episodes)
 
     @classmethod
     def without_sharing(cls, lengths: np.ndarray) -> SamplePaths:
@@ -63,7 +70,12 @@ class SamplePaths:
 
     def of(self, samples: np.ndarray) -> SamplePaths:
         """Take some samples, int64 [S]; uses stay those of the step."""
-        return SamplePaths(self.pieces[samples], self.lengths[samples], self.uses[samples])
+        return SamplePaths(
+            self.pieces[samples],
+            self.lengths[samples],
+            self.uses[samples],
+            self.episodes[samples],
+        )
 
     def apart(self) -> SamplePaths:
         """Share nothing within a row; uses stay, for what counts a shared token once."""
@@ -72,8 +84,23 @@ class SamplePaths:
 
     def count_tokens(self, samples: np.ndarray) -> int:
         """Count the tokens of a row of some samples, int64 [S], without padding."""
+        lengths, _ = self.distinct_pieces(samples)
+        return int(lengths.sum())
+
+    def distinct_pieces(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of the pieces that some samples have, int64 [S]: their tokens, and how many tokens are
+        before them; int64 both, in the order of their numbers."""
+        lengths = self.lengths[samples]
+        before = np.cumsum(lengths, axis=1) - lengths
         _, firsts = np.unique(self.pieces[samples], return_index=True)
-        return int(self.lengths[samples].ravel()[firsts].sum())
+        own = lengths.ravel()[firsts]
+        has_tokens = own > 0
+        return own[has_tokens], before.ravel()[firsts][has_tokens]
+
+    def by_episode(self) -> list[np.ndarray]:
+        """The samples of every episode, int64, ascending, in order of appearance."""
+        starts = np.flatnonzero(np.diff(self.episodes)) + 1
+        return np.split(np.arange(len(self.episodes)), starts)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,18 @@ def _place_of(ids: np.ndarray, parts: Sequence[np.ndarray]) -> int:
 
 def _exceptions(completion: Completion, num_prompt: int) -> Iterator[tuple[int, int, int]]:
     """Spans of rows (first, end, version) without a route of the version that used them."""
-    num_rows = num_prompt + len(completion.token_ids) - 1
+    exception = _exceptions_by_row(completion, num_prompt)
+    firsts = np.flatnonzero(np.diff(exception, prepend=np.iinfo(np.int32).min))
+    ends = [*firsts[1:], len(exception)]
+    for first, end in zip(firsts, ends, strict=True):
+        if exception[first] != _NO_EXCEPTION:
+            yield int(first), int(end), int(exception[first])
+
+
+def _exceptions_by_row(completion: Completion, num_prompt: int) -> np.ndarray:
+    """Which version routed each row where it is not the one that used it, int64; else a number that
+    is no version."""
+    num_rows = num_routed(completion, num_prompt)
     sampled_by = np.zeros(num_rows, np.int64)
     if completion.versions:
         sampled_by[:] = completion.versions[0].version
@@ -135,12 +146,29 @@ def _exceptions(completion: Completion, num_prompt: int) -> Iterator[tuple[int, 
     if completion.routes is not None:
         for span in completion.route_versions:
             routed_by[span.start : span.end] = span.version
-    exception = np.where(routed_by != sampled_by, routed_by, _NO_EXCEPTION)
-    firsts = np.flatnonzero(np.diff(exception, prepend=np.iinfo(np.int32).min))
-    ends = [*firsts[1:], num_rows]
-    for first, end in zip(firsts, ends, strict=True):
-        if exception[first] != _NO_EXCEPTION:
-            yield int(first), int(end), int(exception[first])
+    return np.where(routed_by != sampled_by, routed_by, _NO_EXCEPTION)
+
+
+def num_routed(completion: Completion, num_prompt: int) -> int:
+    """How many rows of a sample may have a route: all but the last."""
+    return num_prompt + len(completion.token_ids) - 1
+
+
+def first_difference(
+    one: Completion, num_prompt: int, other: Completion, num_other_prompt: int, num_rows: int
+) -> int:
+    """Return the first of `num_rows` rows on which two samples have other routes, or a usable one
+    on one side only; `num_rows` where there is none. Both have as many (`num_routed`)."""
+    status = _exceptions_by_row(one, num_prompt)[:num_rows]
+    differs = status != _exceptions_by_row(other, num_other_prompt)[:num_rows]
+    if one.routes is not None and other.routes is not None:
+        unequal = one.routes[:num_rows] != other.routes[:num_rows]
+        differs |= unequal.any((1, 2))
+    elif one.routes is not other.routes:
+        differs[:] = True
+    if not differs.any():
+        return num_rows
+    return int(differs.argmax())
 
 
 class RouteFile:

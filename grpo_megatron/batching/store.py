@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from grpo_megatron.batching.columns import file_checksum, read_columns, write_columns
 from grpo_megatron.batching.manifest import ShardEntry, StepFacts, read_manifest, write_manifest
-from grpo_megatron.batching.route_file import RouteFile, write_routes
+from grpo_megatron.batching.route_file import RouteFile, first_difference, num_routed, write_routes
 from grpo_megatron.errors import DataError
 from grpo_megatron.files import empty_directory, replace_directory
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
@@ -59,6 +59,19 @@ class ShardOrder:
     the completion itself last."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A sequence that begins as an earlier one of its episode."""
+
+    after: int
+    """The row of the earlier one; -1: of none."""
+    num_tokens: int
+    """How many tokens are the same, of prompt and response. Where there are routes, these are the
+    same, too; the last token of a sequence has none, and is not shared."""
+    is_cut: bool
+    """Whether more tokens are the same, on which the engine's routes differ."""
+
+
 def shard_order(groups: Sequence[RolloutGroup[Completion]]) -> ShardOrder:
     """Put the sequences of `groups` into the order of a shard: completions without earlier
     sequences or answered ids of their own keep the one that they have."""
@@ -72,7 +85,7 @@ def shard_order(groups: Sequence[RolloutGroup[Completion]]) -> ShardOrder:
         for completion in group.completions:
             of_completion = []
             for sequence in completion.sequences:
-                prompt_ids = sequence.answered_ids or group.prompt.token_ids
+                prompt_ids = sequence.prompt_ids(group.prompt)
                 behind = by_prompt.setdefault(prompt_ids, [])
                 of_completion.append((prompt_ids, len(behind)))
                 behind.append(sequence)
@@ -110,14 +123,17 @@ def write_shard(
     `kept_offsets` int64 [n+1], by completion token. Where any sample has turns, these:
     `turn_start|end` int32, `turn_reward` float64, `turn_spoilt` uint8, `turn_state` int32 with
     `turn_offsets` int64 [N+1]; a state is the number of a text, `state_texts` uint8 (UTF-8) with
-    `state_offsets` int64, or -1."""
+    `state_offsets` int64, or -1. Where any episode has several sequences, what a later one shares
+    with one before (`Fork`): `fork_after` int64, -1: with none; `fork_tokens` int64; `fork_is_cut`
+    uint8, [N] each."""
     for group in groups:
         for completion in group.completions:
             require_sound(completion, group.prompt.prompt_id)
     prompts: list[Sequence[int]] = []
     completions: list[Completion] = []
     group_of: list[int] = []
-    groups = shard_order(groups).groups
+    order = shard_order(groups)
+    groups = order.groups
     for number, group in enumerate(groups):
         prompts.append(group.prompt.token_ids)
         completions += group.completions
@@ -129,6 +145,8 @@ def write_shard(
     columns |= _span_columns(completions)
     columns |= _kept_columns(completions)
     columns |= _turn_columns(completions)
+    prompts_of = [prompts[number] for number in group_of]
+    columns |= _fork_columns(order.places, prompts_of, completions, with_routes=bool(route_shape))
     if route_shape is not None:
         columns |= write_routes(path.with_suffix(".routes"), groups, route_shape, new=new)
     checksum = write_columns(path, columns, new=new)
@@ -209,6 +227,55 @@ def _turn_columns(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
         "state_texts": np.frombuffer(b"".join(states), np.uint8),
         "state_offsets": _offsets([len(state) for state in states]),
     }
+
+
+def _fork_columns(
+    places: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    *,
+    with_routes: bool,
+) -> dict[str, np.ndarray]:
+    """What later sequences of episodes share with those before; no columns where all are single.
+
+    places: as of `ShardOrder`; prompts, completions: of every sample of the shard."""
+    if all(len(of_episode) == 1 for of_episode in places):
+        return {}
+    after = np.full(len(completions), UNKNOWN, np.int64)
+    num_tokens = np.zeros(len(completions), np.int64)
+    most_equal = np.zeros(len(completions), np.int64)
+    for of_episode in places:
+        for number, place in enumerate(of_episode):
+            for earlier in of_episode[:number]:
+                num_equal = _num_equal_tokens(earlier, place, prompts, completions)
+                num_shared = num_equal
+                if with_routes:
+                    one = (completions[earlier], len(prompts[earlier]))
+                    other = (completions[place], len(prompts[place]))
+                    num_equal = min(num_equal, num_routed(*one), num_routed(*other))
+                    num_shared = first_difference(*one, *other, num_equal)
+                most_equal[place] = max(most_equal[place], num_equal)
+                if num_shared > num_tokens[place]:
+                    after[place] = earlier
+                    num_tokens[place] = num_shared
+    is_cut = (num_tokens < most_equal).astype(np.uint8)
+    return {"fork_after": after, "fork_tokens": num_tokens, "fork_is_cut": is_cut}
+
+
+def _num_equal_tokens(
+    earlier: int,
+    place: int,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+) -> int:
+    """With how many equal tokens, of prompt and response, two samples of a shard begin."""
+    one = np.concatenate([prompts[earlier], completions[earlier].token_ids])
+    other = np.concatenate([prompts[place], completions[place].token_ids])
+    num_compared = min(len(one), len(other))
+    differs = one[:num_compared] != other[:num_compared]
+    if not differs.any():
+        return num_compared
+    return int(differs.argmax())
 
 
 def _ragged(
@@ -444,6 +511,20 @@ class SampleTable:
         columns, start, end = self._at(row, "completion_offsets")
         return columns["completion_ids"][start:end], columns["rollout_logprobs"][start:end]
 
+    @cached_property
+    def has_turns(self) -> bool:
+        """Whether any sample may have turns."""
+        numbers = np.unique(self.shard).tolist()
+        return any("turn_offsets" in self._shard(number) for number in numbers)
+
+    def spoilt_tokens(self, row: int) -> np.ndarray:
+        """Which of the tokens that the policy sampled are of a spoilt turn, bool [n of it]."""
+        turns = self.turns(row)
+        if not turns:
+            return np.zeros(int(self.policy_lengths[row]), bool)
+        sizes = [turn.end - turn.start for turn in turns]
+        return np.repeat([turn.spoilt for turn in turns], sizes)
+
     def turns(self, row: int) -> tuple[Turn, ...]:
         """Return the turns of a completion; empty: the policy sampled all of it at once."""
         columns = self._shard(int(self.shard[row]))
@@ -461,6 +542,30 @@ class SampleTable:
             )
             turns.append(turn)
         return tuple(turns)
+
+    def fork(self, row: int) -> Fork | None:
+        """What a sequence shares with an earlier row of its episode; None for the first one."""
+        first_row = int(self.first_rows[self.episode[row]])
+        columns = self._shard(int(self.shard[row]))
+        if row == first_row or "fork_after" not in columns:
+            return None
+        sample = int(self.index[row])
+        earlier = int(columns["fork_after"][sample])
+        is_cut = bool(columns["fork_is_cut"][sample])
+        for other in range(first_row, row):
+            if self.shard[other] == self.shard[row] and self.index[other] == earlier:
+                return Fork(other, int(columns["fork_tokens"][sample]), is_cut)
+        return Fork(UNKNOWN, 0, is_cut)
+
+    def of_episodes(self, column: np.ndarray) -> np.ndarray:
+        """Take what is decided of samples by episode. column: [N], equal in rows of an episode;
+        returns [M]."""
+        found: np.ndarray = column[self.first_rows]
+        return found
+
+    def rows_of(self, episodes: np.ndarray) -> np.ndarray:
+        """The rows of some episodes, int64, ascending."""
+        return np.flatnonzero(np.isin(self.episode, episodes))
 
     def policy_places(self, row: int) -> np.ndarray:
         """Where in a completion the tokens are that the policy sampled, int64 [n of it]."""
@@ -554,7 +659,8 @@ def _state_text(shard: Mapping[str, np.ndarray], number: int) -> str:
     if number == UNKNOWN:
         return ""
     start, end = shard["state_offsets"][number : number + 2]
-    return shard["state_texts"][start:end].tobytes().decode("utf-8", "surrogatepass")
+    text: bytes = shard["state_texts"][start:end].tobytes()
+    return text.decode("utf-8", "surrogatepass")
 
 
 def _numbered_episodes(numbers: np.ndarray, directory: Path) -> np.ndarray:
@@ -612,7 +718,7 @@ def write_decisions(
 def read_decisions(directory: Path, lengths: np.ndarray) -> dict[str, np.ndarray]:
     """Recorded masks of the whole step in the order of its table, bool [n] by name.
 
-    Raises DataError when they belong to another step. lengths: of completions, int64 [N]."""
+    Raises DataError when they belong to another step. lengths: policy tokens, int64 [N]."""
     starts = _offsets(lengths)
     found: dict[str, np.ndarray] = {}
     for path in sorted(directory.glob("decisions-*.safetensors")):

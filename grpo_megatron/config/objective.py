@@ -48,7 +48,14 @@ PRESETS = {
     name: ObjectivePreset(**table)
     for name, table in assets.tables(__file__, "objective_presets.toml").items()
 }
-TOKEN_LEVEL = ("process", "gtpo_entropy", "gagpo", "otb")  # advantages differ from token to token
+TOKEN_LEVEL = (
+    "process",
+    "gtpo_entropy",
+    "gagpo",
+    "gigpo",
+    "otb",
+)  # advantages differ from token to token
+OF_TURNS = ("gagpo", "gigpo")  # advantages that are made of turns
 TOKEN_SHAPINGS = ("gtpo_conflict", "trace_recent", "trace_both")
 
 
@@ -102,6 +109,7 @@ class ObjectiveConfig(Strict):
             "gtpo_entropy",
             "grpo_s",
             "gagpo",
+            "gigpo",
         ],
         OrFunction(),
     ] = "group"
@@ -286,6 +294,10 @@ class ObjectiveConfig(Strict):
     """gagpo: discount from turn to turn."""
     gagpo_lambda: float = Field(0.95, ge=0, le=1)
     """gagpo: decay of the differences of later turns."""
+    gigpo_omega: float = Field(1.0, ge=0)
+    """gigpo: weight of what a turn is worth beside others from the same state."""
+    gigpo_gamma: float = Field(0.95, gt=0, le=1)
+    """gigpo: discount of the rewards of later turns."""
 
     allow: tuple[str, ...] = ()
     """Names of refused but possible combinations that are meant."""

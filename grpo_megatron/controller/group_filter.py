@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from grpo_megatron.algorithms.advantages.signal import carries_signal
-from grpo_megatron.algorithms.batch import Events, SampleBatch
+from grpo_megatron.algorithms.batch import Events, SampleBatch, turn_events
 from grpo_megatron.algorithms.groups import ZERO_VARIANCE
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.rewards.code_tests import extract
-from grpo_megatron.types import ScoredGroup, StoredCompletion
+from grpo_megatron.types import ScoredGroup, StoredCompletion, policy_tokens_by_version
 
 _BOXED = re.compile(
     r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\})*)\}"
@@ -145,10 +145,7 @@ def not_older(groups: Sequence[ScoredGroup], version: int) -> list[ScoredGroup]:
 
 def _oldest_version(group: ScoredGroup, default: int) -> int:
     """Of the weights that sampled a token of the group; `default` for a group without tokens."""
-    versions = []
-    for completion in group.group.completions:
-        versions += [span.version for span in completion.versions]
-    return min(versions, default=default)
+    return min(_tokens_by_version(group.group.completions), default=default)
 
 
 def all_equal(rewards: np.ndarray) -> bool:
@@ -160,7 +157,7 @@ def all_equal(rewards: np.ndarray) -> bool:
 def _as_batch(group: ScoredGroup, weights: Mapping[str, float], correct: np.ndarray) -> SampleBatch:
     """A group as estimators see it, without token columns. correct: bool [G]."""
     size = len(group.rewards)
-    lengths = [completion.num_tokens for completion in group.group.completions]
+    lengths = [completion.num_policy_tokens for completion in group.group.completions]
     components = {}
     component_weights = {}
     for name, values in group.components.items():
@@ -177,6 +174,7 @@ def _as_batch(group: ScoredGroup, weights: Mapping[str, float], correct: np.ndar
         component_weights=component_weights,
         correct=torch.from_numpy(correct),
         events=_step_events(group),
+        turns=_turns(group),
     )
 
 
@@ -187,7 +185,7 @@ def _step_events(group: ScoredGroup) -> Events | None:
     ends = []
     rewards = []
     for row, steps in enumerate(group.steps):
-        num_tokens = group.group.completions[row].num_tokens
+        num_tokens = group.group.completions[row].num_policy_tokens
         for number, (_, reward) in enumerate(steps[:num_tokens]):
             rows.append(row)
             ends.append(number)
@@ -201,6 +199,18 @@ def _step_events(group: ScoredGroup) -> Events | None:
     )
 
 
+def _turns(group: ScoredGroup) -> Events | None:
+    """Turns of the group's episodes; None where they have none."""
+    samples = []
+    for completion in group.group.completions:
+        samples.append([(one.turns, one.num_tokens) for one in completion.sequences])
+    has_turns = any(turns for sequences in samples for turns, _ in sequences)
+    if not has_turns:
+        return None
+    turns, _ = turn_events(samples)
+    return turns
+
+
 def _completions(groups: Sequence[ScoredGroup]) -> list[StoredCompletion]:
     """One group after the other."""
     completions: list[StoredCompletion] = []
@@ -210,8 +220,20 @@ def _completions(groups: Sequence[ScoredGroup]) -> list[StoredCompletion]:
 
 
 def _lengths(completions: Sequence[StoredCompletion]) -> np.ndarray:
-    """Tokens of each, float64 [N]."""
-    return np.array([completion.num_tokens for completion in completions], float)
+    """Policy tokens of each, float64 [N]."""
+    return np.array([completion.num_policy_tokens for completion in completions], float)
+
+
+def _tokens_by_version(completions: Sequence[StoredCompletion]) -> Counter[int]:
+    """How many policy tokens each weight version sampled."""
+    tokens: Counter[int] = Counter()
+    for completion in completions:
+        for sequence in completion.sequences:
+            counted = policy_tokens_by_version(
+                sequence.versions, sequence.turns, sequence.num_tokens
+            )
+            tokens.update(counted)
+    return tokens
 
 
 def _truncated(group: ScoredGroup) -> np.ndarray:
@@ -236,14 +258,10 @@ def by_domain(
 
 def staleness(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     """`staleness/<n>`: share of the tokens that were sampled n weight versions before `step`."""
-    tokens: Counter[int] = Counter()
-    for group in groups:
-        for completion in group.group.completions:
-            for span in completion.versions:
-                tokens[step - span.version] += span.end - span.start
+    tokens = _tokens_by_version(_completions(groups))
     metrics = {}
-    for lag, count in sorted(tokens.items()):
-        metrics[f"staleness/{lag}"] = count / tokens.total()
+    for version, count in sorted(tokens.items(), reverse=True):
+        metrics[f"staleness/{step - version}"] = count / tokens.total()
     return metrics
 
 
@@ -281,8 +299,9 @@ def _sampling_mask_metrics(completions: Sequence[StoredCompletion]) -> dict[str,
     they are not; empty where nothing was truncated."""
     counts = []
     for completion in completions:
-        if completion.kept_counts is not None:
-            counts.append(completion.kept_counts)
+        for sequence in completion.sequences:
+            if sequence.kept_counts is not None:
+                counts.append(sequence.kept_counts)
     if not counts:
         return {}
     num_ids, num_known, num_missing = np.array(counts).sum(axis=0)

@@ -121,7 +121,7 @@ class Seeding:
         candidates = []
         for sample in np.flatnonzero(correct == 1).tolist():
             completion = group.group.completions[sample]
-            length = completion.num_tokens
+            length = completion.num_policy_tokens
             if completion.truncated or length > self._settings.max_answer_tokens:
                 continue
             text = completion.text.strip()

@@ -66,17 +66,17 @@ class ServedTeachers:
     async def answers(
         self, groups: Sequence[RolloutGroup[StoredCompletion]]
     ) -> dict[str, np.ndarray]:
-        """`N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n completion tokens
-        of those groups that it teaches. EngineError: it does not answer, or not with log-probs."""
+        """`N/ids` int32 and `N/logprobs` float32 [n, k] of teacher N, for the n policy tokens of
+        those groups that it teaches. EngineError: it does not answer, or not with log-probs."""
         found: dict[str, np.ndarray] = {}
         for number in self._teachers:
             questions = []
             for group in groups:
                 if not self._teaches(number, group.prompt):
                     continue
-                for part in group.by_answered_ids():
-                    for completion in part.completions:
-                        questions.append(self._ask(number, part.prompt, completion))
+                for completion in group.completions:
+                    for sequence in completion.sequences:
+                        questions.append(self._ask(number, group.prompt, sequence))
             answers = await finish_or_cancel(questions)
             flat = np.concatenate([np.empty((0, self._k, 2)), *answers])
             found[f"{number}/ids"] = flat[..., 0].astype(np.int32)
@@ -87,20 +87,25 @@ class ServedTeachers:
         return prompt.domain in (self._teachers[number].domains or self._names)
 
     async def _ask(self, number: int, prompt: Prompt, completion: StoredCompletion) -> np.ndarray:
-        """(id, log-prob) of the k likeliest at every token, float64 [T, k, 2]."""
+        """(id, log-prob) of the k likeliest at every token that the policy sampled of a sequence,
+        float64 [n of it, k, 2]."""
+        prompt_ids = completion.prompt_ids(prompt)
         answer = await self._post(
             number,
             "/v1/completions",
             {
-                "prompt": [*prompt.token_ids, *completion.token_ids.tolist()],
+                "prompt": [*prompt_ids, *completion.token_ids.tolist()],
                 "max_tokens": 1,
                 "prompt_logprobs": self._k,
             },
         )
-        places = (answer["choices"][0]["prompt_logprobs"] or [])[len(prompt.token_ids) :]
-        best = [_likeliest(place, self._k) for place in places]
+        places = (answer["choices"][0]["prompt_logprobs"] or [])[len(prompt_ids) :]
+        best = []
+        for place, is_policy in zip(places, completion.policy_mask, strict=False):
+            if is_policy:
+                best.append(_likeliest(place, self._k))
         sizes = [len(of_token) for of_token in best]
-        if sizes == [self._k] * completion.num_tokens:
+        if len(places) == completion.num_tokens and set(sizes) <= {self._k}:
             found = np.array(best).reshape(-1, self._k, 2)
             if (np.exp(found[..., 1]).sum(-1) <= 1.01).all():  # bfloat16
                 return found

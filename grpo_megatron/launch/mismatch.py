@@ -69,7 +69,8 @@ async def _measure(
         precise, _, _ = await columns(step, flags, False)
     versions: set[int] = set()
     for row in range(len(table)):
-        versions.update(np.unique(table.versions(row)).tolist())
+        of_policy = table.versions(row)[table.policy_places(row)]
+        versions.update(np.unique(of_policy).tolist())
     sampled_by = None
     version = max(versions, default=step)
     if versions not in ({step}, set()):
@@ -81,4 +82,4 @@ async def _measure(
                 f"sampled by weight versions {sorted(versions)}, whose checkpoints are "
                 "gone: staleness is within the rest"
             )
-    return (split_gap(run, precise, sampled_by, table.completion_lengths), metrics, notes)
+    return (split_gap(run, precise, sampled_by, table.policy_lengths), metrics, notes)

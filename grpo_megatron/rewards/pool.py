@@ -253,6 +253,8 @@ class RewardPool:
                 found[name] = dict(prompt.metadata)
             elif name == "token_ids":
                 found[name] = _token_ids_of(completion)
+            elif name == "num_tokens":
+                found[name] = completion.num_policy_tokens
             else:
                 found[name] = getattr(completion, name)
         return found

@@ -31,7 +31,7 @@ def moved_samples(config: RunConfig, run_dir: RunDir) -> list[dict[str, Any]]:
         if not any(manifest.parent.glob("drift-*.safetensors")):
             continue
         table = SampleTable(manifest.parent, verify=False)
-        drift = read_drift(table.directory, table.completion_lengths)
+        drift = read_drift(table.directory, table.policy_lengths)
         num_steps += 1
         by_movement = sorted(drift, key=lambda row: -_movement(drift[row]))
         for row in by_movement[:SAMPLES_PER_STEP]:
@@ -49,7 +49,7 @@ def _movement(sample: SampleDrift) -> float:
 def _moved_sample(
     table: SampleTable, row: int, drift: SampleDrift, decode: Decode
 ) -> dict[str, Any]:
-    token_ids, rollout_logprobs = table.completion(row)
+    token_ids, rollout_logprobs = table.policy_tokens(row)
     ids = token_ids[:MAX_TOKENS].tolist()
     columns = [ids, text_pieces(ids, decode)]
     for values in (rollout_logprobs, drift.before, drift.after, drift.advantages):

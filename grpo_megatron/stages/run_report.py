@@ -143,21 +143,24 @@ def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dic
     if not advantages.per_token:
         by_token = batch.to_tokens(by_token)
 
-    rows_of_groups = []
+    samples_of_groups = []
     groups = []
-    for group in np.unique(table.group):
-        rows = np.flatnonzero(table.group == group)
-        rows_of_groups.append(rows)
-        domain = int(table.domain[rows[0]])
-        lengths = table.completion_lengths[rows].tolist()
-        groups.append((domain, table.reward[rows].tolist(), lengths))
+    group_of_sample = table.of_episodes(table.group)
+    rewards = table.of_episodes(table.reward)
+    for group in np.unique(group_of_sample):
+        of_group = np.flatnonzero(group_of_sample == group)
+        samples_of_groups.append(of_group)
+        domain = int(table.of_episodes(table.domain)[of_group[0]])
+        lengths = table.episode_policy_lengths[of_group].tolist()
+        groups.append((domain, rewards[of_group].tolist(), lengths))
 
     samples = []
     for sample in table.manifest.extremes:
         if "index" not in sample:  # of an older run
             continue
-        row = int(rows_of_groups[sample["group"]][sample["index"]])
-        tokens = _shown_tokens(table, row, by_token[batch.offsets[row] :], decode)
+        episode = int(samples_of_groups[sample["group"]][sample["index"]])
+        of_tokens = by_token[batch.offsets[episode] :]
+        tokens = _shown_tokens(table, int(table.first_rows[episode]), of_tokens, decode)
         samples.append({**sample, "tokens": tokens})
     return {"step": table.manifest.step, "samples": samples, "groups": groups}
 
@@ -165,9 +168,12 @@ def _recorded_step(config: RunConfig, table: SampleTable, decode: Decode) -> dic
 def _shown_tokens(
     table: SampleTable, row: int, advantages: torch.Tensor, decode: Decode
 ) -> list[tuple[int, str, float]]:
-    """Id, text and advantage of a completion's first tokens. advantages: fp64 [n], from its first
-    token on."""
+    """Id, text and advantage of a completion's first tokens; 0 where they are the environment's.
+    advantages: fp64, of its policy tokens and what comes after them."""
     token_ids, _ = table.completion(row)
     ids = token_ids[:SHOWN_TOKENS].tolist()
     pieces = text_pieces(ids, decode)
-    return list(zip(ids, pieces, advantages[: len(ids)].tolist(), strict=True))
+    of_tokens = np.zeros(len(token_ids))
+    places = table.policy_places(row)
+    of_tokens[places] = advantages[: len(places)].numpy()
+    return list(zip(ids, pieces, of_tokens[: len(ids)].tolist(), strict=True))

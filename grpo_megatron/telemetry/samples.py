@@ -76,6 +76,6 @@ def _sample(rank: str, step: int, group: ScoredGroup, index: int) -> Sample:
         "completion": completion.text,
         "reward": float(group.rewards[index]),
         "components": components,
-        "length": completion.num_tokens,
+        "length": completion.num_policy_tokens,
         "finish_reason": completion.finish_reason,
     }

@@ -75,6 +75,7 @@ BROKEN = [
     ("objective", ["domains.0.objective.kl_beta=0.1"]),
     ("objective", ["objective.preset=two_grpo"]),
     ("objective", ["objective.preset=gagpo"]),
+    ("objective", ["objective.preset=gigpo"]),
     ("objective", ["objective.preset=gfpo", "objective.subset_size=20"]),
     ("objective", ["objective.llds_weight=0.1"]),
     ("updates_per_rollout", ["batch.num_prompts=4", "batch.updates_per_rollout=5"]),
@@ -273,6 +274,11 @@ def test_each_rule(rule, overrides):
     violations = check_rules(unchecked_config(*overrides))
     assert [violation.rule for violation in violations] == [rule]
     assert all(violation.remedy or violation.nearest for violation in violations)
+
+
+@pytest.mark.parametrize("preset", ["gagpo", "gigpo"])
+def test_turns_are_trained_where_every_domain_has_an_environment(preset):
+    assert check_rules(unchecked_config(f"objective.preset={preset}", *AGENT)) == []
 
 
 def test_every_rule_is_broken_by_a_case_above():

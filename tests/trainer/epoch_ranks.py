@@ -83,7 +83,7 @@ def train_one_by_one(
     for _ in range(epochs):
         for update, old in updates:
             constants = loss_constants(
-                chosen, batch, advantages, update.rows, config.rollout.max_new_tokens
+                chosen, batch, advantages, update.samples, config.rollout.max_new_tokens
             )
             rate = config.optimizer.rate(FIRST_UPDATE + len(losses), NUM_UPDATES)
             setup.policy.set_learning_rate(rate)
@@ -99,7 +99,7 @@ def _loss(update: UpdateBatch, old: list[torch.Tensor], constants: Any, objectiv
         return policy_loss(
             objective,
             constants.loss_batch(
-                torch.from_numpy(microbatch.table_rows),
+                torch.from_numpy(microbatch.samples),
                 logprobs=logprobs,
                 old_logprobs=old[microbatch.index],
                 rollout_logprobs=microbatch.rollout_logprobs,

@@ -124,6 +124,8 @@ def train_updates(
     *,
     gradients: bool = False,
     preset: str = "grpo",
+    objective: dict[str, Any] | None = None,
+    routing: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """All updates of recorded rollouts: metrics, and the weights after them.
 
@@ -131,7 +133,9 @@ def train_updates(
     optimizer, which leaves each rank only a part of them).
     """
     setup = Setup(model, {**layout, **({"distributed_optimizer": False} if gradients else {})})
-    config = setup.config(preset=preset)
+    config = setup.config(preset=preset, **(objective or {}))
+    if routing is not None:
+        config = config.model_copy(update={"routing": RoutingConfig(**routing)})
     report = Training(config, setup.policy, References(config), SampleTable(Path(samples)), {}).run(
         0, 3
     )
@@ -147,6 +151,7 @@ def train_updates(
         "tensors": setup.gather(parts),
         "num_microbatches": len(batch.microbatches),
         "computed_fraction": report.metrics["batch/computed_token_fraction"],
+        "split_prompts": report.metrics["routing/split_prompts"],
     }
 
 
@@ -287,7 +292,7 @@ def loss_of(setup: Setup, samples: str):
         return policy_loss(
             objective,
             constants.loss_batch(
-                torch.from_numpy(microbatch.table_rows),
+                torch.from_numpy(microbatch.samples),
                 logprobs=logprobs,
                 old_logprobs=logprobs.detach(),
                 rollout_logprobs=microbatch.rollout_logprobs,

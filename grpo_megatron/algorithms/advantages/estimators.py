@@ -245,9 +245,10 @@ def _squared_score_norms(o: ObjectiveConfig, part: SampleBatch) -> Tensor:
 def process_supervision(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     """Process supervision (DeepSeekMath, arXiv:2402.03300): all step rewards of a group are
     standardised together; a token's advantage is the sum over the steps that end at it or later.
+    Without step rewards, turns for which the environment gave a reward are the steps.
 
     Tokens after the last step, and samples without steps, get 0."""
-    events = batch.events
+    events = steps_of(batch)
     if events is None:
         raise _without("steps")
     pool = Groups(groups.ids[events.sample], groups.valid[events.sample])
@@ -260,11 +261,9 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     `delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`, `A_t = sum_l (gamma lambda)^l delta_{t+l}`,
     standardised over the turns of the group. All tokens of a turn share its advantage.
 
-    A state seen once is its own value: its advantage comes from later turns only."""
-    turns = _turns(batch)
-    in_order = np.lexsort((turns.end, turns.sample))
-    turns = turns[torch.from_numpy(in_order)]
-    is_last = torch.diff(turns.sample, append=turns.sample.new_tensor([-1])) != 0  # of its sample
+    A state seen once is its own value: its advantage comes from later turns only. A sample without
+    a reward for any turn has its own reward at the last one."""
+    turns, is_last = _turns_in_order(batch)
     returns = _discounted(turns.reward, is_last, o.gagpo_gamma)
     of_group = groups.ids[turns.sample]
     valid = groups.valid[turns.sample]
@@ -277,6 +276,34 @@ def gagpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
     values = Groups(of_group, valid).standardised(advantage, o.std_kind, o.advantage_eps)
     next_values = torch.where(is_last, 0.0, values.roll(-1))
     return _credit(batch, turns, values - next_values)
+
+
+@ESTIMATORS.register("gigpo")
+def gigpo(o: ObjectiveConfig, batch: SampleBatch, groups: Groups) -> Tensor:
+    """GiGPO (arXiv:2505.10978): `A_t = A_i + omega A(s_t)`, of the episode and of the turn.
+    `A_i = (R_i - mean) / (std + eps)` in the group; `A(s_t)` is the same of the discounted returns
+    `sum_{u >= t} gamma^(u-t) r_u` among all visits of the group to the state s_t. With
+    `advantage_std = "none"` nothing is divided. All tokens of a turn share its advantage. [n]
+
+    `A(s_t)` is 0 for a state seen once. A sample without a reward for any turn has its own reward
+    at the last one."""
+    turns, is_last = _turns_in_order(batch)
+    returns = _discounted(turns.reward, is_last, o.gigpo_gamma)
+    assert turns.state is not None  # turns have one
+    visits = torch.stack((groups.ids[turns.sample], turns.state))
+    _, anchor = torch.unique(visits, dim=1, return_inverse=True)
+    of_turns = _beside_mean(o, Groups(anchor, groups.valid[turns.sample]), returns)
+    of_episodes = _beside_mean(o, groups, batch.rewards)
+    values = of_episodes[turns.sample] + o.gigpo_omega * of_turns
+    next_values = torch.where(is_last, 0.0, values.roll(-1))
+    return _credit(batch, turns, values - next_values)
+
+
+def _beside_mean(o: ObjectiveConfig, groups: Groups, values: Tensor) -> Tensor:
+    """Values less their group's mean, divided by its deviation where `advantage_std` says so."""
+    if o.advantage_std == "group":
+        return groups.standardised(values, o.std_kind, o.advantage_eps)
+    return groups.centred(values)
 
 
 def _counts(
@@ -321,7 +348,9 @@ def _shape(o: ObjectiveConfig, entropy: Tensor, right: Tensor, pool: Groups) -> 
 
 
 def turn_index(batch: SampleBatch) -> Tensor:
-    """int32 [n]: a number for every turn; tokens after the last turn form one of their own."""
+    """int32 [n]: a number for every turn; tokens after the last turn form one of their own.
+
+    Raises DataError where the samples have no turns."""
     events = _turns(batch)
     starts = torch.zeros(batch.num_tokens + 1, dtype=torch.int32)
     starts[batch.offsets[:-1]] = 1
@@ -329,11 +358,36 @@ def turn_index(batch: SampleBatch) -> Tensor:
     return starts[:-1].cumsum(0, dtype=torch.int32)
 
 
+def steps_of(batch: SampleBatch) -> Events | None:
+    """What process supervision standardises: steps, else turns that have a reward; None: nothing
+    of either."""
+    if batch.events is not None or batch.turns is None:
+        return batch.events
+    return batch.turns[~torch.isnan(batch.turns.reward)]
+
+
 def _turns(batch: SampleBatch) -> Events:
-    """Events with a state; DataError where the samples have none."""
-    if batch.events is None or batch.events.state is None:
+    """All turns; DataError where the samples have none."""
+    if batch.turns is None:
         raise _without("turns")
-    return batch.events
+    return batch.turns
+
+
+def _turns_in_order(batch: SampleBatch) -> tuple[Events, Tensor]:
+    """All turns, one sample after another, and whether each is the last of its sample, bool [K].
+
+    Their rewards: 0 without one, and of a sample without any its own reward at the last turn."""
+    turns = _turns(batch)
+    in_order = np.lexsort((turns.end, turns.sample))
+    turns = turns[torch.from_numpy(in_order)]
+    is_last = torch.diff(turns.sample, append=turns.sample.new_tensor([-1])) != 0
+    is_rewarded = ~torch.isnan(turns.reward)
+    num_rewarded = torch.zeros(len(batch), dtype=torch.int64)
+    num_rewarded.index_add_(0, turns.sample, is_rewarded.long())
+    takes_outcome = is_last & (num_rewarded[turns.sample] == 0)
+    rewards = torch.where(is_rewarded, turns.reward, 0.0)
+    rewards = torch.where(takes_outcome, batch.rewards[turns.sample], rewards)
+    return replace(turns, reward=rewards), is_last
 
 
 def _without(what: str) -> DataError:

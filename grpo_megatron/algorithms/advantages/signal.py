@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algorithms.advantages.before import GROUP_SUBSETS, REWARD_SHAPINGS
-from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS
+from grpo_megatron.algorithms.advantages.estimators import ESTIMATORS, steps_of
 from grpo_megatron.algorithms.batch import SampleBatch
 from grpo_megatron.algorithms.custom import is_custom
 from grpo_megatron.algorithms.groups import Groups
@@ -21,8 +21,8 @@ _READ_TOKENS = ("gtpo_entropy", "grpo_s")
 def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
     """Say whether the advantages of a group may differ from 0.
 
-    o: as its domain has it; group: without token columns. Raises DataError for `gagpo` without
-    turns.
+    o: as its domain has it; group: without token columns. Raises DataError for `gagpo` and `gigpo`
+    without turns.
 
     The objective's own estimator decides, not the spread of the summed rewards: components, step
     rewards and lengths may differ where sums agree, and the other way round. What only the whole
@@ -40,7 +40,7 @@ def carries_signal(o: ObjectiveConfig, group: SampleBatch) -> bool:
         return True
     if o.whiten == "tokens":  # the batch's mean over tokens is not 0, so nobody's advantage is
         return True
-    if o.advantage == "process" and group.events is None:
+    if o.advantage == "process" and steps_of(group) is None:
         return False
     if o.advantage == "otb":
         group = _with_some_tokens(group)

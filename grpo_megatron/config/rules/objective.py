@@ -1,6 +1,12 @@
 """Rules between the choices of `[objective]`, and between `[objective]` and `[batch]`."""
 
-from grpo_megatron.config.objective import PRESETS, TOKEN_LEVEL, BatchConfig, ObjectiveConfig
+from grpo_megatron.config.objective import (
+    OF_TURNS,
+    PRESETS,
+    TOKEN_LEVEL,
+    BatchConfig,
+    ObjectiveConfig,
+)
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.suggest import nearest
 
@@ -13,6 +19,8 @@ _ONE_TERM_A_SEQUENCE = ("sequence_geo", "sequence_product", "sequence_mean")
 _TOKEN_CLIPS = ("cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
 _GROUPS_OF_ONE = ("reward", "batch", "gagpo", "process")
 """Advantages that compare a sample with more than the rest of its group."""
+_DIVIDED_BY_GROUP = ("best_minus_second", "gigpo")
+"""Advantages that a deviation of the group may divide, and none of the batch."""
 _WITH_FLOOR = ("tis", "tis_sequence", "mis_sequence")
 
 
@@ -42,7 +50,7 @@ def advantage_is_divided_by_a_deviation(objective: ObjectiveConfig) -> Violation
     if objective.advantage_std == "none" or objective.advantage in ("group", "components"):
         return None
     what = "a deviation"
-    if objective.advantage == "best_minus_second":
+    if objective.advantage in _DIVIDED_BY_GROUP:
         if objective.advantage_std == "group":
             return None
         what = "a deviation of the batch"
@@ -146,12 +154,12 @@ def a_sequence_ratio_has_one_term(objective: ObjectiveConfig) -> Violation | Non
 
 @OBJECTIVE_RULES.rule("objective")
 def turn_ratios_need_turns(objective: ObjectiveConfig) -> Violation | None:
-    """Refuse ratios of turns without the estimator that knows turns."""
-    if objective.ratio != "turn_geo" or objective.advantage == "gagpo":
+    """Refuse ratios of turns without an estimator that knows turns."""
+    if objective.ratio != "turn_geo" or objective.advantage in OF_TURNS:
         return None
     return Violation(
         "objective.ratio",
-        "turn ratios need turns (gagpo)",
+        f"turn ratios need turns ({', '.join(OF_TURNS)})",
         remedy='set ratio = "sequence_geo"',
         related=("objective.advantage",),
     )
@@ -380,20 +388,6 @@ def the_preset_has_its_group_size(
         "batch.num_samples_per_prompt",
         f"{objective.preset} is defined for groups of {preset.group_size}",
         nearest=(preset.group_size,),
-        related=("objective.preset",),
-    )
-
-
-@BATCH_RULES.rule("objective")
-def rollouts_have_one_turn(objective: ObjectiveConfig, batch: BatchConfig) -> Violation | None:
-    """Refuse GAGPO in runs, whose rollouts have no turns."""
-    if objective.advantage != "gagpo":
-        return None
-    return Violation(
-        "objective.advantage",
-        "rollouts have one turn: there are no states to compute it from (objective eval computes "
-        "it on a case)",
-        nearest=("group",),
         related=("objective.preset",),
     )
 

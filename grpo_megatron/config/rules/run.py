@@ -1,6 +1,7 @@
 """Rules between the tables of a run: model, data, batches, sampling, engines, publishing."""
 
 from grpo_megatron.config.gates import parse_gate
+from grpo_megatron.config.objective import OF_TURNS
 from grpo_megatron.config.presets import load_preset, preset_names
 from grpo_megatron.config.rules.rule_set import RuleSet, Violation
 from grpo_megatron.config.run import RunConfig
@@ -12,6 +13,27 @@ RUN_RULES = RuleSet()
 
 _BFLOAT16_GAP = 0.02
 """Mean difference of the log-probs of a trainer and an engine that agree, in bfloat16."""
+
+
+# --- turns
+
+
+@RUN_RULES.rule("objective")
+def turns_need_an_environment(run: RunConfig) -> Violation | None:
+    """Refuse advantages of turns in runs with domains whose episodes have one turn and no state."""
+    if run.objective.advantage not in OF_TURNS or not run.num_steps:
+        return None
+    without = [domain.name for domain in run.domains if domain.environment is None]
+    if not without:
+        return None
+    return Violation(
+        "objective.advantage",
+        f"{', '.join(without)} has no environment: an answer is one turn without a state, of which "
+        "there is nothing to compute (objective eval computes it on a case)",
+        nearest=("group",),
+        remedy="give every domain an environment",
+        related=("objective.preset",),
+    )
 
 
 # --- the model

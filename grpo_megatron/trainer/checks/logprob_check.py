@@ -20,11 +20,11 @@ def compare(
 ) -> Stats:
     """Measure how far trainer and engines are apart, also by engine (for `disagreement`).
 
-    rows: int64 [S], those of a micro-batch in the table; logprob_diff: [n], the trainer's log-probs
-    of their completion tokens less the engine's."""
+    rows: int64, those of a micro-batch in the table; logprob_diff: [n], the trainer's log-probs of
+    their policy tokens less the engine's."""
     stats = Stats()
     diff = logprob_diff.detach().abs().double()
-    of_tokens = np.repeat(table.shard[rows], table.completion_lengths[rows])
+    of_tokens = np.repeat(table.shard[rows], table.policy_lengths[rows])
     engines = to_device(torch.from_numpy(of_tokens), diff.device)
     bounded = diff.clamp(max=4 * config.canary_tolerance)
     for engine, num_tokens in zip(*np.unique(of_tokens, return_counts=True), strict=True):

@@ -30,7 +30,7 @@ def measure_logprob_diff(
 ) -> dict[str, Any]:
     """Compute log-probs of all samples at the present weights, and write them to `to`. Collective.
 
-    Columns are fp64 [n] over the table's completion tokens: `rollout` (the engine's), `live`
+    Columns are fp64 [n] over the table's policy tokens: `rollout` (the engine's), `live`
     (own routing), `unmasked` (the same without truncation, where there was one), `through_N`
     (engine routes in MoE layers up to number N, each or just the last); `flipped` fp64 [E, L]: uses
     of an expert by the engine only. Returns routing metrics; without routes nothing of them. Raises
@@ -49,7 +49,7 @@ def measure_logprob_diff(
         return gather_tokens(samples, [batch], [values]).double().numpy()
 
     live = logprob_pass(policy, batch, live_routing)
-    engines = [table.completion(row)[1] for row in range(len(table))]
+    engines = [table.policy_tokens(row)[1] for row in range(len(table))]
     columns = {
         "live": gathered([output[0] for output in live]),
         "rollout": np.concatenate(engines).astype(np.float64),

@@ -141,6 +141,7 @@ class _ProbeTable:
 
     def __init__(self, ids: list[int]):
         self._ids = ids
+        self.episode = np.zeros(1, np.int64)
 
     def prompt_ids(self, row: int) -> np.ndarray:
         return np.array(self._ids[:1])
@@ -148,6 +149,9 @@ class _ProbeTable:
     def completion(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         completion = np.array(self._ids[1:])
         return completion, np.zeros(len(completion))
+
+    def policy_places(self, row: int) -> np.ndarray:
+        return np.arange(len(self._ids) - 1)
 
     def kept(self, row: int) -> None:
         return None

@@ -35,7 +35,9 @@ def expert_loads(config: RunConfig, table: SampleTable, shape: RouteShape) -> Ex
 def count_choices(table: SampleTable, row: int, shape: RouteShape, num_owners: int) -> np.ndarray:
     """Count a sample's choices by the rank that has the expert, of tokens with a usable route.
 
-    Returns float32 [2, L, num_owners]: of the prompt, of the completion."""
+    Returns float32 [2, L, num_owners]: of what other samples may share, and of the others. That is
+    the prompt and the completion; of a sequence that begins as an earlier one of its episode, what
+    it shares with that and the rest."""
     num_layers = len(shape.layers)
     ids, status = table.routes(row, shape.layers, shape)
     owner = ids.astype(np.int64) // (shape.num_experts // num_owners)
@@ -43,6 +45,9 @@ def count_choices(table: SampleTable, row: int, shape: RouteShape, num_owners: i
     place = owner + num_owners * np.arange(num_layers)[:, None, None]
     is_usable = np.broadcast_to((status == RouteStatus.OK)[:, :, None], ids.shape)
     num_prompt = int(table.prompt_lengths[row])
+    fork = table.fork(row)
+    if fork is not None and fork.num_tokens:
+        num_prompt = fork.num_tokens
     counts = np.zeros((2, num_layers, num_owners), np.float32)
     for part, tokens in enumerate((slice(0, num_prompt), slice(num_prompt, None))):
         counted = place[:, tokens][is_usable[:, tokens]]

@@ -216,12 +216,14 @@ class RouteSource:
             places += [microbatch.rows, microbatch.sample]
         places_on_host = iter(to_host(places))
         for microbatch in update.microbatches:
-            rows = torch.from_numpy(microbatch.table_rows)
-            of_sample = constants.weights[rows] * by_domain[constants.batch.domains[rows]]
+            samples = torch.from_numpy(microbatch.samples)
+            of_sample = constants.weights[samples] * by_domain[constants.batch.domains[samples]]
             at_tokens = torch.zeros(microbatch.num_tokens)
             of_tokens = next(places_on_host)
             sample_of_token = next(places_on_host)
             of_uses = of_sample[sample_of_token].float()
+            if constants.batch.spoilt is not None:
+                of_uses[constants.batch.spoilt[constants.batch.flat_index(samples)]] = 0.0
             if self._counts_once:
                 of_uses = of_uses / microbatch.uses.in_update[of_tokens]
             at_tokens.index_add_(0, of_tokens, of_uses)

@@ -55,15 +55,17 @@ class MicroBatch:
     """Samples in a row, their policy tokens, and what passes before the loss found on them.
 
     They lie end to end, but what several begin with is there once (`batching.prefix_rows`), so that
-    a token may be the row of several policy tokens.
+    a token may be the row of several policy tokens. A sample is an episode, of one sequence or of
+    several, each a row of the table; its policy tokens are those of all of them, one after another.
 
     Context-parallel ranks have the same micro-batches, and each computes its part of the row.
 
     Where a pass has no output on this rank (`is_output_rank`), what it found is empty."""
 
     index: int  # position in this rank's plan
-    table_rows: np.ndarray  # int64 [S]
-    lengths: tuple[int, ...]  # [S], prompt and completion tokens
+    table_rows: np.ndarray  # int64: the sequences of all samples, those of one as in the table
+    samples: np.ndarray  # int64 [S]: numbers of episodes (`SampleTable.episode`)
+    lengths: tuple[int, ...]  # by sequence, prompt and completion tokens
     split: RowSplit
     """The row, and who computes which of its tokens."""
     own_tokens: torch.Tensor
@@ -116,12 +118,12 @@ class MicroBatch:
 class UpdateBatch:
     """This rank's micro-batches of one optimizer step."""
 
-    rows: torch.Tensor
-    """int64, ascending: the samples of all ranks in its loss. Micro-batches may hold more, of which
-    only advantages need the tokens."""
+    samples: torch.Tensor
+    """int64, ascending: numbers of the samples of all ranks in its loss, that is, of episodes.
+    Micro-batches may hold more, of which only advantages need the tokens."""
     microbatches: Sequence[MicroBatch]
     num_tokens: int
-    """Prompt and policy tokens of all samples and ranks."""
+    """Prompt and completion tokens of all samples and ranks."""
     num_computed_tokens: int = 0
     """Tokens that all ranks compute, without padding: a shared one counts once a row."""
     num_distinct_tokens: float = 0.0
@@ -160,6 +162,7 @@ def build_microbatch(
     if context is None:
         context = ContextRank()
     sequences = []
+    places = []  # of policy tokens, in their sequences
     targets = []
     rollout_logprobs = []
     masks = []
@@ -167,9 +170,14 @@ def build_microbatch(
         prompt = table.prompt_ids(row)
         completion, logprobs = table.completion(row)
         sequences.append(np.concatenate([prompt, completion]))
-        targets.append(completion)
-        rollout_logprobs.append(logprobs)
-        masks.append(table.kept(row))
+        of_policy = table.policy_places(row)
+        places.append(len(prompt) + of_policy)
+        targets.append(completion[of_policy])
+        rollout_logprobs.append(logprobs[of_policy])
+        kept_sets = table.kept(row)
+        if kept_sets is not None:
+            kept_sets = kept_sets.of(of_policy)
+        masks.append(kept_sets)
     lengths = [len(sequence) for sequence in sequences]
     if paths is None:
         paths = SamplePaths.without_sharing(np.array(lengths, np.int64))
@@ -178,11 +186,13 @@ def build_microbatch(
     own_tokens = split.own(context.rank)
     tokens = np.zeros(tree.num_tokens, np.int64)
     rows = []
-    for sequence, target, token_rows in zip(sequences, targets, tree.token_rows, strict=True):
+    for sequence, of_policy, token_rows in zip(sequences, places, tree.token_rows, strict=True):
         tokens[token_rows] = sequence
-        num_prompt = len(sequence) - len(target)
-        rows.append(token_rows[num_prompt - 1 : len(sequence) - 1])
+        rows.append(token_rows[of_policy - 1])
     counts = np.array([len(target) for target in targets], np.int64)
+    episodes = table.episode[table_rows]
+    starts_sample = np.diff(episodes, prepend=-1) != 0  # rows of an episode are neighbours
+    sample_of_sequence = np.cumsum(starts_sample) - 1
 
     flat = partial(_flat, device)
     kept = None
@@ -202,6 +212,7 @@ def build_microbatch(
     return MicroBatch(
         index=index,
         table_rows=table_rows,
+        samples=episodes[starts_sample],
         lengths=tuple(lengths),
         split=split,
         own_tokens=torch.from_numpy(own_tokens),
@@ -211,7 +222,7 @@ def build_microbatch(
         own=_own_tokens(part, rows, targets, kept, device),
         rows=flat(rows, torch.int64),
         targets=flat(targets, torch.int64),
-        sample=flat([np.repeat(np.arange(len(counts)), counts)], torch.int64),
+        sample=flat([np.repeat(sample_of_sequence, counts)], torch.int64),
         uses=_token_uses(tree, paths),
         rollout_logprobs=flat(rollout_logprobs, torch.float32),
         kept=kept,

@@ -53,9 +53,10 @@ def prepare(
     trained: np.ndarray | None = None,
     experts: ExpertLoads | None = None,
 ) -> UpdateBatch:
-    """Plan and pack the samples `rows` (int64) for this rank; those in the loss are `trained`
-    (int64, some of `rows`), or all. With `share_prefixes`, a prompt is in a micro-batch once.
-    experts: of the table's samples, where they are known.
+    """Plan and pack the samples of `rows` (int64, ascending, with all rows of an episode) for this
+    rank; those in the loss have the rows `trained` (int64, some of `rows`), or all. With
+    `share_prefixes`, a prompt is in a micro-batch once. experts: of the table's rows, where they
+    are known.
 
     Every data-parallel rank gets equally many micro-batches, and as many as virtual pipeline
     stages need: a multiple of the pipeline's size. Raises DataError where a sample is longer than a
@@ -86,7 +87,7 @@ def prepare(
         )
         microbatches.append(microbatch)
     return UpdateBatch(
-        torch.from_numpy(trained),
+        torch.from_numpy(np.unique(table.episode[trained])),
         microbatches,
         num_tokens=int(paths.totals.sum()),
         num_computed_tokens=_count_computed_tokens(paths, plan.samples),
@@ -403,6 +404,6 @@ def gather_tokens(
         for update, of_update in zip(updates, values, strict=True):
             on_host = to_host(of_update)
             for microbatch, tokens in zip(update.microbatches, on_host, strict=True):
-                index = batch.flat_index(torch.from_numpy(microbatch.table_rows))
+                index = batch.flat_index(torch.from_numpy(microbatch.samples))
                 flat[index] = tokens
     return summed(flat)

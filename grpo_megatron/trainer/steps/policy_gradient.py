@@ -16,7 +16,7 @@ from grpo_megatron.trainer.steps.microbatch import MicroBatch
 from grpo_megatron.trainer.steps.optimizer_step import untruncated
 
 MaskRecord = tuple[np.ndarray, dict[str, np.ndarray]]
-"""Of one micro-batch: table rows, int64 [S], and who was clipped or rejected, bool [n] by name."""
+"""Of one micro-batch: table rows, int64, and who was clipped or rejected, bool [n] by name."""
 
 
 class PolicyGradientLoss:
@@ -50,7 +50,7 @@ class PolicyGradientLoss:
         if old_logprobs is None:
             old_logprobs = logprobs.detach()
         batch = self.constants.loss_batch(
-            torch.from_numpy(microbatch.table_rows),
+            torch.from_numpy(microbatch.samples),
             logprobs=logprobs,
             old_logprobs=old_logprobs,
             rollout_logprobs=microbatch.rollout_logprobs,

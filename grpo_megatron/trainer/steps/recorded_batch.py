@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
-from grpo_megatron.algorithms.batch import DroppedRewards, Events, SampleBatch
+from grpo_megatron.algorithms.batch import DroppedRewards, Events, SampleBatch, turn_events
 from grpo_megatron.algorithms.objective import Objective
 from grpo_megatron.batching.store import SampleTable
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import DataError
+from grpo_megatron.types import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ def objective_of(config: RunConfig, state: Mapping[str, float]) -> Objective:
 
 
 def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
-    """Rewards and lengths of a recorded step, without token columns.
+    """Rewards and lengths of a recorded step, without token columns. A sample is an episode.
 
     Raises DataError where the step has other domains than the recipe."""
     names = _domain_names(config)
@@ -34,26 +36,30 @@ def sample_batch(config: RunConfig, table: SampleTable) -> SampleBatch:
             f"the step has the domains {recorded}, the recipe {list(names)}",
             where=str(table.directory),
         )
-    domains = torch.from_numpy(table.domain).long()
+    domains = torch.from_numpy(table.of_episodes(table.domain)).long()
     components = {}
     component_weights = {}
     for name, values in table.components.items():
-        components[name] = torch.from_numpy(values)
+        components[name] = torch.from_numpy(table.of_episodes(values))
         component_weights[name] = _component_weights(config, name)[domains]
+    turns, spoilt = _turns(table)
     batch = SampleBatch(
-        rewards=torch.from_numpy(table.reward),
-        group_ids=torch.from_numpy(table.group).long(),
-        token_counts=torch.from_numpy(table.completion_lengths),
+        rewards=torch.from_numpy(table.of_episodes(table.reward)),
+        group_ids=torch.from_numpy(table.of_episodes(table.group)).long(),
+        token_counts=torch.from_numpy(table.episode_policy_lengths),
         domains=domains,
-        sample_ids=torch.arange(len(table)),
-        trained=torch.ones(len(table), dtype=torch.bool),
+        sample_ids=torch.arange(len(domains)),
+        trained=torch.ones(len(domains), dtype=torch.bool),
         components=components,
         component_weights=component_weights,
         events=_step_events(table),
+        turns=turns,
+        spoilt=spoilt,
         correct=_correct(config, table),
         dropped=_dropped(table, names),
     )
-    return batch.without_truncated(torch.from_numpy(table.truncated), config.objective.overlong)
+    truncated = torch.from_numpy(table.of_episodes(table.truncated))
+    return batch.without_truncated(truncated, config.objective.overlong)
 
 
 def _domain_names(config: RunConfig) -> tuple[str, ...]:
@@ -72,11 +78,38 @@ def _component_weights(config: RunConfig, component: str) -> torch.Tensor:
 
 
 def _step_events(table: SampleTable) -> Events | None:
-    """Rewards of single steps; None where no sample has any."""
+    """Rewards of single steps; None where no sample has any. One that ends in what an environment
+    said ends with the policy token before that."""
     rows, ends, rewards = table.steps
     if not len(rows):
         return None
-    return Events(torch.from_numpy(rows), torch.from_numpy(ends), torch.from_numpy(rewards))
+    is_first = np.zeros(len(table), bool)
+    is_first[table.first_rows] = True
+    offsets = np.cumsum(table.policy_lengths) - table.policy_lengths
+    starts = offsets - offsets[is_first][table.episode]
+    last_tokens = np.empty(len(rows), np.int64)
+    for number, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
+        num_before = int(np.searchsorted(table.policy_places(row), end, side="right"))
+        last_tokens[number] = max(starts[row] + num_before - 1, 0)
+    return Events(
+        torch.from_numpy(table.episode[rows]),
+        torch.from_numpy(last_tokens),
+        torch.from_numpy(rewards),
+    )
+
+
+def _turns(table: SampleTable) -> tuple[Events | None, torch.Tensor | None]:
+    """The turns of all episodes, and which of their policy tokens are spoilt, bool [n]; None where
+    no sample has turns, or none is spoilt."""
+    if not table.has_turns:
+        return None, None
+    samples: list[list[tuple[Sequence[Turn], int]]] = [[] for _ in table.first_rows]
+    for row, episode in enumerate(table.episode.tolist()):
+        samples[episode].append((table.turns(row), int(table.completion_lengths[row])))
+    turns, spoilt = turn_events(samples)
+    if not spoilt.any():
+        return turns, None
+    return turns, spoilt
 
 
 def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | None:
@@ -96,7 +129,8 @@ def _dropped(table: SampleTable, domains: Sequence[str]) -> DroppedRewards | Non
 
 
 def _correct(config: RunConfig, table: SampleTable) -> torch.Tensor:
-    """What each domain's accuracy component says, bool [N]; one that was skipped says no.
+    """What each domain's accuracy component says, bool [N], by episode; one that was skipped says
+    no.
 
     Where a step was recorded without it, rewards decide, and the log says so."""
     correct = torch.zeros(len(table), dtype=torch.bool)
@@ -116,4 +150,4 @@ def _correct(config: RunConfig, table: SampleTable) -> torch.Tensor:
             values = table.reward
             least = config.objective.correct_threshold
         correct |= rows & (torch.from_numpy(values) >= least)
-    return correct
+    return correct[torch.from_numpy(table.first_rows)]

@@ -117,7 +117,7 @@ class References:
     ) -> list[list[torch.Tensor]]:
         """Compute log-probs of the policy tokens under each domain's own reference.
 
-        domains: int [N], the domain of every sample of the table. Returns fp32 [n] by update and
+        domains: int [M], the domain of every episode of the table. Returns fp32 [n] by update and
         micro-batch. Collective."""
         reference_of = [self._name_of_domain[domain] for domain in objective.domains]
         found: list[list[torch.Tensor]] = []
@@ -157,12 +157,12 @@ def _take_over(
     of_this: list[torch.Tensor],
     uses: np.ndarray,
 ) -> None:
-    """Replace values in `so_far` by those of this reference. uses: bool [N], whose it is."""
+    """Replace values in `so_far` by those of this reference. uses: bool [M], whose it is."""
     for index, microbatch in enumerate(update.microbatches):
         values = of_this[index]
         if not len(values):  # no output on this pipeline stage
             continue
-        of_sample = to_device(torch.from_numpy(uses[microbatch.table_rows]), values.device)
+        of_sample = to_device(torch.from_numpy(uses[microbatch.samples]), values.device)
         of_token = of_sample[microbatch.sample]
         so_far[index] = torch.where(of_token, values, so_far[index])
 
@@ -174,8 +174,11 @@ class PolicyDriftMonitor:
 
     def __init__(self, config: RunConfig, policy: Policy, table: SampleTable, objective: Objective):
         self.moved: dict[int, SampleDrift] = {}
-        count = math.ceil(config.objective.monitor_share * len(table))
-        rows = np.linspace(0, len(table) - 1, count).astype(np.int64)
+        num_samples = len(table.first_rows)
+        count = math.ceil(config.objective.monitor_share * num_samples)
+        samples = np.linspace(0, num_samples - 1, count).astype(np.int64)
+        rows = table.rows_of(samples)
+        self._domains = table.of_episodes(table.domain)
         self._policy = policy
         self._table = table
         self._objective = objective
@@ -184,9 +187,7 @@ class PolicyDriftMonitor:
 
     def reference(self, references: References) -> Stats:
         """KL to the reference, for where it weighs nothing: `reference/k1`, `k3`."""
-        [found] = references.logprobs(
-            self._policy, [self._batch], self._objective, self._table.domain
-        )
+        [found] = references.logprobs(self._policy, [self._batch], self._objective, self._domains)
         stats = Stats()
         for _, meter, before, of_reference in self._measured(found):
             measure_kl(meter, "reference", before, of_reference)
@@ -203,11 +204,11 @@ class PolicyDriftMonitor:
             by_token = batch.to_tokens(advantages.values)
         stats = Stats()
         for microbatch, meter, before, after in self._measured(self._logprobs()):
-            rows = torch.from_numpy(microbatch.table_rows)
-            of_tokens = to_device(of_samples[rows], after.device)[microbatch.sample]
+            samples = torch.from_numpy(microbatch.samples)
+            of_tokens = to_device(of_samples[samples], after.device)[microbatch.sample]
             measure_move(meter, "step", after - before, of_tokens)
             stats.add(meter.stats)
-            self._keep(microbatch.table_rows, before, after, batch.offsets, by_token)
+            self._keep(microbatch.table_rows, before, after, by_token)
         return optimizer_step.reduce_stats(stats)
 
     def _keep(
@@ -215,12 +216,12 @@ class PolicyDriftMonitor:
         rows: np.ndarray,
         before: torch.Tensor,
         after: torch.Tensor,
-        offsets: torch.Tensor,
         advantages: torch.Tensor,
     ) -> None:
-        """Put the samples of a micro-batch into `moved`. rows: int64 [S]; before, after: fp32 [n]
-        of these; offsets: int64 [N+1] into advantages, [n] of the step."""
-        lengths = self._table.completion_lengths[rows].tolist()
+        """Put the samples of a micro-batch into `moved`. rows: int64; before, after: fp32 [n] of
+        these; advantages: [n] of the step."""
+        lengths = self._table.policy_lengths[rows].tolist()
+        offsets = np.concatenate([[0], np.cumsum(self._table.policy_lengths)])
         before, after = to_host([before, after])
         parts = zip(rows.tolist(), before.split(lengths), after.split(lengths), strict=True)
         for row, of_before, of_after in parts:
@@ -244,7 +245,7 @@ class PolicyDriftMonitor:
             values = found[microbatch.index]
             if not len(values):  # no output on this pipeline stage
                 continue
-            domain = torch.from_numpy(self._table.domain[microbatch.table_rows])
+            domain = torch.from_numpy(self._domains[microbatch.samples])
             domain = to_device(domain, values.device)
             meter = MetricRecorder(domain[microbatch.sample], domain, self._objective.domains)
             yield microbatch, meter, before, values

@@ -79,13 +79,13 @@ class Training:
 
     def _plan(self) -> list[UpdateBatch]:
         """Optimizer steps that have samples to train; the others are skipped."""
-        trained = select(self.objective, self.batch).numpy()
+        is_trained = select(self.objective, self.batch).numpy()[self.table.episode]
         updates = []
         experts = expert_loads(self.config, self.table, self.policy.replay.shape)
         for number in range(self.num_planned_updates):
             all_rows = np.flatnonzero(self.table.update == number)
-            rows = all_rows[trained[all_rows]]
-            if self.table.completion_lengths[rows].sum() == 0:
+            rows = all_rows[is_trained[all_rows]]
+            if self.table.policy_lengths[rows].sum() == 0:
                 continue
             computed = rows
             if self.needs:  # advantages may be made of tokens of samples that have no loss
@@ -162,7 +162,10 @@ class Training:
                 self._old_pass(update)
         if self.objective.wants_reference:
             found = self.references.logprobs(
-                self.policy, self.updates, self.objective, self.table.domain
+                self.policy,
+                self.updates,
+                self.objective,
+                self.table.of_episodes(self.table.domain),
             )
             for update, of_update in zip(self.updates, found, strict=True):
                 for microbatch, logprobs in zip(update.microbatches, of_update, strict=True):
@@ -229,7 +232,7 @@ class Training:
         if constant_length is None:
             constant_length = self.config.rollout.max_new_tokens
         constants = loss_constants(
-            self.objective, self.batch, advantages, update.rows, constant_length
+            self.objective, self.batch, advantages, update.samples, constant_length
         )
         if self.config.objective.preference_weight > 0:
             constants = with_preference(constants, self.objective, self._margins(update))
@@ -404,5 +407,5 @@ def _reference(microbatch: MicroBatch) -> torch.Tensor:
 
 def _recorded_masks(table: SampleTable) -> dict[str, torch.Tensor]:
     """Who was clipped or rejected when the step was first trained, bool [n] by name."""
-    found = read_decisions(table.directory, table.completion_lengths)
+    found = read_decisions(table.directory, table.policy_lengths)
     return {name: torch.from_numpy(flags) for name, flags in found.items()}

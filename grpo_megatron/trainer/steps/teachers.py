@@ -52,7 +52,7 @@ class Teachers:
             if teacher.url:
                 self._recall(policy.models[-1], update, table, number, has_teacher)
                 continue
-            if not has_teacher[update.rows.numpy()].any():  # the same answer on every rank
+            if not table.of_episodes(has_teacher)[update.samples.numpy()].any():  # on every rank
                 continue
             if students is None:
                 students = [tensor.to("cpu", copy=True) for tensor in state_tensors(policy)]
@@ -110,7 +110,7 @@ class Teachers:
 
         has_teacher: bool [N], whose samples it teaches. Raises DataError: it has not answered for
         all of them."""
-        lengths = np.where(has_teacher, table.completion_lengths, 0)
+        lengths = np.where(has_teacher, table.policy_lengths, 0)
         starts = np.cumsum([0, *lengths])
         if len(table.teacher_logprobs.get(f"{number}/ids", ())) != starts[-1]:
             raise DataError(
@@ -164,7 +164,7 @@ class Teachers:
         kl = self._kl(model)
         for microbatch, output in zip(update.microbatches, outputs, strict=True):
             if mode == "sampled":
-                rows = _rows(microbatch, has_teacher)
+                rows = _rows(microbatch, table.of_episodes(has_teacher))
                 logprobs = untruncated(output)[rows]
                 answers = TeacherTokens(rows, teacher.weight, kl, logprobs=logprobs)
                 microbatch.teachers.append(answers)
@@ -191,8 +191,9 @@ def _token_index(microbatch: MicroBatch, starts: np.ndarray) -> np.ndarray:
 
 
 def _rows(microbatch: MicroBatch, has_teacher: np.ndarray) -> torch.Tensor:
-    """Policy tokens of samples that a teacher teaches; int64 [m]."""
-    of_samples = torch.from_numpy(has_teacher[microbatch.table_rows]).to(microbatch.sample.device)
+    """Policy tokens of samples that a teacher teaches, int64 [m]. has_teacher: bool [M], by
+    episode."""
+    of_samples = torch.from_numpy(has_teacher[microbatch.samples]).to(microbatch.sample.device)
     return of_samples[microbatch.sample].nonzero()[:, 0]
 
 
@@ -202,7 +203,7 @@ def _own_rows(
     """Which of the policy tokens that this rank looks at a teacher teaches, int64 [m], and which
     of all that it teaches in the micro-batch these are, int64 [m]."""
     table_rows = microbatch.table_rows
-    is_taught = np.repeat(has_teacher[table_rows], table.completion_lengths[table_rows])
+    is_taught = np.repeat(has_teacher[table_rows], table.policy_lengths[table_rows])
     number = np.cumsum(is_taught) - 1
     own = microbatch.own.index_on_host
     if own is not None:

@@ -27,7 +27,7 @@ from grpo_megatron.trainer.steps.teachers import Teachers
 
 
 class TokenLoss:
-    """A `LossFunction` in which every completion token has the weight `weight`.
+    """A `LossFunction` in which every policy token has the weight `weight`, and of a spoilt turn 0.
 
     Without teachers it is the negative log-likelihood, else the divergence from them."""
 
@@ -42,20 +42,35 @@ class TokenLoss:
         """Return the micro-batch's loss and metrics. output: fp32 [2 to 4, n].
 
         Raises TrainerError where samples of a distillation have no teacher."""
+        weights = self._weights(microbatch, output.device)
         if not self.distils:
-            return self._likelihood_loss(output)
-        domain = torch.from_numpy(self.table.domain[microbatch.table_rows])
+            return _likelihood_loss(output, weights)
+        of_samples = self.table.of_episodes(self.table.domain)[microbatch.samples]
+        domain = torch.from_numpy(of_samples)
         domain = to_device(domain, output.device)
         meter = MetricRecorder(domain[microbatch.sample], domain, self.domains)
-        loss = _distillation_loss(self.config, microbatch, output, self.weight, meter)
+        loss = _distillation_loss(self.config, microbatch, output, weights, meter)
         return loss, meter.stats
 
-    def _likelihood_loss(self, output: torch.Tensor) -> tuple[torch.Tensor, Stats]:
-        """Of the recorded completions, `-log p` of each token by its weight."""
-        stats = Stats()
-        total_nll = -output[0].sum()
-        stats.mean("loss/nll", total_nll, float(output.size(1)))
-        return self.weight * total_nll, stats
+    def _weights(self, microbatch: MicroBatch, where: torch.device) -> float | torch.Tensor:
+        """Of each token, [n]; a number where all weigh the same."""
+        if not self.table.has_turns:
+            return self.weight
+        parts = [self.table.spoilt_tokens(row) for row in microbatch.table_rows.tolist()]
+        spoilt = np.concatenate([np.zeros(0, bool), *parts])
+        if not spoilt.any():
+            return self.weight
+        return to_device(torch.from_numpy(np.where(spoilt, 0.0, self.weight)).float(), where)
+
+
+def _likelihood_loss(
+    output: torch.Tensor, weights: float | torch.Tensor
+) -> tuple[torch.Tensor, Stats]:
+    """Of the recorded completions, `-log p` of each token by its weight."""
+    stats = Stats()
+    total_nll = -output[0].sum()
+    stats.mean("loss/nll", total_nll, float(output.size(1)))
+    return -_weighted_sum(weights, output[0]), stats
 
 
 def train_tokens(
@@ -67,7 +82,7 @@ def train_tokens(
     num_updates: int,
     teachers: Teachers | None = None,
 ) -> TrainReport:
-    """Take one optimizer step for each update of `table`; all completion tokens weigh the same.
+    """Take one optimizer step for each update of `table`; all policy tokens weigh the same.
 
     Without `teachers` the loss is the negative log-likelihood. Collective."""
     total = Stats()
@@ -81,8 +96,8 @@ def train_tokens(
             teachers.look_at(policy, update, table)
         if table.route_shapes:
             update.routes = source.from_store(update)
-        num_completion_tokens = int(table.completion_lengths[rows].sum())
-        weight = 1.0 / max(num_completion_tokens, 1)
+        num_policy_tokens = int(table.policy_lengths[rows].sum())
+        weight = 1.0 / max(num_policy_tokens, 1)
         loss = TokenLoss(config, table, weight, distils=teachers is not None)
         rate = optimizer.rate(first_update + number, num_updates)
         policy.set_learning_rate(rate)
@@ -111,10 +126,10 @@ def _distillation_loss(
     config: RunConfig,
     microbatch: MicroBatch,
     output: torch.Tensor,
-    weight: float,
+    weights: float | torch.Tensor,
     meter: MetricRecorder,
 ) -> torch.Tensor:
-    """Divergence of the policy from the micro-batch's teachers, by the weight of its tokens."""
+    """Divergence of the policy from the micro-batch's teachers, by the weights of its tokens."""
     settings = config.distillation
     if settings is None or not microbatch.teachers:  # the output's last row is another quantity
         raise TrainerError("these samples have no teacher", where="distillation.teachers")
@@ -127,7 +142,7 @@ def _distillation_loss(
     if settings.mode != "sampled":
         divergences = output[-1]
         meter.mean("distillation/kl", divergences)
-        return weight * divergences.sum()
+        return _weighted_sum(weights, divergences)
     advantages = _teacher_advantages(microbatch, logprobs.detach())
     rho = log_rho.exp()
     is_inside = rho >= config.objective.mismatch_min
@@ -136,7 +151,14 @@ def _distillation_loss(
     meter.mean("distillation/kl", -advantages)
     meter.mean("mismatch/rejected", (~is_inside).float())
     corrected = torch.where(is_inside, rho * advantages, 0.0)
-    return -weight * (corrected * logprobs).sum()
+    return -_weighted_sum(weights, corrected * logprobs)
+
+
+def _weighted_sum(weights: float | torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Of tokens; one factor for all stands before the sum."""
+    if isinstance(weights, float):
+        return weights * values.sum()
+    return (weights * values).sum()
 
 
 def _teacher_advantages(microbatch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:

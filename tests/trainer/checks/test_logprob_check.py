@@ -19,7 +19,7 @@ LENGTHS = np.array([40, 3, 25, 40, 0, 12])
 SHARDS = np.array([0, 3, 1, 2, 1, 3])
 TABLE = SimpleNamespace(
     shard=SHARDS,
-    completion_lengths=LENGTHS,
+    policy_lengths=LENGTHS,
     manifest=SimpleNamespace(
         shards=[ShardEntry(name=f"rollout-{i}.safetensors", checksum="") for i in range(4)]
     ),
