@@ -29,6 +29,7 @@ from tests.environments.test_host import HOSTILE, domain, hosted
 from tests.environments.test_tools import play
 
 PROBLEM = Problem("begin", "4")
+GONE = web.AppKey("gone", asyncio.Event)
 
 
 @contextlib.asynccontextmanager
@@ -178,6 +179,7 @@ def answering(work, handler):
 
     async def run():
         application = web.Application()
+        gone = application[GONE] = asyncio.Event()
         application.router.add_post("/{path}", handler)
         runner = web.AppRunner(application, shutdown_timeout=0)
         await runner.setup()
@@ -186,6 +188,7 @@ def answering(work, handler):
         try:
             return await work(f"http://127.0.0.1:{runner.addresses[0][1]}/")
         finally:
+            gone.set()
             await runner.cleanup()
 
     return asyncio.run(run())
@@ -215,8 +218,8 @@ def test_a_server_that_answers_nonsense(body, status, words):
 
 
 def test_a_server_that_does_not_answer():
-    async def handler(_):
-        await asyncio.sleep(60)
+    async def handler(request):
+        await request.app[GONE].wait()
 
     async def work(url):
         with pytest.raises(Unscorable, match="/reset: "):
