@@ -20,7 +20,7 @@ SEQUENCE_MEAN = ["objective.aggregation=seq_mean_token_mean"]
 DISTIL = ["kind=distil", "cold_start=null"]
 ALLOCATED = ["allocation={}", "objective.preset=grpo"]
 SEEDED = [*ALLOCATED, "seeding={}", "domains.0.template={question}"]
-AGENT = ["domains.0.template=chat", "domains.0.environment.name=calculator"]
+AGENT = ["domains.0.template=chat", "domains.0.environment.name=calculator", "cold_start=null"]
 ALL_RULES = (
     RUN_RULES,
     ALLOCATION_RULES,
@@ -53,7 +53,12 @@ BROKEN = [
     ("chat_template", ["domains.0.template_arguments.enable_thinking=false"]),
     ("chat_template", ["domains.0.template=chat", "domains.0.template_arguments.messages=[]"]),
     ("reward_function", ["domains.0.rewards.0.function=exact_match"]),
-    ("environment_template", ["domains.0.environment.name=calculator"]),
+    ("environment_template", ["domains.0.environment.name=calculator", "cold_start=null"]),
+    (
+        "environment_demonstration",
+        ["domains.0.template=chat", "domains.0.environment.name=calculator"],
+    ),
+    ("environment_demonstration", [*AGENT, 'domains.0.environment.demonstration=["yes"]']),
     ("environment_alone", [*AGENT, *ALLOCATED]),
     ("environment_alone", [*AGENT, "kind=sft", "cold_start=null"]),
     ("environment_alone", [*AGENT, "kind=rejection_sample", "cold_start=null", "num_steps=0"]),
