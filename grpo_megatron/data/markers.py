@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken
 
+from grpo_megatron.data.environment_text import REPLACEMENT
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.errors import DataError
 
 ESCAPE = "\ufdd1"
 """A noncharacter: no text of a person or a program has it. Where one does, it becomes U+FFFD."""
-REPLACEMENT = "\ufffd"
 _OPENING = "<["
 _CLOSING = ">]"
 
@@ -110,8 +110,9 @@ class Markers:
         token_ids: list[int] = []
         seams = []
         begin = 0
-        for piece in text.split(ESCAPE):
-            ids, places = self._tokenizer.encode_with_places(piece, where=where)
+        pieces = text.split(ESCAPE)
+        encoded = self._tokenizer.encode_with_places(pieces, where=where)
+        for piece, (ids, places) in zip(pieces, encoded, strict=True):
             for token_id, place in zip(ids, places, strict=True):
                 if token_id in self._begins_seam:
                     seams.append(Seam(begin + place, len(token_ids)))

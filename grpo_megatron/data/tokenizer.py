@@ -40,11 +40,14 @@ class TextTokenizer:
         return [encoding.ids for encoding in self._encodings(texts, where)]
 
     def encode_with_places(
-        self, text: str, *, where: str | None = None
-    ) -> tuple[list[int], list[int]]:
-        """(token ids, the character of `text` at which each begins); DataError as of `encode`."""
-        [encoding] = self._encodings([text], where)
-        return encoding.ids, [start for start, _ in encoding.offsets]
+        self, texts: Sequence[str], *, where: str | None = None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Of each text (token ids, the character at which each begins); DataError as of
+        `encode`."""
+        found = []
+        for encoding in self._encodings(texts, where):
+            found.append((encoding.ids, [start for start, _ in encoding.offsets]))
+        return found
 
     def _encodings(self, texts: Sequence[str], where: str | None) -> list[Encoding]:
         try:

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.conversation import Message, opening_of
+from grpo_megatron.data.environment_text import cleaned, cut
 from grpo_megatron.data.markers import EncodedText, Markers, Seam
 from grpo_megatron.data.reply_forms import (
     REASONING,
@@ -88,7 +89,8 @@ class _Rendered(NamedTuple):
 class TurnTokens:
     """Requests of the turns of an episode, for one template; holds no state of any episode.
 
-    `assistant_prefix` is what the recipe puts behind the generation prompt. DataError from every
+    `assistant_prefix` is what the recipe puts behind the generation prompt; of what the environment
+    says, at most `observation_characters` a message are kept. DataError from every
     method where the template refuses the conversation, or the tokenizer lacks a character."""
 
     def __init__(
@@ -100,6 +102,7 @@ class TurnTokens:
         tools: Sequence[Mapping[str, Any]] | None = None,
         day: date | None = None,
         assistant_prefix: str = "",
+        observation_characters: int | None = None,
     ):
         self.template = template
         self.tools = tuple(tools or ())
@@ -109,6 +112,7 @@ class TurnTokens:
         if self.tools:
             self._arguments["tools"] = list(self.tools)
         self._day = day
+        self._observation_characters = observation_characters
         self.assistant_prefix = assistant_prefix
         self._splits_thoughts = template.mentions(REASONING)
 
@@ -179,8 +183,9 @@ class TurnTokens:
         return self._tokenizer.stop_token_ids
 
     def escaped(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages of the environment: every marker in any text of them is text. DataError where
-        one has no role or no text."""
+        """Messages of the environment as text and nothing else: cut, cleaned (`environment_text`),
+        and with every marker in any text of them escaped. DataError where one has no role or no
+        text."""
         changed = []
         for message in messages:
             for field in ("role", "content"):
@@ -190,8 +195,12 @@ class TurnTokens:
                         where=self.template.where,
                         remedy='a message is {"role": "user" or "tool", "content": "…"}',
                     )
-            changed.append(_changed_texts(message, self.markers.escape))
+            content = cut(message["content"], self._observation_characters)
+            changed.append(_changed_texts({**message, "content": content}, self._as_text))
         return changed
+
+    def _as_text(self, text: str) -> str:
+        return self.markers.escape(cleaned(text))
 
     def render(self, messages: Sequence[Message], *, turn: int) -> str:
         """The template's text of a conversation up to the beginning of the next reply."""

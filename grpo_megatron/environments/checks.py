@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.environment_text import cleaned, cut
 from grpo_megatron.environments.protocol import Observation, Outcome, Step
 from grpo_megatron.errors import EpisodeError
 
@@ -57,17 +58,6 @@ def checked_step(found: object, characters: int) -> Step:
     return replace(found, messages=_cut_all(messages, characters), reward=reward, outcome=outcome)
 
 
-def cut(text: str, characters: int) -> str:
-    """The text; of one that is too long the beginning, how much was left out, and the end."""
-    if len(text) <= characters:
-        return text
-    left_out = len(text) - characters
-    mark = f"\n[… {left_out} characters left out …]\n"
-    head = (characters + 1) // 2
-    tail = characters - head
-    return text[:head] + mark + text[len(text) - tail :]
-
-
 def _messages(found: Any, method: str) -> tuple[Message, ...]:
     if isinstance(found, str) or not isinstance(found, Sequence):
         raise _fault(
@@ -86,7 +76,7 @@ def _messages(found: Any, method: str) -> tuple[Message, ...]:
 
 def _cut_all(messages: Sequence[Message], characters: int) -> tuple[Message, ...]:
     return tuple(
-        {**message, "content": cut(message["content"], characters)} for message in messages
+        {**message, "content": cleaned(cut(message["content"], characters))} for message in messages
     )
 
 
