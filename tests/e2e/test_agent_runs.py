@@ -1,0 +1,104 @@
+"""Agents through the real command: what engines said of every turn is what transformers says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.types import policy_mask
+from tests.e2e import runs
+from tests.e2e.family_models import reference_model
+
+pytestmark = pytest.mark.engine
+
+DEMO = "demo/agent-calculator-cpu"
+NUM_STEPS = 3
+SMALL = (
+    f"num_steps={NUM_STEPS}",
+    "data.num_validation=64",
+    "data.num_heldout=16",
+    "cold_start.target_accuracy=0.02",
+    "cold_start.batch_size=32",
+    "batch.num_prompts=8",
+    "batch.num_samples_per_prompt=4",
+    "checkpoint.interval=1",
+    "checkpoint.keep=9",
+    "checkpoint.keep_steps=9",
+)
+WHILE_OTHERS_WORK = (
+    "batch.max_staleness=1",
+    "publish.pause=keep",
+    "rollout.segment_tokens=2",
+    "routing.replay=r3",
+    "routing.on_missing=fail",
+)
+
+
+@pytest.fixture(scope="module")
+def agent_run(tmp_path_factory) -> Path:
+    """Rollouts one step ahead, weights that come in mid-episode, the engine's experts replayed."""
+    root = tmp_path_factory.mktemp("runs")
+    done = runs.command("train", DEMO, f"runs_dir={root}", *SMALL, *WHILE_OTHERS_WORK)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "agent-calculator"
+
+
+@pytest.fixture(scope="module")
+def models(agent_run, tmp_path_factory) -> dict:
+    """transformers' models of the weights of every version."""
+    found = {}
+    for version in range(NUM_STEPS):
+        exported = tmp_path_factory.mktemp("exported") / f"{version}"
+        checkpoint = agent_run / "checkpoints" / f"step_{version:06d}"
+        done = runs.command("convert", "to-hf", str(checkpoint), "--to", str(exported))
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[version] = reference_model(exported)
+    return found
+
+
+def logprobs_by(model, ids: np.ndarray, num_prompt: int) -> np.ndarray:
+    """transformers' log-probs of the tokens behind the prompt."""
+    import torch
+
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(tokens).logits[0, num_prompt - 1 : -1]
+    of_tokens = logits.log_softmax(-1).gather(-1, tokens[0, num_prompt:, None])[:, 0]
+    return of_tokens.numpy()
+
+
+def test_every_policy_token_of_whole_conversations(agent_run, models):
+    differences = []
+    num_turns = []
+    num_mixed = 0
+    for step in range(NUM_STEPS):
+        table = SampleTable(agent_run / "store" / f"step_{step:06d}")
+        for row in range(len(table)):
+            prompt = table.prompt_ids(row)
+            response, logprobs = table.completion(row)
+            is_policy = policy_mask(table.turns(row), len(response))
+            assert (np.isnan(logprobs) == ~is_policy).all()
+            num_turns.append(len(table.turns(row)))
+            versions = table.versions(row)
+            of_row = set(versions[is_policy].tolist())
+            if len(of_row) > 1:
+                num_mixed += 1
+                continue  # its keys and values are of several weights
+            [version] = of_row
+            expected = logprobs_by(
+                models[version], np.concatenate([prompt, response]), len(prompt)
+            )
+            differences.append(np.abs(expected - logprobs)[is_policy])
+    differences = np.concatenate(differences)
+    assert max(num_turns) >= 2 and num_mixed < len(num_turns) / 2
+    assert np.median(differences) < 1e-5
+    assert np.mean(differences > 1e-3) <= 0.01
+
+
+def test_the_trainer_computes_what_the_engine_did(agent_run):
+    for record in runs.metrics(agent_run):
+        assert record["mismatch/k3"] < 1e-6
+        assert record["routing/unusable_fraction"] == 0
