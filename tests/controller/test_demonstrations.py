@@ -49,7 +49,7 @@ def recipe(demonstration: list[str], **environment) -> RunConfig:
             "name": "case",
             "model": {"preset": "tiny-qwen3-moe-agent"},
             "domains": [products, plain],
-            "rollout": {"max_new_tokens": 64, "max_model_len": 128},
+            "rollout": {"max_new_tokens": 64, "max_model_len": 128, "segment_tokens": 2},
             "cold_start": {},
         }
     )

@@ -88,9 +88,7 @@ def test_every_policy_token_of_whole_conversations(agent_run, models):
                 num_mixed += 1
                 continue  # its keys and values are of several weights
             [version] = of_row
-            expected = logprobs_by(
-                models[version], np.concatenate([prompt, response]), len(prompt)
-            )
+            expected = logprobs_by(models[version], np.concatenate([prompt, response]), len(prompt))
             differences.append(np.abs(expected - logprobs)[is_policy])
     differences = np.concatenate(differences)
     assert max(num_turns) >= 2 and num_mixed < len(num_turns) / 2
