@@ -31,7 +31,12 @@ class Demonstrations:
         self._config = config
         self._tokenizer = tokenizer
         self._answers = DatasetAnswers(config.domains, tokenizer, config.rollout.max_model_len)
-        self._episodes = episode_domains(config, tokenizer, tokenizer_directory, open_environment)
+        in_whole_turns = config.model_copy(
+            update={"rollout": config.rollout.model_copy(update={"segment_tokens": None})}
+        )
+        self._episodes = episode_domains(
+            in_whole_turns, tokenizer, tokenizer_directory, open_environment
+        )
         self._turns: dict[str, _Turns] = {}
         for domain in config.domains:
             if domain.environment is not None:
