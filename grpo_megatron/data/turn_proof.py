@@ -40,11 +40,14 @@ class Proof(NamedTuple):
         return tuple(step for step in self.transitions if step.restart is not None)
 
 
-def prove(tokens: TurnTokens) -> Proof:
-    """Go through two turns of every kind. DataError where an id differs from the template's, where
-    the template drops what the user, a tool or the policy says, or the tools; and where it refuses
-    a user's message behind an answer, or with tools a result behind a call."""
-    begin = tokens.begin([_QUESTION])
+def prove(tokens: TurnTokens, opening: Sequence[Message] = (_QUESTION,)) -> Proof:
+    """Go through two turns of every kind behind `opening`, a first conversation of the run, which
+    may describe tools where the template does not.
+
+    DataError where an id differs from the template's, where the template drops what the user, a
+    tool or the policy says, or the tools; and where it refuses a user's message behind an answer,
+    or with tools a result behind a call."""
+    begin = tokens.begin(opening)
     _require_tools(tokens, begin)
     transitions: list[Transition] = []
     refused = []
@@ -238,6 +241,6 @@ def _require_tools(tokens: TurnTokens, begin: TurnState) -> None:
             raise DataError(
                 f"the chat template does not write the tool {_function(tool)['name']!r}",
                 where=tokens.template.where,
-                remedy="describe the tools in the system prompt, or use the chat template of a "
-                "model that knows tools",
+                remedy="describe the tools in the domain's system_prompt, or use the chat template "
+                "of a model that knows tools",
             )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from grpo_megatron.data.chat_template import ChatTemplate
@@ -158,13 +159,9 @@ class TurnTokens:
         with self._named(turn):
             new_messages = with_call_ids(self.escaped(new_messages), reply)
             forms = self.forms(reply)
-        try:
-            all_rendered = self._render_forms(state, sampled, forms, new_messages)
-        except DataError:
-            if reply.get("tool_calls"):
-                raise
+        if not reply.get("tool_calls") and self._results_want_calls:
             new_messages = said_by_user(new_messages)
-            all_rendered = self._render_forms(state, sampled, forms, new_messages)
+        all_rendered = self._render_forms(state, sampled, forms, new_messages)
         seen = state.text + sampled.text
         for rendered in all_rendered:
             if rendered.text.startswith(seen):
@@ -198,6 +195,19 @@ class TurnTokens:
             content = cut(message["content"], self._observation_characters)
             changed.append(_changed_texts({**message, "content": content}, self._as_text))
         return changed
+
+    @cached_property
+    def _results_want_calls(self) -> bool:
+        """Whether the template refuses a result of a tool behind a reply without calls, or the
+        reply behind that."""
+        answer = {"role": "assistant", "content": "2"}
+        result = with_call_ids([{"role": "tool", "content": "3", "name": "f"}], answer)
+        conversation = [{"role": "user", "content": "1"}, answer, *result, answer, *result]
+        try:
+            self.render(conversation, turn=2)
+        except DataError:
+            return True
+        return False
 
     def _as_text(self, text: str) -> str:
         return self.markers.escape(cleaned(text))

@@ -470,6 +470,13 @@ def test_templates_that_cannot_be_proved_are_refused(directories, name, old, new
     assert caught.value.remedy
 
 
+def test_tools_may_be_described_by_the_first_conversation(directories):
+    policy = Policy("qwen3", directories["qwen3"])
+    turns = broken(policy, "(tool | tojson)", "''")
+    described = {"role": "system", "content": "Call search(x)."}
+    assert prove(turns, [described, {"role": "user", "content": "1 + 1?"}]).refused == ()
+
+
 def test_ids_that_are_not_those_of_the_whole_text_are_refused(directories, monkeypatch):
     policy = Policy("kimi", directories["kimi"])
     turns = policy.turns()

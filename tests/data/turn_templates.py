@@ -211,7 +211,17 @@ MISTRAL = """
 {%- for m in messages %}
     {%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
 {%- endfor %}
+{%- set ns.spoken = 0 %}
 {%- for m in messages %}
+    {%- if m.role in ['user', 'assistant'] and not m.tool_calls %}
+        {%- if (m.role == 'user') != (ns.spoken % 2 == 0) %}
+            {{- raise_exception('user and assistant must take turns') }}
+        {%- endif %}
+        {%- set ns.spoken = ns.spoken + 1 %}
+    {%- endif %}
+    {%- if m.role == 'tool' and (m.tool_call_id | default('')) | length != 9 %}
+        {{- raise_exception('an id must have nine signs') }}
+    {%- endif %}
     {%- if m.role == 'system' %}{{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}
     {%- elif m.role == 'user' %}
         {%- if tools and loop.index0 == ns.last %}
@@ -232,7 +242,8 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}
 """
-"""No generation prompt; tools stand in front of the last question, so that they move."""
+"""No generation prompt; tools stand in front of the last question, so that they move; users and
+policy must take turns, and ids of calls have nine signs."""
 
 PLAIN = """
 {%- for tool in tools or [] %}{{- 'Tool: ' + (tool | tojson) + '\\n' }}{% endfor %}
