@@ -28,6 +28,7 @@ class TextTokenizer:
         self.chat_template = chat_template
         self._backend = backend
         self._unk_token_id = unk_token_id
+        self._lacks_character: dict[str, bool] = {}
         self.eos_token_id = eos_token_id
         self.stop_token_ids = tuple(sorted({eos_token_id, *stop_token_ids}))
 
@@ -70,6 +71,25 @@ class TextTokenizer:
             where=where,
             remedy="change the text, or the tokenizer's alphabet",
         )
+
+    def writable(self, text: str) -> str:
+        """The text with "?" for every character that the tokenizer has no token for; without these
+        characters where it has none for "?" either."""
+        replacement = "?"
+        if self._lacks_remembered(replacement):
+            replacement = ""
+        table = {}
+        for character in set(text):
+            if self._lacks_remembered(character):
+                table[ord(character)] = replacement
+        if not table:
+            return text
+        return text.translate(table)
+
+    def _lacks_remembered(self, character: str) -> bool:
+        if character not in self._lacks_character:
+            self._lacks_character[character] = self._lacks(character)
+        return self._lacks_character[character]
 
     def _lacking_characters(self, text: str) -> list[str]:
         return sorted(character for character in set(text) if self._lacks(character))

@@ -21,7 +21,7 @@ class CallFormat:
     example: str = ""  # shown to a policy that wrote something else
 
 
-_JSON_CALL = '{"name": "NAME", "arguments": {…}}'
+_JSON_CALL = '{"name": "NAME", "arguments": {...}}'
 _DEEPSEEK_BEGIN = "<｜tool▁calls▁begin｜>"
 _DEEPSEEK_CALL = _DEEPSEEK_BEGIN + "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 FORMATS = {
@@ -41,25 +41,25 @@ FORMATS = {
         "\n",
         "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
     ),
-    "llama3_json": CallFormat(("<|python_tag|>",), "", "", '{"name": "NAME", "parameters": {…}}'),
+    "llama3_json": CallFormat(("<|python_tag|>",), "", "", '{"name": "NAME", "parameters": {...}}'),
     "deepseek_v3": CallFormat(
         (_DEEPSEEK_BEGIN,),
         "<｜tool▁call▁begin｜>",
         "",
-        _DEEPSEEK_CALL.replace("{}", "function<｜tool▁sep｜>NAME\n```json\n{…}\n```"),
+        _DEEPSEEK_CALL.replace("{}", "function<｜tool▁sep｜>NAME\n```json\n{...}\n```"),
     ),
     "deepseek_v31": CallFormat(
         (_DEEPSEEK_BEGIN,),
         "<｜tool▁call▁begin｜>",
         "",
-        _DEEPSEEK_CALL.replace("{}", "NAME<｜tool▁sep｜>{…}"),
+        _DEEPSEEK_CALL.replace("{}", "NAME<｜tool▁sep｜>{...}"),
     ),
     "kimi_k2": CallFormat(
         ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         "<|tool_call_begin|>",
         "",
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
-        "<|tool_call_argument_begin|>{…}<|tool_call_end|><|tool_calls_section_end|>",
+        "<|tool_call_argument_begin|>{...}<|tool_call_end|><|tool_calls_section_end|>",
     ),
     "mistral": CallFormat(("[TOOL_CALLS]",), "", "", f"[TOOL_CALLS][{_JSON_CALL}]"),
 }

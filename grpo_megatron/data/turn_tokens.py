@@ -181,8 +181,8 @@ class TurnTokens:
 
     def escaped(self, messages: Sequence[Message]) -> list[Message]:
         """Messages of the environment as text and nothing else: cut, cleaned (`environment_text`),
-        and with every marker in any text of them escaped. DataError where one has no role or no
-        text."""
+        with a question mark for what the tokenizer cannot write, and with every marker in any text
+        of them escaped. DataError where one has no role or no text."""
         changed = []
         for message in messages:
             for field in ("role", "content"):
@@ -210,7 +210,7 @@ class TurnTokens:
         return False
 
     def _as_text(self, text: str) -> str:
-        return self.markers.escape(cleaned(text))
+        return self.markers.escape(self._tokenizer.writable(cleaned(text)))
 
     def render(self, messages: Sequence[Message], *, turn: int) -> str:
         """The template's text of a conversation up to the beginning of the next reply."""

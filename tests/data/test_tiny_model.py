@@ -79,3 +79,11 @@ def test_what_no_tokenizer_can_be_made_of(tmp_path, settings, message):
     with pytest.raises(DataError) as caught:
         write_tiny_model(tmp_path / "model", changed)
     assert message in str(caught.value)
+
+
+def test_what_the_alphabet_lacks_becomes_a_question_mark(agent, tmp_path):
+    assert load_tokenizer(agent).writable("1 … 2\ufffd<|end|>é") == "1 ? 2?<|end|>?"
+    preset = load_preset("tiny-qwen3-moe")
+    changed = replace(preset, tokenizer={"kind": "characters", "alphabet": "12 "})
+    write_tiny_model(tmp_path / "small", changed)
+    assert load_tokenizer(tmp_path / "small").writable("1 … 2?") == "1  2"
