@@ -39,6 +39,7 @@ class RunDir:
     checkpoints = _Entry("checkpoints")  # step_000100/: Megatron checkpoint and run state
     logs = _Entry("logs", by_attempt=True)  # one file per process; `logs/latest` is a link
     endpoints = _Entry("endpoints", by_attempt=True)  # addresses that processes publish
+    progress = _Entry("progress", by_attempt=True)  # what each process is doing, see `progress`
     slurm = _Entry("slurm")  # the batch script and the job that runs it
     model = _Entry("model")  # the initial Hugging Face checkpoint, when the run made it
     dataset = _Entry("dataset.jsonl")  # of rejection sampling
@@ -59,6 +60,10 @@ class RunDir:
         """As `checkpoints`, of a cold start that has not ended."""
         return self.checkpoints / "cold_start"
 
+    def role_progress(self, role: str) -> Path:
+        """Where a role says what it is doing."""
+        return self.progress / f"{role}.json"
+
     def create(self) -> None:
         """Make the directory and its fixed sub-directories (idempotent)."""
         for path in (
@@ -68,6 +73,7 @@ class RunDir:
             self.checkpoints,
             self.logs,
             self.endpoints,
+            self.progress,
         ):
             path.mkdir(parents=True, exist_ok=True)
 
@@ -109,7 +115,7 @@ class RunDir:
         folder = self.root / "logs"
         started = [int(p.name) for p in folder.glob("*") if p.name.isdecimal()]
         run_dir = RunDir(self.root, attempt or str(max(started, default=0) + 1))
-        for name in ("endpoints", "rollouts"):
+        for name in ("endpoints", "rollouts", "progress"):
             shutil.rmtree(self.root / name, ignore_errors=True)
         run_dir.create()
         link = folder / ".latest"

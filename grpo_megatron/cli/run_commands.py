@@ -172,7 +172,8 @@ def status(
         typer.Argument(metavar="RUN", show_default=False, help="Default: all below runs/."),
     ] = None,
 ) -> None:
-    """How far runs are, and how their jobs are."""
+    """How far runs are, and how their jobs are; of runs that are named, what each role does."""
+    from grpo_megatron.launch.role_status import role_lines
     from grpo_megatron.launch.slurm import status_line
 
     for path in runs or map(Path, runs_beside(Path("runs/any"))):
@@ -181,6 +182,9 @@ def status(
             typer.echo(status_line(path))
         except ConfigError as error:  # of one run, in its line
             typer.echo(f"{path}  {error.message}")
+        if runs:
+            for line in role_lines(RunDir(path)):
+                typer.echo(line)
 
 
 def logs(run: Run, follow: Annotated[bool, typer.Option("-f", "--follow")] = False) -> None:

@@ -12,6 +12,7 @@ from grpo_megatron.config.base import InputPath, Strict
 from grpo_megatron.config.environment import EnvironmentConfig
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
+from grpo_megatron.config.watch import WatchConfig
 
 
 class ModelConfig(Strict):
@@ -491,6 +492,7 @@ class RunConfig(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     alarms: AlarmsConfig = AlarmsConfig()
+    watch: WatchConfig = WatchConfig()
 
     def max_new_tokens_of(self, domain: str) -> int:
         """Longest completion of the domain with this name."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from grpo_megatron import progress
+
 # Libraries print to standard output too: keep the pipe, give them standard error.
 _PIPE = os.fdopen(os.dup(1), "w", buffering=1)
 
@@ -26,19 +28,29 @@ def show(kind: str, **fields: Any) -> None:
         _PIPE.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
 
 
+def show_phase(name: str, detail: str = "") -> None:
+    """Begin a phase of the run, and of this process."""
+    progress.enter(name, detail)
+    show("phase", name=name)
+
+
 class Phases:
     """Seconds by phase, and the phase that is shown: one of the loop's own (train, publish, …)
-    before the sampling that runs beside it (rollout, reward)."""
+    before the sampling that runs beside it (rollout, reward).
+
+    Attributes:
+        subject: Which step it is, for whoever watches."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._entered = False
         self._sampling = "rollout"
+        self.subject = ""
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Show phase `name`, and count the seconds of the block as its own."""
-        show("phase", name=name)
+        show_phase(name, self.subject)
         started = time.perf_counter()
         self._entered = True
         try:
@@ -53,7 +65,7 @@ class Phases:
         which is shown unless the loop is inside a phase of its own."""
         self._sampling = name or self._sampling
         if not self._entered:
-            show("phase", name=self._sampling)
+            show_phase(self._sampling, self.subject)
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds by phase since the last call."""

@@ -20,6 +20,7 @@ def main(run_path: str, attempt: str) -> int:
     """Run the run in `run_path` to its end; returns the exit code."""
     claim_stdout()  # before any library can print
     stop = Stop()
+    from grpo_megatron import progress
     from grpo_megatron.config.loader import read_resolved
     from grpo_megatron.controller.run import run
     from grpo_megatron.rundir import RunDir
@@ -30,6 +31,7 @@ def main(run_path: str, attempt: str) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     run_dir = RunDir(Path(run_path), attempt)
+    progress.start_progress(run_dir.role_progress("controller"), "controller")
     try:
         config = read_resolved(run_dir.config).config
         finished = asyncio.run(run(config, run_dir, stop.listen_for))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from grpo_megatron.config.run import RunConfig
-from grpo_megatron.controller.display import show
+from grpo_megatron.controller.display import show, show_phase
 from grpo_megatron.controller.publishing import Publisher
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import TrainerLink
@@ -63,7 +63,7 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
         stack.push_async_callback(teachers.close)
         await _meet_teachers(teachers, splits)
         judges = await _wake_judges(config, stack)
-        show("phase", name="starting")
+        show_phase("starting")
         engines = ReplicaPool(
             await _connect_replicas(config, run_dir, stack),
             max_attempts=config.rollout.max_attempts,

@@ -110,6 +110,7 @@ class RLLoop:
         """Take step `state.step`. With `more`, the next one's samples are asked for as soon as may
         be: ahead, while this one trains; else of engines that pause until they have its weights."""
         step = self.state.step
+        self._phases.subject = f"step {step}"
         if self.asked:
             self._phases.show_sampling()
         recorded = await self._collect(self.asked or self.steps.sample(step))

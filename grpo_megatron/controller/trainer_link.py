@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from grpo_megatron import progress
 from grpo_megatron.errors import TrainerError
 from grpo_megatron.network import Endpoint, own_address
 from grpo_megatron.trainer.protocol import encode, raise_reply
@@ -72,6 +73,7 @@ class TrainerLink:
                 ) from error
             except ConnectionError as error:
                 raise TrainerError(f"the trainer went away during {request.name!r}") from error
+        progress.advance()
         values = raise_reply(json.loads(line))
         try:
             return read_answer(request, values)

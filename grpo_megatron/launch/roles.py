@@ -1,10 +1,14 @@
 """The programs of a run, as processes of this machine. `launch.steps` starts the same in a job."""
 
 import os
+import signal
 import sys
+from pathlib import Path
 
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.launch.look import Look, look_at
 from grpo_megatron.launch.processes import ChildProcess, stop_all
+from grpo_megatron.progress import ProgressRecord
 from grpo_megatron.rundir import RunDir
 
 TRAINER = "grpo_megatron.trainer.trainer_rank"
@@ -68,6 +72,19 @@ class LocalProcesses:
     def stop(self, children: list[ChildProcess]) -> None:
         """End all of them, see `stop_all`."""
         stop_all(children)
+
+    def pids(self, child: ChildProcess) -> dict[str, int | None]:
+        """The roles of a child that was started, with the number of the process on this machine
+        that each of them is."""
+        return {child.name: child.started.pid}
+
+    def look(self, record: ProgressRecord, log: Path, probe: Path) -> Look | None:
+        """Look at the process of a role, see `look_at`."""
+        return look_at(record.pid, log=log, dumps_stacks=record.dumps_stacks, probe=probe)
+
+    def kill(self, child: ChildProcess) -> None:
+        """End a child at once, also a stopped one."""
+        child.signal_group(signal.SIGKILL)
 
     def _child(
         self,

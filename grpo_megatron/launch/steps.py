@@ -7,17 +7,22 @@
 One allocation is split in this order; of a heterogeneous job the first part trains. Steps share
 their nodes' resources (`--overlap`), so every role says itself which GPUs are its own."""
 
+import contextlib
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import SetupError
+from grpo_megatron.launch.look import Look
 from grpo_megatron.launch.processes import ChildProcess, End, stop_all
 from grpo_megatron.launch.roles import (
     CONTROLLER,
@@ -30,9 +35,11 @@ from grpo_megatron.launch.roles import (
     thread_limit,
 )
 from grpo_megatron.network import NODES_VARIABLE
+from grpo_megatron.progress import ProgressRecord
 from grpo_megatron.rundir import RunDir
 
 GRACE_S = 5.0
+_LOOK_S = 18.0  # with the start of a step
 # "srun: error: node2: task 1: Exited with exit code 6", "…: tasks 0-3: Killed"
 _TASK_ENDED = re.compile(r"tasks? (\d+)[^:]*: (?:Exited with exit code (\d+)|(\w+))")
 _SIGNALS = {"Killed": 137, "Terminated": 143, "Aborted": 134, "Segmentation": 139}
@@ -214,6 +221,52 @@ class SlurmSteps:
         while any(child.alive for child in children) and time.monotonic() < deadline:
             time.sleep(0.05)
         stop_all(children)  # a TERM makes srun kill its tasks
+
+    def pids(self, child: ChildProcess) -> dict[str, int | None]:
+        """The roles of a step; their processes are on nodes, so that their numbers say nothing
+        here."""
+        if child.name == "trainer":
+            return {f"trainer-{rank}": None for rank in range(self.config.trainer.num_ranks)}
+        roles: dict[str, int | None] = {child.name: None}
+        if child.name.startswith("rollout-"):
+            index = int(child.name.removeprefix("rollout-"))
+            for node in range(1, len(self._nodes_of_replica(index))):
+                roles[f"{child.name}-node-{node}"] = None
+        return roles
+
+    def look(self, record: ProgressRecord, log: Path, probe: Path) -> Look | None:
+        """Look at the process of a role by a short step on its node, see `look_at`; None where that
+        node does not answer, or the role did not say where it runs."""
+        short = record.host.partition(".")[0]
+        nodes = [node for node in self.nodes if node.partition(".")[0] == short]
+        if not nodes:
+            return None
+        log_argument = ""
+        if record.dumps_stacks:
+            log_argument = str(log)
+        argv = [
+            *self._srun(nodes[:1], 1, "--job-name=look"),
+            os.environ.get("GRPO_MEGATRON_PYTHON", sys.executable),
+            "-m",
+            "grpo_megatron.launch.look",
+            str(record.pid),
+            log_argument,
+            str(probe),
+        ]
+        try:
+            done = subprocess.run(
+                argv, capture_output=True, text=True, timeout=_LOOK_S, check=False
+            )
+            return Look(**json.loads(done.stdout.splitlines()[-1]))
+        except (OSError, subprocess.TimeoutExpired, ValueError, TypeError, IndexError):
+            return None
+
+    def kill(self, child: ChildProcess) -> None:
+        """End a step at once: Slurm kills its tasks where srun is told twice."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.started.pid, signal.SIGTERM)
+            time.sleep(0.2)
+            os.kill(child.started.pid, signal.SIGTERM)
 
     def _step(
         self,

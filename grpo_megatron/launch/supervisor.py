@@ -6,14 +6,17 @@ server, rollout worker or reward host end it with an error that shows the dead o
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 from grpo_megatron import errors
 from grpo_megatron.config.presets import load_preset
 from grpo_megatron.launch.processes import ChildProcess, End, wait_readable
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.steps import SlurmSteps
+from grpo_megatron.launch.watcher import Watcher
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.telemetry.screen import make_screen
 
@@ -29,6 +32,9 @@ class Supervisor:
         self.interrupts = 0
         self.remedy = f"grpo-megatron resume {self.run_dir.root}"
         self._buffer = b""
+        self.watcher: Watcher | None = None
+        self._child_of: dict[str, ChildProcess] = {}  # by role
+        self._told_hangs: dict[str, str] = {}
         self._words = {"failure": "", "result": ""}  # the controller's last
 
     def run(self) -> int:
@@ -56,11 +62,15 @@ class Supervisor:
             for child in self.children:
                 child.start()
                 append_event(self.run_dir.events, "started", role=child.name, pid=child.started.pid)
+            self._start_watcher()
             if self.interrupts:  # before there was a controller
                 self.controller.tell("stop")
             code = self._watch()
         finally:
+            if self.watcher is not None:
+                self.watcher.close()
             self.roles.stop(self.children)
+            shutil.rmtree(self.run_dir.progress, ignore_errors=True)
             self.screen.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -91,6 +101,7 @@ class Supervisor:
             self._check_replicas()
             self._check_workers()
             self._check_reward_hosts()
+            self._check_hangs()
 
     def _watched(self) -> list[ChildProcess]:
         """Children whose end would be news."""
@@ -155,6 +166,66 @@ class Supervisor:
             if all(other.name in self._reported_dead for other in children):
                 raise last(f"the last {role} died: {end}", where=str(end.log), remedy=self.remedy)
             self.screen.message(f"{end.name} died with exit code {end.exit_code}; see {end.log}")
+
+    def _start_watcher(self) -> None:
+        """Look for roles that hang, as the recipe says."""
+        pids: dict[str, int | None] = {}
+        for child in self.children:
+            of_child = self.roles.pids(child)
+            pids |= of_child
+            self._child_of |= dict.fromkeys(of_child, child)
+        if self.config.watch.enabled:
+            self.watcher = Watcher(self.config, self.run_dir, pids, self.roles.look)
+            self.watcher.start()
+
+    def _check_hangs(self) -> None:
+        """Tell which roles hang, once, and end what hangs for too long.
+
+        Raises TrainerError for a trainer rank, GrpoMegatronError for the controller."""
+        if self.watcher is None:
+            return
+        for role, child in self._child_of.items():
+            if not child.alive:
+                self.watcher.forget(role)
+        for news in self.watcher.take_news():
+            self.screen.message(news.text)
+            if news.kind == "files":
+                continue
+            fields: dict[str, Any] = {"role": news.role, "seconds": news.seconds}
+            if news.kind == "hung":
+                self._told_hangs[news.role] = news.text
+                fields |= {"phase": news.phase, "detail": news.detail, "cause": news.cause}
+                fields |= {"stack": news.stack}
+            append_event(self.run_dir.events, news.kind, **fields)
+        for role, seconds in self.watcher.overdue().items():
+            self._end_hung(role, seconds)
+
+    def _end_hung(self, role: str, seconds: float) -> None:
+        """End a role that was named `seconds` ago, where the recipe says so by now."""
+        assert self.watcher is not None  # it named the role
+        child = self._child_of[role]
+        settings = self.config.watch
+        if child in self.trainers or child is self.controller:
+            if 0 < settings.kill_after_s <= seconds:
+                raise self._hung_too_long(role, seconds)
+            return
+        # a worker that is only slow waits for engines, which have time-outs of their own
+        waits = self.watcher.cause_of(role) == "stuck" and child not in self.replicas
+        if waits or not 0 < settings.replace_after_s <= seconds:
+            return
+        self.screen.message(f"{role} is ended: it was named {seconds:.0f} s ago and still hangs")
+        self.watcher.forget(role)
+        self.roles.kill(child)
+
+    def _hung_too_long(self, role: str, seconds: float) -> errors.GrpoMegatronError:
+        kind: type[errors.GrpoMegatronError] = errors.TrainerError
+        if self._child_of[role] is self.controller:
+            kind = errors.GrpoMegatronError
+        return kind(
+            f"{self._told_hangs[role]}\n{role} was given {seconds:.0f} s more (watch.kill_after_s)",
+            where=str(self.run_dir.logs / f"{role}.log"),
+            remedy=self.remedy,
+        )
 
     def _died(self, child: ChildProcess) -> End:
         end = child.end()

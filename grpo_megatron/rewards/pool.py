@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from grpo_megatron import progress
 from grpo_megatron.config.run import DomainConfig
 from grpo_megatron.errors import RewardError
 from grpo_megatron.file_part import FilePart
@@ -286,6 +287,7 @@ class RewardPool:
             self._idle.put_nowait(worker)  # a lost one too: who waits for it must see that
         if failure and (len(chunk) == 1 or not is_async):
             found[len(found)] = Outcome(failure)
+        progress.advance()
         for place, outcome in found.items():
             outcomes[chunk[place]] = outcome
             self.components[calls[chunk[place]][0]].count(outcome)

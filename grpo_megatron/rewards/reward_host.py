@@ -9,6 +9,7 @@ import secrets
 import sys
 from pathlib import Path
 
+from grpo_megatron import progress
 from grpo_megatron.network import Endpoint, own_address
 from grpo_megatron.rewards.places import WELCOME, LocalPlace
 from grpo_megatron.rundir import RunDir
@@ -72,6 +73,7 @@ async def serve(address: str, endpoint: Path, log_path: Path) -> None:
     host = RewardHost(token, log_path)
     server = await asyncio.start_server(host.serve, address, 0)
     Endpoint(address, server.sockets[0].getsockname()[1], token).write(endpoint)
+    progress.enter("waiting", is_waiting=True)
     async with server:
         await server.serve_forever()
 
@@ -80,6 +82,8 @@ def main(run_path: str, attempt: str, index: int) -> None:
     """Serve as host `index` until the supervisor ends this process."""
     run_dir = RunDir(Path(run_path), attempt)
     endpoint = run_dir.endpoints / f"reward-host-{index}.json"
+    name = f"reward-host-{index}"
+    progress.start_progress(run_dir.role_progress(name), name)
     asyncio.run(serve(own_address(), endpoint, run_dir.logs / f"rewards-{index}.log"))
 
 

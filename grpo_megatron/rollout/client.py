@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from grpo_megatron import progress
 from grpo_megatron.errors import EngineError
 from grpo_megatron.rollout.generate import GenerateRequest
 from grpo_megatron.types import Completion
@@ -133,6 +134,7 @@ class EngineClient(contextlib.AbstractAsyncContextManager):
             raise EngineUnreachable(
                 f"{self.name} is not reachable for {path}: {error}", where=self.base_url
             ) from error
+        progress.advance()
         if status != 200:
             kind = EngineError
             if status >= 500:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron import assets
+from grpo_megatron import assets, progress
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RolloutConfig, RunConfig
 from grpo_megatron.errors import EngineError
@@ -25,6 +25,7 @@ from grpo_megatron.network import (
 from grpo_megatron.plan.engine_rules import is_cpu_engine
 from grpo_megatron.plan.hf_config import engine_overrides
 from grpo_megatron.rollout.segments import derive_seed
+from grpo_megatron.rollout.server_progress import PATH_VARIABLE
 from grpo_megatron.rundir import RunDir
 
 PLUGIN = "grpo_megatron"
@@ -34,17 +35,23 @@ PLUGIN = "grpo_megatron"
 def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
     """Publish the address of replica `index` and become its server, on `nodes` nodes."""
     run_dir = RunDir(Path(run_path), attempt)
+    name = f"rollout-{index}"
+    node = 0
+    if nodes > 1:
+        node = int(os.environ["SLURM_PROCID"])
+    role = name
+    if node > 0:
+        role += f"-node-{node}"
+    role_progress = run_dir.role_progress(role)
+    progress.start_progress(role_progress, role)  # until the server does so
     config = read_resolved(run_dir.config).config
     host = own_address()
-    name = f"rollout-{index}"
     bind_gloo(host)
     port = _inherited_port(host)
     argv, env = serve_command(config, str(config.model.path or run_dir.model), index, port, host)
     # The trainer publishes its weights before anything is sampled; a made-up model has none yet.
     argv += ["--load-format", "dummy"]
-    node = 0
     if nodes > 1:
-        node = int(os.environ["SLURM_PROCID"])
         group = run_dir.endpoints / f"{name}-nodes.json"
         if node == 0:
             Endpoint(host, _inherited_port(host)).write(group)
@@ -52,6 +59,7 @@ def main(run_path: str, attempt: str, index: int, nodes: int = 1) -> None:
         argv += multi_node_arguments(config.rollout, nodes, node, head)
     if node == 0:
         Endpoint(host, port).write(run_dir.endpoints / f"{name}.json")
+    env[PATH_VARIABLE] = str(role_progress.absolute())
     os.execve(argv[0], argv, {**os.environ, **env, **_gpus(config, index)})
 
 

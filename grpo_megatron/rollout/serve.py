@@ -3,6 +3,21 @@
 import importlib.metadata
 import os
 import sys
+from pathlib import Path
+
+
+def _report() -> None:
+    """Say what this server is doing, where a run wants to know."""
+    from grpo_megatron.rollout import server_progress
+
+    path = os.environ.get(server_progress.PATH_VARIABLE)
+    if not path:
+        return
+    port = 0
+    if "--headless" not in sys.argv:
+        port = int(sys.argv[sys.argv.index("--port") + 1])
+    server_progress.report(Path(path), sys.argv[sys.argv.index("--host") + 1], port)
+
 
 if __name__ in ("__main__", "__mp_main__"):
     # Spawned engine processes import this as __mp_main__: the plugin needs no entry point.
@@ -24,6 +39,7 @@ if __name__ in ("__main__", "__mp_main__"):
     lean_logprobs.apply()  # not for other servers: their clients may want vLLM's own objects
 
 if __name__ == "__main__":
+    _report()
     if os.environ.get("GRPO_MEGATRON_FORK_ENGINE") == "1":  # set by `rollout.replica`
         from grpo_megatron.rollout.plugin import cpu_fork_start
 

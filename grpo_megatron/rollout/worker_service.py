@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+from grpo_megatron import progress
 from grpo_megatron.batching.spool import spool_groups
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.config.run import RunConfig
@@ -52,12 +53,24 @@ class WorkerService:
         self._decode = decode
         self._route_shape = recorded_shape(config)
         self._clients: dict[tuple[int, str], EngineClient] = {}
+        self._num_chunks = 0  # that are being sampled
 
     async def sample(self, chunk: Chunk) -> SampledChunk:
         """Sample a chunk and write its shard.
 
         Raises EngineError: no engine is alive, or a request failed for good; SetupError: the shard
         cannot be written."""
+        self._num_chunks += 1
+        if self._num_chunks == 1:
+            progress.enter("sampling", _subject(chunk))
+        try:
+            return await self._sample(chunk)
+        finally:
+            self._num_chunks -= 1
+            if self._num_chunks == 0:
+                progress.enter("waiting", is_waiting=True)
+
+    async def _sample(self, chunk: Chunk) -> SampledChunk:
         dead: list[tuple[int, str]] = []
 
         def on_death(replica: Replica) -> None:
@@ -131,6 +144,14 @@ def _prompt_of(asked: ChunkPrompt) -> Prompt:
     )
 
 
+def _subject(chunk: Chunk) -> str:
+    """What a chunk is, for whoever watches."""
+    first = ""
+    if chunk.prompts:
+        first = f", from prompt {chunk.prompts[0].prompt_id} on"
+    return f"step {chunk.step} on rollout-{chunk.home}{first}"
+
+
 def application(service: WorkerService, token: str) -> web.Application:
     """The HTTP side of a worker: `POST /sample` with the token. An error is answered with status
     500 and its description."""
@@ -166,6 +187,7 @@ async def serve(service: WorkerService, host: str, endpoint: Path) -> None:
     site = web.TCPSite(runner, host, 0)
     await site.start()
     Endpoint(host, runner.addresses[0][1], token).write(endpoint)
+    progress.enter("waiting", is_waiting=True)
     await asyncio.Event().wait()
 
 
@@ -178,10 +200,12 @@ def main(run_path: str, attempt: str, index: int) -> None:
     )
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     run_dir = RunDir(Path(run_path), attempt)
+    name = f"worker-{index}"
+    progress.start_progress(run_dir.role_progress(name), name)
     config = read_resolved(run_dir.config).config
     model = config.model.path or run_dir.model
     tokenizer = load_tokenizer(model)
-    endpoint = run_dir.endpoints / f"worker-{index}.json"
+    endpoint = run_dir.endpoints / f"{name}.json"
 
     async def work() -> None:
         log = run_dir.logs / f"environments-{index}.log"

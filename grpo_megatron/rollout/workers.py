@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import aiohttp
 import msgspec
 
+from grpo_megatron import progress
 from grpo_megatron.batching.spool import SpoolDirectory, StoredShard
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.errors import EngineError, raise_described
@@ -284,6 +285,7 @@ class _Call:
             for other in self._engines.alive:
                 await self._engines.examine(other, error)
             raise
+        progress.advance()
         await self._tell_dead(answer.dead)
         shard = StoredShard(self._directory, answer.report)
         sizes = [len(of_prompt) for of_prompt in samples]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from grpo_megatron import progress
 from grpo_megatron.config.loader import read_resolved
 from grpo_megatron.errors import TrainerError, TransferError
 from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_endpoint
@@ -76,6 +77,7 @@ def serve(service: "TrainerService", link: ControllerLink | None, group: Any) ->
     """Execute requests until `Stop`; `link` is that of rank 0, `group` has all ranks.
 
     An error is answered, then raised, which ends this rank; but for that of an engine."""
+    progress.enter("waiting", is_waiting=True)
     while True:
         box: list[AnyRequest | None] = [None]
         if link is not None:
@@ -85,7 +87,8 @@ def serve(service: "TrainerService", link: ControllerLink | None, group: Any) ->
         if request is None:
             continue
         try:
-            answer = service.execute(request)
+            with progress.within(request.name, _subject(request)):
+                answer = service.execute(request)
         except BaseException as error:
             if link is not None:
                 link.send(error_reply(error))
@@ -99,6 +102,14 @@ def serve(service: "TrainerService", link: ControllerLink | None, group: Any) ->
             return
 
 
+def _subject(request: AnyRequest) -> str:
+    """Which step or checkpoint a request is about; empty: none."""
+    directory = getattr(request, "directory", None)
+    if isinstance(directory, Path):
+        return directory.name
+    return ""
+
+
 def main(run_path: str, attempt: str = "") -> None:
     """Run one trainer rank of the run in `run_path` until the controller stops it."""
     run_dir = RunDir(Path(run_path), attempt)
@@ -110,6 +121,8 @@ def main(run_path: str, attempt: str = "") -> None:
     from grpo_megatron.trainer.service import TrainerService
 
     info = RankInfo.from_environment()
+    name = f"trainer-{info.rank}"
+    progress.start_progress(run_dir.role_progress(name), name)
     timeout_s = config.trainer.command_timeout_s
     initialize(config.trainer, info, rendezvous(run_dir, info, timeout_s))
     seed_everything(config.seed)
