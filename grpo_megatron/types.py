@@ -163,10 +163,13 @@ class SamplingMask:
 
     def of(self, places: np.ndarray) -> "SamplingMask":
         """The sets of some tokens, int64, ascending."""
-        chosen = np.zeros(len(self.sizes), bool)
-        chosen[places] = True
-        ids = self.ids[np.repeat(chosen, self.sizes)]
-        return SamplingMask(ids, np.concatenate([[0], np.cumsum(self.sizes[places])]))
+        sizes = self.sizes
+        if len(places) == len(sizes):
+            return self
+        is_chosen = np.zeros(len(sizes), bool)
+        is_chosen[places] = True
+        ids = self.ids[np.repeat(is_chosen, sizes)]
+        return SamplingMask(ids, np.concatenate([[0], np.cumsum(sizes[places])]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,6 +285,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "group/all_equal_fraction": np.mean([all_equal(group.rewards) for group in groups]),
     }
     metrics |= _sampling_mask_metrics(completions)
+    metrics |= _turn_metrics(completions)
     of_components: dict[str, list[np.ndarray]] = {}
     for group in groups:
         for name, values in group.components.items():
@@ -309,6 +310,29 @@ def _sampling_mask_metrics(completions: Sequence[StoredCompletion]) -> dict[str,
     if num_known:
         mean = num_ids / num_known
     return {"sampling_mask/size_mean": mean, "sampling_mask/missing": num_missing}
+
+
+def _turn_metrics(completions: Sequence[StoredCompletion]) -> dict[str, float]:
+    """Turns and sequences of episodes, and tokens of environments; empty where there are none."""
+    num_turns = 0
+    num_spoilt = 0
+    num_sequences = 0
+    num_of_environment = 0
+    for completion in completions:
+        num_sequences += len(completion.sequences)
+        num_of_environment -= completion.num_policy_tokens
+        for sequence in completion.sequences:
+            num_turns += len(sequence.turns)
+            num_spoilt += sum(turn.spoilt for turn in sequence.turns)
+            num_of_environment += sequence.num_tokens
+    if num_turns == 0:
+        return {}
+    return {
+        "response/turns_mean": num_turns / len(completions),
+        "response/sequences_mean": num_sequences / len(completions),
+        "response/environment_tokens_mean": num_of_environment / len(completions),
+        "response/spoilt_turn_fraction": num_spoilt / num_turns,
+    }
 
 
 def _mean_std(values: np.ndarray) -> tuple[float, float]:

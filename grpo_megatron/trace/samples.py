@@ -13,10 +13,11 @@ from grpo_megatron.batching.store import (
     finish_step,
     write_shard,
 )
+from grpo_megatron.config.objective import OF_TURNS
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.routing.shape import RouteShape, RouteStatus
 from grpo_megatron.trace.loads import Load
-from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+from grpo_megatron.types import Completion, Prompt, RolloutGroup, Turn, VersionSpan
 
 
 class FullTable(SampleTable):
@@ -54,15 +55,20 @@ def write_full_step(
     vocab_size: int,
     route_shape: RouteShape | None,
 ) -> FullTable:
-    """Record `num_samples` samples for one optimizer step, each as long as the recipe allows."""
+    """Record `num_samples` samples for one optimizer step, each as long as the recipe allows, and
+    with a loss at every token, which is the most that an environment leaves to the policy."""
     num_completion = load.completion
     rng = np.random.default_rng(0)
     group_size = min(config.batch.num_samples_per_prompt, num_samples)
     working = begin_step(directory)
     ids = rng.integers(0, vocab_size, num_completion).astype(np.int32)
     logprobs = np.full(num_completion, -1.0, np.float32)
+    turns: tuple[Turn, ...] = ()
+    if config.objective.advantage in OF_TURNS:
+        half = num_completion // 2
+        turns = (Turn(0, half, 0.0, "first"), Turn(half, num_completion, 1.0, "second"))
     completion = Completion(
-        ids, logprobs, (VersionSpan(0, 0, num_completion),), "stop", "", None, (), None
+        ids, logprobs, (VersionSpan(0, 0, num_completion),), "stop", "", turns=turns
     )
     prompt_ids = tuple(rng.integers(0, vocab_size, load.sequence - num_completion).tolist())
     domain = config.domains[0].name

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from grpo_megatron.controller.group_filter import GroupFilter, by_domain, not_older
-from tests.controller.scored_groups import REWARD, group, recipe
+from grpo_megatron.types import Prompt, RolloutGroup, ScoredGroup
+from tests.controller.scored_groups import REWARD, group, recipe, stored
+from tests.episodes import sequence_of
 
 NAN = np.nan
 
@@ -190,3 +192,43 @@ def test_metrics_by_domain():
 def test_groups_without_a_score_have_lengths_only():
     metrics = GroupFilter(recipe()).metrics([group([NAN])])
     assert metrics == {"response/length_p95": 1.0, "sampling/acceptance_rate": 1.0}
+
+
+def episodes_of(turns: list[list[tuple[float, str]]]) -> ScoredGroup:
+    """Of equal rewards; turns of two tokens with these rewards and states."""
+    rng = np.random.default_rng(0)
+    completions = []
+    for of_episode in turns:
+        pieces = [piece for _ in of_episode for piece in ((2, True), (1, False))]
+        rewards = [reward for reward, _ in of_episode]
+        states = [state for _, state in of_episode]
+        completions.append(sequence_of(pieces, rng, rewards=rewards, states=states))
+    group = RolloutGroup(Prompt("p", "d", "", (1,), ""), tuple(completions), 0)
+    values = np.zeros(len(completions))
+    return ScoredGroup(group, {"right": values, "short": values}, values)
+
+
+@pytest.mark.parametrize(
+    ("turns", "kept"),
+    [
+        ([[(0.0, "s"), (1.0, "t")], [(0.0, "s"), (0.0, "t")]], True),
+        ([[(0.0, "s"), (1.0, "t")], [(0.0, "s"), (1.0, "t")]], False),
+        ([[(0.0, "s"), (1.0, "t")], [(0.0, "u")]], False),  # nobody else was there
+        ([[(0.0, ""), (1.0, "")], [(0.0, ""), (0.0, "")]], False),
+    ],
+)
+def test_gigpo_has_a_signal_where_turns_from_one_state_differ(turns, kept):
+    objective = {"preset": "gigpo"}
+    selection = GroupFilter(recipe(objective=objective, sampling={"zero_variance": "drop"}))
+    assert selection.keeps(episodes_of(turns)) is kept
+
+
+def test_an_episode_of_several_sequences_is_not_aided(tmp_path):
+    """That a template rewrote its history is no help, though it answers other tokens."""
+    scored = episodes_of([[(0.0, "s")], [(1.0, "s")]])
+    first, second = scored.group.completions
+    later = replace(second, answered_ids=(1, 9, 9), earlier=(first,))
+    group = replace(scored.group, completions=(first, later))
+    [found] = stored(tmp_path / "spool", [replace(scored, group=group)])
+    assert found.group.completions[1].prompt_ids(found.group.prompt) == (1, 9, 9)
+    assert not np.isnan(GroupFilter(recipe()).unaided(found)).any()

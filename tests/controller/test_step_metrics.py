@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from grpo_megatron.types import (
     ScoredGroup,
     VersionSpan,
 )
+from tests.episodes import sequence_of
 
 
 def scored(rewards: list[float], domain: str = "d", version: int = 0) -> ScoredGroup:
@@ -83,3 +86,35 @@ def test_who_had_nothing_to_do():
         {"idle/trainer": 0.7, "idle/engines": 0.4, "idle/rewards": 0.9}
     )
     assert idle_shares({"rollout": 12.0}, 10.0)["idle/engines"] == 0  # it began a step earlier
+
+
+def episode() -> Completion:
+    """Two sequences, of two turns and of one, of which one is spoilt, by two versions."""
+    rng = np.random.default_rng(0)
+    spans = (VersionSpan(3, 0, 4), VersionSpan(4, 4, 6))
+    first = sequence_of([(2, True), (3, False), (1, True)], rng, spoilt=[1], versions=spans)
+    return replace(
+        sequence_of([(3, True)], rng, versions=(VersionSpan(5, 0, 3),)), earlier=(first,)
+    )
+
+
+def test_metrics_of_episodes():
+    plain = scored([1.0]).group.completions[0]  # of one token
+    group = RolloutGroup(Prompt("p", "d", "", (1, 2), ""), (episode(), plain), 0)
+    values = np.array([1.0, 0.0])
+    metrics = rollout_metrics([ScoredGroup(group, {"right": values}, values)])
+    assert metrics["response/length_mean"] == (6 + 1) / 2
+    assert metrics["batch/num_tokens"] == 7
+    assert metrics["response/turns_mean"] == 3 / 2
+    assert metrics["response/sequences_mean"] == 3 / 2
+    assert metrics["response/environment_tokens_mean"] == 3 / 2
+    assert metrics["response/spoilt_turn_fraction"] == 1 / 3
+    assert "response/turns_mean" not in rollout_metrics(GROUPS)
+
+
+def test_staleness_is_of_policy_tokens():
+    """Of the environment's three tokens, two were read by the version of the turn before."""
+    group = RolloutGroup(Prompt("p", "d", "", (1, 2), ""), (episode(),), 0)
+    values = np.array([1.0])
+    found = staleness([ScoredGroup(group, {"right": values}, values)], 5)
+    assert found == {"staleness/0": 3 / 6, "staleness/1": 1 / 6, "staleness/2": 2 / 6}

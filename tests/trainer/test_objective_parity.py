@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_megatron.config.objective import PRESETS
+from grpo_megatron.config.objective import OF_TURNS, PRESETS
 from tests.trainer.models import MOE, write_model, write_samples
 from tests.trainer.test_layout_parity import APART, OF_PACKING, TOLERANCE
 
@@ -56,7 +56,8 @@ EXTRA = {  # what the presets leave at zero, and choices that none of them makes
     "floor": {"preset": "grpo", "mismatch": "tis", "mismatch_floor": 0.5},
     "token_baseline": {"preset": "otb", "mismatch": "tis", "otb_zero_tail": True},
 }
-NAMES = [*(name for name in PRESETS if name != "gagpo"), *EXTRA]  # rollouts have one turn
+NAMES = [*(name for name in PRESETS if name not in OF_TURNS), *EXTRA]
+"""Those of turns are in `test_episode_parity`: the samples of this file have one."""
 CASE = "tests.trainer.trainer_ranks:train_objectives"
 
 
