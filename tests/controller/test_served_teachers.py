@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.errors import EngineError, MismatchError
 from grpo_megatron.rollout.client import EngineClient
 from grpo_megatron.types import Completion, Prompt, RolloutGroup, VersionSpan
+from tests.episodes import sequence_of
 
 TOP_K = 3
 DOMAIN = {"source": "file", "path": "x", "rewards": [{"function": "a:b"}]}
@@ -256,3 +258,21 @@ def test_a_real_server_answers_as_transformers_does(tmp_path):
     best, ids = torch.cat(expected).topk(TOP_K)
     np.testing.assert_array_equal(found["0/ids"], ids.numpy())
     np.testing.assert_allclose(found["0/logprobs"], best.numpy(), atol=1e-4)
+
+
+def test_a_teacher_is_asked_about_sequences_and_answers_for_policy_tokens():
+    """Of each sequence behind its own prompt; what the environment said is sent and not kept."""
+    rng = np.random.default_rng(0)
+    first = sequence_of([(2, True), (2, False), (1, True)], rng)
+    last = sequence_of([(1, False), (2, True)], rng, answered_ids=(7, 8, 9))
+    group = group_of("b", (1, 2), ())
+    group = replace(group, completions=(replace(last, earlier=(first,)),))
+    answers, asked = served(lambda teachers: teachers.answers([group]))
+    prompts = sorted((body["prompt"] for body in asked), key=len)
+    assert sorted(map(tuple, prompts)) == sorted(
+        [(1, 2, *first.token_ids.tolist()), (7, 8, 9, *last.token_ids.tolist())]
+    )
+    of_policy = [*first.token_ids[first.policy_mask], *last.token_ids[last.policy_mask]]
+    [ids] = [values for name, values in answers.items() if name.endswith("/ids")]
+    expected = [[token + 1 + i for i in range(TOP_K)] for token in of_policy]
+    np.testing.assert_array_equal(ids, expected)

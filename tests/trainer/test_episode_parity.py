@@ -12,10 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_megatron.batching.store import SampleTable
+from grpo_megatron.batching.drift_file import read_drift
+from grpo_megatron.batching.store import SampleTable, read_decisions
 from grpo_megatron.types import RolloutGroup, Turn
-from tests.trainer.episode_samples import by_hf_names, plain_loop, random_groups, write_groups
-from tests.trainer.models import INTERLEAVED
+from tests.trainer.episode_samples import (
+    DOMAINS,
+    by_hf_names,
+    plain_loop,
+    random_groups,
+    write_groups,
+)
+from tests.trainer.models import INTERLEAVED, MOE, write_model
 from tests.trainer.test_layout_parity import (
     APART,
     LAYOUTS_2,
@@ -229,3 +236,45 @@ def test_other_experts_on_the_same_tokens_keep_sequences_apart(world1, routed, t
     shared = world1.run(TRAIN, layout={}, **arguments)
     assert shared["split_prompts"] > 0
     assert_same(shared, apart)
+
+
+@pytest.mark.parametrize("layout", [{}, LAYOUTS_2["dp2"]], ids=["one", "dp2"])
+def test_decisions_and_drift_are_of_policy_tokens(world1, world2, moe_model, layout, tmp_path):
+    """What was clipped is clipped again, sequence by sequence."""
+    groups = random_groups(7, forks=True)
+    samples = write_groups(tmp_path / "step_000001", groups, stale=True, num_updates=2)
+    world = world2 if layout else world1
+    first, again = world.run(
+        "tests.trainer.trainer_ranks:train_and_replay",
+        model=moe_model,
+        samples=samples,
+        layout=layout,
+    )
+    assert again["metrics"]["replay/decisions_changed"] == 0
+    np.testing.assert_allclose(again["losses"], first["losses"], rtol=1e-6, atol=1e-8)
+    table = SampleTable(Path(samples))
+    decisions = read_decisions(table.directory, table.policy_lengths)
+    assert any(mask.any() for mask in decisions.values())
+    assert {len(mask) for mask in decisions.values()} == {table.policy_lengths.sum()}
+    drift = read_drift(table.directory, table.policy_lengths)
+    assert list(drift) == list(range(len(table)))
+    assert [len(one.before) for one in drift.values()] == table.policy_lengths.tolist()
+
+
+@pytest.mark.parametrize("mode", ["sampled", "full"])
+def test_teachers_teach_policy_tokens(world1, world2, moe_model, forked, tmp_path, mode):
+    """One for each domain; apart on one rank, shared at other layouts."""
+    teachers = []
+    for number, domain in enumerate(DOMAINS):
+        path = write_model(tmp_path / domain, MOE, 20 + number)
+        teachers.append({"path": path, "domains": [domain]})
+    arguments = {
+        "model": moe_model,
+        "samples": forked,
+        "distillation": {"teachers": teachers, "mode": mode},
+    }
+    distil = "tests.trainer.trainer_ranks:distil"
+    expected = world1.run(distil, layout=ALONE, **arguments)
+    assert expected["last_kl"] > 0.1
+    for layout in ("tp2_sp", "cp2"):
+        assert_same(world2.run(distil, layout=LAYOUTS_2[layout], **arguments), expected)

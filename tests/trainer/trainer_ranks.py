@@ -155,6 +155,20 @@ def train_updates(
     }
 
 
+def train_and_replay(model: str, samples: str, layout: dict[str, Any]) -> list[dict[str, Any]]:
+    """All updates of a step that clips, and again by the decisions that were recorded."""
+    found = []
+    for replayed in (False, True):
+        setup = Setup(model, layout)
+        config = setup.config(preset="dapo", clip_low=1e-4, clip_high=1e-4, monitor_share=1.0)
+        table = SampleTable(Path(samples))
+        report = Training(
+            config, setup.policy, References(config), table, {}, replayed=replayed
+        ).run(0, 2)
+        found.append(asdict(report))
+    return found
+
+
 def train_objectives(
     model: str, samples: str, layout: dict[str, Any], objectives: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
