@@ -288,6 +288,10 @@ class RolloutConfig(Strict):
     """How long one request may take."""
     max_attempts: int = Field(3, ge=1)
     """Times a request is tried, each time on another live server where there is one."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that a server that died or hung is started again, each time after twice the pause, and
+    so is a rollout worker; 0: the others go on without it. Engines that share GPUs with the trainer
+    are not started again."""
     engine_arguments: tuple[str, ...] = ()
     """More `vllm serve` arguments, passed through."""
 
@@ -514,6 +518,14 @@ class RunConfig(Strict):
         """GPUs, or processes on a CPU, of trainer and engines."""
         rollout = self.rollout
         return self.trainer.num_ranks + rollout.num_replicas * rollout.num_workers
+
+    @property
+    def engine_restarts(self) -> int:
+        """Times that a server is started again. The trainer may have filled the GPUs that it shares
+        with engines, so that a start would fail, or make the trainer fail."""
+        if self.placement.mode == "colocated" and self.placement.gpus_per_node > 0:
+            return 0
+        return self.rollout.max_restarts
 
     @property
     def trains(self) -> bool:

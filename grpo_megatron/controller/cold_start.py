@@ -174,9 +174,10 @@ class ColdStart:
                 await self._publisher.pause_engines()
             await self._judges.pause(sleep=self._config.placement.gpus_per_node > 0)
             record_completions(self._directory, samples)
-            report = await self._trainer.call(
-                TrainColdStart(directory=self._directory, first_update=self._steps)
-            )
+            async with self._publisher.training():
+                report = await self._trainer.call(
+                    TrainColdStart(directory=self._directory, first_update=self._steps)
+                )
         self._steps += num_steps
         self._nll = report.metrics["loss/nll"]
 

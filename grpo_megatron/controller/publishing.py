@@ -1,15 +1,16 @@
 """A new weight version, from the trainer into every live engine, and whether both compute alike."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.controller.recorder import record_completions
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.errors import EngineError, MismatchError
-from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.engine_control import EngineControl
+from grpo_megatron.rollout.client import EngineClient, EngineUnreachable
+from grpo_megatron.rollout.engine_control import EngineControl, require_equal_weights
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.segments import derive_seed
 from grpo_megatron.rundir import RunDir
@@ -24,6 +25,7 @@ from grpo_megatron.trainer.requests import (
 from grpo_megatron.types import Completion, Prompt
 
 LOGPROB_CHECK_TOKENS = 16
+_LOOK_S = 0.2
 # Recipes and metrics call the log-prob check `canary` (`publish.canary`, `canary/abs_max`); names
 # that files and seeds are made from keep the word too.
 _CANARY = "canary"
@@ -32,10 +34,12 @@ _CANARY = "canary"
 class Publisher:
     """Brings the trainer's weights into the engines of a run, and pauses those engines before.
 
-    An engine that dies meanwhile is left behind; EngineError where none is left.
+    An engine that dies meanwhile is left behind; EngineError where none is left, and none may
+    return. One that was started again gets the present weights alone (`join`).
 
     Attributes:
         version: Of the weights that the engines have; -1 before the first publish.
+        unchecked: Engines that joined since the last log-prob check.
         resumed_at: When they got them (`time.perf_counter`)."""
 
     def __init__(
@@ -49,14 +53,58 @@ class Publisher:
         self.resumed_at = 0.0
         self._seconds = 0.0  # that the last publish took
         self._control = EngineControl([])
+        self.unchecked: set[int] = set()
+        self._is_settled = False  # the trainer's weights are those of `version`
+        self._changing = asyncio.Lock()  # of the trainer's weights, or on their way to engines
 
     async def publish(self, version: int) -> None:
-        """Bring `version` into all live engines; raises an EngineError when none is left."""
+        """Bring `version` into all live engines; raises an EngineError when none is left, and what
+        is wrong with the weights of an engine that returned."""
         started = time.perf_counter()
-        await self._retry_on_live_replicas(lambda clients: self._publish(clients, version))
-        self.version = version
+        async with self._changing:
+            if self.engines.failure is not None:
+                raise self.engines.failure
+            await self._retry_on_live_replicas(lambda clients: self._publish(clients, version))
+            self.version = version
+            self._is_settled = True
         self.resumed_at = time.perf_counter()
         self._seconds = self.resumed_at - started
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Within it the trainer's weights change, and no engine gets them."""
+        async with self._changing:
+            self._is_settled = False
+            yield
+
+    async def join(self, index: int, client: EngineClient) -> None:
+        """Bring the present weights into one engine, which was started again, prove that they
+        arrived, and let it take requests. Waits until the trainer has the engines' version.
+
+        Raises EngineError: it died; MismatchError: it holds other weights than the others."""
+        while True:
+            async with self._changing:
+                if self._is_settled:
+                    await self._bring(client)
+                    self.engines.join(index, client)
+                    self.unchecked.add(index)
+                    return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _bring(self, client: EngineClient) -> None:
+        control = self._new_control([client])
+        try:
+            await self._open_streams(control)
+            await self._send(control, self.version)
+        finally:  # the trainer has left its streams to the others: they connect anew
+            self._control = self._new_control([])
+        mine = await client.weight_checksums()
+        for replica in self.engines.alive:
+            with contextlib.suppress(EngineUnreachable):  # it may die too
+                theirs = await replica.client.weight_checksums()
+                require_equal_weights([replica.client.name, client.name], [theirs, mine])
+                if set(theirs) == set(mine):
+                    break
 
     @property
     def holds_requests(self) -> bool:
@@ -88,6 +136,8 @@ class Publisher:
     ) -> None:
         while True:
             before = self.engines.alive
+            if not before and self.engines.can_wait:
+                return None  # who returns gets the weights by `join`
             try:
                 return await work([replica.client for replica in before])
             except EngineError as error:
@@ -95,47 +145,70 @@ class Publisher:
 
     async def _publish(self, clients: Sequence[EngineClient], version: int) -> None:
         await self._connect(clients)
+        try:
+            await self._send(self._control, version)
+        except EngineError:  # the streams are broken: the next publish connects anew
+            self._control = self._new_control([])
+            raise
+
+    async def _send(self, control: EngineControl, version: int) -> None:
         if self.config.publish.method == "file":
             directory = self.run_dir.root / "publish"
             await self.trainer.call(ExportModel(directory))
-            await self._control.publish_file(version, str(directory.absolute()))
+            await control.publish_file(version, str(directory.absolute()))
         else:
-            try:
-                await self._control.publish(
-                    version, lambda: self.trainer.call(SendWeights(version=version))
-                )
-            except EngineError:  # the streams are broken: the next publish connects anew
-                self._control = EngineControl([], asleep=self._control.asleep)
-                raise
+            await control.publish(version, lambda: self.trainer.call(SendWeights(version=version)))
 
     async def _connect(self, clients: Sequence[EngineClient]) -> None:
         """Connect trainer and engines anew where these are not `clients`."""
         if clients == self._control.clients:
             return
-        control = EngineControl(
-            clients, pause_mode=self.config.publish.pause, asleep=self._control.asleep
-        )
-        if self.config.publish.method != "file":
-            tensors = await self.trainer.call(DescribeWeights())
-            kept = await control.kept_boxes(tensors)
-            streams = await self.trainer.call(OpenTransfer(kept=kept))
-            await control.prepare(streams, lambda: self.trainer.call(JoinTransfer()))
+        control = self._new_control(clients)
+        await self._open_streams(control)
         self._control = control
 
+    def _new_control(self, clients: Sequence[EngineClient]) -> EngineControl:
+        return EngineControl(
+            clients, pause_mode=self.config.publish.pause, asleep=self._control.asleep
+        )
+
+    async def _open_streams(self, control: EngineControl) -> None:
+        """Have the trainer and all workers of the engines meet, where weights go from memory to
+        memory."""
+        if self.config.publish.method == "file":
+            return
+        tensors = await self.trainer.call(DescribeWeights())
+        kept = await control.kept_boxes(tensors)
+        streams = await self.trainer.call(OpenTransfer(kept=kept))
+        await control.prepare(streams, lambda: self.trainer.call(JoinTransfer()))
+
     async def _mark_dead(self, error: EngineError, before: Sequence[Replica]) -> None:
-        """Go on with the engines that still answer; without a dead one, the error stands."""
+        """Go on with the engines that still answer, or return; without a dead one, the error
+        stands."""
         for replica in before:
             await self.engines.examine(replica, error)
-        if len(self.engines.alive) in (0, len(before)):
+        num_alive = len(self.engines.alive)
+        if num_alive == len(before) or (num_alive == 0 and not self.engines.can_wait):
             raise error
 
     async def check_logprobs(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Have every live engine answer `prompts` and the trainer compute the same log-probs.
+        """Have every live engine answer `prompts` and the trainer compute the same log-probs; where
+        all die, those that return.
 
         Returns the largest and the mean difference of the worst engine, and the seconds it took.
         Raises MismatchError where one differs by more than `publish.canary_tolerance`."""
         started = time.perf_counter()
         metrics = {"canary/abs_max": 0.0, "canary/abs_mean": 0.0}
+        num_checked = 0
+        while num_checked == 0:
+            await self.engines.wait_alive()
+            num_checked = await self._check_engines(prompts, metrics)
+        metrics["canary/seconds"] = time.perf_counter() - started
+        return metrics
+
+    async def _check_engines(self, prompts: Sequence[Prompt], metrics: dict[str, float]) -> int:
+        """Raise `metrics` to those of the worst live engine; returns how many answered."""
+        num_checked = 0
         for replica in self.engines.alive:
             try:
                 completions = await asyncio.gather(
@@ -148,8 +221,9 @@ class Publisher:
             found = await self._compare(prompts, completions, replica.client.name)
             for name, worst in metrics.items():
                 metrics[name] = max(worst, found[name])
-        metrics["canary/seconds"] = time.perf_counter() - started
-        return metrics
+            num_checked += 1
+            self.unchecked.discard(replica.index)
+        return num_checked
 
     async def _sample(self, client: EngineClient, prompt: Prompt) -> Completion:
         rollout = self.config.rollout

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from grpo_megatron.config.run import RunConfig
+from grpo_megatron.controller.connecting import connect_engine, connect_worker, is_expected
 from grpo_megatron.controller.display import show, show_phase
 from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.rejoining import Rejoining
 from grpo_megatron.controller.served_teachers import ServedTeachers
 from grpo_megatron.controller.trainer_link import TrainerLink
 from grpo_megatron.data.prompts import Splits, load_splits
@@ -68,18 +70,25 @@ async def open_resources(config: RunConfig, run_dir: RunDir) -> AsyncIterator[Re
             await _connect_replicas(config, run_dir, stack),
             max_attempts=config.rollout.max_attempts,
             on_death=lambda replica: _on_replica_death(run_dir, replica),
+            may_return=partial(_may_return, config, run_dir, "rollout"),
         )
         worker_pool = WorkerPool(
             await _connect_workers(config, run_dir, stack),
             on_death=lambda index, cause: _on_worker_death(run_dir, index, cause),
+            can_wait=lambda: any(
+                _may_return(config, run_dir, "worker", index)
+                for index in range(config.rollout.num_replicas)
+            ),
         )
+        publisher = Publisher(config, run_dir, trainer, engines)
+        await stack.enter_async_context(Rejoining(config, run_dir, engines, worker_pool, publisher))
         yield Resources(
             tokenizer=tokenizer,
             splits=splits,
             trainer=trainer,
             workers=RolloutWorkers(config, engines, worker_pool, run_dir.rollouts),
             rewards=rewards,
-            publisher=Publisher(config, run_dir, trainer, engines),
+            publisher=publisher,
             teachers=teachers,
             judges=judges,
         )
@@ -96,7 +105,7 @@ async def _find_reward_hosts(config: RunConfig, run_dir: RunDir) -> list[Endpoin
                 wait_for_endpoint,
                 run_dir.endpoints / f"{name}.json",
                 config.rollout.startup_timeout_s,
-                partial(_is_not_reported_dead, run_dir, name),
+                partial(is_expected, run_dir, name),
                 RewardError,
             )
         except RewardError as error:
@@ -157,20 +166,11 @@ async def _connect_replicas(
 ) -> list[EngineClient | None]:
     """By replica, None for those that did not come up; they are named. EngineError: none did."""
 
-    async def connect(name: str) -> EngineClient:
-        is_alive = partial(_is_not_reported_dead, run_dir, name)
-        limit_s = config.rollout.startup_timeout_s
-        found = await asyncio.to_thread(
-            wait_for_endpoint, run_dir.endpoints / f"{name}.json", limit_s, is_alive, EngineError
-        )
-        client = EngineClient(
-            f"http://{found.host}:{found.port}", name, config.rollout.request_timeout_s
-        )
-        await stack.enter_async_context(client)
-        await client.wait_ready(limit_s, is_alive)
-        return client
+    async def connect(index: int) -> EngineClient:
+        client = await connect_engine(config, run_dir, index)
+        return await stack.enter_async_context(client)
 
-    connecting = [connect(f"rollout-{index}") for index in range(config.rollout.num_replicas)]
+    connecting = [connect(index) for index in range(config.rollout.num_replicas)]
     clients: list[EngineClient | None] = []
     failures: list[BaseException] = []
     for result in await asyncio.gather(*connecting, return_exceptions=True):
@@ -193,29 +193,20 @@ async def _connect_workers(
     workers: dict[int, WorkerClient] = {}
     failure: EngineError | None = None
     for index in range(config.rollout.num_replicas):
-        name = f"worker-{index}"
-        is_alive = partial(_is_not_reported_dead, run_dir, name)
         try:
-            endpoint = await asyncio.to_thread(
-                wait_for_endpoint,
-                run_dir.endpoints / f"{name}.json",
-                config.rollout.startup_timeout_s,
-                is_alive,
-                EngineError,
-            )
+            client = await connect_worker(config, run_dir, index)
         except EngineError as error:
             failure = error
             continue
-        client = WorkerClient(name, endpoint, is_alive)
         workers[index] = await stack.enter_async_context(client)
     if failure is not None and not workers:
         raise failure
     return workers
 
 
-def _is_not_reported_dead(run_dir: RunDir, name: str) -> bool:
-    """What the supervisor knows of a process."""
-    return not (run_dir.endpoints / f"{name}.dead").exists()
+def _may_return(config: RunConfig, run_dir: RunDir, role: str, index: int) -> bool:
+    """Whether a server or worker that has died may be started again."""
+    return config.engine_restarts > 0 and is_expected(run_dir, f"{role}-{index}")
 
 
 def _on_worker_death(run_dir: RunDir, index: int, cause: EngineError) -> None:

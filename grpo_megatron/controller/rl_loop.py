@@ -119,12 +119,30 @@ class RLLoop:
             self.asked = asyncio.create_task(self.steps.sample(step + 1))
         report = await self._train(recorded)
         if self.asked and self.config.publish.pause == "wait":
-            await asyncio.wait([self.asked])  # engines finish before their weights change
+            await self._finish_requests(self.asked)
         if not self.config.uses_dataset:
             await self._publish(step, more=more)
         await self._finish(recorded, report)
 
+    async def _finish_requests(self, asked: asyncio.Task[RecordedStep]) -> None:
+        """Wait until engines are done with what was asked, before their weights change; where none
+        is alive, one may return only with the new weights."""
+        while not asked.done() and self._publisher.engines.alive:
+            await asyncio.wait([asked], timeout=1.0)
+
     async def _collect(self, sampling: Awaitable[RecordedStep]) -> RecordedStep:
+        """Wait for the step's samples and for the log-prob check of all engines that may have
+        sampled them."""
+        recorded = await self._collect_checked(sampling)
+        if not self._publisher.unchecked:
+            return recorded
+        self._publisher.unchecked.clear()
+        logprob_check = dict(recorded.logprob_check)
+        for name, worst in (await self._check_logprobs()).items():
+            logprob_check[name] = max(worst, logprob_check.get(name, worst))
+        return replace(recorded, logprob_check=logprob_check)
+
+    async def _collect_checked(self, sampling: Awaitable[RecordedStep]) -> RecordedStep:
         """Wait for the step's samples, from the store or from the engines, and for the log-prob
         check of these engines, unless the samples themselves are one."""
         if self.ahead:  # the trainer is about to have other weights than the engines
@@ -134,6 +152,7 @@ class RLLoop:
             recorded = await sampling
             living = {replica.index for replica in self._publisher.engines.alive}
             if recorded.fresh and living <= set(recorded.facts.verified_replicas):
+                self._publisher.unchecked.clear()
                 return recorded
             return replace(recorded, logprob_check=await self._check_logprobs())
         both: list[Any] = await finish_or_cancel([sampling, self._check_logprobs()])
@@ -172,7 +191,8 @@ class RLLoop:
             if engines_pause:
                 together.append(self._publisher.pause_engines())
             try:
-                results = await finish_or_cancel(together)
+                async with self._publisher.training():
+                    results = await finish_or_cancel(together)
             except MismatchError:  # nor may a resume train them
                 replace_directory(directory, directory.with_name(f"rejected_{directory.name}"))
                 raise

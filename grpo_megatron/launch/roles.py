@@ -45,17 +45,19 @@ class LocalProcesses:
 
     def replicas(self) -> list[ChildProcess]:
         """One process a vLLM server."""
-        servers = []
-        for index in range(self.config.rollout.num_replicas):
-            servers.append(self._child(f"rollout-{index}", REPLICA, str(index)))
-        return servers
+        return [self.replica(index) for index in range(self.config.rollout.num_replicas)]
+
+    def replica(self, index: int) -> ChildProcess:
+        """One of them."""
+        return self._child(f"rollout-{index}", REPLICA, str(index))
 
     def workers(self) -> list[ChildProcess]:
         """One process a server, which has its prompts answered and writes the samples."""
-        workers = []
-        for index in range(self.config.rollout.num_replicas):
-            workers.append(self._child(f"worker-{index}", WORKER, str(index), env=ONE_THREAD))
-        return workers
+        return [self.worker(index) for index in range(self.config.rollout.num_replicas)]
+
+    def worker(self, index: int) -> ChildProcess:
+        """One of them."""
+        return self._child(f"worker-{index}", WORKER, str(index), env=ONE_THREAD)
 
     def reward_hosts(self) -> list[ChildProcess]:
         """Starts reward processes for the controller; none where it does so itself."""

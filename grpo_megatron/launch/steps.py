@@ -134,36 +134,34 @@ class SlurmSteps:
 
     def replicas(self) -> list[ChildProcess]:
         """A step for each server, so that one can die alone; wide ones take several nodes."""
-        steps: list[ChildProcess] = []
-        for index in range(self.config.rollout.num_replicas):
-            nodes = self._nodes_of_replica(index)
-            steps.append(
-                self._step(
-                    f"rollout-{index}",
-                    REPLICA,
-                    str(index),
-                    str(len(nodes)),
-                    nodes=nodes,
-                    log=f"rollout-{index}.log",
-                )
-            )
-        return steps
+        return [self.replica(index) for index in range(self.config.rollout.num_replicas)]
+
+    def replica(self, index: int) -> ChildProcess:
+        """One of them."""
+        nodes = self._nodes_of_replica(index)
+        return self._step(
+            f"rollout-{index}",
+            REPLICA,
+            str(index),
+            str(len(nodes)),
+            nodes=nodes,
+            log=f"rollout-{index}.log",
+        )
 
     def workers(self) -> list[ChildProcess]:
         """A step for each server's worker, on the node where the server answers."""
-        steps: list[ChildProcess] = []
-        for index in range(self.config.rollout.num_replicas):
-            steps.append(
-                self._step(
-                    f"worker-{index}",
-                    WORKER,
-                    str(index),
-                    nodes=self._nodes_of_replica(index)[:1],
-                    log=f"worker-{index}.log",
-                    env=ONE_THREAD,
-                )
-            )
-        return steps
+        return [self.worker(index) for index in range(self.config.rollout.num_replicas)]
+
+    def worker(self, index: int) -> ChildProcess:
+        """One of them."""
+        return self._step(
+            f"worker-{index}",
+            WORKER,
+            str(index),
+            nodes=self._nodes_of_replica(index)[:1],
+            log=f"worker-{index}.log",
+            env=ONE_THREAD,
+        )
 
     def reward_hosts(self) -> list[ChildProcess]:
         """A step each, spread over the nodes that generate."""

@@ -1,7 +1,9 @@
 """Start the roles of a run, watch them, end them together.
 
-A finished controller ends the run. A dead trainer rank, a dead controller, the last dead rollout
-server, rollout worker or reward host end it with an error that shows the dead one's last lines."""
+A finished controller ends the run. A dead rollout server or rollout worker is started again, up to
+`rollout.max_restarts` times. A dead trainer rank, a dead controller, the last dead rollout server,
+rollout worker or reward host that is not started again end the run with an error that shows the
+dead one's last lines."""
 
 import contextlib
 import json
@@ -13,7 +15,8 @@ from typing import Any
 
 from grpo_megatron import errors
 from grpo_megatron.config.presets import load_preset
-from grpo_megatron.launch.processes import ChildProcess, End, wait_readable
+from grpo_megatron.launch.processes import ChildProcess, End, stop_all, wait_readable
+from grpo_megatron.launch.restarts import Restarts
 from grpo_megatron.launch.roles import LocalProcesses
 from grpo_megatron.launch.steps import SlurmSteps
 from grpo_megatron.launch.watcher import Watcher
@@ -32,6 +35,8 @@ class Supervisor:
         self.interrupts = 0
         self.remedy = f"grpo-megatron resume {self.run_dir.root}"
         self._buffer = b""
+        self._reported_dead: set[str] = set()
+        self._restarts = Restarts(self.config.engine_restarts)
         self.watcher: Watcher | None = None
         self._child_of: dict[str, ChildProcess] = {}  # by role
         self._told_hangs: dict[str, str] = {}
@@ -54,7 +59,6 @@ class Supervisor:
             *self.trainers,
             self.controller,
         ]
-        self._reported_dead: set[str] = set()
         handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             handlers[number] = signal.signal(number, self._interrupt)
@@ -101,6 +105,7 @@ class Supervisor:
             self._check_replicas()
             self._check_workers()
             self._check_reward_hosts()
+            self._start_again()
             self._check_hangs()
 
     def _watched(self) -> list[ChildProcess]:
@@ -118,6 +123,7 @@ class Supervisor:
         code = self.controller.exit_code or 0
         if code in (0, errors.INTERRUPTED_EXIT_CODE):
             return code
+        self._restarts.most = 0  # the run ends
         self._check_trainers()  # the controller may only be the first to notice
         self._check_replicas()
         self._check_workers()
@@ -155,27 +161,83 @@ class Supervisor:
         role: str,
         last: type[errors.GrpoMegatronError],
     ) -> None:
-        """Report those that died, of which the others do the work; raises `last` with the last."""
+        """Report those that died, of which the others do the work until they are started again;
+        raises `last` with the last that is not."""
         for child in children:
             if child.alive or child.name in self._reported_dead:
                 continue
             self._reported_dead.add(child.name)
             child.signal_group(signal.SIGKILL)  # what the dead one had started
-            (self.run_dir.endpoints / f"{child.name}.dead").touch()
             end = self._died(child)
-            if all(other.name in self._reported_dead for other in children):
-                raise last(f"the last {role} died: {end}", where=str(end.log), remedy=self.remedy)
-            self.screen.message(f"{end.name} died with exit code {end.exit_code}; see {end.log}")
+            told = f"{end.name} died with exit code {end.exit_code}; see {end.log}"
+            pause_s = None
+            if child in (*self.replicas, *self.workers):
+                pause_s = self._restarts.plan(child.name)
+            if pause_s is None:
+                (self.run_dir.endpoints / f"{child.name}.dead").touch()
+            else:
+                self._forget_addresses(child.name)
+                number = self._restarts.counts[child.name]
+                told += f"; it is started again in {pause_s:.0f} s ({number} of "
+                told += f"{self._restarts.most})"
+            is_nobody_left = all(other.name in self._reported_dead for other in children)
+            if is_nobody_left and not self._restarts.are_planned(children):
+                tried = ""
+                if self._restarts.counts[child.name]:
+                    tried = f" after {self._restarts.counts[child.name]} restarts"
+                    tried += " (rollout.max_restarts)"
+                raise last(
+                    f"the last {role} died{tried}: {end}", where=str(end.log), remedy=self.remedy
+                )
+            if is_nobody_left:
+                told += f"; no {role} is left, the run waits for it"
+            self.screen.message(told)
+
+    def _forget_addresses(self, name: str) -> None:
+        """Remove what a process published that is started again."""
+        for file in (f"{name}.json", f"{name}-nodes.json"):
+            (self.run_dir.endpoints / file).unlink(missing_ok=True)
+        for role, child in self._child_of.items():
+            if child.name == name:
+                self.run_dir.role_progress(role).unlink(missing_ok=True)
+
+    def _start_again(self) -> None:
+        """Start servers and workers whose pause is over."""
+        for children, make in (
+            (self.replicas, self.roles.replica),
+            (self.workers, self.roles.worker),
+        ):
+            for index, ended in enumerate(children):
+                if not self._restarts.take_due(ended.name):
+                    continue
+                stop_all([ended], grace_s=0.0)
+                child = make(index)
+                child.start()
+                children[index] = child
+                self.children[self.children.index(ended)] = child
+                self._reported_dead.discard(child.name)
+                append_event(
+                    self.run_dir.events,
+                    "restarted",
+                    role=child.name,
+                    pid=child.started.pid,
+                    number=self._restarts.counts[child.name],
+                )
+                self._watch_child(child)
+
+    def _watch_child(self, child: ChildProcess) -> None:
+        for role, pid in self.roles.pids(child).items():
+            self._child_of[role] = child
+            if self.watcher is not None:
+                self.watcher.begin(role, pid)
 
     def _start_watcher(self) -> None:
         """Look for roles that hang, as the recipe says."""
-        pids: dict[str, int | None] = {}
-        for child in self.children:
-            of_child = self.roles.pids(child)
-            pids |= of_child
-            self._child_of |= dict.fromkeys(of_child, child)
         if self.config.watch.enabled:
-            self.watcher = Watcher(self.config, self.run_dir, pids, self.roles.look)
+            self.watcher = Watcher(self.config, self.run_dir, {}, self.roles.look)
+        for child in self.children:
+            self._watch_child(child)
+        if self.watcher is not None:
             self.watcher.start()
 
     def _check_hangs(self) -> None:

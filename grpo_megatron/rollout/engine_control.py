@@ -211,19 +211,25 @@ class EngineControl:
         """Compare replicas with the same workers, which hold bit-identical parameters."""
         if len(self.clients) > 1:
             checksums = await _all(client.weight_checksums() for client in self.clients)
-            first_with_layout: dict[frozenset[str], int] = {}
-            for index, mine in enumerate(checksums):
-                other = first_with_layout.setdefault(frozenset(mine), index)
-                theirs = checksums[other]
-                wrong = sorted(name for name in mine if mine[name] != theirs[name])
-                if wrong:
-                    raise MismatchError(
-                        f"parameter {wrong[0]!r} of {self.clients[index].name} "
-                        f"differs from that of {self.clients[other].name} "
-                        f"({len(wrong)} of {len(mine)} do)",
-                        remedy=_REMEDY,
-                    )
+            require_equal_weights([client.name for client in self.clients], checksums)
         await self.resume(tags="kv_cache")
+
+
+def require_equal_weights(names: Sequence[str], checksums: Sequence[Mapping[str, str]]) -> None:
+    """Raise MismatchError where replicas with the same workers hold different parameters.
+
+    checksums: of each replica, by `EngineClient.weight_checksums`; `names` are theirs."""
+    first_with_layout: dict[frozenset[str], int] = {}
+    for index, mine in enumerate(checksums):
+        other = first_with_layout.setdefault(frozenset(mine), index)
+        theirs = checksums[other]
+        wrong = sorted(name for name in mine if mine[name] != theirs[name])
+        if wrong:
+            raise MismatchError(
+                f"parameter {wrong[0]!r} of {names[index]} differs from that of {names[other]} "
+                f"({len(wrong)} of {len(mine)} do)",
+                remedy=_REMEDY,
+            )
 
 
 def _require_all(client: EngineClient, size: int, workers: Sequence[Any]) -> None:

@@ -1,11 +1,15 @@
 """The replicas of a run: which are alive, and where a failed request goes next."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from grpo_megatron.errors import EngineError
+from grpo_megatron import progress
+from grpo_megatron.errors import EngineError, GrpoMegatronError
 from grpo_megatron.rollout.client import EngineClient, EngineUnreachable
 from grpo_megatron.rollout.segments import Result
+
+_LOOK_S = 0.2
 
 
 @dataclass(slots=True)
@@ -26,7 +30,11 @@ class Replica:
 class ReplicaPool:
     """Replicas (None: one that never was) with health, and retries on another one, `max_attempts`
     in all. `on_death` is called once with a replica that was found dead. With `home`, all requests
-    go to that replica as long as it is alive."""
+    go to that replica as long as it is alive. `may_return` says of a replica that is not there
+    whether somebody may start it again.
+
+    Attributes:
+        failure: Why no replica that returns can be trusted, if so."""
 
     def __init__(
         self,
@@ -35,7 +43,9 @@ class ReplicaPool:
         max_attempts: int = 3,
         on_death: Callable[[Replica], None] = lambda replica: None,
         home: int | None = None,
+        may_return: Callable[[int], bool] = lambda index: False,
     ):
+        self.failure: GrpoMegatronError | None = None
         self.replicas: list[Replica] = []
         for index, client in enumerate(clients):
             if client is not None:
@@ -43,6 +53,8 @@ class ReplicaPool:
         self._max_attempts = max_attempts
         self._on_death = on_death
         self._home = home
+        self._may_return = may_return
+        self._size = len(clients)
 
     @property
     def alive(self) -> list[Replica]:
@@ -64,6 +76,31 @@ class ReplicaPool:
             raise self._all_died()
         choices = [replica for replica in alive if replica is not avoid]
         return min(choices or alive, key=lambda replica: replica.in_flight)
+
+    def is_alive(self, index: int) -> bool:
+        """Whether there is a replica of this number that was not found dead."""
+        return any(replica.index == index for replica in self.alive)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether a replica that is not there may return."""
+        missing = [index for index in range(self._size) if not self.is_alive(index)]
+        return any(self._may_return(index) for index in missing)
+
+    async def wait_alive(self) -> None:
+        """Wait until a replica is alive. Raises EngineError where none is, and none will be."""
+        while not self.alive:
+            if self.failure is not None:
+                raise self.failure
+            if not self.can_wait:
+                raise self._all_died()
+            progress.advance()  # the wait is for a start, which is watched itself
+            await asyncio.sleep(_LOOK_S)
+
+    def join(self, index: int, client: EngineClient) -> None:
+        """Let a replica that was started again take requests, in place of the one before it."""
+        others = [replica for replica in self.replicas if replica.index != index]
+        self.replicas = sorted([*others, Replica(index, client)], key=lambda one: one.index)
 
     def _all_died(self) -> EngineError:
         last = self.replicas[-1]

@@ -32,13 +32,19 @@ SMALL_SHARD_BYTES = 1 << 20
 _CHUNKS_PER_REPLICA = 4  # where there are several replicas
 _TOKEN_BYTES = 8  # id and log-prob
 _CONNECT_S = 10.0
+_ANSWER = aiohttp.ClientTimeout(total=_CONNECT_S)
 _LOOK_S = 5.0
+_WAIT_S = 0.2
 
 StoredGroup = RolloutGroup[StoredCompletion]
 
 
 class WorkerLost(EngineError):
     """A rollout worker has gone: another one may take its chunk."""
+
+
+class _NoEngine(Exception):
+    """All engines that a chunk named have died, and others may be asked: it is asked again."""
 
 
 class Worker(Protocol):
@@ -85,6 +91,13 @@ class WorkerClient(contextlib.AbstractAsyncContextManager):
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
 
+    async def answers(self) -> bool:
+        """Whether the worker is there."""
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            async with self._session.get(self._url, timeout=_ANSWER) as response:
+                return response.status < 500  # it has no such page, and says so
+        return False
+
     async def _post(self, chunk: Chunk) -> SampledChunk:
         try:
             async with self._session.post(self._url, data=msgspec.json.encode(chunk)) as response:
@@ -99,13 +112,16 @@ class WorkerClient(contextlib.AbstractAsyncContextManager):
 
 
 class WorkerPool:
-    """Workers by the replica that each is beside. `on_death` is called once with a lost one."""
+    """Workers by the replica that each is beside. `on_death` is called once with a lost one;
+    `can_wait` says whether one that is not there may be started again."""
 
     def __init__(
         self,
         workers: Mapping[int, Worker],
         on_death: Callable[[int, EngineError], None] = lambda index, cause: None,
+        can_wait: Callable[[], bool] = lambda: False,
     ):
+        self._can_wait = can_wait
         self._workers = dict(workers)
         self._on_death = on_death
 
@@ -123,6 +139,20 @@ class WorkerPool:
             alive = sorted(self._workers)
             index = alive[replica % len(alive)]
         return index, self._workers[index]
+
+    def has(self, index: int) -> bool:
+        """Whether a replica's own worker is there."""
+        return index in self._workers
+
+    async def wait_alive(self) -> None:
+        """Wait until there is a worker, if one may come."""
+        while not self._workers and self._can_wait():
+            progress.advance()  # the wait is for a start, which is watched itself
+            await asyncio.sleep(_WAIT_S)
+
+    def add(self, index: int, worker: Worker) -> None:
+        """Ask a worker that was started again."""
+        self._workers[index] = worker
 
     def lose(self, index: int, cause: EngineError) -> None:
         """Ask a worker nothing any more."""
@@ -225,12 +255,13 @@ class _Call:
 
     async def serve_all(self) -> None:
         """Have workers take the chunks, until all are served. Errors as of `rollouts`."""
+        await self._engines.wait_alive()
         size = self._prompts_per_chunk()
         for first in range(0, len(self._prompts), size):
             self._queue.append(_Part(first, min(first + size, len(self._prompts))))
         width = max(self._prompts_at_once() // size, 1)
         while self._queue:
-            self._engines.pick()  # raises when none is alive
+            await self._engines.wait_alive()
             alive = self._engines.alive
             share = -(-len(self._queue) // len(alive))
             takers = []
@@ -264,7 +295,10 @@ class _Call:
 
     async def _take(self, replica: Replica) -> None:
         """Serve chunks one after the other, until there are none or the replica died."""
-        while self._queue and (replica.is_alive or not self._engines.alive):
+        while self._queue and self._is_taking(replica):
+            await self._workers.wait_alive()
+            if not self._queue:
+                return
             part = self._queue.popleft()
             index, worker = self._workers.beside(replica.index)
             try:
@@ -272,11 +306,20 @@ class _Call:
             except WorkerLost as error:
                 self._queue.appendleft(part)
                 self._workers.lose(index, error)
+            except _NoEngine:
+                self._queue.appendleft(part)
+
+    def _is_taking(self, replica: Replica) -> bool:
+        """Where all have died for good, the worker says so."""
+        if replica.is_alive:
+            return True
+        return not self._engines.alive and not self._engines.can_wait
 
     async def _serve(self, part: _Part, replica: Replica, worker: Worker) -> None:
         """Have a worker sample prompts, and keep their records."""
         prompts = self._prompts[part.first : part.end]
         samples = self._samples[part.first : part.end]
+        named = self._engines.alive
         try:
             answer = await worker.sample(self._chunk(prompts, samples, replica))
         except WorkerLost:
@@ -284,6 +327,9 @@ class _Call:
         except EngineError as error:
             for other in self._engines.alive:
                 await self._engines.examine(other, error)
+            is_left = any(other.is_alive for other in named)
+            if not is_left and (self._engines.alive or self._engines.can_wait):
+                raise _NoEngine from error
             raise
         progress.advance()
         await self._tell_dead(answer.dead)

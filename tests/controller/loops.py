@@ -76,6 +76,7 @@ class Loop:
         self.checked: list[int] = []  # weight versions for which prompts were sent
         self.written = lambda place, completion: completion  # by its place in what was asked
         self.num_engines = 1  # p8 is asked of the one after that of p7
+        self.unchecked: set[int] = set()  # engines that joined
         self.mismatch_at: int | None = None  # `Train` request
         self.states: dict[int, RunState] = {}
         self.unfinished: SaveCheckpoint | None = None
@@ -190,6 +191,10 @@ class Loop:
             raise EngineError("no engine is alive")
         self.version, self.holds_requests = version, False
         self.weights_came.set()
+
+    @contextlib.asynccontextmanager
+    async def training(self):
+        yield
 
     async def ensure_version(self, version: int) -> None:
         assert self.version == version

@@ -41,7 +41,7 @@ def wait_for(run: Path, kind: str, role: str, count: int, process) -> dict:
 
 
 def wait_for_phase(run: Path, phase: str) -> None:
-    """The controller's."""
+    """The controller's, by its last heartbeat: a phase of a step this short may be over by now."""
     from grpo_megatron.progress import read_progress
 
     file = run / "progress" / "1" / "controller.json"
@@ -50,6 +50,7 @@ def wait_for_phase(run: Path, phase: str) -> None:
         record = read_progress(file)
         if record is not None and record.phase == phase:
             return
+        time.sleep(0.01)
     raise AssertionError(f"never in phase {phase}")
 
 

@@ -230,7 +230,8 @@ def test_an_engine_that_computes_something_else_trains_nothing(tmp_path):
     ],
 )
 def test_a_dead_process_ends_the_run(tmp_path, role, code, message):
-    process = runs.start("train", runs.RECIPE, f"runs_dir={tmp_path}", "num_steps=5000")
+    once = ("num_steps=5000", "rollout.max_restarts=0")
+    process = runs.start("train", runs.RECIPE, f"runs_dir={tmp_path}", *once)
     run = tmp_path / "short"
     runs.wait_for_steps(run, 1, process)
     runs.kill(runs.role_pid(run, role))

@@ -51,7 +51,8 @@ class Run:
     def __init__(self, tmp_path, monkeypatch, **settings):
         monkeypatch.setattr(watcher, "PERIOD_S", 0.3)
         monkeypatch.setattr(Supervisor, "_prepare_model", lambda self: None)
-        config = resolve("demo/gspo-moe-cpu", ["rollout.num_replicas=2", "trainer.num_ranks=2"])
+        sizes = ["rollout.num_replicas=2", "trainer.num_ranks=2"]
+        config = resolve("demo/gspo-moe-cpu", [*sizes, *settings.pop("flags", ())])
         watch = WatchConfig.model_construct(
             **{"enabled": True, "silent_s": 5.0, "slow_factor": 5.0, **settings}
         )
@@ -64,18 +65,19 @@ class Run:
         return [e for e in read_events(self.run_dir.events) if e["kind"] == kind]
 
     def pid(self, role):
-        return [e["pid"] for e in self.events("started") if e["role"] == role][-1]
+        started = self.events("started") + self.events("restarted")
+        return [event["pid"] for event in started if event["role"] == role][-1]
 
     def all_train(self) -> bool:
         records = [read_progress(file) for file in self.run_dir.progress.glob("*.json")]
         return sum(record is not None and record.phase == "Train" for record in records) == 7
 
-    def with_meddling(self, meddle) -> int:
+    def with_meddling(self, meddle, *, all_start: bool = True) -> int:
         """Run the supervisor here, which takes signals, and `meddle` in a thread."""
 
         def work():
             try:
-                wait_until(self.all_train)
+                wait_until(lambda: not all_start or self.all_train())
                 meddle(self)
             except BaseException as error:
                 self.failure = error
@@ -125,7 +127,8 @@ def test_a_stopped_controller_too(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("role", ["rollout-0", "worker-1"])
 def test_a_stopped_server_or_worker_is_ended_and_counts_as_dead(tmp_path, monkeypatch, role):
-    run = Run(tmp_path, monkeypatch, kill_after_s=1.0, replace_after_s=1.0)
+    never = ["rollout.max_restarts=0"]
+    run = Run(tmp_path, monkeypatch, kill_after_s=1.0, replace_after_s=1.0, flags=never)
     is_dead = run.run_dir.endpoints / f"{role}.dead"
     assert run.with_meddling(stop(role, lambda run: is_dead.exists())) == 0
     [hung] = run.events("hung")

@@ -1,6 +1,8 @@
 """The shipped batch script on a real Slurm: what each event of a cluster does to a run."""
 
 import json
+import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import runs
-from tests.slurm.jobs import CLUSTER, NODES, ROOT, SITE, Cluster, all_gone, processes
+from tests.slurm.jobs import CLUSTER, NODES, ROOT, SITE, TIMEOUT_S, Cluster, all_gone, processes
 
 pytestmark = pytest.mark.slurm
 
@@ -169,6 +171,7 @@ def test_dead_servers_are_named_until_the_last(cluster):
         "placement.trainer_nodes=1",
         "placement.rollout_nodes=2",
         "rollout.num_replicas=2",
+        "rollout.max_restarts=0",
     )
     cluster.wait_for_steps(run, 2, job)
     again = cluster.run("sbatch", "--parsable", "--nodes=1", str(run / "slurm/train.sbatch"))
@@ -189,6 +192,45 @@ def test_dead_servers_are_named_until_the_last(cluster):
     assert "the last rollout server died" in cluster.output(run)
     assert "rollout-" in cluster.output(run).rsplit("the last rollout server died", 1)[1]
     assert not all_gone(run)
+
+
+def test_what_is_stopped_is_seen_on_its_node_and_servers_come_back(cluster):
+    """A server on another node than the supervisor's, then a trainer rank."""
+    job, run = cluster.submit(
+        "stopped",
+        "num_steps=5000",
+        "placement.trainer_nodes=1",
+        "placement.rollout_nodes=2",
+        "rollout.num_replicas=2",
+        "watch.silent_s=15",
+        "watch.replace_after_s=1",
+        "watch.kill_after_s=1",
+    )
+    cluster.wait_for_steps(run, 2, job)
+    status = cluster.command("status", str(run)).stdout
+    for role in ("controller", "trainer-1", "rollout-0", "rollout-1", "worker-1"):
+        assert f"\n  {role} " in status
+    server, *_ = processes(run, "rollout.serve")
+    os.kill(server, signal.SIGSTOP)
+    hung = wait_for_event(run, "hung")
+    assert hung["cause"] == "stopped" and hung["role"].startswith("rollout-")
+    for kind in ("died", "restarted", "joined"):
+        assert wait_for_event(run, kind)["role"] == hung["role"]
+    cluster.wait_for_steps(run, len(runs.metrics(run)) + 3, job)
+    os.kill(processes(run, "trainer.trainer_rank")[-1], signal.SIGSTOP)
+    state = cluster.wait(job, timeout_s=120)
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "6:0")
+    assert "has given no sign of life" in cluster.output(run)
+    assert "it is stopped" in cluster.output(run)
+    assert not all_gone(run)
+
+
+def wait_for_event(run: Path, kind: str) -> dict:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not runs.events(run, kind):
+        assert time.monotonic() < deadline, f"no event {kind}"
+        time.sleep(0.1)
+    return runs.events(run, kind)[0]
 
 
 def test_cancel_keeps_the_last_step_and_resume_submits_again(cluster, whole):

@@ -1,0 +1,104 @@
+"""Connections to rollout servers and rollout workers, the first ones and those that start again."""
+
+import asyncio
+import contextlib
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+from grpo_megatron.config.run import RunConfig
+from grpo_megatron.errors import EngineError
+from grpo_megatron.network import Endpoint
+from grpo_megatron.rollout.client import EngineClient
+from grpo_megatron.rollout.workers import WorkerClient
+from grpo_megatron.rundir import RunDir
+
+_LOOK_S = 0.1
+
+
+def is_expected(run_dir: RunDir, name: str) -> bool:
+    """Whether the supervisor has not reported a process as dead for good."""
+    return not (run_dir.endpoints / f"{name}.dead").exists()
+
+
+async def connect_engine(config: RunConfig, run_dir: RunDir, index: int) -> EngineClient:
+    """Connect to replica `index` once it is healthy; of one that is started again meanwhile, to the
+    new one. The caller closes the connection.
+
+    Raises EngineError: it has ended for good, or `rollout.startup_timeout_s` is over."""
+    name = f"rollout-{index}"
+    while True:
+        endpoint = await _published(config, run_dir, name)
+        client = EngineClient(
+            f"http://{endpoint.host}:{endpoint.port}", name, config.rollout.request_timeout_s
+        )
+        try:
+            if await _is_ready(config, run_dir, client, endpoint):
+                return client
+        except BaseException:
+            await client.close()
+            raise
+        await client.close()
+
+
+async def _is_ready(
+    config: RunConfig, run_dir: RunDir, client: EngineClient, endpoint: Endpoint
+) -> bool:
+    """Wait until an engine is healthy; False where it is another one by now."""
+    path = run_dir.endpoints / f"{client.name}.json"
+    limit_s = config.rollout.startup_timeout_s
+    deadline = time.monotonic() + limit_s
+    while not await client.health():
+        if not is_expected(run_dir, client.name):
+            raise EngineError(f"{client.name} ended before it was ready", where=client.base_url)
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"{client.name} was not ready after {limit_s:.0f} s",
+                where=client.base_url,
+                remedy="look at its log, or raise rollout.startup_timeout_s",
+            )
+        if not _is_current(path, endpoint):
+            return False
+        await asyncio.sleep(_LOOK_S)
+    return True
+
+
+async def connect_worker(config: RunConfig, run_dir: RunDir, index: int) -> WorkerClient:
+    """Connect to the rollout worker beside replica `index`. The caller closes the connection.
+
+    Raises EngineError: it has ended for good, or has not published its address in time."""
+    name = f"worker-{index}"
+    endpoint = await _published(config, run_dir, name)
+    path = run_dir.endpoints / f"{name}.json"
+    return WorkerClient(name, endpoint, partial(_is_current, path, endpoint))
+
+
+async def _published(config: RunConfig, run_dir: RunDir, name: str) -> Endpoint:
+    """Wait for a process to publish its address."""
+    path = run_dir.endpoints / f"{name}.json"
+    limit_s = config.rollout.startup_timeout_s
+    deadline = time.monotonic() + limit_s
+    while True:
+        # a short look by a thread each time: one that waits would keep the process from ending
+        with contextlib.suppress(OSError, ValueError):  # removed between the look and the reading
+            if path.name in await asyncio.to_thread(os.listdir, path.parent):
+                return Endpoint.read(path)
+        if not is_expected(run_dir, name):
+            raise EngineError(f"{name} ended before it was ready", where=str(path))
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"nobody published {path.name} within {limit_s:.0f} s",
+                where=str(path),
+                remedy="look at the other processes' logs",
+            )
+        await asyncio.sleep(_LOOK_S)
+
+
+def _is_current(path: Path, endpoint: Endpoint) -> bool:
+    """Whether a process is still the one that published `endpoint`: the supervisor removes the file
+    when it has ended."""
+    try:
+        return Endpoint.read(path) == endpoint
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,352 @@
+"""Servers and workers that return: who waits for them, and what they must have before they are
+asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_megatron.controller import rejoining
+from grpo_megatron.controller.publishing import Publisher
+from grpo_megatron.controller.rejoining import Rejoining
+from grpo_megatron.errors import EngineError, MismatchError
+from grpo_megatron.network import Endpoint
+from grpo_megatron.rollout.client import EngineUnreachable
+from grpo_megatron.rollout.pool import ReplicaPool
+from grpo_megatron.rollout.workers import WorkerPool
+from grpo_megatron.rundir import RunDir
+from grpo_megatron.telemetry.events import read_events
+from tests.controller.scored_groups import recipe
+from tests.rollout.fake_engine import fake_engines
+
+
+class Engine:
+    """Notes what it is asked; holds the version that it loaded last."""
+
+    def __init__(self, name="engine", checksums=None):
+        self.name = self.base_url = name
+        self.calls: list[str] = []
+        self.is_alive = True
+        self.checksums = checksums or {"0/weight": "a"}
+        self.version = None
+        self.is_closed = False
+
+    async def control(self, path, *args, **options):
+        if not self.is_alive:
+            raise EngineUnreachable("gone")
+        self.calls.append(path)
+
+    async def call_workers(self, method, **arguments):
+        await self.control(method)
+        return []
+
+    async def reset_prefix_cache(self):
+        await self.control("reset")
+
+    async def set_weight_version(self, version):
+        await self.control(f"version {version}")
+        self.version = version
+
+    async def weight_checksums(self):
+        await self.control("checksums")
+        return self.checksums
+
+    async def health(self):
+        return self.is_alive
+
+    async def close(self):
+        self.is_closed = True
+
+
+class Trainer:
+    """Every request takes a moment; notes them."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+
+    async def call(self, request):
+        self.calls.append(request.name)
+        await asyncio.sleep(0)
+
+
+def publisher(tmp_path, engines, can_return=True, **settings) -> Publisher:
+    config = recipe(publish={"method": "file"}, **settings)
+    pool = ReplicaPool(engines, may_return=lambda index: can_return)
+    return Publisher(config, RunDir(tmp_path), Trainer(), pool)
+
+
+async def die(publisher, index):
+    [replica] = [one for one in publisher.engines.replicas if one.index == index]
+    replica.client.is_alive = False
+    await publisher.engines.examine(replica, EngineError("gone"))
+
+
+def test_one_that_returns_has_the_weights_of_the_others_before_it_is_asked(tmp_path):
+    first, second, again = Engine("r0"), Engine("r1"), Engine("r1")
+
+    async def run():
+        owner = publisher(tmp_path, [first, second])
+        await owner.publish(3)
+        await die(owner, 1)
+        before = list(first.calls)
+        await owner.join(1, again)
+        assert again.version == 3 and again.calls[-2:] == ["/resume", "checksums"]
+        assert first.calls == [*before, "checksums"]  # it went on meanwhile
+        assert [replica.client for replica in owner.engines.alive] == [first, again]
+        assert owner.unchecked == {1}
+        await owner.publish(4)
+        assert first.version == again.version == 4
+
+    asyncio.run(run())
+
+
+def test_one_that_holds_other_weights_does_not_join(tmp_path):
+    first, second = Engine("r0"), Engine("r1")
+    wrong = Engine("r1", {"0/weight": "b"})
+
+    async def run():
+        owner = publisher(tmp_path, [first, second])
+        await owner.publish(3)
+        await die(owner, 1)
+        with pytest.raises(MismatchError, match="of r1 differs from that of r0"):
+            await owner.join(1, wrong)
+        assert [replica.client for replica in owner.engines.alive] == [first]
+
+    asyncio.run(run())
+
+
+def test_replicas_of_other_layouts_are_not_compared(tmp_path):
+    first, second = Engine("r0"), Engine("r1")
+    wider = Engine("r1", {"0/weight": "b", "1/weight": "c"})
+
+    async def run():
+        owner = publisher(tmp_path, [first, second])
+        await owner.publish(3)
+        await die(owner, 1)
+        await owner.join(1, wider)
+
+    asyncio.run(run())
+
+
+def test_who_joins_waits_until_trainer_and_engines_have_one_version(tmp_path):
+    engine, again = Engine("r0"), Engine("r0")
+
+    async def run():
+        owner = publisher(tmp_path, [engine])
+        joining = asyncio.create_task(owner.join(0, again))
+        await asyncio.sleep(0.05)
+        assert again.calls == []  # nothing was published yet
+        await owner.publish(0)
+        await die(owner, 0)
+        trained = asyncio.Event()
+
+        async def train():
+            async with owner.training():
+                await trained.wait()
+
+        training = asyncio.create_task(train())
+        await asyncio.sleep(0.5)
+        is_in_training = again.calls == []
+        trained.set()
+        await training
+        await asyncio.sleep(0.5)
+        is_before_publish = again.calls == []
+        await owner.publish(1)  # into nobody
+        assert owner.engines.alive == []
+        await joining
+        return is_in_training, is_before_publish
+
+    assert asyncio.run(run()) == (True, True)
+    assert again.version == 1
+
+
+def test_training_waits_for_weights_on_their_way(tmp_path):
+    """Else these would be those after the step, under the version before it."""
+    engine, again = Engine("r0"), Engine("r0")
+    order = []
+
+    async def run():
+        owner = publisher(tmp_path, [engine])
+        await owner.publish(0)
+        await die(owner, 0)
+        sent = asyncio.Event()
+
+        async def slow(path, *args, **options):
+            await sent.wait()
+
+        again.control = slow
+        joining = asyncio.create_task(owner.join(0, again))
+        await asyncio.sleep(0.05)
+
+        async def train():
+            async with owner.training():
+                order.append("train")
+
+        training = asyncio.create_task(train())
+        await asyncio.sleep(0.05)
+        order.append("sent")
+        sent.set()
+        await asyncio.gather(joining, training)
+
+    asyncio.run(run())
+    assert order == ["sent", "train"]
+
+
+@pytest.mark.parametrize("can_return", [False, True])
+def test_the_only_engine_dies_in_training(tmp_path, can_return):
+    engine = Engine("r0")
+
+    async def run():
+        owner = publisher(tmp_path, [engine], can_return)
+        await owner.publish(0)
+        engine.is_alive = False
+        await owner.pause_engines()
+        await owner.publish(1)
+        assert owner.version == 1 and owner.engines.alive == []
+
+    if can_return:
+        asyncio.run(run())
+    else:
+        with pytest.raises(EngineError, match="gone"):
+            asyncio.run(run())
+
+
+def test_what_is_wrong_with_one_that_returned_ends_the_run(tmp_path):
+    engine = Engine("r0")
+
+    async def run():
+        owner = publisher(tmp_path, [engine])
+        await owner.publish(0)
+        await die(owner, 0)
+        owner.engines.failure = MismatchError("other weights")
+        with pytest.raises(MismatchError):
+            await owner.publish(1)
+        with pytest.raises(MismatchError):
+            await owner.engines.wait_alive()
+
+    asyncio.run(run())
+
+
+def test_a_pool_waits_for_one_that_may_return(tmp_path):
+    engine, again = Engine("r0"), Engine("r0")
+    may_return = [True]
+
+    async def run():
+        pool = ReplicaPool([engine], may_return=lambda index: may_return[0])
+        engine.is_alive = False
+        await pool.examine(pool.replicas[0], EngineError("gone"))
+        waiting = asyncio.create_task(pool.wait_alive())
+        await asyncio.sleep(0.3)
+        assert not waiting.done() and pool.can_wait
+        pool.join(0, again)
+        await waiting
+        assert pool.pick().client is again
+        again.is_alive = False
+        await pool.examine(pool.replicas[0], EngineError("gone"))
+        waiting = asyncio.create_task(pool.wait_alive())
+        may_return[0] = False
+        with pytest.raises(EngineError, match="no engine is alive"):
+            await waiting
+
+    asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def joined(tmp_path, engines, workers, owner, **rollout):
+    config = recipe(rollout=rollout)
+    run_dir = RunDir(tmp_path, "1")
+    run_dir.create()
+    async with Rejoining(config, run_dir, engines, workers, owner):
+        yield run_dir
+
+
+class Joins:
+    """In the place of a publisher: lets an engine join at once."""
+
+    version = 5
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    async def join(self, index, client):
+        self.pool.join(index, client)
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def publish_address(run_dir, name, url):
+    host, _, port = url.removeprefix("http://").partition(":")
+    Endpoint(host, int(port)).write(run_dir.endpoints / f"{name}.json")
+
+
+def test_a_new_address_is_connected_to_and_an_old_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(rejoining, "_LOOK_S", 0.05)
+
+    async def run():
+        async with fake_engines(2) as [old, new]:
+            dead = Engine("rollout-0")
+            pool = ReplicaPool([dead], may_return=lambda index: True)
+            workers = WorkerPool({0: SimpleNamespace()})
+            async with joined(tmp_path, pool, workers, Joins(pool)) as run_dir:
+                old.healthy = False
+                publish_address(run_dir, "rollout-0", old.url)
+                dead.is_alive = False
+                await pool.examine(pool.replicas[0], EngineError("gone"))
+                await asyncio.sleep(0.3)
+                assert not pool.alive
+                (run_dir.endpoints / "rollout-0.json").unlink()  # the supervisor does
+                await asyncio.sleep(0.3)
+                publish_address(run_dir, "rollout-0", new.url)
+                await until(lambda: pool.alive)
+                assert pool.alive[0].client.base_url == new.url
+                await until(lambda: run_dir.events.exists())
+            [event] = read_events(run_dir.events)
+            assert (event["kind"], event["role"]) == ("joined", "rollout-0")
+            assert event["version"] == 5
+
+    asyncio.run(run())
+
+
+def test_one_that_is_given_up_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(rejoining, "_LOOK_S", 0.05)
+
+    async def run():
+        dead = Engine("rollout-0")
+        pool = ReplicaPool([dead], may_return=lambda index: True)
+        workers = WorkerPool({0: SimpleNamespace()})
+        config = recipe()
+        run_dir = RunDir(tmp_path, "1")
+        run_dir.create()
+        seeing = Rejoining(config, run_dir, pool, workers, Joins(pool))
+        async with seeing:
+            dead.is_alive = False
+            await pool.examine(pool.replicas[0], EngineError("gone"))
+            (run_dir.endpoints / "rollout-0.dead").touch()
+            await until(lambda: seeing._tasks[0].done())
+
+    asyncio.run(run())
+
+
+def test_without_restarts_nobody_is_looked_for(tmp_path):
+    async def run():
+        pool = ReplicaPool([Engine()])
+        config = recipe(rollout={"max_restarts": 0})
+        seeing = Rejoining(config, RunDir(tmp_path, "1"), pool, WorkerPool({}), Joins(pool))
+        async with seeing:
+            assert seeing._tasks == []
+
+    asyncio.run(run())
+
+
+def test_engines_that_share_gpus_with_the_trainer_are_not_started_again():
+    gpus = {"mode": "colocated", "gpus_per_node": 1}
+    assert recipe(placement=gpus).engine_restarts == 0
+    assert recipe(placement={"mode": "colocated"}).engine_restarts == 3
+    assert recipe(rollout={"max_restarts": 1}).engine_restarts == 1
