@@ -155,10 +155,10 @@ def test_objectives_of_turns_at_every_layout(
     for name, expected in objectives_apart.items():
         assert max(expected["grad_norms"]) > 1e-3, name
         np.testing.assert_allclose(
-            found[name]["losses"], expected["losses"], rtol=1e-4, atol=1e-6, err_msg=name
+            found[name]["losses"], expected["losses"], rtol=TOLERANCE, atol=TOLERANCE / 2, err_msg=name
         )
         np.testing.assert_allclose(
-            found[name]["grad_norms"], expected["grad_norms"], rtol=1e-4, err_msg=name
+            found[name]["grad_norms"], expected["grad_norms"], rtol=TOLERANCE, err_msg=name
         )
 
 
