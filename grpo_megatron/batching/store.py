@@ -241,36 +241,59 @@ def _fork_columns(
     places: as of `ShardOrder`; prompts, completions: of every sample of the shard."""
     if all(len(of_episode) == 1 for of_episode in places):
         return {}
-    after = np.full(len(completions), UNKNOWN, np.int64)
-    num_tokens = np.zeros(len(completions), np.int64)
-    most_equal = np.zeros(len(completions), np.int64)
+    forks = [Fork(UNKNOWN, 0, False)] * len(completions)
     for of_episode in places:
+        tokens = []
+        for place in of_episode:
+            prompt_ids = np.asarray(prompts[place], np.int32)
+            tokens.append(np.concatenate([prompt_ids, completions[place].token_ids]))
+        routed = None
+        if with_routes:
+            routed = [(completions[place], len(prompts[place])) for place in of_episode]
         for number, place in enumerate(of_episode):
-            for earlier in of_episode[:number]:
-                num_equal = _num_equal_tokens(earlier, place, prompts, completions)
-                num_shared = num_equal
-                if with_routes:
-                    one = (completions[earlier], len(prompts[earlier]))
-                    other = (completions[place], len(prompts[place]))
-                    num_equal = min(num_equal, num_routed(*one), num_routed(*other))
-                    num_shared = first_difference(*one, *other, num_equal)
-                most_equal[place] = max(most_equal[place], num_equal)
-                if num_shared > num_tokens[place]:
-                    after[place] = earlier
-                    num_tokens[place] = num_shared
-    is_cut = (num_tokens < most_equal).astype(np.uint8)
-    return {"fork_after": after, "fork_tokens": num_tokens, "fork_is_cut": is_cut}
+            found = _fork(number, tokens, routed)
+            if found.after != UNKNOWN:
+                found = replace(found, after=of_episode[found.after])
+            forks[place] = found
+    return {
+        "fork_after": np.array([fork.after for fork in forks], np.int64),
+        "fork_tokens": np.array([fork.num_tokens for fork in forks], np.int64),
+        "fork_is_cut": np.array([fork.is_cut for fork in forks], np.uint8),
+    }
 
 
-def _num_equal_tokens(
-    earlier: int,
-    place: int,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Completion],
-) -> int:
-    """With how many equal tokens, of prompt and response, two samples of a shard begin."""
-    one = np.concatenate([prompts[earlier], completions[earlier].token_ids])
-    other = np.concatenate([prompts[place], completions[place].token_ids])
+def _fork(
+    number: int,
+    tokens: Sequence[np.ndarray],
+    routed: Sequence[tuple[Completion, int]] | None,
+) -> Fork:
+    """What sequence `number` of an episode shares with an earlier one, by its number there.
+
+    tokens: of prompt and response, by sequence; routed: response and length of the prompt, where
+    routes must be the same, too."""
+    num_equal = []
+    for earlier in range(number):
+        equal = _num_equal_tokens(tokens[earlier], tokens[number])
+        if routed is not None:
+            equal = min(equal, num_routed(*routed[earlier]), num_routed(*routed[number]))
+        num_equal.append(equal)
+    best = Fork(UNKNOWN, 0, False)
+    # the longest first: routes of the others are read only where it is cut short
+    for earlier in np.argsort([-equal for equal in num_equal], kind="stable").tolist():
+        if num_equal[earlier] <= best.num_tokens:
+            break
+        num_shared = num_equal[earlier]
+        if routed is not None:
+            one, num_prompt = routed[earlier]
+            other, num_other_prompt = routed[number]
+            num_shared = first_difference(one, num_prompt, other, num_other_prompt, num_shared)
+        if num_shared > best.num_tokens:
+            best = Fork(earlier, num_shared, False)
+    return replace(best, is_cut=best.num_tokens < max(num_equal, default=0))
+
+
+def _num_equal_tokens(one: np.ndarray, other: np.ndarray) -> int:
+    """With how many equal tokens two sequences begin, int32 both."""
     num_compared = min(len(one), len(other))
     differs = one[:num_compared] != other[:num_compared]
     if not differs.any():
