@@ -28,20 +28,15 @@ SMALL = (
     "checkpoint.keep=9",
     "checkpoint.keep_steps=9",
 )
-WHILE_OTHERS_WORK = (
-    "batch.max_staleness=1",
-    "publish.pause=keep",
-    "rollout.segment_tokens=2",
-    "routing.replay=r3",
-    "routing.on_missing=fail",
-)
+REPLAYED = ("routing.replay=r3", "routing.on_missing=fail")
+IN_MID_EPISODE = ("batch.max_staleness=1", "publish.pause=keep", "rollout.segment_tokens=2")
 
 
 @pytest.fixture(scope="module")
 def agent_run(tmp_path_factory) -> Path:
     """Rollouts one step ahead, weights that come in mid-episode, the engine's experts replayed."""
     root = tmp_path_factory.mktemp("runs")
-    done = runs.command("train", DEMO, f"runs_dir={root}", *SMALL, *WHILE_OTHERS_WORK)
+    done = runs.command("train", DEMO, f"runs_dir={root}", *SMALL, *REPLAYED, *IN_MID_EPISODE)
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "agent-calculator"
 
@@ -70,6 +65,7 @@ def logprobs_by(model, ids: np.ndarray, num_prompt: int) -> np.ndarray:
     return of_tokens.numpy()
 
 
+@pytest.mark.families
 def test_every_policy_token_of_whole_conversations(agent_run, models):
     differences = []
     num_turns = []
@@ -94,7 +90,14 @@ def test_every_policy_token_of_whole_conversations(agent_run, models):
     assert np.mean(differences > 1e-3) <= 0.01
 
 
-def test_the_trainer_computes_what_the_engine_did(agent_run):
-    for record in runs.metrics(agent_run):
+def test_the_trainer_computes_what_the_engine_did(tmp_path):
+    """On policy, with the experts of every turn and of what came between them."""
+    done = runs.command("train", DEMO, f"runs_dir={tmp_path}", *SMALL, *REPLAYED, "num_steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = runs.metrics(tmp_path / "agent-calculator")
+    assert len(records) == 2
+    for record in records:
         assert record["mismatch/k3"] < 1e-6
         assert record["routing/unusable_fraction"] == 0
+        assert record["episode/turns_mean"] >= 1
+        assert record["episode/environment_tokens_mean"] > 0
