@@ -99,5 +99,5 @@ def test_the_trainer_computes_what_the_engine_did(tmp_path):
     for record in records:
         assert record["mismatch/k3"] < 1e-6
         assert record["routing/unusable_fraction"] == 0
-        assert record["episode/turns_mean"] >= 1
-        assert record["episode/environment_tokens_mean"] > 0
+        assert record["response/turns_mean"] >= 1
+        assert record["response/environment_tokens_mean"] > 0
