@@ -203,6 +203,8 @@ class Completion:
     """Sequences of the episode before this last one, in order; they have no earlier ones."""
     outcome: float = math.nan
     """The environment's reward for the whole episode; NaN: none."""
+    outcome_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else the environment counted in it, such as calls of tools."""
 
     @property
     def num_tokens(self) -> int:
@@ -275,6 +277,7 @@ class StoredCompletion:
     turns: tuple[Turn, ...] = ()  # as of `Completion`, and so are those below
     earlier: tuple["StoredCompletion", ...] = ()
     outcome: float = math.nan
+    outcome_metrics: Mapping[str, float] = field(default_factory=dict)
     stored_prompt_ids: FilePart | None = None
     """Token ids before this sequence, where a chat template has rewritten the episode's history."""
 

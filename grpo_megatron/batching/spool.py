@@ -57,6 +57,8 @@ class SampleRecord(msgspec.Struct, frozen=True, array_like=True):
     own_prompt: tuple[int, int] | None = None
     """Where among the prompts of the shard the tokens are that it answers, start and number, if
     they are not those of its group's prompt."""
+    outcome_metrics: dict[str, float] = {}
+    """`Completion.outcome_metrics`, without those that are not finite."""
 
 
 class ShardReport(msgspec.Struct, frozen=True):
@@ -135,6 +137,7 @@ class StoredShard:
                 kept_counts=kept,
                 turns=tuple(_turn(record) for record in sample.turns),
                 outcome=_number(sample.outcome),
+                outcome_metrics=sample.outcome_metrics,
                 stored_prompt_ids=prompt_ids,
             )
             found.append(completion)
@@ -235,6 +238,10 @@ def _record(
     turns: list[TurnRecord] = []
     for turn in sequence.turns:
         turns.append((turn.start, turn.end, _known(turn.reward), turn.state, turn.spoilt))
+    outcome_metrics = {}
+    for name, value in sequence.outcome_metrics.items():
+        if math.isfinite(value):
+            outcome_metrics[name] = float(value)
     return SampleRecord(
         sequence.num_tokens,
         sequence.finish_reason,
@@ -245,6 +252,7 @@ def _record(
         turns,
         _known(sequence.outcome),
         own_prompt,
+        outcome_metrics,
     )
 
 

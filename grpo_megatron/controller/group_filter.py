@@ -335,6 +335,18 @@ def _turn_metrics(completions: Sequence[StoredCompletion]) -> dict[str, float]:
     }
 
 
+def outcome_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Means of what environments counted in their episodes, as `environment/DOMAIN/NAME_mean`, over
+    those that have it; empty where there are none."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        domain = group.group.prompt.domain
+        for completion in group.group.completions:
+            for name, value in completion.outcome_metrics.items():
+                values.setdefault(f"environment/{domain}/{name}_mean", []).append(value)
+    return {name: float(np.mean(found)) for name, found in values.items()}
+
+
 def _mean_std(values: np.ndarray) -> tuple[float, float]:
     """Of what is not NaN; NaN of nothing."""
     known = values[~np.isnan(values)]

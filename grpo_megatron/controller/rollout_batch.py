@@ -22,6 +22,7 @@ from grpo_megatron.controller.group_filter import (
     GroupFilter,
     by_domain,
     not_older,
+    outcome_metrics,
     rollout_metrics,
     staleness,
 )
@@ -242,6 +243,7 @@ class RolloutBatchBuilder:
         batch = self._config.batch
         settings = self._config.sampling
         self._rewards.take_metrics()  # of evaluations
+        self._workers.take_metrics()
         self._rollout_s = 0.0
         self._first_tries = []
 
@@ -336,6 +338,8 @@ class RolloutBatchBuilder:
         metrics |= by_domain(self._filter.metrics, seen)
         metrics |= self._sampler.metrics()
         metrics |= self._rewards.take_metrics()
+        metrics |= self._workers.take_metrics()
+        metrics |= outcome_metrics(seen)
         if self._allocation is not None:
             metrics |= self._allocation.take_metrics()
         if self._seeding is not None:

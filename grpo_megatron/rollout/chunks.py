@@ -53,3 +53,6 @@ class SampledChunk(msgspec.Struct, frozen=True):
     """Which engine sampled each prompt, its first sample where there were several."""
     dead: list[tuple[int, str]]
     """Replicas that were found dead meanwhile, and why."""
+    environment_metrics: dict[str, float] = {}
+    """How episodes of this worker have ended since it answered last, by their metrics' names
+    (`EnvironmentHost.take_metrics`)."""

@@ -14,6 +14,7 @@ from grpo_megatron.data.turn_tokens import NextTurn, TurnState, TurnTokens
 from grpo_megatron.environments.protocol import (
     Environment,
     Observation,
+    Outcome,
     Step,
     ToolSchema,
     Unscorable,
@@ -25,6 +26,8 @@ from grpo_megatron.types import Completion, Problem
 
 ReplyReading = Callable[[str, Sequence[ToolSchema], int], ReadReply]
 """(text of a turn, tools, its number) -> what it says to the environment and the template."""
+
+_UNSCORABLE = Outcome(math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class _Episode:
         self._num_used = 0
         """Tokens behind the first prompt."""
         self._num_turns = 0
-        self._outcome = math.nan
+        self._outcome = _UNSCORABLE
         self._finish_reason = "length"
 
     async def play(self) -> None:
@@ -131,18 +134,23 @@ class _Episode:
         except Unscorable:
             await self._sample_unscorable()
             return
-        self._outcome = observation.outcome.reward
+        self._outcome = observation.outcome
         self._begin(observation)
         try:
             while await self._take_turn():
                 pass
         except Unscorable:
-            self._outcome = math.nan
+            self._outcome = _UNSCORABLE
 
     def completion(self) -> Completion:
         """The record of the episode."""
         last = self._sequence(self._finish_reason)
-        return replace(last, earlier=tuple(self._earlier), outcome=self._outcome)
+        return replace(
+            last,
+            earlier=tuple(self._earlier),
+            outcome=self._outcome.reward,
+            outcome_metrics=self._outcome.metrics,
+        )
 
     def _begin(self, observation: Observation) -> None:
         self._tools = observation.tools
@@ -162,9 +170,9 @@ class _Episode:
         step = await self._environment.step(read.reply)
         self._builder.judge_turn(step.reward, spoilt=step.spoilt)
         if step.outcome is not None:
-            self._outcome = step.outcome.reward
+            self._outcome = step.outcome
         if step.spoilt:
-            self._outcome = math.nan
+            self._outcome = _UNSCORABLE
         if step.done or step.spoilt:
             self._finish_reason = "stop"
             return False

@@ -37,7 +37,9 @@ _END_S = 5.0
 
 
 class WorkerService:
-    """Samples chunks on the engines that each of them names; `close` it when done."""
+    """Samples chunks on the engines that each of them names; `close` it when done.
+
+    environment_metrics: takes what its environments have counted since the last call."""
 
     def __init__(
         self,
@@ -46,8 +48,10 @@ class WorkerService:
         stop_token_ids: Sequence[int] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
         episodes: Mapping[str, PlaysEpisodes] | None = None,
+        environment_metrics: Callable[[], dict[str, float]] = dict,
     ):
         self._config = config
+        self._environment_metrics = environment_metrics
         self._episodes = episodes
         self._stop_token_ids = stop_token_ids
         self._decode = decode
@@ -103,7 +107,8 @@ class WorkerService:
                 chunk.step, prompts, max_tokens=chunk.max_tokens, samples=samples
             )
         report = await asyncio.to_thread(spool_groups, Path(chunk.shard), groups, shape)
-        return SampledChunk(report, [group.replica for group in groups], dead)
+        replicas = [group.replica for group in groups]
+        return SampledChunk(report, replicas, dead, self._environment_metrics())
 
     async def close(self) -> None:
         """Close the connections to all engines."""
@@ -215,6 +220,7 @@ def main(run_path: str, attempt: str, index: int) -> None:
                 stop_token_ids=tokenizer.stop_token_ids,
                 decode=tokenizer.decode,
                 episodes=episode_domains(config, tokenizer, model, host.environment),
+                environment_metrics=host.take_metrics,
             )
             await serve(service, own_address(), endpoint)
 

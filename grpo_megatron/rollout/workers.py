@@ -167,6 +167,7 @@ class RolloutWorkers:
         self.config = config
         self.engines = engines
         self.workers = workers
+        self._environment_metrics: dict[str, float] = {}
         self._spool = spool
         self._numbers = itertools.count()
 
@@ -194,6 +195,18 @@ class RolloutWorkers:
         """Return the most likely completion of every prompt, at most `max_tokens` long. Errors as
         of `rollouts`."""
         return await self._sample(0, prompts, [range(1)] * len(prompts), max_tokens, greedy=True)
+
+    def take_metrics(self) -> dict[str, float]:
+        """How episodes have ended since the last call, over all workers; see
+        `EnvironmentHost.take_metrics`. What a worker had not reported is gone with it."""
+        metrics = self._environment_metrics
+        self._environment_metrics = {}
+        return metrics
+
+    def add_metrics(self, counts: Mapping[str, float]) -> None:
+        """Take what a worker's environments have counted."""
+        for name, count in counts.items():
+            self._environment_metrics[name] = self._environment_metrics.get(name, 0.0) + count
 
     async def _sample(
         self,
@@ -236,6 +249,7 @@ class _Call:
         self._config = owner.config
         self._engines = owner.engines
         self._workers = owner.workers
+        self._add_metrics = owner.add_metrics
         self._directory = directory
         self._step = step
         self._prompts = prompts
@@ -332,6 +346,7 @@ class _Call:
                 raise _NoEngine from error
             raise
         progress.advance()
+        self._add_metrics(answer.environment_metrics)
         await self._tell_dead(answer.dead)
         shard = StoredShard(self._directory, answer.report)
         sizes = [len(of_prompt) for of_prompt in samples]

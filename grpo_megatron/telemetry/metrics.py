@@ -23,6 +23,7 @@ NORMALISERS = {
     "group/": "groups",
     "accuracy/": "groups",
     "advantage/": "samples",
+    "environment/": "episodes",
     "time/": "step",
     "idle/": "step",
     "throughput/": "second",

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from grpo_megatron.batching.manifest import StepFacts
-from grpo_megatron.batching.spool import SpoolDirectory, link_shard, spool_groups, store_groups
+from grpo_megatron.batching.spool import (
+    SampleRecord,
+    ShardReport,
+    SpoolDirectory,
+    StoredShard,
+    link_shard,
+    spool_groups,
+    store_groups,
+)
 from grpo_megatron.batching.store import SampleRow, SampleTable, begin_step, finish_step
 from grpo_megatron.errors import DataError, SetupError
 from grpo_megatron.routing.shape import RouteShape
@@ -62,6 +74,23 @@ def test_a_record_reads_what_was_written(tmp_path):
             assert stored.text == completion.text
             assert stored.versions == completion.versions
             assert stored.kept_counts is None and not stored.truncated
+
+
+def test_what_an_environment_counted_is_in_the_record(tmp_path):
+    given = made(1).completions[0]
+    counted = replace(
+        given, outcome=1.0, outcome_metrics={"calls": 2, "share": 0.5, "unknown": math.nan}
+    )
+    group = RolloutGroup(Prompt("p", "d", "", (1,), ""), (counted, given), 0)
+    report = spool_groups(tmp_path / "rollout-0-000.safetensors", [group])
+    sent = msgspec.json.encode(report)
+    shard = StoredShard(SpoolDirectory(tmp_path / "a"), msgspec.json.decode(sent, type=ShardReport))
+    first, second = shard.completions()
+    assert first.outcome_metrics == {"calls": 2, "share": 0.5} and second.outcome_metrics == {}
+
+    record = json.loads(sent)["samples"][0]
+    older = msgspec.convert(record[:-1], SampleRecord)  # as workers wrote it before
+    assert older.outcome == 1.0 and older.outcome_metrics == {}
 
 
 def test_counts_of_kept_ids(tmp_path):

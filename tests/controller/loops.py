@@ -185,6 +185,9 @@ class Loop:
             scored.append(ScoredGroup(group, {"right": right, "short": 0 * right}, right))
         return scored
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
     async def publish(self, version: int) -> None:
         await asyncio.sleep(0.01)  # what is asked for meanwhile waits
         if version == self.publish_fails_at:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +33,18 @@ def test_the_default_trains_every_group_of_one_round(tmp_path):
         assert record["sampling/rounds"] == record["sampling/acceptance_rate"] == 1
         assert record["sampling/surplus"] == record["sampling/skipped_steps"] == 0
         assert not any("@" in name or name.startswith("curriculum") for name in record)
+
+
+def test_metrics_of_environments_are_in_the_line_of_their_step(tmp_path):
+    """What evaluations left behind is taken before a step is sampled, and not counted."""
+    loop = make(tmp_path, num_steps=2)
+    taken = itertools.count()
+    loop.take_metrics = lambda: {"environment/p/episodes": float(next(taken))}
+    loop.written = lambda place, completion: replace(completion, outcome_metrics={"calls": place})
+    loop.run()
+    records = loop.metrics()
+    assert [record["environment/p/episodes"] for record in records] == [1, 3]
+    assert [record["environment/p/calls_mean"] for record in records] == [1.5, 1.5]
 
 
 def test_dynamic_sampling_trains_full_batches_of_mixed_groups(tmp_path):

@@ -7,7 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_megatron.controller.group_filter import by_domain, rollout_metrics, staleness
+from grpo_megatron.controller.group_filter import (
+    by_domain,
+    outcome_metrics,
+    rollout_metrics,
+    staleness,
+)
 from grpo_megatron.controller.rl_loop import idle_shares
 from grpo_megatron.types import (
     Completion,
@@ -110,6 +115,21 @@ def test_metrics_of_episodes():
     assert metrics["response/environment_tokens_mean"] == 3 / 2
     assert metrics["response/spoilt_turn_fraction"] == 1 / 3
     assert "response/turns_mean" not in rollout_metrics(GROUPS)
+
+
+def test_what_environments_counted_is_averaged_by_domain():
+    """Over the episodes that have it: not over completions without an environment."""
+    groups = []
+    for domain, counts in (("a", [{"calls": 2.0}, {"calls": 3.0, "errors": 1.0}, {}]), ("b", [{}])):
+        completions = []
+        for of_episode in counts:
+            completions.append(replace(episode(), outcome_metrics=of_episode))
+        group = RolloutGroup(Prompt("p", domain, "", (1, 2), ""), tuple(completions), 0)
+        groups.append(ScoredGroup(group, {}, np.zeros(len(counts))))
+    assert outcome_metrics(groups) == {
+        "environment/a/calls_mean": 2.5,
+        "environment/a/errors_mean": 1.0,
+    }
 
 
 def test_staleness_is_of_policy_tokens():

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -147,6 +148,8 @@ def test_a_wrong_answer_and_a_call_that_fails(tokenizer):
     script = Script(tokenizer, broken, CALL, "408")
     found = play(tokenizer, script, Calculator())
     assert found.outcome == 1.0 and len(found.turns) == 3
+    assert wrong.outcome_metrics == {"tool_calls": 0, "tool_errors": 0}
+    assert found.outcome_metrics == {"tool_calls": 2, "tool_errors": 1}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,8 @@ class Failing(Patient):
     async def reset(self, problem: Problem, seed: int) -> Observation:
         if self.at == "reset":
             raise Unscorable("no state")
-        return await super().reset(problem, seed)
+        observation = await super().reset(problem, seed)
+        return replace(observation, outcome=Outcome(0.0, {"moves": 0.0}))
 
     async def step(self, reply: Reply) -> Step:
         if self.at == "step":
@@ -222,6 +226,7 @@ def test_what_an_environment_breaks_has_no_outcome_and_is_closed(tokenizer, at):
     environment = Failing(at)
     found = play(tokenizer, Script(tokenizer, "408"), environment)
     assert np.isnan(found.outcome) and environment.closed == 1
+    assert found.outcome_metrics == {}
     assert found.turns[0].spoilt == (at != "step")
 
 

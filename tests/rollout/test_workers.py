@@ -331,3 +331,30 @@ def test_an_environment_is_told_the_problem(tmp_path):
     assert (told[0].question, told[0].answer) == ("1+1?", "2")
     assert told[0].metadata == {"expression": "1+1", "deep": [1, {"a": None}]}
     assert [group.prompt.prompt_id for group in groups] == ["p", "q"]
+
+
+def test_what_environments_counted_adds_up_over_workers(tmp_path):
+    """Each chunk's answer has what its worker counted since the one before, and names it once."""
+    counted = []
+
+    def workers(index, service):
+        def take() -> dict[str, float]:
+            counted.append(index)
+            return {"environment/d/episodes": 2.0, f"environment/d/of_{index}": 1.0}
+
+        service._environment_metrics = take
+        return service
+
+    async def scenario(started, pool, rollouts):
+        await rollouts.rollouts(0, PROMPTS)
+        first = rollouts.take_metrics()
+        again = rollouts.take_metrics()
+        return first, again
+
+    first, again = run(tmp_path, scenario, 2, workers)
+    assert first == {
+        "environment/d/episodes": 2 * len(counted),
+        "environment/d/of_0": counted.count(0),
+        "environment/d/of_1": counted.count(1),
+    }
+    assert set(counted) == {0, 1} and again == {}
