@@ -15,6 +15,7 @@ from grpo_megatron import progress
 PATH_VARIABLE = "GRPO_MEGATRON_PROGRESS"
 """Where the server reports; set by `rollout.replica`."""
 _LOOK_S = 10.0
+_START_LOOK_S = 1.0
 _ANSWER_S = 30.0
 
 
@@ -36,7 +37,10 @@ def _ask(host: str, port: int) -> None:
                 progress.enter(progress.SERVING)
             is_serving = True
             progress.advance()
-        time.sleep(_LOOK_S)
+        if is_serving:
+            time.sleep(_LOOK_S)
+        else:
+            time.sleep(_START_LOOK_S)
 
 
 def is_healthy(host: str, port: int) -> bool:
