@@ -32,7 +32,7 @@ class Look:
     num_in_device: int = 0
     """Threads that wait for a device or a file system (D)."""
     stack: str = ""
-    """Of its threads, as py-spy or Python write it; empty: not known."""
+    """Of its threads, the main thread first, as py-spy or Python write it; empty: not known."""
     write_s: float = 0.0
     """Seconds that writing a file beside its own took."""
 
@@ -99,8 +99,8 @@ def _stack_by_py_spy(pid: int, *, is_stopped: bool) -> str:
         argv.append("--nonblocking")
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(argv, capture_output=True, text=True, timeout=PY_SPY_S, check=False)
-        if done.returncode == 0:
-            return done.stdout.strip()
+        if done.returncode == 0:  # without the command line, which may be long
+            return done.stdout[max(done.stdout.find("\nThread "), 0) :].strip()
     return ""
 
 
@@ -137,7 +137,8 @@ def _stack_by_signal(pid: int, log: Path) -> str:
     start = text.find("hread 0x")  # "Thread 0x…" or "Current thread 0x…"
     if start < 0:
         return ""
-    return text[text.rfind("\n", 0, start) + 1 :].strip()
+    threads = text[text.rfind("\n", 0, start) + 1 :].strip().split("\n\n")
+    return "\n\n".join(reversed(threads))
 
 
 def main(pid: str, log: str = "", probe: str = "") -> None:

@@ -37,12 +37,25 @@ def expected_s(config: RunConfig, role: str, phase: str) -> float:
     return max(config.trainer.command_timeout_s, rollout.startup_timeout_s, requests_s)
 
 
-def phase_limit_s(record: ProgressRecord, slow_factor: float, expected: float) -> float:
+def shortest_limit_s(config: RunConfig, role: str, phase: str) -> float:
+    """How long a phase may always make no progress: a minute, and in rewards what the recipe gives
+    to one, of which a coroutine may take twice."""
+    if role == "controller" and phase == "reward":
+        return SHORTEST_LIMIT_S + 2 * config.data.reward_timeout_s
+    return SHORTEST_LIMIT_S
+
+
+def phase_limit_s(
+    record: ProgressRecord,
+    slow_factor: float,
+    expected: float,
+    shortest: float = SHORTEST_LIMIT_S,
+) -> float:
     """How long the phase of `record` may make no progress until its role is named."""
     limit = expected
     if record.phase in record.longest_s:
         limit = slow_factor * record.longest_s[record.phase]
-    return max(SHORTEST_LIMIT_S, limit)
+    return max(shortest, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,14 @@ class RoleWatch:
         record: What it wrote last.
         silent_s: Seconds without a new heartbeat, of those that were counted."""
 
-    def __init__(self, role: str, settings: WatchConfig, expected: Callable[[str], float]):
+    def __init__(
+        self,
+        role: str,
+        settings: WatchConfig,
+        expected: Callable[[str], float],
+        shortest: Callable[[str], float] = lambda phase: SHORTEST_LIMIT_S,
+    ):
+        self._shortest = shortest
         self.role = role
         self.record: ProgressRecord | None = None
         self.silent_s = 0.0
@@ -89,6 +109,12 @@ class RoleWatch:
             self._trouble_s = 0.0
         return self._hang(is_stopped)
 
+    @property
+    def is_working(self) -> bool:
+        """Whether the role says that it does something that others may wait for."""
+        record = self.record
+        return record is not None and not record.is_waiting and record.phase != SERVING
+
     def _is_old(self, record: ProgressRecord) -> bool:
         known = self.record
         return known is not None and (known.pid, known.beat) == (record.pid, record.beat)
@@ -106,17 +132,22 @@ class RoleWatch:
             return Hang(self.role, "trouble", self._trouble_s, record)
         if record.is_waiting:
             return None
-        limit = phase_limit_s(record, self._settings.slow_factor, self._expected(record.phase))
+        limit = phase_limit_s(
+            record,
+            self._settings.slow_factor,
+            self._expected(record.phase),
+            self._shortest(record.phase),
+        )
         if record.idle_s >= limit:
             return Hang(self.role, "stuck", record.idle_s, record)
         return None
 
 
-def culprits(hangs: Mapping[str, Hang]) -> dict[str, Hang]:
-    """Leave out roles that only wait for one that hangs: who is stuck where another is silent, and
-    the controller where anyone else is stuck."""
+def culprits(hangs: Mapping[str, Hang], *, others_work: bool = False) -> dict[str, Hang]:
+    """Leave out roles that only wait for another one: who is stuck where another is silent, and the
+    controller where anyone else is stuck, or works (`others_work`) within a limit of its own."""
     if any(hang.cause != "stuck" for hang in hangs.values()):
         return {role: hang for role, hang in hangs.items() if hang.cause != "stuck"}
-    if len(hangs) > 1:
+    if len(hangs) > 1 or others_work:
         return {role: hang for role, hang in hangs.items() if role != "controller"}
     return dict(hangs)

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.launch.look import STOPPED_STATES, Look, process_state
-from grpo_megatron.launch.watch import Hang, RoleWatch, culprits, expected_s
+from grpo_megatron.launch.watch import Hang, RoleWatch, culprits, expected_s, shortest_limit_s
 from grpo_megatron.progress import Progress, ProgressRecord, read_progress
 from grpo_megatron.rundir import RunDir
 
@@ -101,7 +101,10 @@ class Watcher:
         """Watch a role, which starts now."""
         self._pids[role] = pid
         self._watches[role] = RoleWatch(
-            role, self._config.watch, partial(expected_s, self._config, role)
+            role,
+            self._config.watch,
+            partial(expected_s, self._config, role),
+            partial(shortest_limit_s, self._config, role),
         )
 
     def forget(self, role: str) -> None:
@@ -175,7 +178,10 @@ class Watcher:
         self._tell_recovered(hangs)
         now = time.monotonic()
         new = []
-        for role, hang in culprits(hangs).items():
+        others_work = any(
+            watch.is_working for role, watch in watches.items() if role != "controller"
+        )
+        for role, hang in culprits(hangs, others_work=others_work).items():
             if role not in self._named and self._looks_again_s.get(role, 0.0) <= now:
                 new.append(hang)
         if new:

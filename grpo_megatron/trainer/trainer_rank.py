@@ -24,7 +24,14 @@ from grpo_megatron.network import Endpoint, bind_gloo, own_address, wait_for_end
 from grpo_megatron.rundir import RunDir
 from grpo_megatron.telemetry.events import append_event
 from grpo_megatron.trainer.protocol import encode, error_reply
-from grpo_megatron.trainer.requests import AnyRequest, Stop, read_request, to_json_values
+from grpo_megatron.trainer.requests import (
+    AnyRequest,
+    FinishCheckpoint,
+    SaveCheckpoint,
+    Stop,
+    read_request,
+    to_json_values,
+)
 from grpo_megatron.weights.carriers import listening_store
 
 if TYPE_CHECKING:  # Megatron looks at the machine when it is imported, see `main`
@@ -87,7 +94,7 @@ def serve(service: "TrainerService", link: ControllerLink | None, group: Any) ->
         if request is None:
             continue
         try:
-            with progress.within(request.name, _subject(request)):
+            with progress.within(_phase(request), _subject(request)):
                 answer = service.execute(request)
         except BaseException as error:
             if link is not None:
@@ -100,6 +107,15 @@ def serve(service: "TrainerService", link: ControllerLink | None, group: Any) ->
             link.send({"result": to_json_values(answer)})
         if isinstance(request, Stop):
             return
+
+
+def _phase(request: AnyRequest) -> str:
+    """What durations of requests are compared under: writing a checkpoint may be left to later."""
+    if isinstance(request, FinishCheckpoint) and not request.wait:
+        return "LookForCheckpoint"
+    if isinstance(request, SaveCheckpoint) and request.beside:
+        return "CopyCheckpoint"
+    return request.name
 
 
 def _subject(request: AnyRequest) -> str:

@@ -82,7 +82,8 @@ def finish(process: subprocess.Popen) -> tuple[int, str]:
 
 def survivors(run: Path) -> list[str]:
     """Command lines of processes that still belong to a run, by their group or arguments."""
-    groups = {event["pid"] for event in events(run, "started")}
+    begun = events(run, "started") + events(run, "restarted")
+    groups = {event["pid"] for event in begun}
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

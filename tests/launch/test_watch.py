@@ -24,6 +24,7 @@ from grpo_megatron.launch.watch import (
     culprits,
     expected_s,
     phase_limit_s,
+    shortest_limit_s,
 )
 from grpo_megatron.launch.watcher import Watcher, describe_hang
 from grpo_megatron.plan.resolve import resolve
@@ -167,6 +168,7 @@ def test_who_waits_for_a_hung_role_is_not_named():
     assert set(culprits(deadlocked)) == {"trainer-0", "trainer-1"}
     alone = {"controller": hang("controller", "stuck")}
     assert culprits(alone) == alone
+    assert culprits(alone, others_work=True) == {}  # a checkpoint, say, takes its time
 
 
 @pytest.mark.parametrize(
@@ -181,6 +183,44 @@ def test_who_waits_for_a_hung_role_is_not_named():
 )
 def test_the_first_of_a_phase_has_the_time_outs_of_the_recipe(config, role, phase, expected):
     assert expected_s(config, role, phase) == expected
+
+
+def test_a_reward_may_always_take_its_time_out(config):
+    slow = config.model_copy(
+        update={"data": config.data.model_copy(update={"reward_timeout_s": 300.0})}
+    )
+    assert shortest_limit_s(slow, "controller", "reward") == 660.0
+    assert shortest_limit_s(slow, "controller", "publish") == 60.0
+    record = replace(RECORD, role="controller", phase="reward", longest_s={"reward": 0.1})
+    assert phase_limit_s(record, 5.0, 1800.0, 660.0) == 660.0
+
+
+def test_the_controller_may_wait_for_whoever_works(config, tmp_path, monkeypatch):
+    """A checkpoint that is written takes longer than copies of it did."""
+    watch, run_dir = watched(config, tmp_path, {"controller": None, "trainer-0": None})
+    trainer = Progress(run_dir.role_progress("trainer-0"), "trainer-0")
+    controller = Progress(run_dir.role_progress("controller"), "controller")
+
+    def read(path):
+        record = read_progress(path)
+        if record.role == "controller":
+            return long_ago(record)
+        return record
+
+    monkeypatch.setattr(watcher, "read_progress", read)
+    for phase in ("checkpoint", "reward", "checkpoint"):
+        controller.enter(phase)
+    controller.write()
+    trainer.enter("FinishCheckpoint")
+    trainer.write()
+    watch._look = lambda record, log, probe: Look("S")
+    watch.look_once(PERIOD_S)
+    assert watch.take_news() == []
+    trainer.enter("waiting", is_waiting=True)
+    trainer.write()
+    watch.look_once(PERIOD_S)
+    [news] = watch.take_news()
+    assert (news.role, news.cause) == ("controller", "stuck")
 
 
 def test_limits_by_hand():
@@ -232,7 +272,24 @@ def test_a_stack_is_written_to_the_log_and_quoted(tmp_path, monkeypatch):
         assert "in deadlocked_collective" in found.stack and "in deadlocked" in (
             tmp_path / "log"
         ).read_text("utf-8")
+        threads = found.stack.split("\n\n")
+        assert "in deadlocked_collective" in threads[0] and len(threads) == 2  # the main one first
         assert not found.is_held_by_files
+
+
+def test_py_spy_is_asked_first_where_it_is_installed(tmp_path, monkeypatch):
+    """Here a program that writes as it does; it can look at stopped processes too."""
+    spy = tmp_path / "py-spy"
+    spy.write_text(
+        "#!/bin/sh\necho 'Process 7: python -c import x'\necho \"asked $*\"\n"
+        "echo 'Thread 7 (idle): \"MainThread\"'\necho '    barrier (torch.py:3)'\n"
+    )
+    spy.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = look_at(os.getpid())
+    assert found.stack == 'Thread 7 (idle): "MainThread"\n    barrier (torch.py:3)'
+    spy.write_text("#!/bin/sh\necho not permitted >&2; exit 1\n")
+    assert look_at(os.getpid()).stack == ""
 
 
 def test_a_stopped_process_is_said_to_be_stopped(tmp_path):

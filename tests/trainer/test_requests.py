@@ -120,3 +120,14 @@ def test_the_service_has_a_case_for_every_request():
     patterns = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.MatchClass)]
     cases = [pattern.cls.id for pattern in patterns]
     assert sorted(cases) == sorted(kind.__name__ for kind in get_args(AnyRequest))
+
+
+def test_requests_of_different_lengths_are_not_compared():
+    """Who watches takes the longest of a phase: looking for a checkpoint is not writing it."""
+    from grpo_megatron.trainer.trainer_rank import _phase, _subject
+
+    folder = Path("checkpoints/step_000004")
+    saves = [SaveCheckpoint(directory=folder, state={}, beside=beside) for beside in (False, True)]
+    finishes = [FinishCheckpoint(wait=wait) for wait in (False, True)]
+    assert len({_phase(request) for request in (*saves, *finishes)}) == 4
+    assert [_subject(request) for request in (saves[0], finishes[0])] == ["step_000004", ""]
