@@ -204,7 +204,8 @@ class ColdStart:
         directory = await newest_whole(self._trainer, checkpoints, self._run_dir.events)
         if directory is None:
             return False
-        saved = await self._trainer.call(LoadCheckpoint(directory))
+        async with self._publisher.training():
+            saved = await self._trainer.call(LoadCheckpoint(directory))
         state = ColdStartState(**saved)
         self._steps = state.steps
         self._saved_steps = state.steps

@@ -72,7 +72,11 @@ class Rejoining:
                 await asyncio.sleep(_LOOK_S)
             except GrpoMegatronError as error:
                 self._engines.failure = error
-                raise
+                return
+            except Exception as error:
+                logger.exception("%s did not join", name)
+                self._engines.failure = EngineError(f"{name} could not join: {error!r}")
+                return
 
     async def _join_engine(self, index: int) -> None:
         name = f"rollout-{index}"

@@ -334,6 +334,31 @@ def test_one_that_is_given_up_is_not_waited_for(tmp_path, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("error", [MismatchError("other weights"), KeyError("a mistake of ours")])
+def test_one_that_cannot_be_trusted_fails_the_pool(tmp_path, monkeypatch, error):
+    """Else a run without another engine would wait for ever."""
+    monkeypatch.setattr(rejoining, "_LOOK_S", 0.05)
+
+    class Refuses(Joins):
+        async def join(self, index, client):
+            raise error
+
+    async def run():
+        async with fake_engines() as [new]:
+            dead = Engine("rollout-0")
+            pool = ReplicaPool([dead], may_return=lambda index: True)
+            workers = WorkerPool({0: SimpleNamespace()})
+            dead.is_alive = False
+            await pool.examine(pool.replicas[0], EngineError("gone"))
+            async with joined(tmp_path, pool, workers, Refuses(pool)) as run_dir:
+                publish_address(run_dir, "rollout-0", new.url)
+                async with asyncio.timeout(60):
+                    await pool.wait_alive()
+
+    with pytest.raises((MismatchError, EngineError), match=str(error.args[0])):
+        asyncio.run(run())
+
+
 def test_without_restarts_nobody_is_looked_for(tmp_path):
     async def run():
         pool = ReplicaPool([Engine()])
