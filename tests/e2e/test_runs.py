@@ -141,12 +141,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole, how):
 @pytest.mark.chaos
 def test_a_killed_controller_loses_no_recorded_step(whole):
     """Steps after the checkpoint are trained from the store, not sampled again."""
-    root, run = whole.parent, whole.parent / "killed"
+    root, run = whole.parent, whole.parent / "sampled"
     process = runs.start(
         "train",
         runs.RECIPE,
         f"runs_dir={root}",
-        "name=killed",
+        "name=sampled",
         "checkpoint.interval=2",
         "rollout.deterministic=false",
     )
