@@ -9,9 +9,10 @@ from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.data.turn_proof import prove
 from grpo_megatron.data.turn_tokens import TurnTokens
 from grpo_megatron.environments.protocol import Environment, ToolSchema
-from grpo_megatron.rollout.episodes import EpisodeLimits, EpisodePlayer, EpisodeSeeds
+from grpo_megatron.rollout.episodes import EpisodePlayer, EpisodeSeeds
 from grpo_megatron.rollout.reply_reader import ReplyReader
 from grpo_megatron.rollout.segments import Ask
+from grpo_megatron.rollout.turn_sampler import EpisodeLimits
 from grpo_megatron.types import Completion, Problem, Prompt
 
 OpenEnvironment = Callable[[str], Environment]

@@ -3,45 +3,25 @@
 Each turn is one completion behind all tokens so far (`rollout.segments`). What was sampled is never
 decoded and encoded again (`data.turn_tokens`)."""
 
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_megatron.data.conversation import MESSAGES, Message
-from grpo_megatron.data.turn_tokens import NextTurn, TurnState, TurnTokens
+from grpo_megatron.data.conversation import MESSAGES
+from grpo_megatron.data.turn_tokens import NextTurn, TurnState
 from grpo_megatron.environments.protocol import (
     Environment,
     Observation,
     Outcome,
     Step,
-    ToolSchema,
     Unscorable,
 )
-from grpo_megatron.rollout.segments import Ask, complete, derive_seed
+from grpo_megatron.rollout.segments import Ask, derive_seed
 from grpo_megatron.rollout.sequence_builder import SequenceBuilder
-from grpo_megatron.rollout.tool_parsers import ReadReply
+from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
 from grpo_megatron.types import Completion, Problem
 
-ReplyReading = Callable[[str, Sequence[ToolSchema], int], ReadReply]
-"""(text of a turn, tools, its number) -> what it says to the environment and the template."""
-
 _UNSCORABLE = Outcome(math.nan)
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Where an episode ends that its environment does not end."""
-
-    max_turns: int
-    turn_tokens: int | None
-    """Of one turn; None: all that are left."""
-    episode_tokens: int
-    """Behind the first prompt, the environment's included."""
-    max_model_len: int
-    """Prompt and response of one request."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +34,8 @@ class EpisodeSeeds:
     """Of the sampling; None: the engine's own."""
 
 
-class EpisodePlayer:
-    """Plays the episodes of one domain.
-
-    turn_tokens: of the domain's template with these tools, proved; read_reply: see `ReplyReading`;
-    decode: token ids to text."""
-
-    def __init__(
-        self,
-        *,
-        turn_tokens: Callable[[Sequence[ToolSchema]], TurnTokens],
-        read_reply: ReplyReading,
-        decode: Callable[[Sequence[int]], str],
-        segment_tokens: int | None = None,
-    ):
-        self.read_reply = read_reply
-        self.decode = decode
-        self.segment_tokens = segment_tokens
-        self._make_turn_tokens = turn_tokens
-        self._turn_tokens: dict[str, TurnTokens] = {}
-
-    def turn_tokens(self, tools: Sequence[ToolSchema]) -> TurnTokens:
-        """The domain's turns with these tools; they are proved once."""
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._turn_tokens:
-            self._turn_tokens[key] = self._make_turn_tokens(tools)
-        return self._turn_tokens[key]
+class EpisodePlayer(TurnSampler):
+    """Plays the episodes of one domain with its environments."""
 
     async def play(
         self,
@@ -201,13 +157,11 @@ class _Episode:
         seed = None
         if self._seeds.turns is not None:
             seed = derive_seed(self._seeds.turns, "turn", self._num_turns)
-        (sampled,) = await complete(
+        sampled = await self._player.sample(
             self._ask,
             self._state.token_ids,
-            n=1,
             max_tokens=room,
             seed=seed,
-            segment_tokens=self._player.segment_tokens,
             routes_from=self._builder.routes_from,
         )
         self._builder.add_turn(sampled, self._label)
@@ -227,19 +181,10 @@ class _Episode:
         return min(left, self._limits.max_model_len - len(state.token_ids))
 
     def _sequence(self, finish_reason: str) -> Completion:
-        found = self._builder.completion(finish_reason)
-        return replace(
-            found,
-            text=self._player.decode(found.token_ids.tolist()),
-            answered_ids=self._builder.prompt_ids,
-        )
+        return self._player.sequence(self._builder, finish_reason)
 
     async def _sample_unscorable(self) -> None:
-        """A token that stands for an episode that could not begin: it has no reward and no loss."""
-        self._turns = self._player.turn_tokens(())
-        question: Message = {"role": "user", "content": self._problem.question}
-        self._state = self._turns.begin([question], from_environment=True)
-        self._builder = SequenceBuilder(self._state.token_ids)
-        self._label = ""
-        await self._sample(1)
-        self._builder.judge_turn(math.nan, spoilt=True)
+        seed = None
+        if self._seeds.turns is not None:
+            seed = derive_seed(self._seeds.turns, "turn", 0)
+        self._builder = await self._player.stand_in(self._ask, self._problem.question, seed)

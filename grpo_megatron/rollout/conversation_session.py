@@ -1,0 +1,330 @@
+"""An episode that a program drives: it sends conversations, and gets the policy's next reply.
+
+The program keeps conversations as messages, as clients of OpenAI's API do. Here they are kept as
+ids. A request that goes on from a known conversation continues its ids (`data.turn_tokens`). One
+that forks a conversation, or whose history the program has edited, begins a sequence of its own:
+only what is sampled then is trained in it.
+
+    system, question                    -> reply 1            sequence 1
+    system, question, reply 1, result   -> reply 2            sequence 1, continued
+    system, question, reply 1, hint     -> reply 3            sequence 2, a fork behind reply 1
+    system, summary                     -> reply 4            sequence 3"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.turn_tokens import TurnState, TurnTokens
+from grpo_megatron.environments.protocol import ToolSchema
+from grpo_megatron.rollout.chat_messages import comparable, sent_message
+from grpo_megatron.rollout.segments import Ask, derive_seed
+from grpo_megatron.rollout.sequence_builder import SequenceBuilder
+from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler, tools_key
+from grpo_megatron.types import Completion
+
+_MOST_KNOWN = 1024
+"""Conversations of one session that may be continued; the oldest are forgotten."""
+
+
+class EpisodeOver(Exception):
+    """A limit of the episode leaves no room for another turn; the text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """A turn of the policy, as the program gets it."""
+
+    message: Message
+    finish_reason: str
+    """"stop", "length" or "tool_calls", as OpenAI's API has them."""
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class _Conversation:
+    """One that the program may go on with: it ends with a reply of the policy."""
+
+    messages: list[str]
+    """As the program knows them, with the reply; see `comparable`."""
+    tools: str
+    state: TurnState
+    """Of the request that the reply answers."""
+    sampled_ids: list[int]
+    reply: Message
+    """As the chat template gets it."""
+    builder: SequenceBuilder
+    num_tokens: int
+    """Of the builder's response up to the reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A turn that is to be sampled."""
+
+    turns: TurnTokens
+    state: TurnState
+    builder: SequenceBuilder
+    between_ids: Sequence[int]
+    """Come into the sequence before the turn."""
+    num_allowed: int
+    """Tokens that the turn may have, counted as used until it ends."""
+    is_cut_by_program: bool
+    """Whether the program, and no limit of the episode, allows no more."""
+    turn: int
+    seed: int | None
+
+
+class ConversationSession:
+    """The sequences of one episode, while a program asks for turns.
+
+    Requests are served side by side as far as the episode's tokens allow it: each counts all tokens
+    that it may have as used until it ends, and others wait for what it leaves."""
+
+    def __init__(
+        self, ask: Ask, sampler: TurnSampler, limits: EpisodeLimits, seed: int | None = None
+    ):
+        self._ask = ask
+        self._sampler = sampler
+        self._limits = limits
+        self._seed = seed
+        self._began = time.monotonic()
+        self._known: list[_Conversation] = []
+        self._builders: list[SequenceBuilder] = []
+        """Of all sequences, in the order in which each was continued last."""
+        self._claimed: set[SequenceBuilder] = set()
+        """Those that a request is continuing now."""
+        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._num_running = 0
+        self._num_used = 0
+        """Tokens behind first prompts, with those that running requests may have."""
+        self._is_closed = False
+        self._freed = asyncio.Event()
+        self.num_turns = 0
+        """Asked for; of those that were refused none."""
+        self.is_limited = False
+        """Whether a limit of turns or tokens has refused a turn, or cut the last one."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        max_tokens: int | None = None,
+    ) -> ChatReply:
+        """Sample the reply to a conversation (`plain_messages`), of at most `max_tokens`.
+
+        EpisodeOver where a limit is reached; DataError where the chat template refuses the
+        conversation or the tools; and what the engine raises."""
+        request = self._prepared(messages, tools, max_tokens)
+        while request is None:
+            await self._freed.wait()
+            request = self._prepared(messages, tools, max_tokens)
+        self._claim(request)
+        sampled = None
+        try:
+            sampled = await self._sampler.sample(
+                self._ask,
+                request.state.token_ids,
+                max_tokens=request.num_allowed,
+                seed=request.seed,
+                routes_from=request.builder.routes_from,
+            )
+        finally:
+            self._release(request, sampled)
+        if self._is_closed:
+            raise EpisodeOver("the episode has ended")
+        return self._answered(request, sampled, messages, tools)
+
+    def close(self) -> None:
+        """Take no further turn, not even one that is being sampled."""
+        self._is_closed = True
+        self._wake()
+
+    def completion(self, outcome: float, *, is_spoilt: bool = False) -> Completion | None:
+        """The record of the episode, with the sequence that was continued last as its last one and
+        its last reply as text; None where no turn was sampled. Closes the session.
+
+        is_spoilt: the program has failed, so that nothing can be said about the episode."""
+        self.close()
+        if not self._builders:
+            return None
+        if is_spoilt:
+            self._builders[-1].judge_turn(math.nan, spoilt=True)
+        finish_reason = "stop"
+        if self.is_limited:
+            finish_reason = "length"
+        earlier = [self._sampler.sequence(builder, "stop") for builder in self._builders[:-1]]
+        last = self._sampler.sequence(self._builders[-1], finish_reason)
+        reply = last.turns[-1]
+        text = self._sampler.decode(last.token_ids[reply.start : reply.end].tolist())
+        return replace(last, text=text, earlier=tuple(earlier), outcome=outcome)
+
+    def _prepared(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], max_tokens: int | None
+    ) -> _Request | None:
+        """What is to be sampled; None while other requests may have all tokens that are left."""
+        self._require_turns_and_time()
+        turns = self._sampler.turn_tokens(tools)
+        known = self._longest_known(messages, tools_key(tools))
+        if known is None:
+            state = self._begun(turns, messages)
+            builder = SequenceBuilder(state.token_ids)
+            between: Sequence[int] = ()
+        else:
+            state, builder, between = self._continued(turns, known, messages)
+        left = self._tokens_left(state, len(between))
+        if left < 1:
+            if self._num_running:
+                return None
+            self.is_limited = True
+            raise EpisodeOver(
+                f"the episode has had its {self._limits.episode_tokens} tokens (episode_tokens)"
+            )
+        if self._limits.turn_tokens is not None:
+            left = min(left, self._limits.turn_tokens)
+        is_cut_by_program = max_tokens is not None and max_tokens <= left
+        if max_tokens is not None:
+            left = min(left, max_tokens)
+        return _Request(
+            turns,
+            state,
+            builder,
+            between,
+            left,
+            is_cut_by_program,
+            self.num_turns,
+            self._seed_of(state.token_ids),
+        )
+
+    def _require_turns_and_time(self) -> None:
+        limits = self._limits
+        if self._is_closed:
+            raise EpisodeOver("the episode has ended")
+        if self.num_turns >= limits.max_turns:
+            self.is_limited = True
+            raise EpisodeOver(f"the episode has had its {limits.max_turns} turns (max_turns)")
+        if time.monotonic() - self._began >= limits.seconds:
+            raise EpisodeOver(f"the episode has had its {limits.seconds:g} seconds (episode_s)")
+
+    def _tokens_left(self, state: TurnState, num_between: int) -> int:
+        """Tokens that the next turn may have; EpisodeOver where the engine takes none behind this
+        conversation."""
+        room = self._limits.max_model_len - len(state.token_ids)
+        if room < 1:
+            self.is_limited = True
+            raise EpisodeOver(
+                f"the conversation has {len(state.token_ids)} tokens, and the engine takes "
+                f"{self._limits.max_model_len} with the reply (max_model_len)"
+            )
+        return min(room, self._limits.episode_tokens - self._num_used - num_between)
+
+    def _longest_known(self, messages: Sequence[Message], tools: str) -> _Conversation | None:
+        """The conversation that `messages` go on from, of equal ones one that nothing has gone on
+        from yet; None: they begin one."""
+        asked = [comparable(message) for message in messages]
+        best = None
+        best_rank = (0, False)
+        for found in self._known:
+            length = len(found.messages)
+            rank = (length, self._is_end(found))
+            if found.tools == tools and rank > best_rank and asked[:length] == found.messages:
+                best = found
+                best_rank = rank
+        return best
+
+    def _is_end(self, known: _Conversation) -> bool:
+        """Whether nothing has gone on from it, and nothing does now."""
+        return known.builder.num_tokens == known.num_tokens and known.builder not in self._claimed
+
+    def _begun(self, turns: TurnTokens, messages: Sequence[Message]) -> TurnState:
+        """The first request of a conversation. Markers are text, but for those of replies that the
+        policy gave in this session: thoughts and calls stay what they are."""
+        given = {known.messages[-1] for known in self._known}
+        found: list[Message] = []
+        for message in messages:
+            if message["role"] == "assistant" and comparable(message) in given:
+                found.append(message)
+            else:
+                found += turns.escaped([message])
+        return turns.begin(found)
+
+    def _continued(
+        self, turns: TurnTokens, known: _Conversation, messages: Sequence[Message]
+    ) -> tuple[TurnState, SequenceBuilder, Sequence[int]]:
+        """The request behind a known conversation, its sequence, and the ids in between."""
+        new_messages = messages[len(known.messages) :]
+        following = turns.after(known.state, known.sampled_ids, known.reply, new_messages)
+        if following.restart is None and self._is_end(known):
+            return following.state, known.builder, following.between_ids
+        return following.state, SequenceBuilder(following.state.token_ids), ()
+
+    def _seed_of(self, token_ids: tuple[int, ...]) -> int | None:
+        """Depends on what is asked, and not on when: requests may come side by side."""
+        if self._seed is None:
+            return None
+        asked = " ".join(map(str, token_ids))
+        return derive_seed(self._seed, "turn", asked, self._asked[token_ids])
+
+    def _claim(self, request: _Request) -> None:
+        self._asked[request.state.token_ids] += 1
+        self._claimed.add(request.builder)
+        self._num_running += 1
+        self._num_used += len(request.between_ids) + request.num_allowed
+        self.num_turns += 1
+
+    def _release(self, request: _Request, sampled: Completion | None) -> None:
+        """Give back what the turn has left, and take it into its sequence. Of a turn that failed,
+        or ended behind the end of the session, nothing stays."""
+        self._wake()
+        self._claimed.discard(request.builder)
+        self._num_running -= 1
+        self._num_used -= request.num_allowed
+        if sampled is None or self._is_closed:
+            self._num_used -= len(request.between_ids)
+            return
+        self._num_used += sampled.num_tokens
+        builder = request.builder
+        if request.between_ids:
+            builder.add_environment(request.between_ids)
+        builder.add_turn(sampled, "")
+        if builder in self._builders:
+            self._builders.remove(builder)
+        self._builders.append(builder)
+        self.is_limited = sampled.truncated and not request.is_cut_by_program
+
+    def _wake(self) -> None:
+        """Have waiting requests look again, once this task waits."""
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    def _answered(
+        self,
+        request: _Request,
+        sampled: Completion,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+    ) -> ChatReply:
+        sampled_ids = sampled.token_ids.tolist()
+        text = request.turns.reply_text(request.state, sampled_ids)
+        reply = self._sampler.read_reply(text, tools, request.turn).message
+        sent = sent_message(reply)
+        known = _Conversation(
+            [comparable(message) for message in [*messages, sent]],
+            tools_key(tools),
+            request.state,
+            sampled_ids,
+            reply,
+            request.builder,
+            request.builder.num_tokens,
+        )
+        self._known.append(known)
+        del self._known[:-_MOST_KNOWN]
+        finish_reason = sampled.finish_reason
+        if reply.get("tool_calls"):
+            finish_reason = "tool_calls"
+        num_prompt_tokens = len(request.state.token_ids)
+        return ChatReply(sent, finish_reason, num_prompt_tokens, sampled.num_tokens)

@@ -1,0 +1,113 @@
+"""What the episodes of a domain share, whoever drives them: turns as tokens, sampled and read."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from grpo_megatron.data.conversation import Message
+from grpo_megatron.data.turn_tokens import TurnTokens
+from grpo_megatron.environments.protocol import ToolSchema
+from grpo_megatron.rollout.segments import Ask, complete
+from grpo_megatron.rollout.sequence_builder import SequenceBuilder
+from grpo_megatron.rollout.tool_parsers import ReadReply
+from grpo_megatron.types import Completion
+
+ReplyReading = Callable[[str, Sequence[ToolSchema], int], ReadReply]
+"""(text of a turn, tools, its number) -> what it says to the environment and the template."""
+
+_MOST_TOOL_SETS = 64
+"""Whose turns are kept: a program may change its tools in every request."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Where an episode ends that its environment, or its program, does not end."""
+
+    max_turns: int
+    turn_tokens: int | None
+    """Of one turn; None: all that are left."""
+    episode_tokens: int
+    """Behind the first prompt, the environment's included."""
+    max_model_len: int
+    """Prompt and response of one request."""
+    seconds: float
+
+
+class TurnSampler:
+    """Samples the turns of one domain's episodes; holds no state of any of them.
+
+    turn_tokens: of the domain's template with these tools, proved; read_reply: see `ReplyReading`;
+    decode: token ids to text."""
+
+    def __init__(
+        self,
+        *,
+        turn_tokens: Callable[[Sequence[ToolSchema]], TurnTokens],
+        read_reply: ReplyReading,
+        decode: Callable[[Sequence[int]], str],
+        segment_tokens: int | None = None,
+    ):
+        self.read_reply = read_reply
+        self.decode = decode
+        self._segment_tokens = segment_tokens
+        self._make_turn_tokens = turn_tokens
+        self._turn_tokens: dict[str, TurnTokens] = {}
+
+    def turn_tokens(self, tools: Sequence[ToolSchema]) -> TurnTokens:
+        """The domain's turns with these tools, which are proved once. DataError where they cannot
+        be."""
+        key = tools_key(tools)
+        found = self._turn_tokens.pop(key, None)
+        if found is None:
+            found = self._make_turn_tokens(tools)
+        self._turn_tokens[key] = found  # behind all others: it was used last
+        if len(self._turn_tokens) > _MOST_TOOL_SETS:
+            del self._turn_tokens[next(iter(self._turn_tokens))]
+        return found
+
+    async def sample(
+        self,
+        ask: Ask,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        seed: int | None,
+        routes_from: int,
+    ) -> Completion:
+        """One turn behind `token_ids`. Raises what `ask` raises."""
+        (sampled,) = await complete(
+            ask,
+            token_ids,
+            n=1,
+            max_tokens=max_tokens,
+            seed=seed,
+            segment_tokens=self._segment_tokens,
+            routes_from=routes_from,
+        )
+        return sampled
+
+    async def stand_in(self, ask: Ask, question: str, seed: int | None) -> SequenceBuilder:
+        """A sequence of one token behind the question, for an episode that had no turn: it has
+        neither reward nor loss. Errors as of `turn_tokens` and `sample`."""
+        asked: Message = {"role": "user", "content": question}
+        state = self.turn_tokens(()).begin([asked], from_environment=True)
+        builder = SequenceBuilder(state.token_ids)
+        sampled = await self.sample(ask, state.token_ids, max_tokens=1, seed=seed, routes_from=0)
+        builder.add_turn(sampled, "")
+        builder.judge_turn(math.nan, spoilt=True)
+        return builder
+
+    def sequence(self, builder: SequenceBuilder, finish_reason: str) -> Completion:
+        """The record of a sequence of an episode, with its text and the ids that it answers."""
+        found = builder.completion(finish_reason)
+        return replace(
+            found,
+            text=self.decode(found.token_ids.tolist()),
+            answered_ids=builder.prompt_ids,
+        )
+
+
+def tools_key(tools: Sequence[ToolSchema]) -> str:
+    """Equal for equal tools."""
+    return json.dumps(list(tools), sort_keys=True)
