@@ -9,7 +9,7 @@ from pydantic import Field
 from grpo_megatron.config.alarms import AlarmsConfig
 from grpo_megatron.config.allocation import AllocationConfig, SeedingConfig
 from grpo_megatron.config.base import InputPath, Strict
-from grpo_megatron.config.environment import EnvironmentConfig
+from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.objective import BatchConfig, DomainObjective, ObjectiveConfig
 from grpo_megatron.config.trainer import OptimizerConfig, TrainerConfig
 from grpo_megatron.config.watch import WatchConfig
@@ -30,7 +30,7 @@ class RewardConfig(Strict):
 
     function: str
     """`module:function`, a typed plain function (see `grpo_megatron.rewards.functions`), or
-    `environment`: the outcome of the episode."""
+    `environment`: the outcome of the episode, from its environment or its program."""
     weight: float = 1.0
     """Weight in the sum."""
     name: str | None = None
@@ -103,11 +103,32 @@ class DomainConfig(Strict):
     """What this domain sets differently from `[objective]`."""
     environment: EnvironmentConfig | None = None
     """What replies to the policy; default: nothing does, an answer is one turn."""
+    agent: AgentConfig | None = None
+    """A program that drives the domain's episodes and asks the policy by OpenAI's API."""
 
     @property
     def accuracy_component(self) -> str:
         """The reward component that says whether a completion is correct."""
         return self.accuracy or self.rewards[0].component
+
+    @property
+    def episodes(self) -> EpisodeConfig | None:
+        """Settings of the domain's episodes; None where an answer is one turn."""
+        return self.environment or self.agent
+
+    @property
+    def episodes_table(self) -> str:
+        """The name of the table that has them."""
+        if self.environment is None:
+            return "agent"
+        return "environment"
+
+    @property
+    def hosted(self) -> EnvironmentConfig | None:
+        """What runs in processes of environments; None: nothing."""
+        if self.agent is not None:
+            return self.agent.hosted
+        return self.environment
 
     @property
     def least_correct(self) -> float:
@@ -581,8 +602,9 @@ class RunConfig(Strict):
 
     @property
     def domains_with_episodes(self) -> tuple[str, ...]:
-        """Names of the domains whose prompts are answered in turns with an environment."""
-        return tuple(domain.name for domain in self.domains if domain.environment is not None)
+        """Names of the domains whose prompts are answered in several turns: to an environment, or
+        to a program."""
+        return tuple(domain.name for domain in self.domains if domain.episodes is not None)
 
     @property
     def publish_carrier(self) -> Literal["gloo", "nccl"]:

@@ -64,6 +64,7 @@ class Failures:
     """How the episodes of a domain end, to stop a run whose environment never works."""
 
     def __init__(self, domain: str, name: str, log_path: Path):
+        """name: as messages have it, `environment calculator`."""
         self._domain = domain
         self._name = name
         self._log_path = log_path
@@ -96,10 +97,11 @@ class Failures:
             if kind == "ends":
                 what = f"cost {number} processes"
             raise EpisodeError(
-                f"environment {self._name} {what} without one that ended well in between; the "
-                f"last: {self._last}",
-                where=f"[[domains]] {self._domain}, environment; messages in {self._log_path}",
-                remedy="correct the environment, or raise its step_s or memory_mib",
+                f"{self._name} {what} without one that ended well in between; the last: "
+                f"{self._last}",
+                where=f"[[domains]] {self._domain}; messages in {self._log_path}",
+                remedy="correct it, or raise its time limit (step_s, of an agent episode_s) or "
+                "memory_mib",
             )
 
     def take_metrics(self) -> dict[str, float]:
@@ -388,7 +390,8 @@ class HostedEnvironment:
 
 
 class EnvironmentHost:
-    """The processes of all domains that have an environment; use as `async with`.
+    """The processes of all domains that have an environment, or an agent that is a function; use as
+    `async with`.
 
     What environments print goes to `log_path`. EpisodeError where one cannot be found, made or
     started."""
@@ -398,15 +401,18 @@ class EnvironmentHost:
         self._failures: list[Failures] = []
         self._episodes = itertools.count()
         for domain in domains:
-            config = domain.environment
+            config = domain.hosted
             if config is None:
                 continue
             try:
                 bound = bind(config.name, config.arguments)
             except EpisodeError as error:
-                error.where = f"[[domains]] {domain.name}, environment"
+                error.where = f"[[domains]] {domain.name}, {domain.episodes_table}"
                 raise
-            failures = Failures(domain.name, config.name, log_path)
+            name = f"environment {config.name}"
+            if domain.agent is not None:
+                name = f"agent {domain.agent.function}"
+            failures = Failures(domain.name, name, log_path)
             self._failures.append(failures)
             self._processes[domain.name] = [
                 EnvironmentProcess(bound, config, failures, log_path)

@@ -10,6 +10,7 @@ from grpo_megatron.data.sources import first_problem
 from grpo_megatron.environments.registry import bind
 from grpo_megatron.errors import EpisodeError, RewardError
 from grpo_megatron.rewards.pool import components_of
+from grpo_megatron.rollout.agent_command import find_program
 
 SKIP_REMEDY = "if only the cluster has it, submit with --skip-reward-check"
 
@@ -29,16 +30,17 @@ def refuse_unbound_rewards(config: RunConfig, *, remedy: str = "") -> None:
 
 
 def refuse_unbound_environments(config: RunConfig, *, remedy: str = "") -> None:
-    """Find every domain's environment and check its arguments.
+    """Find every domain's environment or agent, and check its arguments.
 
     Raises EpisodeError as its processes would when they start. remedy: what else would help."""
     for domain in config.domains:
-        if domain.environment is None:
-            continue
         try:
-            bind(domain.environment.name, domain.environment.arguments)
+            if domain.hosted is not None:
+                bind(domain.hosted.name, domain.hosted.arguments)
+            elif domain.agent is not None:
+                find_program(domain.agent.command)
         except EpisodeError as error:
-            error.where = f"[[domains]] {domain.name}, environment"
+            error.where = f"[[domains]] {domain.name}, {domain.episodes_table}"
             if remedy:
                 error.remedy = f"{error.remedy or 'correct the recipe'}; {remedy}"
             raise

@@ -315,16 +315,22 @@ class RewardPool:
             logger.warning("%s", error)
 
     def _scored(self, group: AnyGroup, outcomes: Iterator[Outcome]) -> ScoredGroup:
-        """The group with its rewards; takes its outcomes from the front of `outcomes`."""
+        """The group with its rewards; takes its outcomes from the front of `outcomes`. An episode
+        whose last turn is spoilt cannot be scored, whatever its text is."""
         domain = group.prompt.domain
         components = [self.components[index] for index in self._of_domain[domain]]
         table = np.empty((len(group.completions), len(components)), np.float64)
         steps: list[tuple[tuple[int, float], ...]] = []
         for sample in range(len(group.completions)):
             of_sample = []
+            turns = group.completions[sample].turns
+            is_spoilt = len(turns) > 0 and turns[-1].spoilt
             for column, component in enumerate(components):
                 outcome = next(outcomes)
                 table[sample, column] = outcome.value
+                if is_spoilt:
+                    table[sample, column] = np.nan
+                    continue
                 for end, reward in outcome.steps:
                     of_sample.append((end, reward * component.weight))
             steps.append(tuple(of_sample))

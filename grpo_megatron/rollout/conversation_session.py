@@ -71,6 +71,9 @@ class _Request:
     builder: SequenceBuilder
     between_ids: Sequence[int]
     """Come into the sequence before the turn."""
+    num_before: int
+    """Tokens that come into the record before the turn: those between, or the whole request of a
+    new sequence."""
     num_allowed: int
     """Tokens that the turn may have, counted as used until it ends."""
     is_cut_by_program: bool
@@ -102,6 +105,8 @@ class ConversationSession:
         self._num_running = 0
         self._num_used = 0
         """Tokens behind first prompts, with those that running requests may have."""
+        self._num_recorded = 0
+        """Tokens of all sequences with what they answer, counted in the same way."""
         self._is_closed = False
         self._freed = asyncio.Event()
         self.num_turns = 0
@@ -176,14 +181,16 @@ class ConversationSession:
             between: Sequence[int] = ()
         else:
             state, builder, between = self._continued(turns, known, messages)
-        left = self._tokens_left(state, len(between))
+        num_before = len(between)
+        if known is None or builder is not known.builder:
+            num_before = len(state.token_ids)
+        self._require_context(state)
+        left = self._tokens_left(state, len(between), num_before)
         if left < 1:
             if self._num_running:
                 return None
             self.is_limited = True
-            raise EpisodeOver(
-                f"the episode has had its {self._limits.episode_tokens} tokens (episode_tokens)"
-            )
+            raise EpisodeOver(self._told_tokens(len(between)))
         if self._limits.turn_tokens is not None:
             left = min(left, self._limits.turn_tokens)
         is_cut_by_program = max_tokens is not None and max_tokens <= left
@@ -194,6 +201,7 @@ class ConversationSession:
             state,
             builder,
             between,
+            num_before,
             left,
             is_cut_by_program,
             self.num_turns,
@@ -210,17 +218,35 @@ class ConversationSession:
         if time.monotonic() - self._began >= limits.seconds:
             raise EpisodeOver(f"the episode has had its {limits.seconds:g} seconds (episode_s)")
 
-    def _tokens_left(self, state: TurnState, num_between: int) -> int:
-        """Tokens that the next turn may have; EpisodeOver where the engine takes none behind this
-        conversation."""
-        room = self._limits.max_model_len - len(state.token_ids)
-        if room < 1:
+    def _require_context(self, state: TurnState) -> None:
+        """Raise EpisodeOver where the engine takes no token behind this conversation."""
+        if len(state.token_ids) >= self._limits.max_model_len:
             self.is_limited = True
             raise EpisodeOver(
                 f"the conversation has {len(state.token_ids)} tokens, and the engine takes "
                 f"{self._limits.max_model_len} with the reply (max_model_len)"
             )
-        return min(room, self._limits.episode_tokens - self._num_used - num_between)
+
+    def _tokens_left(self, state: TurnState, num_between: int, num_before: int) -> int:
+        """Tokens that the next turn may have, behind so many of the episode and of the record."""
+        limits = self._limits
+        left = min(
+            limits.max_model_len - len(state.token_ids),
+            limits.episode_tokens - self._num_used - num_between,
+        )
+        if limits.recorded_tokens is not None:
+            left = min(left, limits.recorded_tokens - self._num_recorded - num_before)
+        return left
+
+    def _told_tokens(self, num_between: int) -> str:
+        """Which tokens have been used up."""
+        limits = self._limits
+        if self._num_used + num_between >= limits.episode_tokens:
+            return f"the episode has had its {limits.episode_tokens} tokens (episode_tokens)"
+        return (
+            f"the conversations of the episode have together the {limits.recorded_tokens} tokens "
+            "that can be trained at once (trainer.max_tokens_per_microbatch)"
+        )
 
     def _longest_known(self, messages: Sequence[Message], tools: str) -> _Conversation | None:
         """The conversation that `messages` go on from, of equal ones one that nothing has gone on
@@ -274,6 +300,7 @@ class ConversationSession:
         self._claimed.add(request.builder)
         self._num_running += 1
         self._num_used += len(request.between_ids) + request.num_allowed
+        self._num_recorded += request.num_before + request.num_allowed
         self.num_turns += 1
 
     def _release(self, request: _Request, sampled: Completion | None) -> None:
@@ -283,10 +310,13 @@ class ConversationSession:
         self._claimed.discard(request.builder)
         self._num_running -= 1
         self._num_used -= request.num_allowed
+        self._num_recorded -= request.num_allowed
         if sampled is None or self._is_closed:
             self._num_used -= len(request.between_ids)
+            self._num_recorded -= request.num_before
             return
         self._num_used += sampled.num_tokens
+        self._num_recorded += sampled.num_tokens
         builder = request.builder
         if request.between_ids:
             builder.add_environment(request.between_ids)

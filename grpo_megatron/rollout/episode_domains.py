@@ -1,82 +1,139 @@
-"""The domains of a recipe whose prompts are answered in turns with an environment."""
+"""The domains of a recipe whose prompts are answered in turns, to an environment or a program."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from grpo_megatron.config.environment import EnvironmentConfig
+from grpo_megatron.config.environment import AgentConfig, EnvironmentConfig, EpisodeConfig
 from grpo_megatron.config.run import DomainConfig, RunConfig
 from grpo_megatron.data.tokenizer import TextTokenizer
 from grpo_megatron.data.turn_proof import prove
 from grpo_megatron.data.turn_tokens import TurnTokens
+from grpo_megatron.environments.host import Failures
 from grpo_megatron.environments.protocol import Environment, ToolSchema
+from grpo_megatron.rollout.agent_domains import (
+    AgentDomain,
+    command_program,
+    function_program,
+)
+from grpo_megatron.rollout.door import Door
 from grpo_megatron.rollout.episodes import EpisodePlayer, EpisodeSeeds
 from grpo_megatron.rollout.reply_reader import ReplyReader
 from grpo_megatron.rollout.segments import Ask
-from grpo_megatron.rollout.turn_sampler import EpisodeLimits
+from grpo_megatron.rollout.turn_sampler import EpisodeLimits, TurnSampler
 from grpo_megatron.types import Completion, Problem, Prompt
 
 OpenEnvironment = Callable[[str], Environment]
 """Domain -> an environment for one episode of it."""
 
+_Sampler = TypeVar("_Sampler", bound=TurnSampler)
+
 
 class EpisodeDomain:
-    """Plays the episodes of one domain."""
+    """Plays the episodes of one domain with its environment.
+
+    limits: of an episode of at most so many tokens."""
 
     def __init__(
         self,
-        config: RunConfig,
-        domain: DomainConfig,
-        settings: EnvironmentConfig,
-        tokenizer: TextTokenizer,
-        tokenizer_directory: Path,
-        open_environment: OpenEnvironment,
+        player: EpisodePlayer,
+        limits: Callable[[int], EpisodeLimits],
+        open_environment: Callable[[], Environment],
     ):
-        template = tokenizer.chat_template
-        assert template is not None  # rule environment_template, and PromptRenderer
-        self._config = config
-        self._domain = domain
-        self._settings = settings
-        self._tokenizer = tokenizer
-        self._template = template
+        self._player = player
+        self._limits = limits
         self._open_environment = open_environment
-        self._player = EpisodePlayer(
-            turn_tokens=self._turn_tokens,
-            read_reply=ReplyReader(settings.tool_format, template, tokenizer_directory),
-            decode=tokenizer.decode,
-            segment_tokens=config.rollout.segment_tokens,
-        )
 
     async def play(
         self, ask: Ask, prompt: Prompt, seeds: EpisodeSeeds, max_tokens: int
     ) -> Completion:
         """Play an episode of at most `max_tokens` behind its prompt. Errors as of
         `EpisodePlayer.play`."""
-        settings = self._settings
+        problem = Problem(prompt.question, prompt.answer, prompt.metadata)
+        environment = self._open_environment()
+        return await self._player.play(ask, environment, problem, seeds, self._limits(max_tokens))
+
+
+class _Domains:
+    """Makes the domains of one run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: TextTokenizer,
+        tokenizer_directory: Path,
+        open_environment: OpenEnvironment,
+    ):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._tokenizer_directory = tokenizer_directory
+        self._open_environment = open_environment
+
+    def of_environment(self, domain: DomainConfig, settings: EnvironmentConfig) -> EpisodeDomain:
+        """The environment replies."""
+        return EpisodeDomain(
+            self._sampler(EpisodePlayer, domain, settings),
+            partial(self._limits, settings),
+            partial(self._open_environment, domain.name),
+        )
+
+    def of_agent(
+        self, domain: DomainConfig, settings: AgentConfig, door: Door, log_path: Path
+    ) -> AgentDomain:
+        """A program asks."""
+        name = f"agent {settings.function}"
+        program = function_program(partial(self._open_environment, domain.name))
+        if settings.command:
+            name = f"agent {' '.join(settings.command)}"
+            program = command_program(settings)
+        return AgentDomain(
+            settings,
+            self._sampler(TurnSampler, domain, settings),
+            door,
+            run=program,
+            limits=partial(self._limits, settings),
+            failures=Failures(domain.name, name, log_path),
+        )
+
+    def _sampler(
+        self, kind: type[_Sampler], domain: DomainConfig, settings: EpisodeConfig
+    ) -> _Sampler:
+        template = self._tokenizer.chat_template
+        assert template is not None  # rule environment_template, and PromptRenderer
+        return kind(
+            turn_tokens=partial(self._turn_tokens, domain),
+            read_reply=ReplyReader(settings.tool_format, template, self._tokenizer_directory),
+            decode=self._tokenizer.decode,
+            segment_tokens=self._config.rollout.segment_tokens,
+        )
+
+    def _turn_tokens(self, domain: DomainConfig, tools: Sequence[ToolSchema]) -> TurnTokens:
+        template = self._tokenizer.chat_template
+        assert template is not None
+        turns = TurnTokens(
+            self._tokenizer,
+            template,
+            arguments=domain.template_arguments,
+            tools=tools,
+            day=domain.template_date,
+            assistant_prefix=domain.assistant_prefix,
+        )
+        prove(turns)
+        return turns
+
+    def _limits(self, settings: EpisodeConfig, max_tokens: int) -> EpisodeLimits:
         episode_tokens = max_tokens
         if settings.episode_tokens is not None:
             episode_tokens = min(settings.episode_tokens, max_tokens)
-        limits = EpisodeLimits(
+        return EpisodeLimits(
             max_turns=settings.max_turns,
             turn_tokens=settings.turn_tokens,
             episode_tokens=episode_tokens,
             max_model_len=self._config.rollout.max_model_len,
             seconds=settings.episode_s,
+            recorded_tokens=self._config.trainer.max_tokens_per_microbatch,
         )
-        problem = Problem(prompt.question, prompt.answer, prompt.metadata)
-        environment = self._open_environment(self._domain.name)
-        return await self._player.play(ask, environment, problem, seeds, limits)
-
-    def _turn_tokens(self, tools: Sequence[ToolSchema]) -> TurnTokens:
-        turns = TurnTokens(
-            self._tokenizer,
-            self._template,
-            arguments=self._domain.template_arguments,
-            tools=tools,
-            day=self._domain.template_date,
-            assistant_prefix=self._domain.assistant_prefix,
-        )
-        prove(turns)
-        return turns
 
 
 def episode_domains(
@@ -85,16 +142,29 @@ def episode_domains(
     tokenizer_directory: Path,
     open_environment: OpenEnvironment,
 ) -> dict[str, EpisodeDomain]:
-    """Those of `config`, by name. tokenizer_directory: where the tokenizer was loaded from."""
+    """Those of `config` that have an environment, by name. tokenizer_directory: where the tokenizer
+    was loaded from."""
+    make = _Domains(config, tokenizer, tokenizer_directory, open_environment)
     found = {}
     for domain in config.domains:
         if domain.environment is not None:
-            found[domain.name] = EpisodeDomain(
-                config,
-                domain,
-                domain.environment,
-                tokenizer,
-                tokenizer_directory,
-                open_environment,
-            )
+            found[domain.name] = make.of_environment(domain, domain.environment)
+    return found
+
+
+def agent_domains(
+    config: RunConfig,
+    tokenizer: TextTokenizer,
+    tokenizer_directory: Path,
+    open_environment: OpenEnvironment,
+    door: Door,
+    log_path: Path,
+) -> dict[str, AgentDomain]:
+    """Those of `config` that a program drives, by name; it asks at the open `door`. log_path: where
+    this process says how programs fail."""
+    make = _Domains(config, tokenizer, tokenizer_directory, open_environment)
+    found = {}
+    for domain in config.domains:
+        if domain.agent is not None:
+            found[domain.name] = make.of_agent(domain, domain.agent, door, log_path)
     return found

@@ -32,6 +32,9 @@ class EpisodeLimits:
     max_model_len: int
     """Prompt and response of one request."""
     seconds: float
+    recorded_tokens: int | None = None
+    """Of all sequences together, with what they answer: a micro-batch must hold them. None: no
+    matter. Environments do not look at it."""
 
 
 class TurnSampler:

@@ -23,7 +23,8 @@ from grpo_megatron.errors import EngineError, GrpoMegatronError, describe_error
 from grpo_megatron.network import Endpoint, own_address
 from grpo_megatron.rollout.chunks import Chunk, ChunkPrompt, SampledChunk
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.episode_domains import episode_domains
+from grpo_megatron.rollout.door import Door
+from grpo_megatron.rollout.episode_domains import agent_domains, episode_domains
 from grpo_megatron.rollout.pool import Replica, ReplicaPool
 from grpo_megatron.rollout.rollout_worker import PlaysEpisodes, RolloutWorker
 from grpo_megatron.routing.shape import recorded_shape
@@ -214,15 +215,27 @@ def main(run_path: str, attempt: str, index: int) -> None:
 
     async def work() -> None:
         log = run_dir.logs / f"environments-{index}.log"
-        async with EnvironmentHost(config.domains, log_path=log) as host:
+        address = own_address()
+        async with EnvironmentHost(config.domains, log_path=log) as host, Door(address) as door:
+            played = episode_domains(config, tokenizer, model, host.environment)
+            driven = agent_domains(
+                config, tokenizer, model, host.environment, door, run_dir.logs / f"{name}.log"
+            )
+
+            def take_metrics() -> dict[str, float]:
+                metrics: dict[str, float] = {}
+                for domain in driven.values():
+                    metrics |= domain.take_metrics()
+                return metrics | host.take_metrics()  # which has counted functions itself
+
             service = WorkerService(
                 config,
                 stop_token_ids=tokenizer.stop_token_ids,
                 decode=tokenizer.decode,
-                episodes=episode_domains(config, tokenizer, model, host.environment),
-                environment_metrics=host.take_metrics,
+                episodes={**played, **driven},
+                environment_metrics=take_metrics,
             )
-            await serve(service, own_address(), endpoint)
+            await serve(service, address, endpoint)
 
     asyncio.run(work())
 

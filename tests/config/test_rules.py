@@ -32,6 +32,8 @@ ALL_RULES = (
     BATCH_RULES,
 )
 
+PROGRAM = ["domains.0.template=chat", "cold_start=null"]
+COMMAND = 'domains.0.agent.command=["python", "x.py"]'
 BROKEN = [
     ("model_source", ["model.path=/x"]),
     ("model_source", ["model.preset=null"]),
@@ -73,6 +75,18 @@ BROKEN = [
             "domains.0.environment.turn_tokens=5",
         ],
     ),
+    ("environment_template", [COMMAND, "cold_start=null"]),
+    ("environment_alone", ["domains.0.template=chat", COMMAND]),
+    ("environment_alone", [*PROGRAM, COMMAND, "kind=sft"]),
+    ("environment_alone", [*PROGRAM, COMMAND, "objective.preset=deepseekmath_process"]),
+    ("environment_tokens", [*PROGRAM, COMMAND, "domains.0.agent.episode_tokens=100000"]),
+    ("environment_tokens", [*PROGRAM, COMMAND, "domains.0.agent.turn_tokens=100000"]),
+    ("agent_or_environment", [*AGENT, COMMAND]),
+    ("agent_program", [*PROGRAM, "domains.0.agent.max_turns=2"]),
+    ("agent_program", [*PROGRAM, COMMAND, "domains.0.agent.function=m:f"]),
+    ("agent_program", [*PROGRAM, COMMAND, "domains.0.agent.arguments.a=1"]),
+    ("agent_program", [*PROGRAM, "domains.0.agent.function=m:f", "domains.0.agent.variables.A=b"]),
+    ("agent_program", [*PROGRAM, "domains.0.agent.function=m"]),
     ("environment_time", [*AGENT, "domains.0.environment.step_s=1000"]),
     ("problem_counts", ["domains.0.num_problems=1536"]),
     ("group_size", ["batch.num_samples_per_prompt=1"]),

@@ -270,6 +270,21 @@ def test_limits(tokenizer, sampler, changes, texts, words):
     assert found.truncated
 
 
+def test_a_micro_batch_holds_all_sequences_of_an_episode(tokenizer, sampler):
+    policy = Policy(tokenizer, "abcdef")
+
+    async def program(session):
+        with pytest.raises(EpisodeOver, match="max_tokens_per_microbatch"):
+            for number in range(9):
+                reply = await asked(session, [user(f"question {number}")])
+                await asked(session, [user(f"question {number}"), reply, user("on")])
+        assert session.is_limited
+
+    found = driven(policy, sampler, program, recorded_tokens=100)
+    sizes = [len(one.answered_ids) + one.num_tokens for one in found.sequences]
+    assert len(sizes) >= 3 and 100 - max(sizes) <= sum(sizes) <= 100
+
+
 def test_time_is_a_limit_that_is_nobodys_length(tokenizer, sampler):
     async def program(session):
         with pytest.raises(EpisodeOver, match="seconds"):

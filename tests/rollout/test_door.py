@@ -186,7 +186,7 @@ async def ask(url, key, body: object = None, path="/chat/completions", method="P
         ({"messages": [5]}, None, "no request"),
         ({"max_tokens": "many"}, None, "no request"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "no text"),
-        ({"messages": [{"role": "user", "content": "ä"}]}, None, "ä"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, None, "template"),
     ],
 )
 def test_what_is_refused_is_named(tokenizer, sampler, fields, param, words):
